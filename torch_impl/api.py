@@ -321,8 +321,8 @@ def _checked_modules(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         for name, below in module.named_modules():
             if isinstance(below, TorchModule):
                 raise ValueError(
-                    f"fully_shard: {name or 'the module'} ({type(below).__name__}) is sharded by torch.distributed.fsdp "
-                    "already; shard all modules of a model by one package"
+                    f"fully_shard: {name or 'the module'} ({type(below).__name__}) is sharded by "
+                    "torch.distributed.fsdp already; shard all modules of a model by one package"
                 )
     if several:
         inner = {id(below) for module in modules for below in module.modules() if below is not module}

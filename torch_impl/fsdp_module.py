@@ -342,7 +342,9 @@ def _units_of(caller: str, modules: Iterable[FSDPModule]) -> tuple[Unit, ...]:
     try:
         listed = list(modules)
     except TypeError:
-        raise TypeError(f"{caller}: expected a list of sharded modules, got {type(modules).__name__}") from None
+        raise TypeError(
+            f"{caller}: expected a list of sharded modules, got {type(modules).__name__}"
+        ) from None
     for module in listed:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"{caller}: expected sharded modules, got {type(module).__name__}")

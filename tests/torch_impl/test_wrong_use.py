@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torch_impl
 from tests.support.ranks import RankGroup
+from tests.support.torch_impl.extended import Halved
 from torch_impl import fully_shard
 
 Case = tuple[Callable[[], object], type[Exception], str]
@@ -179,7 +181,7 @@ ARGUMENTS: dict[str, Case] = {
     "a model with units of FSDP2": (
         stock_inside,
         ValueError,
-        r"fully_shard: 0 \(FSDPLinear\) is sharded by torch.distributed.fsdp already; shard all modules of a model by one",
+        r"fully_shard: 0 \(FSDPLinear\) is sharded by torch.distributed.fsdp already; shard all modules",
     ),
 }
 
@@ -187,10 +189,20 @@ METHODS: dict[str, Case] = {
     name: (lambda name=name, args=args: getattr(sharded(), name)(*args), error, message)
     for name, args, error, message in (
         ("unshard", ("now",), ValueError, "async_op: expected a bool, got 'now'"),
-        ("set_requires_gradient_sync", ("no",), ValueError, "requires_gradient_sync: expected a bool, got 'no'"),
+        (
+            "set_requires_gradient_sync",
+            ("no",),
+            ValueError,
+            "requires_gradient_sync: expected a bool, got 'no'",
+        ),
         ("set_requires_all_reduce", (None,), ValueError, "requires_all_reduce: expected a bool, got None"),
         ("set_is_last_backward", ("no",), ValueError, "is_last_backward: expected a bool, got 'no'"),
-        ("set_reshard_after_forward", (None,), ValueError, "reshard_after_forward: expected a bool, got None"),
+        (
+            "set_reshard_after_forward",
+            (None,),
+            ValueError,
+            "reshard_after_forward: expected a bool, got None",
+        ),
         ("set_reshard_after_backward", (True, 3), TypeError, "positional argument"),
         (
             "set_modules_to_forward_prefetch",
@@ -243,7 +255,7 @@ MOMENTS: dict[str, Case] = {
     "an unreduced gradient as a whole": (
         lambda: unreduced()[0].weight.grad.full_tensor(),
         RuntimeError,
-        r"got a gradient of shape \(7, 8\) that was not reduced over the ranks.*run the last backward",
+        r"got a gradient of shape \(7, 8\) that was not reduced over the ranks.*run the step's last backward",
     ),
     "a method that is no method": (
         lambda: torch_impl.register_fsdp_forward_method(sharded(), 3),
@@ -264,7 +276,9 @@ def distributed(whole: Any = None, mesh: Any = None, extra: Any = (), **options:
 
 def rewrapped(local: Any = None) -> object:
     param = sharded()[0].weight
-    return DTensor.from_local(param.to_local() if local is None else local, param.device_mesh, param.placements)
+    return DTensor.from_local(
+        param.to_local() if local is None else local, param.device_mesh, param.placements
+    )
 
 
 def loaded(model: Any, whole: bool = True, **options: Any) -> object:
@@ -294,8 +308,7 @@ LOADS: dict[str, Case] = {
     "distribute_tensor of another shape": (
         lambda: distributed(torch.ones(3, 3)),
         ValueError,
-        r"distribute_tensor: expected a tensor of shape \(7, 8\), as the parameter whose placements .* got one of shape "
-        r"\(3, 3\)",
+        r"distribute_tensor: expected a tensor of shape \(7, 8\), as the parameter .* got one of shape \(3, 3\)",
     ),
     "distribute_tensor with one placement more": (
         lambda: distributed(extra=[Shard(0)]),
@@ -326,28 +339,62 @@ LOADS: dict[str, Case] = {
     "a whole state dict that lacks a weight, on meta": (
         lambda: loaded(on_meta(), **{"2.bias": None}),
         RuntimeError,
-        "parameter '2.bias' is on the meta device: expected a value in the state dict, found none among its 3 keys; call "
-        "model.to_empty",
+        "parameter '2.bias' is on the meta device: expected a value in the state dict, found none .*; call model",
     ),
     "assign=True of DTensors that are cut otherwise": (
         lambda: assigned(**{"0.weight": torch.ones(7, 8)}),
         RuntimeError,
-        r"load_state_dict\(assign=True\): 0.weight: expected .* placed like the sharded parameter, got .*distribute_tensor",
+        r"load_state_dict\(assign=True\): 0.weight: expected .* placed like the sharded parameter, .*distribute_tensor",
     ),
 }
 
 OPERATORS: dict[str, Case] = {
     name: (lambda compute=compute: compute(sharded()[2].weight), error, message)
     for name, compute, error, message in (
-        ("t", lambda p: p.t(), RuntimeError, r"parameter '2.weight' of shape \(5, 7\), .*; use full_tensor\(\)"),
-        ("svd", lambda p: torch.linalg.svd(p), RuntimeError, r"parameter '2.weight' of .*; use full_tensor\(\)"),
+        (
+            "t",
+            lambda p: p.t(),
+            RuntimeError,
+            r"parameter '2.weight' of shape \(5, 7\), .*; use full_tensor\(\)",
+        ),
+        (
+            "svd",
+            lambda p: torch.linalg.svd(p),
+            RuntimeError,
+            r"parameter '2.weight' of .*; use full_tensor\(\)",
+        ),
         ("histc", lambda p: p.histc(), RuntimeError, r"parameter '2.weight' of .*; use full_tensor\(\)"),
-        ("other rows", lambda p: p[1:4] + p[2:5], RuntimeError, r"one shape and placement.*; use full_tensor\(\)"),
+        (
+            "other rows",
+            lambda p: p[1:4] + p[2:5],
+            RuntimeError,
+            r"one shape and placement.*; use full_tensor\(\)",
+        ),
         ("a plain one", lambda p: p + torch.ones(5, 7), RuntimeError, r"'2.weight'.*; use full_tensor\(\)"),
-        ("tolist", lambda p: p.tolist(), RuntimeError, r"^tolist\(\) of parameter '2.weight' .* use full_tensor\(\)"),
-        ("numpy", lambda p: p.detach().numpy(), RuntimeError, r"^numpy\(\) of a tensor .* use full_tensor\(\)"),
-        ("share_memory_", lambda p: p.share_memory_(), RuntimeError, r"^share_memory_\(\) of parameter '2.weight'"),
-        ("data", lambda p: setattr(p, "data", torch.ones(5, 7)), RuntimeError, r".data of parameter '2.weight'.*copy_\(\)"),
+        (
+            "tolist",
+            lambda p: p.tolist(),
+            RuntimeError,
+            r"^tolist\(\) of parameter '2.weight' .* use full_tensor\(\)",
+        ),
+        (
+            "numpy",
+            lambda p: p.detach().numpy(),
+            RuntimeError,
+            r"^numpy\(\) of a tensor .* use full_tensor\(\)",
+        ),
+        (
+            "share_memory_",
+            lambda p: p.share_memory_(),
+            RuntimeError,
+            r"^share_memory_\(\) of parameter '2.weight'",
+        ),
+        (
+            "data",
+            lambda p: setattr(p, "data", torch.ones(5, 7)),
+            RuntimeError,
+            r".data of parameter '2.weight'.*copy_\(\)",
+        ),
         (
             "redistribute",
             lambda p: p.redistribute(placements=[Shard(0)]),
@@ -369,7 +416,102 @@ OPERATORS: dict[str, Case] = {
     )
 }
 
-TABLES = {"arguments": ARGUMENTS, "methods": METHODS, "moments": MOMENTS, "loads": LOADS, "operators": OPERATORS}
+
+class Answers(Halved):
+    """Both methods of the extension return what they are told to."""
+
+    pre: ClassVar[Any] = None
+    post: ClassVar[Any] = None
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        if Answers.pre is not None:
+            return Answers.pre
+        return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+
+    def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        return Answers.post
+
+
+def extended(pre: Any = None, post: Any = None) -> object:
+    model = nn.Sequential(nn.Linear(8, 6, bias=False))
+    model[0].weight = nn.Parameter(Answers(model[0].weight.detach()))
+    fully_shard(model)
+    Answers.pre, Answers.post = pre, post
+    return model(inputs())
+
+
+PRE = r"0.weight: expected fsdp_pre_all_gather to return tensors .*, got TypeError: "
+POST = r"0.weight: expected fsdp_post_all_gather of a Answers to return a tensor of shape \(6, 8\), .*, got "
+EXTENSIONS: dict[str, Case] = {
+    "pre, one value": (
+        lambda: extended(pre=torch.ones(3)),
+        RuntimeError,
+        PRE + "a Tensor in place of two values",
+    ),
+    "pre, a text": (
+        lambda: extended(pre=(("a",), None)),
+        RuntimeError,
+        PRE + r"\(a str\) in place of tensors",
+    ),
+    "post, nothing": (lambda: extended(), TypeError, POST + "a NoneType in place of two values"),
+    "post, a text": (lambda: extended(post=("a", ())), TypeError, POST + "a str in place of tensors"),
+    "post, too small": (
+        lambda: extended(post=(torch.ones(2, 2), ())),
+        TypeError,
+        POST + r"a whole of shape \(2, 2\); leave it unsharded",
+    ),
+}
+
+
+def saved_on_another_rank() -> object:
+    """In memory, as ``torch.save`` and ``torch.load`` of the wrong file would."""
+    model = sharded()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, pickle.dumps(dict(model.state_dict())))
+    return model.load_state_dict(pickle.loads(everyone[1 - dist.get_rank()]))
+
+
+def trained_before() -> object:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fully_shard(model)
+    return optimizer.zero_grad()
+
+
+OPTIMIZERS: dict[str, Case] = {
+    "built before sharding": (
+        trained_before,
+        RuntimeError,
+        r"parameter '0.weight' of shape \(7, 8\) was collected before fully_shard .*: build the optimizer after",
+    ),
+    "an unreduced gradient": (
+        lambda: torch_impl.MainWeightAdamW(unreduced().parameters()).step(),
+        RuntimeError,
+        r"gradient of parameter 'weight' of shape \(7, 8\) is not reduced over the ranks: run the last backward",
+    ),
+    "another state dict": (
+        lambda: torch_impl.MainWeightAdamW(sharded().parameters()).load_state_dict({"model": 1}),
+        ValueError,
+        r"load_state_dict: expected an optimizer's state_dict\(\), with 'state' and 'param_groups', got \['model'\]",
+    ),
+    "a file of another rank": (
+        saved_on_another_rank,
+        RuntimeError,
+        r"copy_ to parameter 'weight' of shape \(7, 8\): expected this rank's rows, .* each rank loads what it saved",
+    ),
+}
+
+TABLES = {
+    "arguments": ARGUMENTS,
+    "methods": METHODS,
+    "moments": MOMENTS,
+    "loads": LOADS,
+    "operators": OPERATORS,
+    "extensions": EXTENSIONS,
+    "optimizers": OPTIMIZERS,
+}
 
 
 def answers(table: str) -> dict[str, tuple[str, str]]:

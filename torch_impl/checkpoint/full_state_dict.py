@@ -80,7 +80,9 @@ def _check(key: str, tensor: RowDTensor, whole: torch.Tensor) -> None:
         )
     else:
         return
-    raise RuntimeError(f"{key}: expected a whole tensor of shape {tuple(tensor.shape)} with values, got {fault}")
+    raise RuntimeError(
+        f"{key}: expected a whole tensor of shape {tuple(tensor.shape)} with values, got {fault}"
+    )
 
 
 def checking(original: Callable[..., None]) -> Callable[..., None]:

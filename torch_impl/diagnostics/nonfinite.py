@@ -70,8 +70,9 @@ def find_nonfinite(
     """The weights and gradients that are not finite on some rank, in model order; the same on every rank. Collective.
 
     Each is reported with at most ``max_rows`` of its rows. Unreduced gradients of earlier microbatches are looked at as
-    each rank has them, so the report says which rank's data is to blame. Raises RuntimeError for a parameter on the meta
-    device.
+    each rank has them, so the report says which rank's data is to blame.
+
+    Raises RuntimeError for a parameter on the meta device.
     """
     tensors: list[tuple[str, str, torch.Tensor]] = []
     order: dict[tuple[str, str], None] = {}

@@ -132,7 +132,8 @@ def distribute_tensor(
     _check_shape(whole.shape, mesh, placements)
     if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
         raise ValueError(
-            f"distribute_tensor: expected src_data_rank to be a rank of each axis of {mesh}, or None, got {src_data_rank}"
+            f"distribute_tensor: expected src_data_rank to be a rank of each axis of {mesh}, or None, got "
+            f"{src_data_rank}"
         )
     values = whole.detach()
     if not values.is_meta:
@@ -155,8 +156,8 @@ def _checked(
         )
     if len(placements) != mesh.ndim:
         raise ValueError(
-            f"{function}: expected a placement for each axis of {mesh}, got {tuple(placements)}; give param.device_mesh "
-            "and param.placements of one parameter"
+            f"{function}: expected a placement for each axis of {mesh}, got {tuple(placements)}; give "
+            "param.device_mesh and param.placements of one parameter"
         )
     return tuple(placements)
 
@@ -169,8 +170,8 @@ def _check_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pl
         rows = row_placement(placements)
         wanted = "that fits" if rows is None or rows.shape is None else f"of shape {rows.shape}"
         raise ValueError(
-            f"distribute_tensor: expected a tensor {wanted}, as the parameter whose placements {tuple(placements)} are, "
-            f"got one of shape {tuple(shape)}"
+            f"distribute_tensor: expected a tensor {wanted}, as the parameter whose placements {tuple(placements)} "
+            f"are, got one of shape {tuple(shape)}"
         ) from error
 
 

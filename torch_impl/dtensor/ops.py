@@ -26,9 +26,9 @@ from torch_impl.dtensor.local import is_partial, local_of, own_part, row_bounds_
 from torch_impl.dtensor.matrices import MATRIX_OPERATORS, on_whole_matrices
 from torch_impl.dtensor.operands import align
 from torch_impl.dtensor.placement import is_fused, is_tensor_parallel, row_placement
-from torch_impl.dtensor.refusals import described
 from torch_impl.dtensor.random import RANDOM, fill_randomly
 from torch_impl.dtensor.reductions import REDUCTIONS
+from torch_impl.dtensor.refusals import described
 from torch_impl.dtensor.remainders import main_values, remainder_of, set_main_values
 from torch_impl.dtensor.tensor import RowDTensor, count_write, wrap_like, wrap_rows
 from torch_impl.dtensor.views import VIEWS, row_view
@@ -108,6 +108,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # A plain scalar is broadcast by the element-wise path.
     if func is _aten.copy_.default and not isinstance(args[1], DTensor) and args[1].ndim > 0:
         return _copy_rows(args[0], args[1])
+    if func is _aten.copy_.default:
+        _check_rows(args[0], args[1])
     if func in VIEWS and (view := row_view(func, args, kwargs)) is not None:
         return view
     if func in MATRIX_OPERATORS and (matrix := on_whole_matrices(func, args, kwargs)) is not None:
@@ -256,6 +258,18 @@ def _copy_rows(target: Any, source: torch.Tensor) -> Any:
     local_of(target).copy_(own_part(target, source))
     count_write(target)
     return target
+
+
+def _check_rows(target: Any, source: Any) -> None:
+    """RuntimeError for other rows of a tensor that is cut alike, such as those in another rank's file."""
+    if not (isinstance(target, RowDTensor) and isinstance(source, RowDTensor)):
+        return
+    own, given = tuple(local_of(target).shape), tuple(local_of(source).shape)
+    if own != given and (source.placements, source.shape) == (target.placements, target.shape):
+        raise RuntimeError(
+            f"copy_ to {described(target)}: expected this rank's rows, of local shape {own}, got those of another "
+            f"rank, of local shape {given}; each rank loads what it saved itself"
+        )
 
 
 def _as_dtensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

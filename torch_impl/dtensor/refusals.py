@@ -15,11 +15,10 @@ def set_name(param: nn.Parameter, name: str) -> None:
     setattr(param, _NAME, name)
 
 
-def described(tensor: torch.Tensor) -> str:
+def described(tensor: torch.Tensor, unnamed: str = "a tensor") -> str:
     """ "parameter '0.weight' of shape (7, 8)"; what is computed from parameters has no name."""
     name = getattr(tensor, _NAME, None)
-    kind = "a tensor" if name is None else f"parameter {name!r}"
-    return f"{kind} of shape {tuple(tensor.shape)}"
+    return f"{unnamed if name is None else f'parameter {name!r}'} of shape {tuple(tensor.shape)}"
 
 
 class NoPlainTensor:
@@ -43,6 +42,6 @@ class NoPlainTensor:
     def _refuse(self, method: str) -> NoReturn:
         assert isinstance(self, torch.Tensor)
         raise RuntimeError(
-            f"{method}() of {described(self)}, of which each rank holds some rows: use full_tensor().{method}() for the "
-            f"whole, on all ranks, or to_local().{method}() for this rank's rows"
+            f"{method}() of {described(self)}, of which each rank holds some rows: use full_tensor().{method}() for "
+            f"the whole, on all ranks, or to_local().{method}() for this rank's rows"
         )

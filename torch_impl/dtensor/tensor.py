@@ -66,8 +66,8 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
         # DTensor would give each rank its own part of its own gradient, which is not that of the loss of all ranks.
         raise RuntimeError(
-            f"backward through full_tensor() of {ctx.described}, whose gradient would not be reduced over the ranks: use "
-            "the weight in its module's forward, or detach() the whole tensor"
+            f"backward through full_tensor() of {ctx.described}, whose gradient would not be reduced over the ranks: "
+            "use the weight in its module's forward, or detach() the whole tensor"
         )
 
 

@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bridge.callers import warn_caller
+from torch_impl.dtensor.refusals import described, set_name
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.runtime.tensor_parallel import SpmdMesh, TensorParallel, tensor_parallel_of
 
@@ -31,7 +32,7 @@ class _Taken:
     def grad(self) -> torch.Tensor | None:
         assert isinstance(self, torch.Tensor)
         raise RuntimeError(
-            f"parameter of shape {tuple(self.shape)} was collected before fully_shard took it into a "
+            f"{described(self, 'parameter')} was collected before fully_shard took it into a "
             f"{taken_by(self)} unit, and is not trained any more: build the optimizer after sharding, from "
             "model.parameters()"
         )
@@ -102,6 +103,7 @@ class OwnedParameter:
                 "sharded parameter, module.get_parameter(name)",
             )
         setattr(self.param, _TAKEN, unit)
+        set_name(self.param, self.name)
         # In place: an optimizer that was built too early holds this very object.
         self.param.__class__ = _taken_class(type(self.param))
 
@@ -165,9 +167,10 @@ def _check(name: str, param: nn.Parameter, spmd: SpmdMesh | None) -> None:
             "fully_shard"
         )
     if param.layout is not torch.strided or param.is_quantized:
+        found = "a quantized one" if param.is_quantized else param.layout
         raise ValueError(
-            f"{name}: expected a dense parameter, got {'a quantized one' if param.is_quantized else param.layout}; leave "
-            "it unsharded (ignored_params), or make it dense before fully_shard"
+            f"{name}: expected a dense parameter, got {found}; leave it unsharded (ignored_params), or make it dense "
+            "before fully_shard"
         )
     tensor_parallel_of(name, param, spmd)
     given = param.detach()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tests.torch_impl.beside_stock import loading, training, wrong_once
+from tests.torch_impl.beside_stock import computing, loading, training, wrong_once
 
-ITEMS = tuple(
-    sorted((*wrong_once.ITEMS, *loading.ITEMS, *training.ITEMS), key=lambda item: item.number)
-)
+_ROOMS = (wrong_once, loading, training, computing)
+ITEMS = tuple(sorted((item for room in _ROOMS for item in room.ITEMS), key=lambda item: item.number))

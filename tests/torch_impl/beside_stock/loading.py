@@ -39,7 +39,7 @@ def distance(model: nn.Module, given: nn.Module) -> float:
 
 def distributed(engine: Engine, facts: Facts) -> None:
     """distribute_tensor(whole, param.device_mesh, param.placements) of every weight, then load_state_dict with
-    assign=True, from values and from the meta device, and a step; DTensor.from_local(param.to_local(), mesh, placements).
+    assign=True, from values and from the meta device, and a step; DTensor.from_local of a parameter's to_local().
     """
     for on_meta in (False, True):
         given = linears()
@@ -116,7 +116,10 @@ def of_each_rank(engine: Engine, facts: Facts) -> None:
     optimizer.load_state_dict(state["optimizer"])
     facts("losses after the load", train(1, 2))
     weight = model[0].weight.detach()
-    for how, other in (("pickled", pickle.loads(pickle.dumps(weight))), ("deep-copied", copy.deepcopy(weight))):
+    for how, other in (
+        ("pickled", pickle.loads(pickle.dumps(weight))),
+        ("deep-copied", copy.deepcopy(weight)),
+    ):
         facts(f"{how}: distance", (whole(other) - whole(weight)).abs().max())
         facts(f"{how}: has memory of its own", other.to_local().data_ptr() != weight.to_local().data_ptr())
 

@@ -144,7 +144,10 @@ def compared(item: Item, of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> lis
     """A line for each fact: the first rank's, or that of the first rank on which it failed."""
     lines: list[Line] = []
     for name in dict.fromkeys(name for pair in of_ranks for found in pair for name in found):
-        of_fact = [_line(item, name, *(found.get(name, Raised("not reached")) for found in pair)) for pair in of_ranks]
+        of_fact = [
+            _line(item, name, *(found.get(name, Raised("not reached")) for found in pair))
+            for pair in of_ranks
+        ]
         lines.append(next((line for line in of_fact if line.status == FAILED), of_fact[0]))
     return lines
 
@@ -184,7 +187,9 @@ def _rows(line: Line) -> list[str]:
     else:
         rows = [f"{mark} {line.name}"]
         for who, text in (("stock", stock), ("ours ", ours)):
-            rows += textwrap.wrap(f"{who}  {text}", WIDTH - 8, initial_indent="    ", subsequent_indent=" " * 11)
+            rows += textwrap.wrap(
+                f"{who}  {text}", WIDTH - 8, initial_indent="    ", subsequent_indent=" " * 11
+            )
     if line.why:
         rows += textwrap.wrap(line.why, WIDTH - 10, initial_indent="    (", subsequent_indent="     ")
         rows[-1] += ")"

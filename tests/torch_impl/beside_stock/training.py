@@ -1,24 +1,21 @@
-"""Items 7 and 11 to 14: what programs train with."""
+"""Items 7, 11 and 12: what programs train with."""
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn import functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import torch_impl
-from tests.support.torch_impl.engines import Engine, backward_as_one, rows, shared_folder, squares, whole
+from tests.support.torch_impl.engines import Engine, rows, shared_folder, squares, whole
 from tests.torch_impl.beside_stock.shown import Design, Facts, Item
 
 ROOT = Path(__file__).parents[3]
@@ -57,12 +54,26 @@ def offloaded(engine: Engine, facts: Facts) -> None:
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         facts(f"{kind}: losses", steps(model, optimizer))
     squares(model, rows(3)).backward()
-    places = {one.to_local().device.type for param in model.parameters() for one in (param.detach(), param.grad)}
+    places = {
+        one.to_local().device.type for param in model.parameters() for one in (param.detach(), param.grad)
+    }
     facts("weights and gradients lie on", sorted(places))
     low = engine.package.MixedPrecisionPolicy(param_dtype=HALF)
     with torch.no_grad():
-        facts("reference model", engine.shard(mlp(), offload_policy=policy, mp_policy=low)(rows(0)).float().sum())
-    facts("CPUOffloadPolicy() without a GPU", lambda: steps(engine.shard(mlp(), offload_policy=engine.package.CPUOffloadPolicy()), torch.optim.SGD(model.parameters(), lr=0.1)))
+        facts(
+            "reference model",
+            engine.shard(mlp(), offload_policy=policy, mp_policy=low)(rows(0)).float().sum(),
+        )
+
+
+def pinned(engine: Engine, facts: Facts) -> None:
+    """CPUOffloadPolicy() pins memory where there is a GPU; here there is none."""
+
+    def trained() -> list[float]:
+        model = engine.shard(mlp(), offload_policy=engine.package.CPUOffloadPolicy())
+        return steps(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    facts("losses", trained)
 
 
 _JAX = """
@@ -85,10 +96,12 @@ strategy = "optim_grads_params"
 
 
 def half_precision(engine: Engine, facts: Facts) -> None:
-    """A frozen bfloat16 base with float32 adapters; a bfloat16 model, as it is and with main_dtype; a policy file that
-    says main = "given", read in PyTorch and in JAX.
+    """A frozen bfloat16 base with float32 adapters; a bfloat16 model, as it is and with main_dtype. Noted: the dtype at
+    rest and the losses.
     """
-    base = nn.Sequential(nn.Linear(8, 8, bias=False, dtype=HALF).requires_grad_(False), nn.Linear(8, 4, bias=False))
+    base = nn.Sequential(
+        nn.Linear(8, 8, bias=False, dtype=HALF).requires_grad_(False), nn.Linear(8, 4, bias=False)
+    )
     policy = engine.package.MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32)
     engine.shard_all(base[0], base[1], base, mp_policy=policy)
     optimizer = torch.optim.AdamW(base[1].parameters(), lr=0.01)
@@ -115,6 +128,10 @@ def half_precision(engine: Engine, facts: Facts) -> None:
     facts("as given (here main_dtype=None)", lambda: of_dtype(**as_given))
     for dtype in (HALF, torch.float32, torch.float64):
         facts(f"main_dtype={dtype}", lambda dtype=dtype: of_dtype(main_dtype=dtype))
+
+
+def policy_file(engine: Engine, facts: Facts) -> None:
+    """main = "given" in a policy file, of a bfloat16 model: the dtype of main weights, here and in JAX."""
     with shared_folder() as folder:
         path = folder / "policy.toml"
         if dist.get_rank() == 0:
@@ -126,8 +143,8 @@ def half_precision(engine: Engine, facts: Facts) -> None:
             return str(model[0].weight.dtype).removeprefix("torch.")
 
         def in_jax() -> str:
-            if not engine.ours:
-                raise ValueError("FSDP2 is PyTorch's alone")
+            # FSDP2 has neither.
+            engine.package.ShardingPolicy.load(path)
             said = [""]
             if dist.get_rank() == 0:
                 environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -137,8 +154,8 @@ def half_precision(engine: Engine, facts: Facts) -> None:
             dist.broadcast_object_list(said)
             return said[0]
 
-        facts('main = "given" in a policy file', of_file)
-        facts("the same file in JAX", in_jax)
+        facts("in PyTorch", of_file)
+        facts("in JAX", in_jax)
 
 
 def placed(engine: Engine, facts: Facts) -> None:
@@ -192,113 +209,6 @@ def experts(engine: Engine, facts: Facts) -> None:
     facts("weights", [whole(model.experts)[k, 0, 0].item() for k in range(4)])
 
 
-class Fused(nn.Module):
-    """Returns what its output layer would be applied to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.output = nn.Linear(8, 6), nn.Linear(6, 12, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.hidden(x))
-
-
-def shown_weights(engine: Engine, facts: Facts) -> None:
-    """A fused loss by model.output.weight after the forward, in one piece; clip_grad_norm_(...).full_tensor(); then
-    operators on a sharded matrix (12, 6), the values of which are those of the whole, or an error.
-    """
-    model: Any = engine.shard(Fused())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(2):
-        hidden = model(rows(step))
-        loss = functional.linear(hidden, model.output.weight).square().sum()
-        loss.backward()
-        facts(f"fused loss of step {step}", loss)
-        facts(f"norm of step {step}", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor())
-        optimizer.step()
-        optimizer.zero_grad()
-    param = model.output.weight
-    with torch.no_grad():
-        for name, compute in OPERATORS.items():
-            facts(name, lambda compute=compute: [whole(one).sum().item() for one in compute(param)])
-
-
-OPERATORS: dict[str, Any] = {
-    "p[:10]": lambda p: [p[:10]],
-    "p.chunk(3)": lambda p: p.chunk(3),
-    "p.mean(0)": lambda p: [p.mean(0)],
-    "p.sum(1)": lambda p: [p.sum(1)],
-    "p.norm()": lambda p: [p.norm()],
-    "p.new_zeros(12, 6)": lambda p: [p.new_zeros(12, 6)],
-    "p.new_empty(12, 6).fill_(1)": lambda p: [p.new_empty(12, 6).fill_(1)],
-    "p * 2 + p": lambda p: [p * 2 + p],
-    "p.t()": lambda p: [p.t()],
-    "p @ p.T": lambda p: [p @ p.T],
-    "p.std()": lambda p: [p.std()],
-    "p.tolist()": lambda p: [torch.tensor(p.tolist())],
-    "torch.linalg.svdvals(p)": lambda p: [torch.linalg.svdvals(p)],
-    "p[1:4] + p[2:5]": lambda p: [p[1:4] + p[2:5]],
-    "p[8:11] + p[9:12]": lambda p: [p[8:11] + p[9:12]],
-}
-
-
-def muon(engine: Engine, facts: Facts) -> None:
-    """torch.optim.Muon, here on granularity="tensor", beside one process that has all ranks' data."""
-    if not hasattr(torch.optim, "Muon"):
-        facts("torch.optim.Muon", "not in this torch")
-        return
-    model, alone = mlp(), None
-    alone = copy.deepcopy(model)
-    engine.shard(model, **({"granularity": "tensor"} if engine.ours else {}))
-    optimizers = [torch.optim.Muon(one.parameters(), lr=0.02, weight_decay=0.1) for one in (model, alone)]
-    for step in range(3):
-        squares(model, rows(step)).backward()
-        backward_as_one(alone, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        weights = [whole(model[0].weight.detach()), alone[0].weight.detach()]
-        difference = (weights[0] - weights[1]).abs().max().item()
-        # Of the updates, which are as large as the learning rate.
-        facts(f"step {step}: distance from one process", f"{difference / 0.02:.1%} of lr")
-    cut = engine.shard(mlp())
-    squares(cut, rows(0)).backward()
-    optimizer = torch.optim.Muon(cut.parameters(), lr=0.02)
-    facts("matrices that are cut by rows", lambda: optimizer.step() or "a step")
-
-
-def flags(engine: Engine, facts: Facts) -> None:
-    """Tuple dp_mesh_dims on a mesh of two axes, and set_all_reduce_hook, as torchtitan and torchft use them; then what
-    none of the seven programs uses.
-    """
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
-    model: Any = mlp()
-    for layer in (model[0], model[2]):
-        on_mesh = distribute_tensor(layer.weight.detach(), mesh, [Replicate(), Replicate()])
-        layer.weight = nn.Parameter(on_mesh)
-    dims = engine.package.DataParallelMeshDims(shard=("dp", "cp"))
-    engine.shard(model, mesh=mesh, dp_mesh_dims=dims)
-    x = DTensor.from_local(rows(0), mesh, [Shard(0), Replicate()], run_check=False)
-    loss = model(x).to_local().square().sum()
-    loss.backward()
-    facts('dp_mesh_dims shard=("dp", "cp"): loss', loss)
-    facts('dp_mesh_dims shard=("dp", "cp"): gradient', whole(model[0].weight.grad)[0, 0])
-    model = engine.shard(mlp())
-    model.set_all_reduce_hook(lambda sums: sums.mul_(3))
-    squares(model, rows(0)).backward()
-    facts("set_all_reduce_hook that triples: gradient", whole(model[0].weight.grad)[0, 0])
-    facts("reshard_after_forward=1", lambda: squares(engine.shard(mlp(), reshard_after_forward=1), rows(0)).item())
-    for name, value in UNUSED_SETTERS.items():
-        facts(f"{name}({value})", lambda name=name, value=value: getattr(model, name)(value) or "accepted")
-
-
-UNUSED_SETTERS: dict[str, Any] = {
-    "set_unshard_in_backward": False,
-    "set_reduce_scatter_unused_params": True,
-    "set_separate_reduce_scatter_group": True,
-    "set_reduce_scatter_max_input_buffers": 3,
-}
-WAY_OUT = Design("rows are cut where the layout says: one refusal, with the way out", r"^RuntimeError: .*use full_tensor\(\)")
 NO_STOCK = Design("FSDP2 has no such option", "^bfloat16: |^float32: |^float64: ")
 
 ITEMS = [
@@ -306,24 +216,42 @@ ITEMS = [
         7,
         "CPUOffloadPolicy",
         offloaded,
-        {"CPUOffloadPolicy() without a GPU": Design("pinning needs an accelerator: plain memory here", r"^[\d., ]+$")},
+    ),
+    Item(
+        7,
+        "CPUOffloadPolicy() on a machine without a GPU",
+        pinned,
+        {"losses": Design("plain memory where none can be pinned", r"^[\d., ]+$")},
     ),
     Item(
         11,
         "half-precision weights as they are, and main_dtype",
         half_precision,
         {
-            "a bfloat16 model without a word": Design("main weights are float32 unless told otherwise", "^float32: "),
+            "a bfloat16 model without a word": Design(
+                "main weights are float32 unless told otherwise", "^float32: "
+            ),
             **{f"main_dtype={dtype}": NO_STOCK for dtype in (HALF, torch.float32, torch.float64)},
-            'main = "given" in a policy file': Design("FSDP2 has no policy files", "^bfloat16$"),
-            "the same file in JAX": Design("FSDP2 has no other half", "^bfloat16$"),
+        },
+    ),
+    Item(
+        11,
+        'main = "given" in a policy file',
+        policy_file,
+        {
+            "in PyTorch": Design("FSDP2 has no policy files", "^bfloat16$"),
+            "in JAX": Design("FSDP2 has no other half", "^bfloat16$"),
         },
     ),
     Item(
         12,
         "shard_placement_fn with Shard(1)",
         placed,
-        {"Shard(1): shape of a rank's part of (6, 8)": Design("a hint without influence: rows are cut", r"^\d, 8$")},
+        {
+            "Shard(1): shape of a rank's part of (6, 8)": Design(
+                "a hint without influence: rows are cut", r"^\d, 8$"
+            )
+        },
     ),
     Item(
         12,
@@ -332,40 +260,5 @@ ITEMS = [
         {"a norm over both meshes": Design("norms here may be combined over meshes", r"^\d")},
         world=4,
         torch="2.12.0a0",
-    ),
-    Item(
-        13,
-        "plain weights after a forward, norms, operators on shards",
-        shown_weights,
-        {
-            name: WAY_OUT
-            for name in ("p.t()", "p @ p.T", "p.std()", "p.tolist()", "torch.linalg.svdvals(p)", "p[8:11] + p[9:12]")
-        },
-    ),
-    Item(
-        14,
-        "torch.optim.Muon",
-        muon,
-        {
-            **{
-                f"step {step}: distance from one process": Design(
-                    "a matrix that lies whole on a rank is orthogonalized there, as on one device", r"^[0-2]\.\d% of lr"
-                )
-                for step in range(3)
-            },
-            "matrices that are cut by rows": Design(
-                "orthogonalizing would need a gather; FSDP2 makes one in each operator", "granularity='tensor', or use MainWeightMuon"
-            )
-        },
-    ),
-    Item(
-        14,
-        "dp_mesh_dims, set_all_reduce_hook, and what none of the seven programs uses",
-        flags,
-        {
-            name: Design("refused; none of the seven programs uses it", "^NotImplementedError: .* is not available: ")
-            for name in ("reshard_after_forward=1", *(f"{name}({value})" for name, value in UNUSED_SETTERS.items()))
-        },
-        torch="2.13.0a0",
     ),
 ]

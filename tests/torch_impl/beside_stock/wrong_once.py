@@ -214,7 +214,8 @@ ITEMS = [
         refused_early,
         {
             "assign=True of plain tensors": Design(
-                "both refuse; ours at the load, with the way out", r"RuntimeError: .*weight.*distribute_tensor"
+                "both refuse; ours at the load, with the way out",
+                r"RuntimeError: .*weight.*distribute_tensor",
             ),
             "the forward after it": Design("what was refused has changed nothing", "^3, 4$"),
             "MixedPrecisionPolicy(param_dtype=float8)": Design(

@@ -106,9 +106,7 @@ def refused_optimizers() -> None:
             param.grad = torch.ones_like(param)
             return torch.tensor(1.0)
 
-        with pytest.raises(
-            RuntimeError, match=r"is not supported on .*, placed as .* use MainWeightMuon"
-        ):
+        with pytest.raises(RuntimeError, match=r"is not supported on .*, placed as .* use MainWeightMuon"):
             optimizer.step(closure)
     tensor = nn.Parameter(
         place(full, Cut((2, 2), tensor_parallel=(Shard(1),)), init_device_mesh("cpu", (2, 2)))
