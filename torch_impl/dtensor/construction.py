@@ -168,7 +168,12 @@ def _check_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pl
         local_sizes(shape, mesh, placements)
     except ValueError as error:
         rows = row_placement(placements)
-        wanted = "that fits" if rows is None or rows.shape is None else f"of shape {rows.shape}"
+        if rows is not None and rows.shape == tuple(shape):
+            # The mesh has another number of ranks.
+            raise
+        wanted = "that its axes cut in equal parts"
+        if rows is not None:
+            wanted = f"of shape {rows.shape}" if rows.shape else f"of {rows.bounds[-1]} rows"
         raise ValueError(
             f"distribute_tensor: expected a tensor {wanted}, as the parameter whose placements {tuple(placements)} "
             f"are, got one of shape {tuple(shape)}"

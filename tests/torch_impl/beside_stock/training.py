@@ -205,6 +205,7 @@ def experts(engine: Engine, facts: Facts) -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     facts("losses", losses)
+    squares(model, rows(3)).backward()
     facts("a norm over both meshes", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     facts("weights", [whole(model.experts)[k, 0, 0].item() for k in range(4)])
 
