@@ -198,8 +198,8 @@ or moments where they lie. ``with watch_nonfinite_outputs(plan) as found`` compi
 callback at the end of each unit. Operations in profiles and in XLA's text carry the path of their unit, then "gather",
 "reduce" or "recompute", or neither.
 
-**Platforms.** XLA:GPU and TPU are untested: no fence, combiner or scheduling behaviour has been seen there. The CPU
-compiler carries bfloat16 collectives in float32 and rounds once, so simulated bfloat16 sums are better than an
+**Platforms.** Several GPUs and TPUs are untested: no fence, combiner or scheduling behaviour has been seen there. The
+CPU compiler carries bfloat16 collectives in float32 and rounds once, so simulated bfloat16 sums are better than an
 accelerator's.
 
 **Sizes.** The compile time of unrolled layers grows with depth. Rows are never cut, so a unit with few rows for each of

@@ -91,7 +91,7 @@ Behave otherwise than in FSDP2:
 
 Limits:
 
-* Only gloo on CPU was run, with torch 2.11, 2.13 and 2.14; ``tests/gpu`` has what a GPU should be tried with.
+* Several ranks were run with gloo on CPUs only, with torch 2.11, 2.13 and 2.14; ``tests/gpu`` is what one GPU runs.
 * On the CPU each buffer of a group is gathered by itself. Coalesced gathers, several under way, break the memory of a
   process with torch 2.13's gloo (``malloc(): unaligned tcache chunk detected``), also without this package. A program
   that issues some of its own beside ours can still meet that.

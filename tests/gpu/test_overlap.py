@@ -1,4 +1,4 @@
-"""Streams, memory and profiler ranges on one GPU; skipped where there is none. Not run yet: no GPU was at hand."""
+"""Streams, memory and profiler ranges on one GPU; skipped where there is none."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ A transfer is a sequence of steps, each on a lane: "gather", "reduce", "outer" (
 * On the CPU the first collective runs on the backend's own threads, after the steps before it; later steps run when
   the transfer is finished.
 
-CUDA has not been run by this repository's tests unless ``tests/gpu`` is: they are skipped without a GPU.
+``tests/gpu`` runs the CUDA lanes, with one rank: no collective of NCCL has run on them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Transfer(Protocol):
 
 
 class Streams(Protocol):
-    """What units need of a device."""
+    """What units need of a device. ``copies``: collectives work on copies, of what they reduce and of what they gather."""
+
+    @property
+    def copies(self) -> bool: ...
 
     def start(self, steps: Sequence[Step]) -> Transfer: ...
 
@@ -92,6 +95,8 @@ _NO_RANGE = nullcontext()
 class CpuStreams:
     """Collectives run on the threads of gloo."""
 
+    copies = True
+
     def start(self, steps: Sequence[Step]) -> Transfer:
         return _CpuTransfer(steps)
 
@@ -124,6 +129,8 @@ class _CudaTransfer:
 
 class CudaStreams:
     """One stream for each lane."""
+
+    copies = False
 
     def __init__(self, device: torch.device) -> None:
         # Transfers are what the computation waits for, so their kernels go first.

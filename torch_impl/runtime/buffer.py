@@ -143,17 +143,11 @@ class ShardLevels:
 
     def reduce(self, level: int, shard: torch.Tensor, values: torch.Tensor, async_op: bool) -> Work | None:
         """Sum ``values``, a gradient buffer of ``level``, over an axis into ``shard``, one of the level after it."""
-        if self.mesh.sizes[level] == 1:
-            shard.copy_(values)
-            return None
         values_of, shards = self._gradient_parts(level, values), self._gradient_parts(level + 1, shard)
         return collectives.reduce_scatter(shards, values_of, self.mesh.groups[level], async_op)
 
     def sum(self, axis: int, values: torch.Tensor, async_op: bool) -> Work | None:
         """Sum ``values`` over an axis, in place."""
-        # The sum of one rank is there already.
-        if self.mesh.sizes[axis] == 1:
-            return None
         return collectives.all_reduce(values, self.mesh.groups[axis], async_op=async_op)
 
     def views(self, level: int, flat: torch.Tensor) -> list[torch.Tensor]:

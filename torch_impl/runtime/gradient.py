@@ -63,23 +63,26 @@ class GroupGradient:
         """Gradients of a backward that is under way; the buffer may hold the sums of earlier microbatches too."""
         return [*self._held.values()] if self._whole is None else [self._whole]
 
-    def arrived(self, index: int, keep: bool) -> None:
-        """Take the gradient of unsharded parameter ``index``, which is complete. ``keep``: it will not be reduced."""
+    def arrived(self, index: int, keep: bool, frees: bool) -> None:
+        """Take the gradient of unsharded parameter ``index``, which is complete.
+
+        ``keep``: it will not be reduced. ``frees``: the unit's weights are freed before it is.
+        """
         param = self._unsharded[index]
         # A fused kernel may have left no placeholder.
         if param.grad is not None:
             if not _written(param):
                 with torch.no_grad():
-                    self._add(index, param.grad, keep)
+                    self._add(index, param.grad, keep, frees)
             # The next backward would add to it, and it is as large as the unsharded parameter.
             param.grad = None
 
-    def _add(self, index: int, grad: torch.Tensor, keep: bool) -> None:
+    def _add(self, index: int, grad: torch.Tensor, keep: bool, frees: bool) -> None:
         """Take a gradient that nobody else holds.
 
-        The buffer is made when enough has come: where most of a unit's gradients come late, as an embedding's
-        beside an output layer, it would be in use through all of backward. If all have come by then, it waits for the
-        reduction, before which the unit's weights are freed.
+        The buffer of a unit whose weights are freed before the reduction is made after that, so that it takes their
+        place. Another one is made when enough has come: where most of a unit's gradients come late, as an embedding's
+        beside an output layer, it would be in use through all of backward.
         """
         # Autograd may place the gradient of a tensor-parallel weight otherwise than the weight.
         given = self._group_spec.tensor_parallel[index]
@@ -96,8 +99,7 @@ class GroupGradient:
                 self._held[index] = grad
                 self._held_numel += grad.numel()
                 if self._held_numel > _HELD * self._group_spec.levels.size(0):
-                    # All have come: the buffer waits until the weights are freed, and the peak is lower.
-                    if len(self._held) == len(self._group_spec.names):
+                    if frees or len(self._held) == len(self._group_spec.names):
                         self._host.reductions.make_room()
                     else:
                         self._make_buffer(keep)
@@ -231,7 +233,7 @@ class GroupGradient:
         # Sums of several microbatches are accumulated in the dtype that the optimizer reads.
         dtype = spec.dtypes.grad if keep or kept else spec.dtypes.reduce
         # Where nothing is scattered, the reduced gradients stay in this buffer.
-        if flat is None and not keep and not kept and spec.strategy.optimizer:
+        if flat is None and not keep and not kept and spec.scatters:
             flat = self._memory.take()
         elif flat is None:
             flat = torch.empty(spec.levels.gradient_size(0), dtype=dtype, device=self._memory.device)

@@ -9,8 +9,7 @@ of what it left to the host, where sums are divided. Between backwards nothing o
 earlier microbatches wait on the host too, whole where they were not reduced, and travel there and back. What HFSDP
 keeps of the parameters stays on the device.
 
-On a mesh of CPUs the same copies are made within its memory. Both are steps of ``comm.streams``; the copies to and from
-the device have not been run on one.
+On a mesh of CPUs the same copies are made within its memory. Both are steps of ``comm.streams``.
 """
 
 from __future__ import annotations

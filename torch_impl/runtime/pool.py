@@ -27,6 +27,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from torch_impl.comm.streams import Streams
 from torch_impl.runtime import autograd
 from torch_impl.runtime.buffer import FlatBuffer
 from torch_impl.runtime.pool_plan import BufferPlan, Lifetime, Span, plan_buffers
@@ -101,6 +102,11 @@ class Pooled(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def shares(self) -> bool:
+        """Whether the buffer may be in a slot."""
+        ...
+
 
 class Host(Protocol):
     """What a pooled buffer asks of its unit, at each use, since its root may change."""
@@ -109,6 +115,9 @@ class Host(Protocol):
 
     @property
     def pool(self) -> BufferPool: ...
+
+    @property
+    def streams(self) -> Streams: ...
 
     @property
     def reads_weights(self) -> bool:
@@ -204,7 +213,9 @@ class BufferPool:
         if self._planned not in known and again:
             trace = max(again, key=lambda one: one.duration)
             users = {ref: (one, spans) for ref, spans in trace.uses.items() if (one := ref()) and one.nbytes}
-            lifetimes = [Lifetime(one.name, one.kind, one.nbytes, spans) for one, spans in users.values()]
+            lifetimes = [
+                Lifetime(one.name, one.kind, one.nbytes, spans, one.shares) for one, spans in users.values()
+            ]
             plan = plan_buffers(lifetimes, trace.turn, trace.duration)
             self._replace(trace, plan)
             made = [
@@ -227,6 +238,7 @@ class PooledWeights:
     """
 
     kind = "weights"
+    shares = True
 
     def __init__(
         self,
@@ -371,6 +383,11 @@ class PooledGradient:
     @property
     def name(self) -> str:
         return self._host.name + self._suffix
+
+    @property
+    def shares(self) -> bool:
+        # Of what a backend reduces in a copy, memory of its own is free when the reduction has begun.
+        return not self._host.streams.copies
 
     @property
     def pooled(self) -> bool:

@@ -24,12 +24,16 @@ _MAX_LISTED = 40
 
 @dataclass(frozen=True)
 class Lifetime:
-    """When one buffer is in use in a step: from the event ``start`` up to, not including, ``end``, for each span."""
+    """When one buffer is in use in a step: from the event ``start`` up to, not including, ``end``, for each span.
+
+    ``shares``: it may share memory; else it counts in the peaks that no slot may raise.
+    """
 
     name: str
     kind: str
     nbytes: int
     spans: tuple[Span, ...]
+    shares: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ def plan_buffers(lifetimes: Sequence[Lifetime], turn: int, duration: int) -> Buf
     """Let buffers of one kind and size share slots; those that no other can share with have memory of their own."""
     classes: dict[tuple[str, int], list[int]] = {}
     for index, one in enumerate(lifetimes):
-        classes.setdefault((one.kind, one.nbytes), []).append(index)
+        if one.shares:
+            classes.setdefault((one.kind, one.nbytes), []).append(index)
     slots: list[int | None] = [None] * len(lifetimes)
     uses: list[list[Span]] = []
     for members in classes.values():

@@ -89,6 +89,12 @@ class GradientSpec:
     host: HostMemory | None
 
     @property
+    def scatters(self) -> bool:
+        """Whether what a reduction leaves is never in the buffer that was reduced."""
+        # A reduction that is not the last one goes over the axes that gradients are sharded over, if there are any.
+        return self.levels.mesh.shards(self.strategy.gradients or self.strategy.optimizer) > 1
+
+    @property
     def divides_first(self) -> bool:
         """Whether gradients are divided before they are summed, not after."""
         # float16 sums overflow over many ranks, so they are averaged before; other dtypes after, which is exact.
@@ -182,6 +188,9 @@ class GroupReduction:
         flags.copy_(_flags(used, like=flags))
         steps, sums = self._steps(values, last)
         self._under_way = _UnderWay(self._host.streams.start(steps), sums, last, used)
+        # Nobody but the backend holds the buffer then.
+        if self._host.streams.copies:
+            self._memory.release()
         self._host.reductions.begun(self)
 
     def finish(self) -> None:
@@ -306,6 +315,9 @@ class GroupReduction:
             # Earlier microbatches were reduced up to this axis; on axis 0 they were collected together with this one.
             if axis == strategy.gradients and axis > 0:
                 steps.append((lane, partial(self._add_waiting, values)))
+            # What one rank has collected is the sum, and its shard.
+            if levels.mesh.sizes[axis] == 1:
+                continue
             if axis < strategy.optimizer:
                 shard = values.new_empty(levels.gradient_size(axis + 1))
                 steps.append((lane, partial(levels.reduce, axis, shard, values)))

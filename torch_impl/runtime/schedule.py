@@ -42,6 +42,9 @@ U = TypeVar("U")
 class ScheduledUnit(Protocol):
     """What a schedule asks of a unit."""
 
+    @property
+    def has_parameters(self) -> bool: ...
+
     def start_unshard(self, refresh: bool) -> bool:
         """Begin to gather the compute weights; False if there is nothing to gather."""
         ...
@@ -109,6 +112,8 @@ class Schedule:
         self._units: list[weakref.ref[ScheduledUnit]] = []
         self.open_forwards = 0
         self._forward, self._backward = Order(), Order()
+        # Until a unit with parameters has begun its backward.
+        self._backward_starts = False
         self._ended: list[weakref.ref[ScheduledUnit]] = []
         self._prefetched: list[weakref.ref[ScheduledUnit]] = []
         self._recomputed: list[weakref.ref[ScheduledUnit]] = []
@@ -140,7 +145,13 @@ class Schedule:
 
     def backward_begins(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
         """``unit`` begins to run backward, or forward again in backward; returns what to prefetch."""
-        return self._following(self._backward, unit)
+        expected = self._following(self._backward, unit)
+        # All activations are there still: where a copy of what is gathered would be, too, the first unit computes alone.
+        if self._backward_starts and self.streams.copies:
+            expected = []
+        if unit.has_parameters:
+            self._backward_starts = False
+        return expected
 
     def _following(self, order: Order, unit: ScheduledUnit) -> list[ScheduledUnit]:
         expected = order.reach(unit)
@@ -167,6 +178,7 @@ class Schedule:
                 self._abandon()
                 self.pool.backward_begins()
                 self._backward.restart()
+                self._backward_starts = True
                 # Of a first backward nothing is known but that most programs reverse their forward.
                 if not self._backward.expected:
                     self._backward.expected = self._ended[::-1]

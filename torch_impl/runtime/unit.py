@@ -147,6 +147,11 @@ class Unit:
             group.show(unsharded=True)
 
     @property
+    def has_parameters(self) -> bool:
+        """Whether any parameter belongs to the unit itself."""
+        return bool(self.groups)
+
+    @property
     def has_weights(self) -> bool:
         """Whether compute weights are there or on their way."""
         return any(group.gathering or group.weights.allocated for group in self.groups)
@@ -237,9 +242,10 @@ class Unit:
             self._hide(free=False)
         # Other weights that are shown are gathered, and their unit has its place in the order.
         if self.phase in (Phase.REST, Phase.KEPT):
-            self.start_unshard(refresh)
             begins = self.schedule.backward_begins if in_backward else self.schedule.forward_begins
+            # The pool's record of a step begins with the root's weights.
             expected = begins(self)
+            self.start_unshard(refresh)
             given = self.backward_prefetch if in_backward else self.forward_prefetch
             following = expected if given is None else [one for ref in given if (one := ref())]
         self._gather(refresh)
@@ -322,7 +328,7 @@ class Unit:
 
     def _gradient_arrived(self, index: int, k: int, _: torch.Tensor) -> None:
         self._join_backward()
-        self.gradients.arrived(index, k)
+        self.gradients.arrived(index, k, self.reshard_after_backward)
 
     def _call_done(self, number: int) -> None:
         self._open_calls.discard(number)

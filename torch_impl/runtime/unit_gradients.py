@@ -31,10 +31,10 @@ class UnitGradients:
             for group in self._groups:
                 group.gradient.expose(self._keeps(group))
 
-    def arrived(self, index: int, k: int) -> None:
-        """Collect the gradient of parameter ``k`` of group ``index``."""
+    def arrived(self, index: int, k: int, reshards: bool) -> None:
+        """Collect the gradient of parameter ``k`` of group ``index``; ``reshards``: the unit does after backward."""
         group = self._groups[index]
-        group.gradient.arrived(k, self._keeps(group))
+        group.gradient.arrived(k, self._keeps(group), reshards and group.strategy.shard_parameters)
 
     def finish(self) -> None:
         """Reduce or keep what was collected."""

@@ -98,7 +98,7 @@ def run_both(strategy: str, microbatches: int, options: dict[str, Any]) -> dict[
         found.append((begin, losses, state(model, optimizer), report, model))
     (begin, losses, end, wide, _), (begin2, losses2, end2, narrow, model) = found
     groups = [group for unit in model._units(True) for group in unit.groups]
-    own = sum(group.levels.size(group.strategy.optimizer) for group in groups)
+    own = sum(group._group_spec.levels.size(group.strategy.optimizer) for group in groups)
     return {
         "begin": same(begin, begin2),
         "losses": losses == losses2,

@@ -269,7 +269,9 @@ def cut_over_a_model_axis(gather: str) -> None:
     layer.unshard()
     cut = 0
     for group in layer._unit.groups:
-        for name, param, placed in zip(group.names, group.unsharded, group.tensor_parallel, strict=True):
+        for name, param, placed in zip(
+            group.names, group.unsharded, group._group_spec.tensor_parallel, strict=True
+        ):
             wanted = quantized(values[f"layers.0.{name}"], gather)
             if placed is not None:
                 wanted, cut = placed.part_of(wanted), cut + 1

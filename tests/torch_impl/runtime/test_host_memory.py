@@ -43,6 +43,7 @@ class LateStreams:
     """Every step as late as the waits allow; ``lanes`` are those of each transfer."""
 
     lanes: ClassVar[list[tuple[str, ...]]] = []
+    copies = False
 
     def start(self, steps: Sequence[Step]) -> LateTransfer:
         self.lanes.append(tuple(lane for lane, _ in steps))

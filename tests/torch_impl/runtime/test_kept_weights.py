@@ -259,7 +259,8 @@ def without_an_end(strategy: str) -> None:
         model = torch_impl.fully_shard(seeded(Odd), strategy=strategy, reshard_after_forward=False)
         reference = seeded(Odd)
         output = model(x, hidden)
-        assert shown(model) == []
+        # Of weights that a reshard frees the output is a copy, whose backward hides them.
+        assert shown(model) == ([] if hidden or strategy == "optim" else ["weight"])
         output = output.content if hidden else output
         output.square().sum().backward()
         assert shown(model) == []

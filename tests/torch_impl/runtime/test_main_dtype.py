@@ -542,7 +542,7 @@ def frozen_beside_remainders() -> None:
         if not one.params[0].requires_grad
     ]
     assert frozen
-    assert all(one.main.flat.dtype == HALF and not one.dtypes.remainders for one in frozen)
+    assert all(one.weights.main.flat.dtype == HALF and not one.dtypes.remainders for one in frozen)
 
 
 def test_frozen_bfloat16_weights_have_no_remainders(ranks: RankGroup) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,10 +85,10 @@ def setters() -> None:
     units = [model, *model.blocks]
 
     def flags(name: str) -> list[bool]:
-        return [getattr(module._unit, name) for module in units]
+        return [attrgetter(name)(module._unit) for module in units]
 
     for setter, name in (
-        (model.set_requires_gradient_sync, "requires_gradient_sync"),
+        (model.set_requires_gradient_sync, "gradients.requires_gradient_sync"),
         (model.set_reshard_after_forward, "reshard_after_forward"),
     ):
         setter(False, recurse=False)
