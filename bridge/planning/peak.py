@@ -17,7 +17,8 @@ are those of ``at_rest`` and ``traffic`` (in PyTorch gradients have G_a elements
                          g S_(g) if K > 1
     gradient buffers     gradients that are not reduced yet:
                          raw c P of the unit's parameters so far,
-                         above half of them in its buffer, r S_0;
+                         its buffer r S_0 in the place of weights that
+                         are freed, else above half of them;
                          prefetch: and the buffer of the unit
                          before it
     activations          saved of segments before i, or their inputs    recompute

@@ -15,8 +15,8 @@ class _Sizes:
     """Bytes of one unit's buffers on a device.
 
     gathered: compute weights, if they are gathered for each use. ahead: those, if that happens before the unit runs.
-    raw: unsharded gradients. half: of these with padding, above which they get a buffer. buffer: that. beside: what
-    is reduced while the next unit's backward runs. done: reduced gradients. before: sums of earlier
+    raw: unsharded gradients. half: of these with padding, above which they get a buffer if weights are kept. buffer:
+    that. beside: what is reduced while the next unit's backward runs. done: reduced gradients. before: sums of earlier
     microbatches, which the reduced gradients replace.
     """
 
@@ -122,14 +122,14 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Mo
 
 
 def _collecting(before: int, made: int, unit: _Sizes) -> int:
-    """Bytes of unreduced gradients: single tensors up to half of the unit, then the unit's buffer as well.
+    """Bytes of unreduced gradients: single tensors, and the unit's buffer as well from half of the unit on.
 
-    Where the last segment brings the rest, as the embedding does at the root, the buffer waits until the unit's weights
-    are freed.
+    The buffer takes the place of the unit's weights if these are freed. Where they are not, and the last segment brings
+    the rest, as the embedding does at the root, it is made then.
     """
-    if made <= unit.half:
+    if made <= unit.half or (unit.gathered and made < unit.raw):
         return made
-    if made >= unit.raw and 0 < before <= unit.half:
+    if unit.gathered or (made >= unit.raw and 0 < before <= unit.half):
         return unit.raw + max(0, unit.buffer - unit.gathered)
     return unit.raw // 2 + unit.buffer
 

@@ -5,7 +5,8 @@
     d rhs    = lhs^T @ d output        in the dtype of the factors
 
 ``rhs`` is the weight. The factors of a product are written as float8 numbers times a power of two: XLA makes a float8
-product of that on GPUs that have one, and elsewhere multiplies the same numbers in the dtype of the factors.
+product of that on GPUs that have one, with ``--xla_gpu_enable_triton_gemm=false``, and elsewhere multiplies the same
+numbers in the dtype of the factors.
 """
 
 from __future__ import annotations

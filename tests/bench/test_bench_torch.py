@@ -12,23 +12,28 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.bench import torch_memory
 from tests.bench.bench_torch import (
     LIMITS,
+    WARM_STEPS,
     Measured,
     broken_promises,
     measure,
     overheads,
     print_overheads,
     print_steps,
+    weigh,
 )
 from tests.bench.costs import Cost, ratio
 from tests.bench.torch_engines import ENGINES, TINY, Training, build_step, prototype
 from tests.bench.torch_memory import LiveBytes, from_events, live_bytes
 from tests.bench.torch_rounds import interleaved, over_ranks, unequal_losses
 from tests.support.ranks import RankGroup
+from torch_impl.models.decoder import DecoderConfig
 
 KB = 1024
 CPU = torch.device("cpu")
+MEDIUM = DecoderConfig(2000, 64, 4, 4, 4, 16, 512)
 
 
 def known_program() -> Callable[[], None]:
@@ -71,6 +76,27 @@ def test_live_bytes_see_the_memory_of_gloo_threads_come_and_go(ranks: RankGroup)
         assert found.rest == 2000 * KB
         assert 10_000 * KB <= found.peak <= 10_001 * KB
         assert found.left < KB
+
+
+def test_what_cuda_hands_back_late_is_neither_there_before_nor_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Bytes of the process at each look: of something before, at rest, of a step's end, after its deletion.
+    looks = iter([900, 500, 500, 700, 800, 650, 510, 510])
+    monkeypatch.setattr(torch_memory, "_LOOK_SECONDS", 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(looks))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 950)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    assert live_bytes(lambda: lambda: None, torch.device("cuda", 0)) == LiveBytes(200, 450, 10)
+
+
+def weighed(training: Training, engine: str) -> int:
+    return weigh(training, engine).peak
+
+
+def test_the_peak_on_four_ranks_is_not_above_that_of_fsdp2(ranks: RankGroup) -> None:
+    training = Training(MEDIUM, length=64)
+    ours, theirs = (max(ranks.run(4, weighed, training, engine)) for engine in ("ours", "fsdp2"))
+    assert ours <= theirs
 
 
 def event(ts: float, address: int, size: int) -> dict[str, Any]:
@@ -149,7 +175,7 @@ def test_the_whole_benchmark_in_small(
     for name in ENGINES:
         assert len(found.costs[name]) == 2
         assert all(cost.wall > 0 and cost.cpu > 0 for cost in found.costs[name])
-        assert [len(steps) for steps in found.losses[name]] == [2 + 2 * 2] * 2
+        assert [len(steps) for steps in found.losses[name]] == [WARM_STEPS + 2 * 2] * 2
         # Each rank has tokens of its own, and every engine trains.
         assert found.losses[name][0] != found.losses[name][1]
         assert all(steps[-1] < steps[0] for steps in found.losses[name])
@@ -173,6 +199,9 @@ def test_an_engine_that_trains_something_else_is_reported() -> None:
     )
     leaking = dataclasses.replace(right, memory={**memory, "ddp": LiveBytes(1, 2, 10**6)})
     assert [len(broken_promises([one])) for one in (other, leaking)] == [1, 1]
+    assert broken_promises([leaking], ("ours", "fsdp2")) == []
+    leaking = dataclasses.replace(right, memory={**memory, "ours": LiveBytes(1, 2, 10**6)})
+    assert len(broken_promises([leaking], ("ours", "fsdp2"))) == 1
 
 
 def test_hooks_are_counted_per_unit_beyond_the_plain_module(

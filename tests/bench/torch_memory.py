@@ -23,6 +23,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 _STEP = "twinshard: measured step"
 _HAND_BACK_SECONDS = 0.02
+_LOOK_SECONDS = 0.25
+"""Longer than NCCL's watchdog takes from one look at its collectives, whose tensors it holds, to the next."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def _work_handed_back() -> Iterator[None]:
 
 
 def _on_cuda(build: Callable[[], Callable[[], Any]], device: torch.device, warm: int) -> LiveBytes:
-    before = torch.cuda.memory_allocated(device)
+    before = _settled(device)
     step = build()
     for _ in range(warm):
         step()
@@ -115,5 +117,16 @@ def _on_cuda(build: Callable[[], Callable[[], Any]], device: torch.device, warm:
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     del step
-    gc.collect()
-    return LiveBytes(rest - before, peak - before, torch.cuda.memory_allocated(device) - before)
+    return LiveBytes(rest - before, peak - before, _settled(device) - before)
+
+
+def _settled(device: torch.device) -> int:
+    """Bytes of the process on ``device`` when nothing more is handed back: garbage, or what NCCL's threads held."""
+    found = torch.cuda.memory_allocated(device)
+    while True:
+        gc.collect()
+        torch.cuda.synchronize(device)
+        time.sleep(_LOOK_SECONDS)
+        last, found = found, torch.cuda.memory_allocated(device)
+        if found >= last:
+            return found

@@ -268,7 +268,8 @@ def float8_product(dtype: str, shape: tuple[int, int, int]) -> dict[str, Any]:
         output, back = jax.vjp(lambda x, w: jax_impl.float8_dot_general(x, w, (((1,), (0,)), ((), ()))), x, w)
         return output, *back(grad)
 
-    compiled = jax.jit(both).lower(x, w, grad).compile()
+    lowered = jax.jit(both).lower(x, w, grad)
+    compiled = lowered.compile()
     found = [np.asarray(one, np.float32) for one in compiled(x, w, grad)]
     e4m3, e5m2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
     wide = np.float64
@@ -277,7 +278,13 @@ def float8_product(dtype: str, shape: tuple[int, int, int]) -> dict[str, Any]:
         rounded(grad, e5m2).astype(wide) @ rounded(w, e4m3).astype(wide).T,
         x.astype(wide).T @ grad.astype(wide),
     ]
-    return {"found": found, "expected": expected, "calls": float8_calls(compiled.as_text())}
+    texts = {name: lowered.compile(options).as_text() for name, options in compilers().items()}
+    return {
+        "found": found,
+        "expected": expected,
+        "products": {name: float8_products(text) for name, text in texts.items()},
+        "lines": {name: products_of(text) for name, text in texts.items()},
+    }
 
 
 def rounded(values: np.ndarray, dtype: Any) -> np.ndarray:
@@ -287,9 +294,32 @@ def rounded(values: np.ndarray, dtype: Any) -> np.ndarray:
     return (wide / power).astype(dtype).astype(np.float32) * np.float32(power)
 
 
-def float8_calls(text: str) -> int:
-    """Products of cuBLASLt in float8, of a program that XLA compiled."""
-    return len(re.findall(r'custom_call_target="__cublas\$lt\$matmul\$f8"', text))
+def compilers() -> dict[str, dict[str, Any]]:
+    """Options of XLA's compiler for GPUs: those of users, in place of this process's, and others beside them."""
+    if jax.devices()[0].platform != "gpu":
+        return {"users'": {}}
+    return {
+        "users'": {"xla_gpu_autotune_level": 4},
+        "not tuned": {"xla_gpu_autotune_level": 0},
+        "without Triton": {"xla_gpu_autotune_level": 4, "xla_gpu_enable_triton_gemm": False},
+    }
+
+
+_RESULT = re.compile(r"%?([\w.\-]+) = \(?(\w+)\[")
+_OPERANDS = re.compile(r" (?:dot|custom-call)\((?:\w+\[\S* )?%?([\w.\-]+), (?:\w+\[\S* )?%?([\w.\-]+)")
+_MATMUL = re.compile(r"dot\(|__cublas|matmul|gemm")
+
+
+def products_of(text: str) -> list[str]:
+    """Lines of a compiled program that multiply matrices."""
+    return [line.strip()[:300] for line in text.splitlines() if _MATMUL.search(line)]
+
+
+def float8_products(text: str) -> int:
+    """Products of two float8 factors, of a library or in a kernel of XLA's own, of a program that XLA compiled."""
+    dtypes = {found[1]: found[2] for line in text.splitlines() if (found := _RESULT.search(line))}
+    factors = [found.groups() for line in products_of(text) if (found := _OPERANDS.search(line))]
+    return sum(all(dtypes.get(name, "").startswith("f8") for name in pair) for pair in factors)
 
 
 def float8_training(gather: str, products: bool) -> tuple[list[float], list[float], int]:
@@ -302,7 +332,9 @@ def float8_training(gather: str, products: bool) -> tuple[list[float], list[floa
         run = Run.of(model=model, param_dtype="bfloat16", gather_dtype=gather if narrow else None)
         if narrow:
             first, _ = run.step.lower_programs(run.state, jax_impl.shard_batch(run.plan, tokens(0)))
-            calls = float8_calls(first.compile().as_text())
+            calls = (
+                float8_products(first.compile(compilers().get("without Triton")).as_text()) if products else 0
+            )
         found.append(run.train(range(12)))
     return found[0], found[1], calls
 

@@ -1,4 +1,4 @@
-"""Float8 in ``jax_impl`` on a GPU: products are cuBLASLt's on Hopper, and numbers are those of rounded factors."""
+"""Float8 in ``jax_impl`` on a GPU: factors of products are float8, and numbers are those of rounded factors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def test_products_are_made_in_float8_and_are_those_of_rounded_factors(
         step = 2.0**-8 if dtype == "bfloat16" else 2.0**-10
         np.testing.assert_allclose(mine, want, rtol=step, atol=np.abs(want).max() * 2.0**-11)
     if has_float8_kernels():
-        assert found["calls"] == 2, "one product forward and one for the gradient of the input"
+        print(found["lines"], found["products"])
+        # Forward, and for the gradient of the input.
+        assert found["products"]["without Triton"] == 2
 
 
 @pytest.mark.parametrize("products", [False, True])

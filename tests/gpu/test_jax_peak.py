@@ -41,15 +41,12 @@ def peaks(processes: dict[object, JaxProcess]) -> dict[Cell, Peaks]:
     return {cell: processes[cell].result() for cell in CELLS}
 
 
-# The plan counts what XLA for CPU keeps. XLA:GPU fuses more; of unrolled layers that recompute it holds more scores.
-LIMITS = {KEPT: (0.6, 1.1), RECOMPUTED: (0.9, 1.25), SCANNED: (0.8, 1.1), HALF: (0.7, 1.1)}
-
-
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_a_step_needs_what_its_plan_says(peaks: dict[Cell, Peaks], cell: Cell) -> None:
-    found, (least, most) = peaks[cell], LIMITS[cell]
+def test_a_step_needs_no_more_than_its_plan(peaks: dict[Cell, Peaks], cell: Cell) -> None:
+    """The plan counts what XLA for CPU keeps, and XLA:GPU fuses more."""
+    found = peaks[cell]
     print(f"{found}: real is {found.real / found.planned:.3f} of the plan")
-    assert least * found.planned <= found.real <= most * found.planned
+    assert 0.5 * found.planned <= found.real <= 1.1 * found.planned
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)

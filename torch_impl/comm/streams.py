@@ -52,7 +52,7 @@ class Transfer(Protocol):
 
 
 class Streams(Protocol):
-    """What units need of a device. ``copies``: collectives work on copies, of what they reduce and of what they gather."""
+    """What units need of a device. ``copies``: collectives work on copies of what they reduce and gather."""
 
     @property
     def copies(self) -> bool: ...

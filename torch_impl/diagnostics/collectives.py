@@ -97,6 +97,10 @@ class _LabelledStreams:
     def __init__(self, streams: Streams, current: list[str]) -> None:
         self._streams, self._current = streams, current
 
+    @property
+    def copies(self) -> bool:
+        return self._streams.copies
+
     def start(self, steps: Sequence[Step]) -> Transfer:
         label = self._current[-1]
         return self._streams.start([(lane, self._labelled(label, step)) for lane, step in steps])

@@ -131,7 +131,9 @@ class MomentFormat:
             stored.copy_(values)
             return
         limits = torch.finfo(stored.dtype)
-        torch.div(values.abs().amax(-1, keepdim=True), limits.max, out=scale)
+        largest = values.abs().amax(-1, keepdim=True)
+        # By a number CUDA multiplies with the reciprocal, which is not the CPU's quotient.
+        torch.div(largest, torch.full_like(largest, limits.max), out=scale)
         small = values > 0 if self.positive else None
         values.div_(scale.masked_fill(scale == 0, 1))
         if self.positive and stored.dtype.itemsize == 1:

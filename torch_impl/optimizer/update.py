@@ -18,7 +18,8 @@ is a scalar computed in doubles and rounded once to the dtype of the update. Eve
         v = fma(v, [b2], ([1 - b2] * g) * g)            after a tensor's last whole vector
     5   w = w + (-[lr / (1 - b1**t)] * m) / (sqrt(v) / [sqrt(1 - b2**t)] + [eps])
 
-The two forms of line 4 are why the same elements, cut otherwise, may differ in their last bits.
+The two forms of line 4 are why the same elements, cut otherwise, may differ in their last bits. The CUDA kernel has
+other last bits: its line 3 is ``m = fma([b1], m, (1 - [b1]) * g)``, with ``1 - [b1]`` in float32.
 
 With ``bias_correction=False`` both ``b**t`` of line 5 are 0. With ``adam_w_mode=False`` (torch's fused Adam) line 2 is,
 if ``weight_decay`` is not 0::

@@ -30,8 +30,8 @@ from torch import nn
 from torch_impl.runtime.pool import PooledGradient
 from torch_impl.runtime.reduction import GradientSpec, GroupReduction, Host
 
-# Of a unit's gradients, what is held before they get their buffer. Both are in use together when it is made, so more
-# would raise the peak at the end of a unit; less, that at its beginning.
+# Of a unit's gradients, what is held before they get their buffer, if it does not take the place of weights. Both are
+# in use together when it is made, so more would raise the peak at the end of a unit; less, that at its beginning.
 _HELD = 0.5
 
 _MAIN_GRAD = ("main_grad", "overwrite_main_grad", "grad_added_to_main_grad")

@@ -8,6 +8,10 @@ With ``prefetch`` 1, a unit is gathered while the one before it computes, and re
     gather     | 2            | 1            |
     reduce                    | 3            | 2        | 1
 
+On the CPU gloo gathers into a copy. At the beginning of a backward, when all activations are there, weights and copy
+would lie beside them and the root's gradients. So the first unit computes alone there, and the second one's weights
+are gathered when it begins.
+
 With ``prefetch`` 0 nothing runs beside a transfer, and one unit's weights and gradients are there at a time, besides
 the root's and those of units around it. Only what a program names by ``set_modules_to_forward_prefetch`` and its
 backward twin is gathered ahead then::
@@ -146,7 +150,7 @@ class Schedule:
     def backward_begins(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
         """``unit`` begins to run backward, or forward again in backward; returns what to prefetch."""
         expected = self._following(self._backward, unit)
-        # All activations are there still: where a copy of what is gathered would be, too, the first unit computes alone.
+        # See the note of the module.
         if self._backward_starts and self.streams.copies:
             expected = []
         if unit.has_parameters:

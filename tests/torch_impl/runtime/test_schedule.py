@@ -22,6 +22,7 @@ from tests.support.torch_impl.toy import (
     seeded,
 )
 from torch_impl.comm import collectives
+from torch_impl.comm.streams import CpuStreams
 
 WORLD = 2
 UNITS = 4
@@ -140,6 +141,29 @@ def test_from_the_second_step_on_the_next_unit_is_gathered_while_one_computes(ra
     assert first == forward + backward
     ahead = ["gather 0", "gather 1", "run 0", "gather 2", "run 1", "gather 3", "run 2", "run 3"]
     assert second == ahead + backward
+
+
+def beginning_of_backward(copies: bool) -> list[str]:
+    model, reference = sharded_chain(), seeded(Chain)
+    CpuStreams.copies = copies
+    try:
+        step(model, reference)
+        with logged(model) as events:
+            head = model._unit.groups[0].unsharded[0]
+            handle = head.register_post_accumulate_grad_hook(lambda _: events.append("head"))
+            step(model, reference)
+            handle.remove()
+    finally:
+        CpuStreams.copies = True
+    return events[events.index("run 3") + 1 :][:2]
+
+
+def test_nothing_is_gathered_beside_the_first_unit_of_a_backward_where_gloo_would_copy_it(
+    ranks: RankGroup,
+) -> None:
+    assert ranks.run(WORLD, beginning_of_backward, True) == [["head", "gather 3"]] * WORLD
+    # As on CUDA.
+    assert ranks.run(WORLD, beginning_of_backward, False) == [["gather 3", "head"]] * WORLD
 
 
 def departing(orders: list[tuple[int, ...]]) -> None:
