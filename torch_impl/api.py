@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule as TorchModule
 
 from bridge.sharding import (
     DEFAULT_ALIGN,
@@ -171,7 +172,7 @@ def _build_unit(
         for one, its in zip(owned, meshes, strict=True):
             _check_mesh(one, its, options)
         plans = _plan_groups(owned, meshes, options)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:
         failure = error
     description = {
         "parameters": [one.description for one in owned],
@@ -317,6 +318,12 @@ def _checked_modules(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         raise ValueError("fully_shard: expected one or more modules, got an empty sequence")
     for module in modules:
         _check_module(module)
+        for name, below in module.named_modules():
+            if isinstance(below, TorchModule):
+                raise ValueError(
+                    f"fully_shard: {name or 'the module'} ({type(below).__name__}) is sharded by "
+                    "torch.distributed.fsdp already; shard all modules of a model by one package"
+                )
     if several:
         inner = {id(below) for module in modules for below in module.modules() if below is not module}
         modules = [module for module in dict.fromkeys(modules) if id(module) not in inner]
@@ -348,6 +355,8 @@ def _check_module(module: object) -> None:
 
 
 def _ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable | None):
+        raise TypeError(f"ignored_params: expected a set or list of parameters, got {type(params).__name__}")
     listed = list(params or ())
     for param in listed:
         if not isinstance(param, nn.Parameter):

@@ -74,6 +74,8 @@ Behave otherwise than in FSDP2:
   parameter that no rank used has no gradient all the same.
 * After a forward without gradients the root reshards as other units do, unless it was given
   ``reshard_after_forward=False``.
+* After a backward modules show sharded parameters, which have the gradients, also with
+  ``set_reshard_after_backward(False)``; FSDP2 then shows whole weights without gradients.
 * A backward that reaches weights which modules show after a forward, and no output, reduces their gradients at its
   end: a loss that is computed in parts calls ``set_requires_gradient_sync(False)`` around all parts but the last.
 * What a program freezes or thaws while whole weights are shown stays so, and ``zero_grad`` of a sharded module clears
@@ -129,6 +131,11 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
             raise ValueError("DataParallelMeshDims: expected shard or replicate, got neither")
+        for kind, given in (("shard", self.shard), ("replicate", self.replicate)):
+            if not isinstance(given, str | list | tuple | None):
+                raise TypeError(
+                    f"DataParallelMeshDims.{kind}: expected a name of a mesh axis or a tuple of names, got {given!r}"
+                )
 
 
 def policy_of(value: object) -> MixedPrecisionPolicy:
@@ -178,6 +185,11 @@ def meshes_of(
     ``Shard(dim)``, alone or in the result, has no influence. Raises ValueError for a dimension that the parameter lacks
     and TypeError for any other result; NotImplementedError for a mesh that does not shard its innermost axis.
     """
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(
+            "shard_placement_fn: expected a function of a parameter, which returns Shard(dim), a ShardPlacementResult "
+            f"or None, got {shard_placement_fn!r}"
+        )
     meshes = {mesh.mesh: mesh}
     chosen = []
     for one in owned:
@@ -233,6 +245,11 @@ def data_parallel_axes(
     """
     if not isinstance(mesh, DeviceMesh):
         raise ValueError("dp_mesh_dims: expected mesh= as well, got none")
+    if not all(hasattr(dims, kind) for kind in ("replicate", "shard")):
+        raise TypeError(
+            f"dp_mesh_dims: expected a DataParallelMeshDims, got {dims!r}; "
+            'DataParallelMeshDims(shard="dp") names an axis'
+        )
     known = mesh.mesh_dim_names or ()
     axes: list[tuple[str, ...]] = []
     for kind in ("replicate", "shard"):

@@ -84,6 +84,7 @@ class FSDPModule(Unavailable):
         With ``async_op`` the gather is only begun, and the handle returned shows the weights when it is waited for; a
         forward of the module waits by itself.
         """
+        _check_truth("async_op", async_op)
         if async_op:
             self._unit.start_unshard()
             return UnshardHandle(self._unit)
@@ -119,17 +120,20 @@ class FSDPModule(Unavailable):
 
         Also sets ``set_requires_all_reduce``, as in FSDP2.
         """
+        _check_truth("requires_gradient_sync", requires_gradient_sync)
         for unit in self._units(recurse):
             unit.gradients.requires_gradient_sync = requires_gradient_sync
             unit.gradients.requires_all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With False, the next backwards reduce over the axes that gradients are sharded over, not over the others."""
+        _check_truth("requires_all_reduce", requires_all_reduce)
         for unit in self._units(recurse):
             unit.gradients.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """With False, reduction over axes that gradients are not sharded over is put off; the result is the same."""
+        _check_truth("is_last_backward", is_last_backward)
         for unit in self._units(True):
             unit.gradients.last_backward = is_last_backward
 
@@ -175,7 +179,7 @@ class FSDPModule(Unavailable):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` instead of the number of ranks."""
-        check_divisor(factor)
+        check_divisor("set_gradient_divide_factor", factor)
         for group in self._unit.groups:
             group.divisor = factor
 
@@ -258,6 +262,7 @@ class FSDPModule(Unavailable):
 
     def _units(self, recurse: bool) -> Iterator[Unit]:
         """Each once, though several modules may share a unit."""
+        _check_truth("recurse", recurse)
         assert isinstance(self, nn.Module)
         modules = self.modules() if recurse else [self]
         yield from {module._unit: None for module in modules if isinstance(module, FSDPModule)}
@@ -307,7 +312,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if not isinstance(module, FSDPModule):
         return
-    method = getattr(module, method_name, None)
+    method = getattr(module, method_name, None) if isinstance(method_name, str) else None
     if not callable(method):
         raise ValueError(
             f"register_fsdp_forward_method: expected a method of {type(module).__name__}, got {method_name!r}"
@@ -334,7 +339,12 @@ def share_comm_ctx(modules: Iterable[FSDPModule]) -> None:
 
 
 def _units_of(caller: str, modules: Iterable[FSDPModule]) -> tuple[Unit, ...]:
-    listed = list(modules)
+    try:
+        listed = list(modules)
+    except TypeError:
+        raise TypeError(
+            f"{caller}: expected a list of sharded modules, got {type(modules).__name__}"
+        ) from None
     for module in listed:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"{caller}: expected sharded modules, got {type(module).__name__}")
@@ -346,11 +356,28 @@ def _check_bool(option: str, value: object) -> None:
         raise ValueError(f"{option}: expected a bool, got {value!r}")
 
 
+def _check_truth(option: str, value: object) -> None:
+    """Numbers and NumPy's bools will do, as in FSDP2."""
+    if value is None or isinstance(value, str):
+        raise ValueError(f"{option}: expected a bool, got {value!r}")
+
+
 def _check_conversion(
     name: str, param: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor], offloaded: bool
 ) -> None:
-    """TypeError if ``fn`` changes the dtype of a sharded parameter, or moves it from where it belongs."""
-    probe = fn(torch.empty(0, dtype=param.dtype, device=param.device))
+    """TypeError if ``fn`` changes the dtype of a sharded parameter, or moves it from where it belongs.
+
+    NotImplementedError, as torch, where ``fn`` would have to copy values from the meta device.
+    """
+    try:
+        probe = fn(torch.empty(0, dtype=param.dtype, device=param.device))
+    except NotImplementedError as error:
+        if not param.is_meta:
+            raise
+        raise NotImplementedError(
+            f"parameter {name!r} is on the meta device, from which to() cannot copy values: call "
+            "model.to_empty(device=...), then initialize the model or load a state dict into it"
+        ) from error
     moved = probe.device != param.device
     if param.is_meta and isinstance(param, DTensor):
         places = {"meta", param.device_mesh.device_type, *(("cpu",) if offloaded else ())}

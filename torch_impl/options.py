@@ -47,7 +47,7 @@ class UnitOptions:
             dict.fromkeys(names, ()), 1, granularity=self.granularity, rows=self.rows, align=self.align
         )
         if self.grad_divisor is not None:
-            check_divisor(self.grad_divisor)
+            check_divisor("grad_divisor", self.grad_divisor)
         if self.prefetch is not None and (type(self.prefetch) is not int or self.prefetch not in (0, 1)):
             raise ValueError(f"prefetch: expected 0, 1 or None (the default), got {self.prefetch!r}")
         if self.policy.store_param_remainders:
@@ -104,7 +104,7 @@ def chosen_strategy(strategy: str | None, placements: Placements | None) -> Stra
     return placements.strategy
 
 
-def check_divisor(divisor: float) -> None:
+def check_divisor(option: str, divisor: float) -> None:
     """ValueError unless gradients can be divided by this."""
-    if not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
-        raise ValueError(f"gradient divisor: expected a positive number, got {divisor!r}")
+    if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
+        raise ValueError(f"{option}: expected a positive number, got {divisor!r}")

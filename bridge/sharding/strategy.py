@@ -118,7 +118,7 @@ _ON_TWO_AXES = ("hsdp", "hfsdp")
 
 def strategy_named(name: str) -> Strategy:
     """Look a strategy up; ValueError for an unknown name."""
-    if name not in STRATEGIES:
+    if not isinstance(name, str) or name not in STRATEGIES:
         raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {name!r}")
     return STRATEGIES[name]
 

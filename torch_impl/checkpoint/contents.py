@@ -35,12 +35,20 @@ _GROUPS = "optimizer.param_groups."
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """``{fqn: live tensor}`` of all parameters and persistent buffers; ValueError for state that is not a tensor."""
+    """``{fqn: live tensor}`` of all parameters and persistent buffers.
+
+    ValueError for state that is not a tensor, or on the meta device.
+    """
     tensors = model.state_dict(keep_vars=True)
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(
                 f"{name}: expected only tensors in the model's state, got {type(value).__name__}"
+            )
+        if value.is_meta:
+            raise ValueError(
+                f"{name}: expected a tensor with memory, got one on the meta device; call model.to_empty(device=...) "
+                "first"
             )
     return dict(tensors)
 

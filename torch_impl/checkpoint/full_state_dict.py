@@ -20,7 +20,7 @@ have values. What else is on the meta device torch assigns.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 
 from torch_impl.comm.agreement import agree
 from torch_impl.dtensor.placement import row_placement
@@ -47,6 +47,7 @@ def filling(original: Callable[..., None]) -> Callable[..., None]:
             pair = state.get(key)
             # Torch would cut the whole tensor at even rows, or copy all of it into fewer.
             if isinstance(pair, tuple) and isinstance(pair[0], RowDTensor):
+                _check(key, *pair)
                 state[key] = _filled(*pair)
             else:
                 others.append(key)
@@ -63,6 +64,41 @@ def _filled(tensor: RowDTensor, whole: torch.Tensor) -> torch.Tensor:
         return tensor.copy_(whole)
 
 
+def _check(key: str, tensor: RowDTensor, whole: torch.Tensor) -> None:
+    """RuntimeError for what cannot be the whole of ``tensor``."""
+    if whole.shape != tensor.shape:
+        fault = f"one of shape {tuple(whole.shape)}"
+    elif whole.is_meta:
+        fault = "one on the meta device"
+    elif isinstance(whole, DTensor) and (whole.device_mesh, whole.placements) != (
+        tensor.device_mesh,
+        tensor.placements,
+    ):
+        fault = (
+            f"a DTensor placed as {whole.placements} on {whole.device_mesh}; get the state dict with "
+            "full_state_dict=True, too"
+        )
+    else:
+        return
+    raise RuntimeError(
+        f"{key}: expected a whole tensor of shape {tuple(tensor.shape)} with values, got {fault}"
+    )
+
+
+def checking(original: Callable[..., None]) -> Callable[..., None]:
+    """``original(full, state, ...)`` cuts the values of ``full``, which each rank has, by those of ``state``."""
+
+    @functools.wraps(original)
+    def call(full: dict[str, Any], state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        for key, whole in full.items():
+            tensor = state.get(key)
+            if isinstance(tensor, RowDTensor) and isinstance(whole, torch.Tensor) and whole.ndim:
+                _check(key, tensor, whole)
+        original(full, state, *args, **kwargs)
+
+    return call
+
+
 def distributing(original: Callable[..., Any]) -> Callable[..., Any]:
     """``original(whole, mesh, placements)`` is ``distribute_tensor``."""
 
@@ -75,6 +111,8 @@ def distributing(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         # DTensor does not know RowShard, and would lay the tensor out as if all ranks held all rows.
         if mesh is not None and row_placement(placements or ()) is not None:
+            if isinstance(whole, RowDTensor):
+                return whole
             return distribute(whole, mesh, placements or ())
         return original(whole, mesh, placements, **options)
 
@@ -106,9 +144,9 @@ def materializing(original: Callable[..., Any]) -> Callable[..., Any]:
             units = dict.fromkeys(one._unit for one in model.modules() if isinstance(one, FSDPModule))
             if any(group.unequal for unit in units for group in unit.groups):
                 # Others have nothing to materialize, and would wait for a rank that raises.
-                agree(lambda: _materialize(units, info.strict))
+                agree(lambda: _materialize(units, state, info))
             else:
-                _materialize(units, info.strict)
+                _materialize(units, state, info)
             if units and info.strict:
                 _materialize_scalars(model, next(iter(units)).device)
         return original(model, state, info)
@@ -116,17 +154,31 @@ def materializing(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _materialize(units: Iterable[Unit], strict: bool) -> None:
-    for unit in units:
-        names = [name for group in unit.groups if group.on_meta for name in group.names]
-        if names and not strict:
-            raise RuntimeError(
-                f"parameter {names[0]!r} is on the meta device: expected strict=True, so that the state dict gives "
-                "every weight a value, got strict=False; call model.to_empty(device=...) first, and initialize what "
-                "the state dict lacks"
-            )
-        if names:
-            unit.materialize(unit.device)
+def _materialize(units: Iterable[Unit], state: Mapping[str, Any], info: Any) -> None:
+    planned = [unit for unit in units if any(group.on_meta for group in unit.groups)]
+    # Before any unit has memory, which a forward would take for values.
+    for unit in planned:
+        for group in unit.groups:
+            for name, param in zip(group.names, group.params, strict=True):
+                if param.is_meta and not info.strict:
+                    fault = "expected strict=True, so that the state dict gives every weight a value, got strict=False"
+                # Of a state dict that comes from the first rank, torch itself says what is missing.
+                elif param.is_meta and not info.broadcast_from_rank0 and not _has(state, param, info):
+                    fault = f"expected a value in the state dict, found none among its {len(state)} keys"
+                else:
+                    continue
+                raise RuntimeError(
+                    f"parameter {name!r} is on the meta device: {fault}; call model.to_empty(device=...) first, and "
+                    "initialize what the state dict lacks"
+                )
+    for unit in planned:
+        unit.materialize(unit.device)
+
+
+def _has(state: Mapping[str, Any], param: nn.Parameter, info: Any) -> bool:
+    """Whether the state dict has a value under one of the names that torch found for the parameter."""
+    names = info.fqn_param_mapping.get(param)
+    return names is None or any(name in state for name in names)
 
 
 def _materialize_scalars(model: nn.Module, device: torch.device) -> None:
@@ -144,6 +196,7 @@ _WRAPPED = (
     (state_dict, "_load_model_state_dict", materializing),
     (state_dict, "_broadcast_state_dict", keeping_scalars),
     (state_dict, "_distribute_state_dict", keeping_scalars),
+    (state_dict, "_distribute_state_dict", checking),
 )
 
 

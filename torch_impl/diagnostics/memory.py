@@ -71,7 +71,12 @@ class MemoryReport:
 
 
 def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optimizer | None) -> MemoryReport:
-    """Measure ``groups``; moments are all optimizer state of theirs in the shape of a parameter."""
+    """Measure ``groups``; moments are all optimizer state of theirs in the shape of a parameter.
+
+    TypeError for what is no optimizer.
+    """
+    if optimizer is not None and not hasattr(optimizer, "state"):
+        raise TypeError(f"memory_report: expected an optimizer or None, got {type(optimizer).__name__}")
     weights: list[torch.Tensor] = []
     device, host = Counter[str](), Counter[str]()
     # Which parameters' state an optimizer keeps on the host, where it can.

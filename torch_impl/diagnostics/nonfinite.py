@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from bridge.sharding.rows import Box
 from torch_impl.comm.agreement import rank
-from torch_impl.diagnostics.tensors import named_main_parameters, process_groups
+from torch_impl.diagnostics.tensors import named_main_parameters, process_groups, refuse_meta
 from torch_impl.dtensor.local import (
     has_plain_values,
     is_partial,
@@ -71,10 +71,13 @@ def find_nonfinite(
 
     Each is reported with at most ``max_rows`` of its rows. Unreduced gradients of earlier microbatches are looked at as
     each rank has them, so the report says which rank's data is to blame.
+
+    Raises RuntimeError for a parameter on the meta device.
     """
     tensors: list[tuple[str, str, torch.Tensor]] = []
     order: dict[tuple[str, str], None] = {}
     for name, param in named_main_parameters(model):
+        refuse_meta(name, param)
         if weights:
             tensors.append(("weight", name, param))
         grad = param.grad

@@ -37,6 +37,15 @@ def named_main_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
         yield name, sharded.get(id(param), param)
 
 
+def refuse_meta(name: str, tensor: torch.Tensor) -> None:
+    """RuntimeError for a tensor on the meta device."""
+    if tensor.is_meta:
+        raise RuntimeError(
+            f"{name}: expected a tensor with values, got one on the meta device; call model.to_empty(device=...), then "
+            "initialize the model or load a state dict into it"
+        )
+
+
 def process_groups(model: nn.Module) -> list[ProcessGroup]:
     """The groups of all mesh axes of the sharded parameters, each once, in the same order on every rank."""
     groups: dict[ProcessGroup, None] = {}
@@ -54,7 +63,8 @@ def parameter_norms(model: nn.Module, *, gradients: bool = False, norm_type: flo
     replicated; norms are computed in float64. Parameters that are not sharded (ignored ones) count as this rank has
     them; those without a gradient are left out.
 
-    Raises ValueError for a norm type that is not positive, RuntimeError for a gradient that is not reduced yet.
+    Raises ValueError for a norm type that is not positive, RuntimeError for a gradient that is not reduced yet and for
+    a parameter on the meta device.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type: expected a positive number or inf, got {norm_type!r}")
@@ -63,6 +73,7 @@ def parameter_norms(model: nn.Module, *, gradients: bool = False, norm_type: flo
         tensor = param.grad if gradients else param
         if tensor is None:
             continue
+        refuse_meta(name, tensor)
         if is_partial(tensor):
             raise RuntimeError(
                 f"{name}: expected a reduced gradient, got one whose last microbatch is still to come"

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from torch_impl.comm.mesh import coordinate_of
 from torch_impl.dtensor.local import checked_dtensor, local_of
-from torch_impl.dtensor.placement import FusedShard, RowShard, is_tensor_parallel, row_placement
+from torch_impl.dtensor.placement import FusedShard, RowShard, is_tensor_parallel, local_sizes, row_placement
 from torch_impl.dtensor.tensor import RowDTensor, distribute, make_placed
 
 
@@ -61,10 +61,10 @@ def from_local(
     ``shape`` is that of the whole tensor; None: as the placements of a sharded parameter say. Shapes are checked
     always, whatever ``run_check``, and the whole is contiguous, whatever ``stride``.
 
-    Raises ValueError for placements that do not fit, and for a ``local`` of another shape than they say; RuntimeError
-    for gradients that are to be placed otherwise.
+    Raises TypeError for what is no tensor or no mesh; ValueError for placements that do not fit, and for a ``local`` of
+    another shape than they say; RuntimeError for gradients that are to be placed otherwise.
     """
-    placements = tuple(placements)
+    placements = _checked("from_local", local, mesh, placements)
     if isinstance(local, DTensor):
         raise RuntimeError(
             f"from_local: expected a plain local tensor, got a {type(local).__name__}; use to_local()"
@@ -109,9 +109,10 @@ def distribute_tensor(
     ``src_data_rank``: the rank of each mesh axis whose ``whole`` counts, as with torch, by a broadcast over each axis;
     None: each rank's own, without communication. A DTensor that is placed so already is returned as it is.
 
-    Raises RuntimeError for a tensor with history, ValueError for placements that do not fit and for other DTensors.
+    Raises TypeError for what is no tensor or no mesh, RuntimeError for a tensor with history, ValueError for placements
+    that do not fit and for other DTensors.
     """
-    placements = tuple(placements)
+    placements = _checked("distribute_tensor", whole, mesh, placements)
     if any(one.is_partial() for one in placements):
         raise ValueError(
             f"distribute_tensor: expected placements of a parameter or a reduced gradient, got {placements}; reduce "
@@ -128,6 +129,12 @@ def distribute_tensor(
                 f"placed as {whole.placements} on {whole.device_mesh}; use its full_tensor()"
             )
         return whole
+    _check_shape(whole.shape, mesh, placements)
+    if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
+        raise ValueError(
+            f"distribute_tensor: expected src_data_rank to be a rank of each axis of {mesh}, or None, got "
+            f"{src_data_rank}"
+        )
     values = whole.detach()
     if not values.is_meta:
         values = values.to(mesh.device_type)
@@ -136,6 +143,41 @@ def distribute_tensor(
     made = distribute(values, mesh, placements)
     made.requires_grad_(whole.requires_grad)
     return made
+
+
+def _checked(
+    function: str, tensor: object, mesh: object, placements: Sequence[Placement]
+) -> tuple[Placement, ...]:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{function}: expected a tensor, got {type(tensor).__name__}")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{function}: expected param.device_mesh beside the placements of a sharded parameter, got {mesh!r}"
+        )
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"{function}: expected a placement for each axis of {mesh}, got {tuple(placements)}; give "
+            "param.device_mesh and param.placements of one parameter"
+        )
+    return tuple(placements)
+
+
+def _check_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Before the ranks communicate, since others would wait for one that raises later."""
+    try:
+        local_sizes(shape, mesh, placements)
+    except ValueError as error:
+        rows = row_placement(placements)
+        if rows is not None and rows.shape == tuple(shape):
+            # The mesh has another number of ranks.
+            raise
+        wanted = "that its axes cut in equal parts"
+        if rows is not None:
+            wanted = f"of shape {rows.shape}" if rows.shape else f"of {rows.bounds[-1]} rows"
+        raise ValueError(
+            f"distribute_tensor: expected a tensor {wanted}, as the parameter whose placements {tuple(placements)} "
+            f"are, got one of shape {tuple(shape)}"
+        ) from error
 
 
 def _of_one_rank(values: torch.Tensor, mesh: DeviceMesh, source: int) -> torch.Tensor:
@@ -165,9 +207,9 @@ def accept_row_placements() -> None:
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        if device_mesh is None or placements is None or not _ours(placements):
+        if not _ours(placements):
             return theirs(tensor, device_mesh, placements, **options)
-        return distribute_tensor(tensor, device_mesh, placements, **options)
+        return distribute_tensor(tensor, device_mesh, placements, **options)  # type: ignore[arg-type]  # checked there
 
     @functools.wraps(their_from_local)
     def making(
@@ -176,9 +218,9 @@ def accept_row_placements() -> None:
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        if device_mesh is None or placements is None or not _ours(placements):
+        if not _ours(placements):
             return their_from_local(local_tensor, device_mesh, placements, **options)
-        return from_local(local_tensor, device_mesh, placements, **options)
+        return from_local(local_tensor, device_mesh, placements, **options)  # type: ignore[arg-type]  # checked there
 
     DTensor.from_local = staticmethod(making)  # type: ignore[method-assign]  # takes the same arguments
     # Programs import the function by its name, mostly before they shard anything.

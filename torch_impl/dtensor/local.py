@@ -93,7 +93,9 @@ def refuse_partial(tensor: torch.Tensor) -> None:
     """RuntimeError for a gradient that was not reduced yet: its rows are terms of a sum, not values."""
     if is_partial(tensor):
         raise RuntimeError(
-            f"expected a sharded or replicated tensor, got placements {checked_dtensor(tensor).placements}"
+            f"expected a sharded or replicated tensor, got a gradient of shape {tuple(tensor.shape)} that was not "
+            f"reduced over the ranks, placed as {checked_dtensor(tensor).placements}: run the step's last backward "
+            "without no_sync, set_is_last_backward(False) or set_requires_gradient_sync(False) before reading it"
         )
 
 

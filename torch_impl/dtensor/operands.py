@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
 from torch_impl.dtensor.placement import FusedShard, replicated, row_axes
+from torch_impl.dtensor.refusals import described
 from torch_impl.dtensor.tensor import wrap_like, wrap_rows
 
 
@@ -82,8 +83,8 @@ def _like_first(first: Any, other: Any) -> bool:
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    placed = f"as {tensor.placements}" if isinstance(tensor, DTensor) else "plain"
-    return f"{tuple(tensor.shape)} {placed}"
+    placed = f"placed as {tensor.placements}" if isinstance(tensor, DTensor) else "plain"
+    return f"{described(tensor)} {placed}"
 
 
 def _is_scalar(tensor: torch.Tensor) -> bool:

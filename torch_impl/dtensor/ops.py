@@ -28,6 +28,7 @@ from torch_impl.dtensor.operands import align
 from torch_impl.dtensor.placement import is_fused, is_tensor_parallel, row_placement
 from torch_impl.dtensor.random import RANDOM, fill_randomly
 from torch_impl.dtensor.reductions import REDUCTIONS
+from torch_impl.dtensor.refusals import described
 from torch_impl.dtensor.remainders import main_values, remainder_of, set_main_values
 from torch_impl.dtensor.tensor import RowDTensor, count_write, wrap_like, wrap_rows
 from torch_impl.dtensor.views import VIEWS, row_view
@@ -61,6 +62,12 @@ _NEW = {_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default,
 # Adafactor estimates second moments by the product of a column and a row.
 _PRODUCTS = {_aten.mm.default, _aten.bmm.default}
 
+# How programs run into a refusal that compute with a sharded weight.
+_MULTIPLIES = {*MATRIX_OPERATORS, *_PRODUCTS, _aten.embedding.default}
+_MULTIPLIED = (
+    "; modules have whole weights when they are called, not by their forward(), and after unshard(); for "
+    "torch.optim.Muon shard with granularity='tensor', or use MainWeightMuon"
+)
 
 _ASYNC = (
     "torch.distributed.checkpoint.async_save{which}: use torch_impl.save_checkpoint_async, or CheckpointManager, which "
@@ -101,6 +108,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # A plain scalar is broadcast by the element-wise path.
     if func is _aten.copy_.default and not isinstance(args[1], DTensor) and args[1].ndim > 0:
         return _copy_rows(args[0], args[1])
+    if func is _aten.copy_.default:
+        _check_rows(args[0], args[1])
     if func in VIEWS and (view := row_view(func, args, kwargs)) is not None:
         return view
     if func in MATRIX_OPERATORS and (matrix := on_whole_matrices(func, args, kwargs)) is not None:
@@ -111,10 +120,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if all(row_placement(one.placements) is None and not is_fused(one.placements) for one in sharded):
         return _as_dtensors(func, args, kwargs)
     raise RuntimeError(
-        f"{func} is not supported on a tensor placed as {first.placements}, of shape {tuple(first.shape)}: only "
-        "element-wise operators, reductions and views that leave its rows whole are; use full_tensor() for the whole "
-        "tensor or to_local() for this rank's rows, and set all by copy_() of a whole tensor or before sharding; for "
-        "torch.optim.Muon shard with granularity='tensor', or use MainWeightMuon"
+        f"{func} is not supported on {described(first)}, placed as {first.placements}: only element-wise operators, "
+        "reductions and views that leave its rows whole are; use full_tensor() for the whole tensor or to_local() for "
+        "this rank's rows, and set all by copy_() of a whole tensor or before sharding"
+        + (_MULTIPLIED if func in _MULTIPLIES else "")
     )
 
 
@@ -249,6 +258,18 @@ def _copy_rows(target: Any, source: torch.Tensor) -> Any:
     local_of(target).copy_(own_part(target, source))
     count_write(target)
     return target
+
+
+def _check_rows(target: Any, source: Any) -> None:
+    """RuntimeError for other rows of a tensor that is cut alike, such as those in another rank's file."""
+    if not (isinstance(target, RowDTensor) and isinstance(source, RowDTensor)):
+        return
+    own, given = tuple(local_of(target).shape), tuple(local_of(source).shape)
+    if own != given and (source.placements, source.shape) == (target.placements, target.shape):
+        raise RuntimeError(
+            f"copy_ to {described(target)}: expected this rank's rows, of local shape {own}, got those of another "
+            f"rank, of local shape {given}; each rank loads what it saved itself"
+        )
 
 
 def _as_dtensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -39,6 +39,7 @@ from torch_impl.dtensor.local import (
     refuse_partial,
 )
 from torch_impl.dtensor.placement import RowShard, check_local, gather, local_sizes, row_axes, row_placement
+from torch_impl.dtensor.refusals import NoPlainTensor, described
 from torch_impl.dtensor.remainders import join, main_values, remainder_of
 
 
@@ -58,19 +59,19 @@ class _ToLocal(torch.autograd.Function):
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: RowDTensor) -> torch.Tensor:
-        ctx.shape = tuple(tensor.shape)
+        ctx.described = described(tensor)
         return _gathered(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
         # DTensor would give each rank its own part of its own gradient, which is not that of the loss of all ranks.
         raise RuntimeError(
-            f"backward through full_tensor() of a sharded tensor of shape {ctx.shape}, whose gradient would not be "
-            "reduced over the ranks: use the weight in its module's forward, or detach() the whole tensor"
+            f"backward through full_tensor() of {ctx.described}, whose gradient would not be reduced over the ranks: "
+            "use the weight in its module's forward, or detach() the whole tensor"
         )
 
 
-class RowDTensor(DTensor):
+class RowDTensor(NoPlainTensor, DTensor):
     """A DTensor placed as ``placement`` says.
 
     On data-parallel axes ``RowShard``, ``Replicate`` or, for gradients not yet reduced, ``Partial``; on tensor-parallel
@@ -109,7 +110,8 @@ class RowDTensor(DTensor):
         # Rows cut elsewhere would need bounds, which the caller cannot say by DTensor's placements.
         if device_mesh not in (None, self.device_mesh) or list(placements or ()) != whole:
             raise RuntimeError(
-                f"redistribute: expected placements={whole} on the tensor's own mesh, got {placements}"
+                f"redistribute of {described(self)}: expected placements={whole} on {self.device_mesh}, got "
+                f"{placements} on {device_mesh or 'the same'}; use distribute_tensor() of its full_tensor()"
             )
         return _make(_gathered(self), self.device_mesh, self.shape, tuple(whole))
 
@@ -128,7 +130,8 @@ class RowDTensor(DTensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         raise RuntimeError(
-            "cannot rebind .data: the tensor is a view of its group's flat buffer; use copy_() under torch.no_grad()"
+            f"cannot rebind .data of {described(self)}, which is a view of its group's flat buffer; use copy_() under "
+            "torch.no_grad()"
         )
 
     def data_ptr(self) -> int:

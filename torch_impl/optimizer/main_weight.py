@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torch_impl.dtensor.local import is_partial, local_of
+from torch_impl.dtensor.refusals import described
 from torch_impl.dtensor.remainders import written_with_remainders
 from torch_impl.optimizer.arguments import check_group, check_params
 from torch_impl.optimizer.moments import MomentFormat
@@ -250,13 +251,18 @@ class _Sealed:
 
 
 def _sealed(loaded: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(loaded, Mapping) or not {"state", "param_groups"} <= set(loaded):
+        keys = sorted(map(str, loaded)) if isinstance(loaded, Mapping) else type(loaded).__name__
+        raise ValueError(
+            f"load_state_dict: expected an optimizer's state_dict(), with 'state' and 'param_groups', got {keys}"
+        )
     state = {key: {name: _Sealed(v) for name, v in own.items()} for key, own in loaded["state"].items()}
     return {**loaded, "state": state}
 
 
 def _described(group: Mapping[str, Any], index: int) -> str:
     param, names = group["params"][index], group.get("param_names")
-    return f"parameter of shape {tuple(param.shape)}" if names is None else f"parameter {names[index]!r}"
+    return described(param, "parameter") if names is None else f"parameter {names[index]!r}"
 
 
 def _check_not_taken(group: Mapping[str, Any], index: int) -> None:
@@ -274,14 +280,14 @@ def _checked_gradient(grad: torch.Tensor, one: ParameterUpdate) -> torch.Tensor:
     if placements != one.placements or grad.shape != one.shape:
         if is_partial(grad):
             raise RuntimeError(
-                f"gradient of a parameter of shape {tuple(one.shape)} is not reduced over the ranks: run the last "
+                f"gradient of {described(one.param, 'a parameter')} is not reduced over the ranks: run the last "
                 "backward of the step outside no_sync(), with set_is_last_backward(True) and "
                 "set_requires_gradient_sync(True)"
             )
         _check_placement("gradient", grad, one.param)
     if grad.layout != torch.strided:
         raise RuntimeError(
-            f"gradient of a parameter of shape {tuple(one.shape)}: expected a dense tensor, got {grad.layout}; use "
+            f"gradient of {described(one.param, 'a parameter')}: expected a dense tensor, got {grad.layout}; use "
             "sparse=False or torch.optim.SparseAdam"
         )
     return local_of(grad)
@@ -292,6 +298,6 @@ def _check_placement(what: str, tensor: Any, param: Any) -> None:
     found = tensor.placements if isinstance(tensor, DTensor) else None
     if expected != found or tensor.shape != param.shape:
         raise ValueError(
-            f"{what} of a parameter of shape {tuple(param.shape)}: expected placements {expected}, got shape "
+            f"{what} of {described(param, 'a parameter')}: expected placements {expected}, got shape "
             f"{tuple(tensor.shape)} with placements {found}"
         )

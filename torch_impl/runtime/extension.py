@@ -62,7 +62,7 @@ def check_extension(one: OwnedParameter, mesh: DataParallelMesh, strategy: Strat
     """ValueError or NotImplementedError for a parameter with an extension that cannot be sharded so."""
     values: Any = one.local
     kind = type(values).__name__
-    if not hasattr(values, "fsdp_post_all_gather"):
+    if not callable(getattr(values, "fsdp_post_all_gather", None)):
         raise ValueError(
             f"{one.name}: expected fsdp_pre_all_gather and fsdp_post_all_gather of a {kind}, got only one; {WAY_OUT}"
         )
@@ -131,6 +131,27 @@ def as_matrix(shard: torch.Tensor) -> torch.Tensor:
     return shard.view(local_shape(shard.shape, math.prod(shard.shape[:-1])))
 
 
+def _pair(answer: Any) -> tuple[Any, Any]:
+    """What both methods of an extension return. TypeError, which says what was found, for all else."""
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise TypeError(f"{_found(answer)} in place of two values")
+    return answer[0], answer[1]
+
+
+def _tensors(given: Any) -> tuple[torch.Tensor, ...]:
+    """One tensor, or several. TypeError as ``_pair``."""
+    several = (given,) if isinstance(given, torch.Tensor) else given
+    if not isinstance(several, tuple | list) or not all(isinstance(one, torch.Tensor) for one in several):
+        raise TypeError(f"{_found(given)} in place of tensors")
+    return tuple(several)
+
+
+def _found(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_found, value))})"
+    return f"a {type(value).__name__}"
+
+
 def _arguments_of(values: Any) -> int:
     return len(inspect.signature(values.fsdp_pre_all_gather).parameters)
 
@@ -155,15 +176,9 @@ class ExtendedWeight:
     def pre(self, policy: MixedPrecisionPolicy, device: torch.device) -> list[tuple[tuple[int, ...], str]]:
         """Ask the rows what to gather; returns shapes and dtypes, which ranks must agree on."""
         shard: Any = self.shard if self.shard.device == device else self.shard.to(device)
-        if _arguments_of(shard) == 1:
-            inputs, self._metadata = shard.fsdp_pre_all_gather(self._mesh)
-        else:
-            inputs, self._metadata = shard.fsdp_pre_all_gather(
-                self._mesh, self.size, self._stride, self._module(), policy
-            )
-        self.inputs = [
-            self._padded(one) for one in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)
-        ]
+        arguments = (self._mesh, self.size, self._stride, self._module(), policy)
+        inputs, self._metadata = _pair(shard.fsdp_pre_all_gather(*arguments[: _arguments_of(shard)]))
+        self.inputs = [self._padded(one) for one in _tensors(inputs)]
         return [(tuple(one.shape), str(one.dtype)) for one in self.inputs]
 
     def _padded(self, values: torch.Tensor) -> torch.Tensor:
@@ -210,8 +225,17 @@ class ExtendedWeight:
         if out is not None:
             rows.fsdp_post_all_gather(gathered, metadata, dtype, out=out)
             return out
-        whole, inner = rows.fsdp_post_all_gather(gathered, metadata, dtype)
-        self.inner = tuple(inner)
+        try:
+            whole, inner = _pair(rows.fsdp_post_all_gather(gathered, metadata, dtype))
+            self.inner = _tensors(inner)
+            (whole,) = _tensors(whole)
+            if whole.numel() < self.size.numel():
+                raise TypeError(f"a whole of shape {tuple(whole.shape)}")
+        except TypeError as error:
+            raise TypeError(
+                f"{self.name}: expected fsdp_post_all_gather of a {type(rows).__name__} to return a tensor of shape "
+                f"{tuple(self.size)}, or with more rows, and the tensors whose memory it uses, got {error}; {WAY_OUT}"
+            ) from error
         self._hold(self.inner)
         # Rows that were padded lie at the end.
         return torch.as_strided(whole, self.size, self._stride, 0)

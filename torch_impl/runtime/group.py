@@ -27,6 +27,7 @@ from torch import nn
 
 from torch_impl.comm.streams import Transfer
 from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.refusals import set_name
 from torch_impl.runtime import autograd
 from torch_impl.runtime.gradient import GroupGradient
 from torch_impl.runtime.group_weights import GroupSpec, GroupWeights, Version
@@ -107,6 +108,8 @@ class ParameterGroup:
         """Make what works on the buffers and parameters: gather, collect, reduce; nothing is under way."""
         its = self._group_spec
         self._rows = [local_of(param) for param in self.params]
+        for name, param in zip(its.names, self.params, strict=True):
+            set_name(param, name)
         spec = GradientSpec(
             its.names,
             self.params,

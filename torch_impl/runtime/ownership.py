@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bridge.callers import warn_caller
+from torch_impl.dtensor.refusals import described, set_name
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.runtime.tensor_parallel import SpmdMesh, TensorParallel, tensor_parallel_of
 
@@ -30,7 +32,7 @@ class _Taken:
     def grad(self) -> torch.Tensor | None:
         assert isinstance(self, torch.Tensor)
         raise RuntimeError(
-            f"parameter of shape {tuple(self.shape)} was collected before fully_shard took it into a "
+            f"{described(self, 'parameter')} was collected before fully_shard took it into a "
             f"{taken_by(self)} unit, and is not trained any more: build the optimizer after sharding, from "
             "model.parameters()"
         )
@@ -101,6 +103,7 @@ class OwnedParameter:
                 "sharded parameter, module.get_parameter(name)",
             )
         setattr(self.param, _TAKEN, unit)
+        set_name(self.param, self.name)
         # In place: an optimizer that was built too early holds this very object.
         self.param.__class__ = _taken_class(type(self.param))
 
@@ -157,6 +160,17 @@ def _check(name: str, param: nn.Parameter, spmd: SpmdMesh | None) -> None:
         raise ValueError(
             f"{name}: expected a plain parameter, got one that a unit further out has sharded already; shard "
             "inner modules before outer ones"
+        )
+    if isinstance(param, UninitializedParameter):
+        raise ValueError(
+            f"{name}: expected a parameter with a shape, got one of a lazy module; run a forward of the module before "
+            "fully_shard"
+        )
+    if param.layout is not torch.strided or param.is_quantized:
+        found = "a quantized one" if param.is_quantized else param.layout
+        raise ValueError(
+            f"{name}: expected a dense parameter, got {found}; leave it unsharded (ignored_params), or make it dense "
+            "before fully_shard"
         )
     tensor_parallel_of(name, param, spmd)
     given = param.detach()

@@ -54,6 +54,8 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if isinstance(field.default, bool) and not isinstance(value, bool):
+                raise ValueError(f"MixedPrecisionPolicy.{field.name}: expected a bool, got {value!r}")
             if field.name == "gather_dtype" or not field.name.endswith("_dtype") or value is None:
                 continue
             if not _is_floating(value):

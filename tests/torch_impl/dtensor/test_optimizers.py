@@ -97,7 +97,7 @@ def test_optimizers_update_tensors_of_all_meshes_as_whole_ones(ranks: RankGroup,
 
 def refused_optimizers() -> None:
     mesh = init_device_mesh("cpu", (4,))
-    for kind in (torch.optim.LBFGS, torch.optim.Muon):
+    for kind, way_out in ((torch.optim.LBFGS, "full_tensor"), (torch.optim.Muon, "MainWeightMuon")):
         full = values((7, 3))
         param = nn.Parameter(place(full, Cut((4,)), mesh))
         optimizer = kind([param], lr=0.1)
@@ -106,15 +106,13 @@ def refused_optimizers() -> None:
             param.grad = torch.ones_like(param)
             return torch.tensor(1.0)
 
-        with pytest.raises(
-            RuntimeError, match=r"is not supported on a tensor placed as .* use MainWeightMuon"
-        ):
+        with pytest.raises(RuntimeError, match=rf"is not supported on .*, placed as .* use {way_out}"):
             optimizer.step(closure)
     tensor = nn.Parameter(
         place(full, Cut((2, 2), tensor_parallel=(Shard(1),)), init_device_mesh("cpu", (2, 2)))
     )
     tensor.grad = torch.ones_like(tensor)
-    with pytest.raises(RuntimeError, match=r"aten.new_zeros.default is not supported on a tensor placed as"):
+    with pytest.raises(RuntimeError, match=r"aten.new_zeros.default is not supported on .*, placed as"):
         torch.optim.Adafactor([tensor]).step()
 
 

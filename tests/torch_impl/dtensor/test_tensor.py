@@ -200,7 +200,10 @@ def refused() -> None:
     for attempt, message in (
         (lambda: torch.rand_like(tensor), "only element-wise operators, reductions and views"),
         (lambda: tensor.clone().copy_(full[:3]), r"expected a tensor of shape \(7, 3\), got \(3, 3\)"),
-        (lambda: tensor.tolist(), "not supported for tensor subclasses"),
+        (
+            lambda: tensor.tolist(),
+            r"^tolist\(\) of a tensor of shape \(7, 3\), of which each rank holds some rows",
+        ),
         (lambda: tensor.redistribute(placements=[Shard(0)]), r"expected placements=\[Replicate\(\)\]"),
         (lambda: partial.full_tensor(), "expected a sharded or replicated tensor"),
     ):
@@ -433,7 +436,9 @@ def backward_through_a_whole_tensor() -> None:
     weight = model.head.weight
     tensor = weight.full_tensor()
     assert tensor.requires_grad, "as of a DTensor, so that a program does not lose a gradient in silence"
-    with pytest.raises(RuntimeError, match=r"full_tensor\(\) of a sharded tensor of shape \(1, 5\), .*: use"):
+    with pytest.raises(
+        RuntimeError, match=r"full_tensor\(\) of parameter 'head.weight' of shape \(1, 5\), .*: use"
+    ):
         tensor.sum().backward()
     assert weight.grad is None
     with torch.no_grad():

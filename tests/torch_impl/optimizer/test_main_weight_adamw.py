@@ -187,7 +187,7 @@ def wrongly_placed_state() -> None:
     rows = torch_impl.MainWeightAdamW(sharded_toy().parameters())
     rows.init_state()
     other = torch_impl.MainWeightAdamW(sharded_toy(granularity="tensor").parameters())
-    with pytest.raises(ValueError, match=r"exp_avg of a parameter of shape .*: expected placements"):
+    with pytest.raises(ValueError, match=r"exp_avg of parameter .* of shape .*: expected placements"):
         other.load_state_dict(rows.state_dict())
 
 
@@ -200,7 +200,9 @@ def wrong_gradients() -> None:
     optimizer = torch_impl.MainWeightAdamW(model.parameters())
     set_gradients(model, 0)
     model.head.weight.grad = sharded_toy(strategy="no_shard").head.weight.detach()
-    with pytest.raises(ValueError, match=r"gradient of a parameter of shape \(1, 5\): expected placements"):
+    with pytest.raises(
+        ValueError, match=r"gradient of parameter .head.weight. of shape \(1, 5\): expected placements"
+    ):
         optimizer.step()
 
 

@@ -247,7 +247,7 @@ def one_bad_gradient() -> None:
     before = [local_of(param).detach().clone() for param in model.parameters()]
     set_gradients(model, 1)
     model.head.bias.grad = sharded_toy(strategy="no_shard").head.bias.detach()
-    with pytest.raises(ValueError, match=r"gradient of a parameter of shape \(1,\)"):
+    with pytest.raises(ValueError, match=r"gradient of parameter .* of shape \(1,\)"):
         optimizer.step()
     for param, want in zip(model.parameters(), before, strict=True):
         assert torch.equal(local_of(param), want)
@@ -281,7 +281,9 @@ def collected_too_early(when: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         MainWeightAdamW(early)
     optimizer = MainWeightAdamW(model.parameters())
-    with pytest.raises(RuntimeError, match=r"parameter of shape \(9, 5\) was collected before fully_shard"):
+    with pytest.raises(
+        RuntimeError, match=r"parameter 'embed.weight' of shape \(9, 5\) was collected before fully_shard"
+    ):
         optimizer.add_param_group({"params": [early[0][1]]})
     assert len(optimizer.param_groups) == 1
     for param, value in zip(model.parameters(), gradients(0), strict=True):

@@ -116,6 +116,36 @@ def test_a_loss_may_use_the_output_layers_weights_as_with_fsdp2(ranks: RankGroup
             ranks.run(2, beside_fsdp2, parts, options)
 
 
+def head_alone(strategy: str) -> None:
+    """A head that is trained on what a model has computed: no output of the model has a backward."""
+    model, reference = sharded(strategy=strategy), seeded(Model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, reference)]
+    for step in range(2):
+        everyone = [x * (step + 1) for x in rank_inputs()]
+        for part in (0, 1):
+            hidden = model(everyone[dist.get_rank()] + part).detach()
+            functional.linear(hidden, model.output.weight).square().mean().backward()
+            for x in everyone:
+                loss = (
+                    functional.linear(reference(x + part).detach(), reference.output.weight).square().mean()
+                )
+                (loss / len(everyone)).backward()
+        model.reshard()
+        assert [name for name, param in model.named_parameters() if param.grad is not None] == [
+            "output.weight"
+        ]
+        torch.testing.assert_close(whole(model.output.weight.grad), reference.output.weight.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(model, reference)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_gradients_of_shown_weights_alone_are_reduced(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(2, head_alone, strategy)
+
+
 def registered(api: ModuleType | Any, options: dict[str, Any]) -> list[list[str]]:
     model, x, found = sharded(api, **options), rank_inputs()[dist.get_rank()], []
     for forwards in (1, 2):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Block, Toy, batch, mse, sharded_toy, whole
 from torch_impl.comm.mesh import DataParallelMesh
+from torch_impl.dtensor.local import local_of, own_part
 
 EXPERTS, WIDTH = 4, 6
 
@@ -159,10 +160,10 @@ class Routed(nn.Module):
         return torch.einsum("bi,eio->beo", torch.tanh(self.dense(x)), torch.stack(own).sum(0)).tanh()
 
 
-def used_by_some() -> None:
-    """Flags of parameters are summed over the mesh of their own group: the two ranks with the same experts."""
+def routed() -> Routed:
+    """Experts are cut over "ep" and sharded over "efsdp", the dense layer over all four ranks."""
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    model, reference, rank = Routed(), Routed(), dist.get_rank()
+    model = Routed()
     for key, whole_experts in model.experts.items():
         part = whole_experts.detach().chunk(2)[root.get_local_rank("ep")].clone()
         model.experts[key] = nn.Parameter(DTensor.from_local(part, root["ep"], [Shard(0)], run_check=False))
@@ -172,18 +173,29 @@ def used_by_some() -> None:
         return placement if param.ndim == 3 else None
 
     everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    torch_impl.fully_shard(model, mesh=everyone, shard_placement_fn=place)
+    return torch_impl.fully_shard(model, mesh=everyone, shard_placement_fn=place)
+
+
+def backward_of_all(reference: Routed, step: int, routes: Sequence[str]) -> None:
+    """The mean over four ranks; of experts, which two ranks have, the mean over these."""
+    outputs = [reference(x, route) for x, route in zip(inputs(step), routes, strict=True)]
+    of_ranks = [out[:, 2 * (k % 2) : 2 * (k % 2) + 2].square().mean() for k, out in enumerate(outputs)]
+    (sum(of_ranks) / 4).backward()
+    for param in reference.parameters():
+        if param.ndim == 3 and param.grad is not None:
+            param.grad.mul_(2)
+
+
+def used_by_some() -> None:
+    """Flags of parameters are summed over the mesh of their own group: the two ranks with the same experts."""
+    model, reference, rank = routed(), Routed(), dist.get_rank()
     for step, routes in enumerate((["a", "a", "ab", "ab"], ["ac", "ac", "a", "a"], ["b"] * 4)):
         model(inputs(step)[rank], routes[rank]).square().mean().backward()
-        outputs = [reference(x, route) for x, route in zip(inputs(step), routes, strict=True)]
-        of_ranks = [out[:, 2 * (k % 2) : 2 * (k % 2) + 2].square().mean() for k, out in enumerate(outputs)]
-        (sum(of_ranks) / 4).backward()
+        backward_of_all(reference, step, routes)
         for name, param in reference.named_parameters():
             got = model.get_parameter(name).grad
             assert (got is None) == (param.grad is None), (step, name)
             if param.grad is not None:
-                # Half the experts are those of two ranks, not of four.
-                param.grad.mul_(2 if param.ndim == 3 else 1)
                 torch.testing.assert_close(whole(got), param.grad)
         norms = [nn.utils.clip_grad_norm_(one.parameters(), 1.0) for one in (model, reference)]
         torch.testing.assert_close(norms[0], norms[1])
@@ -193,6 +205,30 @@ def used_by_some() -> None:
 
 def test_experts_that_some_ranks_use_get_gradients_on_the_ranks_of_their_mesh(ranks: RankGroup) -> None:
     ranks.run(4, used_by_some)
+
+
+def used_by_ranks_of_one_part() -> None:
+    """What one rank uses of its experts is used on the rank that has the same ones, and nowhere else."""
+    model, reference, rank = routed(), Routed(), dist.get_rank()
+    for step, user in enumerate((0, 3, 2)):
+        routes = ["ab" if one == user else "a" for one in range(4)]
+        model(inputs(step)[rank], routes[rank]).square().mean().backward()
+        backward_of_all(reference, step, routes)
+        with_gradient = {"dense.weight", "dense.bias", "experts.a"}
+        if rank % 2 == user % 2:
+            with_gradient.add("experts.b")
+        for name, param in model.named_parameters():
+            assert (param.grad is not None) == (name in with_gradient), (step, name)
+            if param.grad is not None:
+                # Not the whole, which the ranks of the other part would have to gather, too.
+                wanted = own_part(param.grad, reference.get_parameter(name).grad)
+                torch.testing.assert_close(local_of(param.grad), wanted, msg=name)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+def test_experts_that_no_rank_of_their_mesh_uses_have_no_gradient(ranks: RankGroup) -> None:
+    ranks.run(4, used_by_ranks_of_one_part)
 
 
 def hybrid() -> None:

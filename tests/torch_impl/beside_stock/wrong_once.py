@@ -1,0 +1,227 @@
+"""Items 1 to 5: what was wrong here, mostly in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from tests.support.torch_impl.engines import Engine, backward_as_one, counting, rows, squares, whole
+from tests.support.torch_impl.extended import Bytes, Halved
+from tests.torch_impl.beside_stock.shown import Design, Facts, Item
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+
+
+def divided_by_one(model: nn.Sequential) -> None:
+    for module in (*model, model):
+        module.set_gradient_divide_factor(1.0)
+        # gloo has no PREMUL_SUM, which FSDP2 otherwise takes.
+        module.set_force_sum_reduction_for_comms(True)
+
+
+SETTERS: dict[str, Callable[[Any], object]] = {
+    "no setter": lambda model: None,
+    "set_gradient_divide_factor(1.0)": divided_by_one,
+    "set_requires_gradient_sync(False)": lambda model: model.set_requires_gradient_sync(False),
+    "set_reshard_after_forward(False)": lambda model: model.set_reshard_after_forward(False),
+    "set_reshard_after_backward(False)": lambda model: model.set_reshard_after_backward(False),
+}
+MOMENTS = ("on the meta device", "after to_empty", "between microbatches")
+
+
+def setters(engine: Engine, facts: Facts) -> None:
+    """Shard on the meta device, to_empty, load, two microbatches, the second one reduced; a setter is called at one
+    of these moments. Noted: the first element's gradient (of one process: without a setter), and how many gathers and
+    reductions there were.
+    """
+    given = blocks()
+    once = blocks()
+    once.load_state_dict(given.state_dict())
+    for microbatch in range(2):
+        backward_as_one(once, microbatch)
+    facts("one process", once[0][0].weight.grad[0, 0])
+    for name, call in SETTERS.items():
+        for moment in MOMENTS:
+            with torch.device("meta"):
+                model = blocks()
+            engine.shard_all(*model, model)
+            if moment == MOMENTS[0]:
+                call(model)
+            model.to_empty(device="cpu")
+            set_model_state_dict(model, given.state_dict(), options=StateDictOptions(full_state_dict=True))
+            if moment == MOMENTS[1]:
+                call(model)
+            gathers = reductions = 0
+            for microbatch in range(2):
+                if microbatch and moment == MOMENTS[2]:
+                    call(model)
+                with counting(engine, model) as calls:
+                    squares(model, rows(microbatch)).backward()
+                gathers, reductions = gathers + calls["all_gather"], reductions + calls["reduce_scatter"]
+            if "sync" in name:
+                facts(f"{name} {moment}", [gathers, reductions])
+                continue
+            if "backward" in name:
+                plain = not isinstance(model[0][0].weight, DTensor)
+                facts(f"plain weights after the backward, set {moment}", plain)
+                for module in (*model, model):
+                    module.reshard()
+            facts(f"{name} {moment}", [whole(model[0][0].weight.grad)[0, 0].item(), gathers, reductions])
+
+
+def loaded_on_meta(engine: Engine, facts: Facts) -> None:
+    """Shard on the meta device, set_model_state_dict(full_state_dict=True), forward; no to_empty, as torchtune."""
+    given = blocks()
+    for broadcast in (False, True):
+        with torch.device("meta"):
+            model = blocks()
+        engine.shard_all(*model, model)
+        state = given.state_dict() if not broadcast or dist.get_rank() == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_model_state_dict(model, state, options=options)
+        how = f"broadcast_from_rank0={broadcast}"
+        facts(f"{how}: where", sorted({param.device.type for param in model.parameters()}))
+        facts(f"{how}: a forward", lambda model=model: model(rows(0)).sum())
+        facts(f"{how}: in one process", given(rows(0)).sum())
+
+
+class Rounded(Halved):
+    """Float32 weights that are gathered as bfloat16; filling a whole weight again is no change for autograd."""
+
+    def fsdp_post_all_gather(self, *args: Any, out: Any = None) -> Any:
+        if out is None:
+            return super().fsdp_post_all_gather(*args)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            return super().fsdp_post_all_gather(*args, out=out)
+
+
+class Adapted(nn.Module):
+    """A frozen base of int8 rows with scales, and adapters, as of QLoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(Bytes.of(torch.randn(8, 8)), requires_grad=False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Both payloads are there in forward.
+        return nn.functional.linear(x, self.base.dequantize()) + self.up(self.down(x))
+
+
+def extensions(engine: Engine, facts: Facts) -> None:
+    """Parameters of wrapper classes with fsdp_pre_all_gather: float32 gathered as bfloat16, and a frozen base of two
+    payloads under adapters. Two steps of SGD.
+    """
+    Halved.calls.clear()
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    model[0].weight = nn.Parameter(Rounded(model[0].weight.detach()))
+    engine.shard(model)
+    for kind, one in (("bfloat16", model), ("int8 base", engine.shard(Adapted()))):
+        optimizer = torch.optim.SGD([param for param in one.parameters() if param.requires_grad], lr=0.01)
+        losses = []
+        for step in range(2):
+            loss = squares(one, rows(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        facts(f"{kind}: losses", losses)
+        first = next(one.parameters())
+        facts(f"{kind}: class of a rank's rows", type(first.to_local()).__name__)
+    facts("bfloat16: calls of fsdp_pre_all_gather", Halved.calls["pre"])
+    facts("bfloat16: calls of fsdp_post_all_gather", Halved.calls["post"] + Halved.calls["post again"])
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.used(x) + (self.unused(x) if both else 0)
+
+
+def unused(engine: Engine, facts: Facts) -> None:
+    """AdamW with weight decay. The first step uses both towers of a unit, the second one of them."""
+    model = engine.shard(Towers())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+    for both in (True, False):
+        before = whole(model.unused.weight).detach().clone()
+        model(rows(0), both).square().sum().backward()
+        step = "both used" if both else "one used"
+        facts(f"{step}: gradient of the other is None", model.unused.weight.grad is None)
+        optimizer.step()
+        optimizer.zero_grad()
+        facts(f"{step}: the other was moved by", (whole(model.unused.weight) - before).abs().max())
+        facts(f"{step}: a weight of the first", whole(model.used.weight)[0, 0])
+
+
+def refused_early(engine: Engine, facts: Facts) -> None:
+    """load_state_dict(assign=True) of plain tensors, and the forward after it; param_dtype=float8; granularity="block"
+    of two rows on a stack (3, 3, 4): how many rows of it this rank has.
+    """
+    model = engine.shard(nn.Linear(8, 4))
+    state = nn.Linear(8, 4).state_dict()
+    facts("assign=True of plain tensors", lambda: str(model.load_state_dict(state, assign=True)))
+    facts("the forward after it", lambda: tuple(model(rows(0)).shape))
+
+    def float8() -> str:
+        policy = engine.package.MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn)
+        return str(engine.shard(nn.Linear(8, 4), mp_policy=policy)(rows(0)).dtype)
+
+    facts("MixedPrecisionPolicy(param_dtype=float8)", float8)
+
+    def of_blocks() -> str:
+        stack = nn.ParameterList([torch.randn(3, 3, 4)])
+        holder = nn.Module()
+        holder.stack = stack[0]
+        sharded = engine.shard(holder, granularity="block", rows=2)
+        # Blocks of a matrix of three rows are two rows and one.
+        rest = sharded.stack.to_local().shape[0] % 3
+        return "no block is cut" if rest in (0, 2) else f"cut after {rest} row of a matrix"
+
+    facts('granularity="block"', of_blocks)
+
+
+ITEMS = [
+    Item(
+        1,
+        "setters before and after to_empty, and between microbatches",
+        setters,
+        {
+            f"plain weights after the backward, set {moment}": Design(
+                "set_reshard_after_backward(False) keeps the weights in memory; modules show sharded parameters, which "
+                "have the gradients",
+                "^False$",
+            )
+            for moment in MOMENTS
+        },
+    ),
+    Item(2, "a whole state dict into a model on the meta device", loaded_on_meta),
+    Item(3, "parameters with fsdp_pre_all_gather and fsdp_post_all_gather", extensions),
+    Item(4, "an unused parameter of a used unit", unused),
+    Item(
+        5,
+        "what failed one step later, or cut a block",
+        refused_early,
+        {
+            "assign=True of plain tensors": Design(
+                "both refuse; ours at the load, with the way out",
+                r"RuntimeError: .*weight.*distribute_tensor",
+            ),
+            "the forward after it": Design("what was refused has changed nothing", "^3, 4$"),
+            "MixedPrecisionPolicy(param_dtype=float8)": Design(
+                "both refuse; ours before anything is sharded, with the way out", r"ValueError: .*param_dtype"
+            ),
+            'granularity="block"': Design("FSDP2 cuts by ranks alone", "^no block is cut$"),
+        },
+    ),
+]
