@@ -33,7 +33,8 @@ from torch_impl.models.decoder import DecoderConfig
 
 KB = 1024
 CPU = torch.device("cpu")
-MEDIUM = DecoderConfig(2000, 64, 4, 4, 4, 16, 512)
+MEDIUM = DecoderConfig(8000, 128, 12, 4, 4, 32, 352)
+"""With 64 tokens a rank all buffers have a sixteenth of the size that they have in the benchmark."""
 
 
 def known_program() -> Callable[[], None]:
@@ -93,9 +94,10 @@ def weighed(training: Training, engine: str) -> int:
     return weigh(training, engine).peak
 
 
-def test_the_peak_on_four_ranks_is_not_above_that_of_fsdp2(ranks: RankGroup) -> None:
-    training = Training(MEDIUM, length=64)
-    ours, theirs = (max(ranks.run(4, weighed, training, engine)) for engine in ("ours", "fsdp2"))
+@pytest.mark.parametrize("world", [1, 4])
+def test_the_peak_is_not_above_that_of_fsdp2(ranks: RankGroup, world: int) -> None:
+    training = Training(MEDIUM, length=32)
+    ours, theirs = (max(ranks.run(world, weighed, training, engine)) for engine in ("ours", "fsdp2"))
     assert ours <= theirs
 
 
