@@ -105,13 +105,14 @@ class Order:
         def gather(gate: jax.Array, *sources: Sequence[jax.Array]) -> list[Sequence[jax.Array]]:
             found: list[Sequence[jax.Array]] = []
             for i, source in zip(sharded, sources, strict=True):
-                if all(map(is_on_device, source)):
-                    # A barrier, too: else XLA makes one gather of two of the same parameter, and keeps its weights.
-                    source, gate = fence((source, gate))
-                    source = gated(source, gate)
-                else:
-                    source = fetched(source, gate)
+                # As in _in_turn.
                 with jax.named_scope("gather"):
+                    if all(map(is_on_device, source)):
+                        # A barrier, too: else XLA makes one gather of two of the same parameter, and keeps its weights.
+                        source, gate = fence((source, gate))
+                        source = gated(source, gate)
+                    else:
+                        source = fetched(source, gate)
                     found.append(groups[i].gather(source))
                 if self.chained:
                     found, gate = fence((found, gate))
@@ -156,10 +157,11 @@ class Order:
                 if not all(map(is_on_device, source)):
                     after, gate = fence((after, jnp.array(True)))
                     source = fetched(source, gate)
-                source, after = fence((source, after))
-                if several:
-                    source = gated(source, gate_after((after, gathered)))
+                # From here on: where a sharding alone says "gather", XLA names the operation by what it reads.
                 with jax.named_scope("gather"):
+                    source, after = fence((source, after))
+                    if several:
+                        source = gated(source, gate_after((after, gathered)))
                     source = gathered = groups[i].gather(source)
                 # What follows may need nothing of these weights; its collectives must still come after this one.
                 source, after = fence((source, after))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from bridge.formats.dcp.reader import DcpReader
 from tests.support.bridge.destination_sweep import SIZE, TARGETS, contents
 from tests.support.bridge.destinations import FORMATS, command, source
+from tests.support.processes import importing_from
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = ["unshare", "--mount", "--map-root-user"]
@@ -46,7 +46,7 @@ def in_a_namespace(module: str, folder: Path) -> tuple[Path, dict[str, Found]]:
     done = subprocess.run(
         [*NAMESPACE, sys.executable, "-m", module, str(mount), str(outside)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=importing_from(ROOT),
         capture_output=True,
         text=True,
     )

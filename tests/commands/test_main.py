@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from bridge.mapping.rules import family_names
 from bridge.text import human_bytes, plain_json
 from tests.checkpoints.test_convert import HYPERPARAMETERS, tensors, write
 from tests.support.bridge.decoder_trees import HEAD_DIM, dcp_arrays, expected_orbax
+from tests.support.processes import importing_from
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,7 +112,7 @@ def test_an_error_is_one_message_on_stderr_with_status_2(
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     here = sorted(p.name for p in tmp_path.iterdir())
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = importing_from(ROOT)
     done = subprocess.run(
         [sys.executable, "-c", "from bridge.commands.main import main; main()", *arguments],
         capture_output=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -15,6 +14,7 @@ from typer.testing import CliRunner
 from bridge.commands.main import app
 from bridge.planning.targets import targets_named
 from tests.support.compilers.worker import unavailable
+from tests.support.processes import importing_from
 
 ROOT = Path(__file__).parents[2]
 FILES = {
@@ -88,7 +88,7 @@ def test_every_example_exits_0(line: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     # The processes that compile look there, too.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    monkeypatch.setenv("PYTHONPATH", importing_from(tmp_path, ROOT)["PYTHONPATH"])
     for name in [one for one in sys.modules if one == "my" or one.startswith("my.")]:
         monkeypatch.delitem(sys.modules, name)
     result = CliRunner().invoke(app, shlex.split(line)[1:])

@@ -63,6 +63,9 @@ class Noisy(Plain):
         options: dict[str, Any] = {"rngs": nnx.Rngs(2), "param_dtype": jnp.float64, "dtype": jnp.float64}
         self.up, self.down = nnx.Linear(8, 16, **options), nnx.Linear(16, 8, **options)
         self.norm = nnx.BatchNorm(16, axis_name="dp", **options)
+        # flax's are float32 whatever the other options say, and JAX is about to refuse float64 values for them.
+        for statistic in (self.norm.mean, self.norm.var):
+            statistic.set_value(statistic.get_value().astype(jnp.float64))
         self.dropout = nnx.Dropout(0.25, rngs=nnx.Rngs(dropout=3))
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -125,10 +128,9 @@ def both(
 @pytest.mark.parametrize(
     "options",
     [
-        # Statistics are float32.
-        pytest.param({"make": Noisy, "cut": CUT_NOISY, "tolerance": 1e-6}, id="dropout-batchnorm"),
+        pytest.param({"make": Noisy, "cut": CUT_NOISY}, id="dropout-batchnorm"),
         pytest.param(
-            {"make": Noisy, "cut": CUT_NOISY, "tolerance": 1e-6, "scanned": True},
+            {"make": Noisy, "cut": CUT_NOISY, "scanned": True},
             id="steps-in-one-program",
             marks=SLOW,
         ),

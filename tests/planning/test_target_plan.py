@@ -30,6 +30,7 @@ from bridge.planning.target_step import StepRequest
 from bridge.planning.targets import target_named
 from tests.support.compilers.setting import Setting
 from tests.support.compilers.worker import Compiler, unavailable
+from tests.support.processes import importing_from
 
 POLICY = parse_policy('[[unit]]\nmatch = "layers.*"\n[[unit]]\nmatch = ""\n', "own.toml")
 MODEL = "decoder:quick"
@@ -411,7 +412,7 @@ def test_a_lock_taken_by_another_process_since_is_waited_for_again_and_told_once
         "    return {'held': {}, 'exhausted': 5}\n"
         "serve(answer)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    monkeypatch.setenv("PYTHONPATH", importing_from(tmp_path, Path(__file__).parents[2])["PYTHONPATH"])
     monkeypatch.setattr(target_plan, "LEG", "locked")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(tpu_lock, "_PAUSE", 0.01)

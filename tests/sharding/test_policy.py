@@ -297,6 +297,16 @@ PLACED = st.fixed_dictionaries(
         "gradients": st.lists(st.sampled_from(["partial", "shard"]), min_size=1, max_size=2),
     }
 )
+PRECISION = st.fixed_dictionaries(
+    {},
+    optional={
+        "main": DTYPE | st.just("given"),
+        "compute": DTYPE,
+        "grad": DTYPE,
+        "gather": GATHER,
+        "store_param_remainders": st.sampled_from([True, False, 1]),
+    },
+)
 MESH = st.dictionaries(st.sampled_from(["dp", "outer"]), st.sampled_from([1, 4, "all"]), min_size=1)
 
 
@@ -304,22 +314,34 @@ def is_legal(mesh: Any, precision: Any, units: list[dict[str, Any]]) -> bool:
     """Whether a file of these tables, and one for the root after them, is a policy; from the words of the README."""
     axes = 1 if mesh is None else len(mesh)
     sizes = [] if mesh is None else list(mesh.values())
-    dtypes = {"main": {"float32", "float64"}, "gather": {"mxfp8", "float8_e4m3fn"}}
     matches = [unit.get("match") for unit in units]
     return (
         axes in (1, 2)
         and all(size == "all" or (type(size) is int and size >= 1) for size in sizes)
         and sizes.count("all") <= 1
+        and is_legal_precision(precision or {})
+        and all(is_legal_unit(unit, axes) for unit in units)
+        and len(set(map(str, [*matches, ""]))) == len(units) + 1
+    )
+
+
+def is_legal_precision(precision: dict[str, Any]) -> bool:
+    dtypes = {"float32", "bfloat16", "float16", "float64"}
+    choices = {"main": {*dtypes, "given"}, "gather": {"mxfp8", "float8_e4m3fn"}}
+    remainders = precision.get("store_param_remainders", False)
+    main, compute = precision.get("main", "float32"), precision.get("compute")
+    return (
+        isinstance(remainders, bool)
         and all(
             key in ("main", "compute", "reduce", "grad", "gather")
             and isinstance(value, str)
-            and value in dtypes.get(key, {"float32", "bfloat16", "float16", "float64"})
-            for key, value in (precision or {}).items()
+            and value in choices.get(key, dtypes)
+            for key, value in precision.items()
+            if key != "store_param_remainders"
         )
-        # Only float32 main weights are quantized.
-        and not ("gather" in (precision or {}) and (precision or {}).get("main") == "float64")
-        and all(is_legal_unit(unit, axes) for unit in units)
-        and len(set(map(str, [*matches, ""]))) == len(units) + 1
+        # Only float32 main weights are quantized, or stored as remainders.
+        and ("gather" not in precision or main == "float32")
+        and (not remainders or (main == "float32" and compute == "bfloat16" and "gather" not in precision))
     )
 
 
@@ -363,7 +385,7 @@ def toml_of(table: dict[str, Any]) -> str:
 @examples(2000)
 @given(
     st.none() | MESH | TABLE,
-    st.none() | st.fixed_dictionaries({}, optional={"main": DTYPE, "grad": DTYPE, "gather": GATHER}) | TABLE,
+    st.none() | PRECISION | TABLE,
     st.lists(UNIT | PLACED | TABLE, max_size=3),
     st.none() | ALIGN | st.sampled_from([0, -1, 1.5, True, "all"]),
     st.none() | st.sampled_from([0, 1, 2, 1.0, False, "1"]),
@@ -402,6 +424,7 @@ def test_any_file_is_read_or_refused_as_the_readme_says(
         assert policy.align_of(unit) == given_.get("align", policy.align)
     assert align is None or policy.align == align
     assert policy.prefetch == prefetch
+    assert policy.precision == PrecisionPolicy(**(precision or {}))
 
 
 @pytest.mark.parametrize("recompute", [False, True, *SELECTIVE])

@@ -11,7 +11,6 @@ a room. The mutations are those that the notes of earlier issues list, and other
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -20,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+
+from tests.support.processes import importing_from
 
 ROOT = Path(__file__).parents[2]
 
@@ -1653,8 +1654,7 @@ def verdict(mutation: Mutation, root: Path, every: bool) -> str:
 def pytest(root: Path, tests: list[str], every: bool) -> subprocess.CompletedProcess[str]:
     marks = ["-m", "slow or not slow", "--hypothesis-profile", "all"] if every else []
     command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *marks, *tests]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, cwd=root, env=importing_from(root), capture_output=True, text=True)
 
 
 def main() -> int:

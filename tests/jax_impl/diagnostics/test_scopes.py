@@ -14,7 +14,7 @@ pytestmark = pytest.mark.optimized
 OPERATION = re.compile(r' (all-gather|reduce-scatter|tanh|multiply)(?:-start)?\(.*op_name="([^"]*)"')
 
 
-def operations(engine, strategy, stacked, recompute, microbatches=2):
+def operations(engine, strategy, stacked, recompute, microbatches=2, prefetch=0):
     """``(kind, unit, phase)`` of each compiled operation: the innermost unit in its name, and what comes after it."""
     plan, weights = fully_shard(
         diagnosed.parameters(stacked),
@@ -24,6 +24,7 @@ def operations(engine, strategy, stacked, recompute, microbatches=2):
         units=["layers/*", "layers/*/mlp"],
         stacked=["layers"] if stacked else [],
         recompute=recompute,
+        prefetch=prefetch,
     )
     batch = shard_batch(plan, diagnosed.rows(diagnosed.WIDTH * microbatches), microbatches)
     function = jax.jit(make_gradients(plan, diagnosed.loss, microbatches))
@@ -74,9 +75,14 @@ def check_computations(found, units):
 
 
 @pytest.mark.filterwarnings("ignore:pjit engine")
-@pytest.mark.parametrize("stacked", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_operations_of_the_pjit_engine_name_their_unit(stacked):
-    found, units = operations("pjit", "optim_grads_params", stacked, False)
+@pytest.mark.parametrize(
+    ("stacked", "prefetch"),
+    [(False, 0), (False, 1), pytest.param(True, 0, marks=pytest.mark.slow)],
+)
+def test_operations_of_the_pjit_engine_name_their_unit(stacked, prefetch):
+    found, units = operations("pjit", "optim_grads_params", stacked, False, prefetch=prefetch)
     check_computations(found, units)
+    gathers = {key for key in found if key[0] == "all-gather"}
+    assert {phase for *_, phase in gathers} == {"gather", "backward gather"}
     for name in units:
         assert not name.endswith("mlp") or found["all-gather", name, "gather"]

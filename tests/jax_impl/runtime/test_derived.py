@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -57,7 +58,23 @@ def added(weight: jax.Array, x: jax.Array) -> jax.Array:
     return x
 
 
-@pytest.mark.parametrize("function", [attention, gated, normed, cast, added])
+def activated(activation: Callable[[jax.Array], jax.Array], weight: jax.Array, x: jax.Array) -> jax.Array:
+    return activation(x @ weight) @ weight
+
+
+ACTIVATED = [
+    partial(activated, function)
+    for function in (
+        jnp.tanh,
+        jax.nn.gelu,
+        partial(jax.nn.gelu, approximate=False),
+        jax.nn.celu,
+        lambda x: jnp.log2(1 + x * x),
+    )
+]
+
+
+@pytest.mark.parametrize("function", [attention, gated, normed, cast, added, *ACTIVATED])
 def test_the_recipe_makes_what_was_saved(function):
     program, derived = differentiated(function, SQUARE, ROWS)
     output, *expected = jaxpr_as_fun(program)(SQUARE, ROWS)
@@ -81,6 +98,8 @@ def test_the_recipe_makes_what_was_saved(function):
         (normed, [(1, 16), (8,), (8, 16)]),
         # x alone: backward has the weight.
         (cast, [(8, 16)]),
+        # x and x @ weight, whatever operations a version of JAX makes the derivative of.
+        *((function, [(8, 16)] * 2) for function in ACTIVATED),
     ],
 )
 def test_origins_are_saved(function, shapes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from tests.support.parity.sharded_captures import (
     square_loss,
 )
 from tests.support.parity.small_twins import MAPPING, NAMES, JaxMLP, jax_loss
+from tests.support.processes import importing_from
 from tests.support.ranks import RankError, RankGroup
 
 ROOT = Path(__file__).parents[3]
@@ -242,7 +242,7 @@ def test_a_rank_that_fails_ends_the_others_and_leaves_no_trace(tmp_path: Path, w
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=importing_from(ROOT),
         capture_output=True,
         text=True,
         timeout=120,

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.torch_version import TorchVersion
 
 import torch_impl
 from tests.support.ranks import RankGroup
@@ -59,6 +60,12 @@ class Engine:
 
 def slow(case: Case) -> Any:
     return pytest.param(case, marks=pytest.mark.slow)
+
+
+def since(version: str, case: Case, reason: str) -> Any:
+    """For what FSDP2 itself does in this version of torch and later ones only."""
+    old = TorchVersion(torch.__version__) < f"{version}.0a0"
+    return pytest.param(case, marks=pytest.mark.skipif(old, reason=f"FSDP2 before torch {version} {reason}"))
 
 
 def name_of(case: Case) -> str:
