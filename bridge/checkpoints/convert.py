@@ -22,13 +22,14 @@ from pathlib import Path
 from bridge.checkpoints.casts import Output, apply_casts, parse_casts
 from bridge.checkpoints.checked import checked
 from bridge.checkpoints.engine import Copier, runs
+from bridge.checkpoints.kinds import carried_kinds
 from bridge.checkpoints.selection import SelectedReader, Selection
 from bridge.checkpoints.workers import default_workers, large_buffers_returned
 from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
 from bridge.formats.files.journal import abandoned
 from bridge.formats.files.working import Attempt
-from bridge.formats.orbax.keys import check_keys
+from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import Progress
 from bridge.formats.replaceable import require_replaceable
 from bridge.formats.stores.reader import StoredReader
@@ -70,7 +71,8 @@ class ConvertOptions:
 class Conversion:
     """A conversion that was planned: what the destination will hold.
 
-    outputs: tensors by their name in the destination. objects: (tree path, value) by name in the destination.
+    outputs: tensors by their name in the destination. objects: (tree path, value) by name in the destination. kinds:
+    of tensors and objects by name in the destination, see `leaf_kinds.py`, but for implied ones.
     files: the source's files, empty if they are in a store. digest: of these, by name, size and time. left_out: names
     in the source that do not go along, dropped or not selected. inexact: names in the destination of tensors that the
     mapping calculates, with rounding.
@@ -83,6 +85,7 @@ class Conversion:
     format: str
     outputs: Mapping[str, Output]
     objects: Mapping[str, tuple[TreePath, object]]
+    kinds: Mapping[str, str]
     left_out: tuple[str, ...]
     inexact: tuple[str, ...]
 
@@ -99,6 +102,7 @@ class Conversion:
             digest.update(f"{output.name} {output.path} {output.dtype} {output.planned.content!r}\n".encode())
         for name, (path, value) in self.objects.items():
             digest.update(f"{name} {path} {value!r}\n".encode())
+        digest.update(f"{sorted(self.kinds.items())}".encode())
         return digest.hexdigest()[:16]
 
 
@@ -262,7 +266,10 @@ def planned(
         target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
         plan = make_plan(reader, target, table, into=options.into, from_=options.from_)
         outputs = apply_casts(plan.tensors.values(), casts)
-        check_keys(whole, (source for output in outputs.values() for source in output.sources))
+        kept = {name: entry for name, entry in plan.objects.items() if entry[0] != LEAVES}
+        objects = {name: (path, reader.objects[old]) for name, (path, old) in kept.items()} | dict(plan.notes)
+        origins = {name: old for name, (_, old) in kept.items()}
+        kinds = carried_kinds(held, outputs.values(), objects, origins)
         yield (
             Conversion(
                 place_of(source),
@@ -271,8 +278,8 @@ def planned(
                 whole.fingerprint if isinstance(whole, StoredReader) else digest_of(files),
                 target,
                 outputs,
-                {name: (path, reader.objects[old]) for name, (path, old) in plan.objects.items()}
-                | dict(plan.notes),
+                objects,
+                kinds,
                 (*left_out, *plan.dropped),
                 plan.inexact,
             ),
@@ -293,6 +300,7 @@ def _write(
         writer.add_object(path, value)
     outputs = conversion.outputs.values()
     names = {o.name: writer.add_tensor(o.path, o.shape, o.dtype).name for o in outputs}
+    writer.add_kinds(conversion.kinds)
     done = sum(box.numel * o.dtype.itemsize for o in outputs for box in writer.stored(names[o.name]))
     _require_space(writer.path, conversion.nbytes - done)
     work = runs(outputs, writer, names)
