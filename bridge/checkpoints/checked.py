@@ -96,8 +96,8 @@ class CheckedReader(WrappingReader):
         for problem in problems:
             raise CheckpointError(
                 f"{self.path}: {problem.where}: {problem.text}. The checkpoint is not what its manifest says: use an "
-                "undamaged copy (twinshard verify lists all that is wrong), or remove the manifest to go on with what "
-                f"is there: {self._source}"
+                "undamaged copy (twinshard verify lists all that is wrong), or convert it as it is (--no-verify): the "
+                f"manifest of the new checkpoint will be of what is read. The manifest is {self._source}"
             )
 
     def _compare(self, name: str, box: Box, array: np.ndarray) -> None:

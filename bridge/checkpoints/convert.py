@@ -50,7 +50,8 @@ class ConvertOptions:
     name, a TOML file or a table; without one names pass through as tree paths. into, from_: conventions of the
     mapping, where names and format do not say which are meant. axes: sizes for the mapping's axes, over its own table.
     selection: which part of the source. casts: dtypes by patterns of names in the destination. tied: whether a weight
-    that has two names is to be there "once" or under "both"; default: as in the source.
+    that has two names is to be there "once" or under "both"; default: as in the source. verify: hold the source to its
+    manifest and to the checksums of its format, as far as it is read.
     """
 
     to: str | None = None
@@ -61,6 +62,7 @@ class ConvertOptions:
     selection: Selection = field(default_factory=Selection)
     casts: Sequence[str] = ()
     tied: Tied | None = None
+    verify: bool = True
 
     def __post_init__(self) -> None:
         if self.to is not None and self.to not in FORMATS:
@@ -112,7 +114,8 @@ class ConvertReport:
 
     bytes: of the tensors' elements. resumed_bytes: those that an earlier attempt had written. dropped: names in the
     source that did not go along. overflowed: by name, how many finite elements a cast made infinite or NaN, without
-    those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding.
+    those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding. verified: whether
+    the source's checksums, where it has any, were compared.
     """
 
     source: Path | str
@@ -126,6 +129,7 @@ class ConvertReport:
     dropped: tuple[str, ...]
     overflowed: Mapping[str, int]
     inexact: tuple[str, ...]
+    verified: bool
     seconds: float
 
 
@@ -141,6 +145,7 @@ def convert(
     selection: Selection | None = None,
     casts: Sequence[str] = (),
     tied: Tied | None = None,
+    verify: bool = True,
     replace: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
@@ -148,7 +153,8 @@ def convert(
 ) -> ConvertReport:
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.
 
-    to, mapping, into, from_, axes, selection, casts, tied: see `ConvertOptions`. replace: ``dst`` may be a checkpoint,
+    to, mapping, into, from_, axes, selection, casts, tied: see `ConvertOptions`. verify: whether checksums of ``src``
+    are compared; without it, damage goes into ``dst``, whose own checksums then vouch for it. replace: ``dst`` may be a checkpoint,
     which is kept until the new one is complete. resume: go on where an earlier attempt of the same conversion was
     killed, and, if this one fails, keep what it has written to be resumed. workers: threads, default by cores; memory
     grows with it, about 64 MiB each. A checkpoint for a URL is written to a temporary directory first, and replaces
@@ -160,7 +166,7 @@ def convert(
     """
     started = time.perf_counter()
     options = ConvertOptions(
-        to or format_by_name(dst), mapping, into, from_, axes, selection or Selection(), casts, tied
+        to or format_by_name(dst), mapping, into, from_, axes, selection or Selection(), casts, tied, verify
     )
     workers = default_workers() if workers is None else workers
     if workers < 1:
@@ -237,6 +243,7 @@ def _convert(
             conversion.left_out,
             {name: o.overflowed for name, o in conversion.outputs.items() if o.overflowed},
             conversion.inexact,
+            options.verify,
             time.perf_counter() - started,
         )
 
@@ -251,8 +258,8 @@ def planned(
     """
     table = mapping_table(options.mapping, options.axes, options.tied)
     casts = parse_casts(options.casts)
-    with open_checkpoint(source) as whole:
-        reader = held = checked(whole)
+    with open_checkpoint(source, verify=options.verify) as whole:
+        reader = held = checked(whole) if options.verify else whole
         left_out: Sequence[str] = ()
         if table is not None:
             table = with_config(table, whole)

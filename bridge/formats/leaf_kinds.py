@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Final
 
-from bridge.formats.base import CheckpointReader, TreePath
+from bridge.formats.base import CheckpointError, CheckpointReader, TreePath
 
 LEAVES: Final[TreePath] = ("twinshard", "leaves")
 SCALAR: Final = "scalar"
@@ -56,7 +57,7 @@ def is_kind_of(kind: str | None, value: object) -> bool:
     """Whether an object may be a leaf of this kind in a tree."""
     if kind == STRING:
         return type(value) is str
-    return kind in EMPTY and type(value) is type(EMPTY[kind]) and not value
+    return kind is not None and kind in EMPTY and type(value) is type(EMPTY[kind]) and not value
 
 
 def implied_kinds(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]) -> dict[TreePath, str]:
@@ -91,11 +92,12 @@ def key_types(reader: CheckpointReader) -> dict[str, str]:
 
 
 def tree_kinds(reader: CheckpointReader) -> dict[str, str]:
-    """The kinds of all leaves of the tree, by name, those that are implied among them.
-
-    CheckpointError for an object that cannot be read.
-    """
+    """The kinds of all leaves of the tree, by name, those that are implied among them."""
     paths = {path: name for name, path in reader.object_paths.items()}
-    values = {path: reader.objects[name] for path, name in paths.items()}
+    values = {}
+    for path, name in paths.items():
+        # A value that cannot be read is no empty container.
+        with suppress(CheckpointError):
+            values[path] = reader.objects[name]
     implied = implied_kinds((info.path for info in reader.tensors.values()), values)
     return {paths[path]: kind for path, kind in implied.items()} | dict(kinds_of(reader))

@@ -23,7 +23,12 @@ from bridge.formats.orbax.arrays import ArrayLayout
 
 _FOLDER = "array_metadatas"
 # On every device, of which there may be any number: NumPy takes -1 for as many as there are.
-_EVERYWHERE = {"sharding_type": "NamedSharding", "shape": [-1], "axis_names": ["devices"], "partition_spec": []}
+_EVERYWHERE = {
+    "sharding_type": "NamedSharding",
+    "shape": [-1],
+    "axis_names": ["devices"],
+    "partition_spec": [],
+}
 
 
 def read_keys(item: Path, fetch: Fetch | None = None) -> Mapping[str, str]:

@@ -1,6 +1,6 @@
 """Text that is a leaf of the tree, in `_strings.json`: a JSON object in which tensorstore's JSON driver looks it up.
 
-    {"name": "run", "a": {"b.c": "text"}}      by JSON pointer: leaf ("a/b", "c") is at "/a/b.c"
+{"name": "run", "a": {"b.c": "text"}}      by JSON pointer: leaf ("a/b", "c") is at "/a/b.c"
 """
 
 from __future__ import annotations

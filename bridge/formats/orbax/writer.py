@@ -262,6 +262,8 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
 
     def _require_stored(self, processes: Sequence[int]) -> None:
         """Look for every key in the store itself, by a fresh context: nothing remembered, only what is on disk."""
+        if not self._layouts:
+            return
         with explain(f"{self.path}: cannot list the array store"):
             spec = store_spec(self._item, ocdbt=True)
             present = set(ts.KvStore.open(spec, context=new_context()).result().list().result())

@@ -147,10 +147,10 @@ def test_diff_compares_types_and_inspect_shows_them(
 
 
 _TABLE = """
-[conventions.one]
+[convention.one]
 format = "orbax"
 weights = "params/{{w}}"
-[conventions.two]
+[convention.two]
 format = "orbax"
 weights = "params/{{w}}"
 [[rule]]
