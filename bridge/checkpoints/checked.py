@@ -58,8 +58,8 @@ def _problems(
 ) -> Iterator[Problem]:
     yield from file_problems(home, manifest, fetch)
     yield from structure_problems(reader, manifest)
-    # Other formats keep only data and the checksums of data in files that have no checksum of their own.
-    if reader.format == "safetensors":
+    # Where DCP's chunks are is said between them: a store would be asked for all of its data at once.
+    if reader.format == "safetensors" or fetch is None:
         yield from rest_problems(reader, home, manifest, fetch)
     for name, entry in manifest.tensors.items():
         yield from entry_problems(reader.tensors[name], entry)

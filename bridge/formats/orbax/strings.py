@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from bridge.formats.base import CheckpointError, TreePath
-from bridge.formats.orbax.objects import Json, require_unicode
+from bridge.formats.base import CheckpointError, TreePath, is_unicode
+from bridge.formats.orbax.objects import Json
 from bridge.formats.orbax.tree import leaf_name, storage_key
 
 STRINGS_FILE = "_strings.json"
@@ -23,7 +23,9 @@ def find_strings(content: object, paths: Iterable[TreePath], what: str) -> dict[
             value = value.get(token) if isinstance(value, dict) else None
         if not isinstance(value, str):
             raise CheckpointError(f"{what}: expected a string for {leaf_name(path)!r}, found none")
-        found[path] = require_unicode(value, f"{what}: {leaf_name(path)!r}")
+        if not is_unicode(value):
+            raise CheckpointError(f"{what}: expected Unicode text for {leaf_name(path)!r}, got {value!r:.80}")
+        found[path] = value
     return found
 
 

@@ -149,23 +149,21 @@ def test_diff_compares_types_and_inspect_shows_them(
 _TABLE = """
 [convention.one]
 format = "orbax"
-weights = "params/{{w}}"
 [convention.two]
 format = "orbax"
-weights = "params/{{w}}"
 [[rule]]
-one = "w : a b"
-two = "kernel : a b"
+one = "net/w : a b"
+two = "net/kernel : a b"
 [[rule]]
-one = "rng : {one}"
-two = "noise : {two}"
+one = "net/rng : {one}"
+two = "net/noise : {two}"
 """
 
 
 @pytest.mark.parametrize(("one", "two"), [("i x", "i x"), ("i x", "x i")])
 def test_a_mapping_may_rename_keys_but_not_rearrange_them(tmp_path: Path, one: str, two: str) -> None:
-    tree = {"params": {"w": np.ones((2, 3), np.float32), "rng": jax.random.split(jax.random.key(3), 2)}}
-    stock_save(tmp_path / "source", tree)
+    net = {"w": np.ones((2, 3), np.float32), "rng": jax.random.split(jax.random.key(3), 2)}
+    stock_save(tmp_path / "source", {"params": {"net": net}})
     (tmp_path / "table.toml").write_text(_TABLE.format(one=one, two=two))
 
     def run() -> None:
@@ -175,10 +173,12 @@ def test_a_mapping_may_rename_keys_but_not_rearrange_them(tmp_path: Path, one: s
 
     if one == two:
         run()
-        found = typed_v0(tmp_path / "out", None)["params"]["noise"]
-        assert_same_keys(found, tree["params"]["rng"])
+        found = typed_v0(tmp_path / "out", None)["params"]["net"]["noise"]
+        assert_same_keys(found, net["rng"])
         return
-    with pytest.raises(CheckpointError, match=r"tensor 'params/rng': .*typed PRNG keys.*--drop 'params/rng'"):
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'params/net/rng': .*typed PRNG keys.*--drop 'params/net/rng'"
+    ):
         run()
     assert not (tmp_path / "out").exists()
 
