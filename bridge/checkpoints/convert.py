@@ -154,11 +154,11 @@ def convert(
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.
 
     to, mapping, into, from_, axes, selection, casts, tied: see `ConvertOptions`. verify: whether checksums of ``src``
-    are compared; without it, damage goes into ``dst``, whose own checksums then vouch for it. replace: ``dst`` may be a checkpoint,
-    which is kept until the new one is complete. resume: go on where an earlier attempt of the same conversion was
-    killed, and, if this one fails, keep what it has written to be resumed. workers: threads, default by cores; memory
-    grows with it, about 64 MiB each. A checkpoint for a URL is written to a temporary directory first, and replaces
-    nothing.
+    are compared; without it, damage goes into ``dst``, whose own checksums then vouch for it. replace: ``dst`` may be a
+    checkpoint, which is kept until the new one is complete. resume: go on where an earlier attempt of the same
+    conversion was killed, and, if this one fails, keep what it has written to be resumed. workers: threads, default by
+    cores; memory grows with it, about 64 MiB each. A checkpoint for a URL is written to a temporary directory first,
+    and replaces nothing.
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
     damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1), OSError

@@ -169,6 +169,21 @@ def test_diff_sees_another_structure(
     assert diff(tmp_path / "a", tmp_path / "b", selection=Selection(drop=(name,))).within
 
 
+@pytest.mark.parametrize("formats", THROUGH, ids="-".join)
+def test_weights_alone_keep_the_structure_of_their_tree(tmp_path: Path, formats: tuple[str, ...]) -> None:
+    weights = {"params": {"w": jnp.ones(2), "none": None, "dense": {}, "list": [jnp.ones(1), ()]}}
+    source = tmp_path / "source"
+    stock_save(source, {**weights, "opt_state": optax.sgd(0.1).init(weights), "ema": None, "step": 3})
+    for number, format in enumerate(formats):
+        options = Selection(weights_only=True)
+        convert(source, tmp_path / f"{number}_{format}", to=format, selection=options)
+        assert diff(tmp_path / "source", tmp_path / f"{number}_{format}", selection=options).within
+        source = tmp_path / f"{number}_{format}"
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, weights)
+    with ocp.StandardCheckpointer() as checkpointer:
+        assert structure(checkpointer.restore(source, target)) == structure(weights)
+
+
 def test_another_container_is_a_difference_of_values(tmp_path: Path) -> None:
     stock_save(tmp_path / "a", {"w": jnp.ones(2), "ema": None})
     stock_save(tmp_path / "b", {"w": jnp.ones(2), "ema": {}})
