@@ -68,7 +68,7 @@ def write_keys(item: Path, keys: Mapping[str, str], arrays: Mapping[str, ArrayLa
         }
         for name, implementation in keys.items()
     ]
-    (item / _FOLDER).mkdir()
+    (item / _FOLDER).mkdir(exist_ok=True)
     (item / _FOLDER / "process_0").write_text(json.dumps({_FOLDER: described}))
     # Of all arrays: where the file is there, Orbax expects any in it that is to be a jax.Array.
     shardings = {base64.urlsafe_b64encode(name.encode()).decode(): json.dumps(_EVERYWHERE) for name in arrays}
