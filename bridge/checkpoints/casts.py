@@ -68,10 +68,7 @@ class Output:
     @property
     def sources(self) -> tuple[str, ...]:
         """Names of the tensors that it is made of; none if its value follows from the plan."""
-        content = self.planned.content
-        if isinstance(content, np.ndarray):
-            return ()
-        return tuple(dict.fromkeys(block.source for block in content.blocks))
+        return self.planned.sources
 
     @property
     def overflowed(self) -> int:

@@ -58,8 +58,8 @@ def _problems(
 ) -> Iterator[Problem]:
     yield from file_problems(home, manifest, fetch)
     yield from structure_problems(reader, manifest)
-    # Other formats keep only data and the checksums of data in files that have no checksum of their own.
-    if reader.format == "safetensors":
+    # Where DCP's chunks are is said between them: a store would be asked for all of its data at once.
+    if reader.format == "safetensors" or fetch is None:
         yield from rest_problems(reader, home, manifest, fetch)
     for name, entry in manifest.tensors.items():
         yield from entry_problems(reader.tensors[name], entry)
@@ -96,8 +96,8 @@ class CheckedReader(WrappingReader):
         for problem in problems:
             raise CheckpointError(
                 f"{self.path}: {problem.where}: {problem.text}. The checkpoint is not what its manifest says: use an "
-                "undamaged copy (twinshard verify lists all that is wrong), or remove the manifest to go on with what "
-                f"is there: {self._source}"
+                "undamaged copy (twinshard verify lists all that is wrong), or convert it as it is (--no-verify): the "
+                f"manifest of the new checkpoint will be of what is read. The manifest is {self._source}"
             )
 
     def _compare(self, name: str, box: Box, array: np.ndarray) -> None:

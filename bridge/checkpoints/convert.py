@@ -22,13 +22,14 @@ from pathlib import Path
 from bridge.checkpoints.casts import Output, apply_casts, parse_casts
 from bridge.checkpoints.checked import checked
 from bridge.checkpoints.engine import Copier, runs
+from bridge.checkpoints.kinds import carried_kinds
 from bridge.checkpoints.selection import SelectedReader, Selection
 from bridge.checkpoints.workers import default_workers, large_buffers_returned
 from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
 from bridge.formats.files.journal import abandoned
 from bridge.formats.files.working import Attempt
-from bridge.formats.orbax.keys import check_keys
+from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import Progress
 from bridge.formats.replaceable import require_replaceable
 from bridge.formats.stores.reader import StoredReader
@@ -49,7 +50,8 @@ class ConvertOptions:
     name, a TOML file or a table; without one names pass through as tree paths. into, from_: conventions of the
     mapping, where names and format do not say which are meant. axes: sizes for the mapping's axes, over its own table.
     selection: which part of the source. casts: dtypes by patterns of names in the destination. tied: whether a weight
-    that has two names is to be there "once" or under "both"; default: as in the source.
+    that has two names is to be there "once" or under "both"; default: as in the source. verify: hold the source to its
+    manifest and to the checksums of its format, as far as it is read.
     """
 
     to: str | None = None
@@ -60,6 +62,7 @@ class ConvertOptions:
     selection: Selection = field(default_factory=Selection)
     casts: Sequence[str] = ()
     tied: Tied | None = None
+    verify: bool = True
 
     def __post_init__(self) -> None:
         if self.to is not None and self.to not in FORMATS:
@@ -70,7 +73,8 @@ class ConvertOptions:
 class Conversion:
     """A conversion that was planned: what the destination will hold.
 
-    outputs: tensors by their name in the destination. objects: (tree path, value) by name in the destination.
+    outputs: tensors by their name in the destination. objects: (tree path, value) by name in the destination. kinds:
+    of tensors and objects by name in the destination, see `leaf_kinds.py`, but for implied ones.
     files: the source's files, empty if they are in a store. digest: of these, by name, size and time. left_out: names
     in the source that do not go along, dropped or not selected. inexact: names in the destination of tensors that the
     mapping calculates, with rounding.
@@ -83,6 +87,7 @@ class Conversion:
     format: str
     outputs: Mapping[str, Output]
     objects: Mapping[str, tuple[TreePath, object]]
+    kinds: Mapping[str, str]
     left_out: tuple[str, ...]
     inexact: tuple[str, ...]
 
@@ -99,6 +104,7 @@ class Conversion:
             digest.update(f"{output.name} {output.path} {output.dtype} {output.planned.content!r}\n".encode())
         for name, (path, value) in self.objects.items():
             digest.update(f"{name} {path} {value!r}\n".encode())
+        digest.update(f"{sorted(self.kinds.items())}".encode())
         return digest.hexdigest()[:16]
 
 
@@ -108,7 +114,8 @@ class ConvertReport:
 
     bytes: of the tensors' elements. resumed_bytes: those that an earlier attempt had written. dropped: names in the
     source that did not go along. overflowed: by name, how many finite elements a cast made infinite or NaN, without
-    those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding.
+    those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding. verified: whether
+    the source's checksums, where it has any, were compared.
     """
 
     source: Path | str
@@ -122,6 +129,7 @@ class ConvertReport:
     dropped: tuple[str, ...]
     overflowed: Mapping[str, int]
     inexact: tuple[str, ...]
+    verified: bool
     seconds: float
 
 
@@ -137,6 +145,7 @@ def convert(
     selection: Selection | None = None,
     casts: Sequence[str] = (),
     tied: Tied | None = None,
+    verify: bool = True,
     replace: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
@@ -144,11 +153,12 @@ def convert(
 ) -> ConvertReport:
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.
 
-    to, mapping, into, from_, axes, selection, casts, tied: see `ConvertOptions`. replace: ``dst`` may be a checkpoint,
-    which is kept until the new one is complete. resume: go on where an earlier attempt of the same conversion was
-    killed, and, if this one fails, keep what it has written to be resumed. workers: threads, default by cores; memory
-    grows with it, about 64 MiB each. A checkpoint for a URL is written to a temporary directory first, and replaces
-    nothing.
+    to, mapping, into, from_, axes, selection, casts, tied: see `ConvertOptions`. verify: whether checksums of ``src``
+    are compared; without it, damage goes into ``dst``, whose own checksums then vouch for it. replace: ``dst`` may be a
+    checkpoint, which is kept until the new one is complete. resume: go on where an earlier attempt of the same
+    conversion was killed, and, if this one fails, keep what it has written to be resumed. workers: threads, default by
+    cores; memory grows with it, about 64 MiB each. A checkpoint for a URL is written to a temporary directory first,
+    and replaces nothing.
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
     damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1), OSError
@@ -156,7 +166,7 @@ def convert(
     """
     started = time.perf_counter()
     options = ConvertOptions(
-        to or format_by_name(dst), mapping, into, from_, axes, selection or Selection(), casts, tied
+        to or format_by_name(dst), mapping, into, from_, axes, selection or Selection(), casts, tied, verify
     )
     workers = default_workers() if workers is None else workers
     if workers < 1:
@@ -233,6 +243,7 @@ def _convert(
             conversion.left_out,
             {name: o.overflowed for name, o in conversion.outputs.items() if o.overflowed},
             conversion.inexact,
+            options.verify,
             time.perf_counter() - started,
         )
 
@@ -247,8 +258,8 @@ def planned(
     """
     table = mapping_table(options.mapping, options.axes, options.tied)
     casts = parse_casts(options.casts)
-    with open_checkpoint(source) as whole:
-        reader = held = checked(whole)
+    with open_checkpoint(source, verify=options.verify) as whole:
+        reader = held = checked(whole) if options.verify else whole
         left_out: Sequence[str] = ()
         if table is not None:
             table = with_config(table, whole)
@@ -262,7 +273,10 @@ def planned(
         target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
         plan = make_plan(reader, target, table, into=options.into, from_=options.from_)
         outputs = apply_casts(plan.tensors.values(), casts)
-        check_keys(whole, (source for output in outputs.values() for source in output.sources))
+        kept = {name: entry for name, entry in plan.objects.items() if entry[0] != LEAVES}
+        objects = {name: (path, reader.objects[old]) for name, (path, old) in kept.items()} | dict(plan.notes)
+        origins = {name: old for name, (_, old) in kept.items()}
+        kinds = carried_kinds(held, outputs.values(), objects, origins)
         yield (
             Conversion(
                 place_of(source),
@@ -271,8 +285,8 @@ def planned(
                 whole.fingerprint if isinstance(whole, StoredReader) else digest_of(files),
                 target,
                 outputs,
-                {name: (path, reader.objects[old]) for name, (path, old) in plan.objects.items()}
-                | dict(plan.notes),
+                objects,
+                kinds,
                 (*left_out, *plan.dropped),
                 plan.inexact,
             ),
@@ -293,6 +307,7 @@ def _write(
         writer.add_object(path, value)
     outputs = conversion.outputs.values()
     names = {o.name: writer.add_tensor(o.path, o.shape, o.dtype).name for o in outputs}
+    writer.add_kinds(conversion.kinds)
     done = sum(box.numel * o.dtype.itemsize for o in outputs for box in writer.stored(names[o.name]))
     _require_space(writer.path, conversion.nbytes - done)
     work = runs(outputs, writer, names)

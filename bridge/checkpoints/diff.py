@@ -16,6 +16,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from bridge.checkpoints.kinds import dtype_names, structure_differences
 from bridge.checkpoints.noise import Noise
 from bridge.checkpoints.selection import SelectedReader, Selection, selected_pair
 from bridge.checkpoints.spread import Spread
@@ -23,6 +24,7 @@ from bridge.checkpoints.ulp import Difference, Tolerance, compare, squared_dista
 from bridge.checkpoints.workers import large_buffers_returned, ordered
 from bridge.formats import open_checkpoint
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
+from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import Progress, group_boxes, split_box
 from bridge.formats.stores.store import place_of
 from bridge.mapping.conventions import Convention
@@ -34,6 +36,9 @@ from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
 from bridge.mapping.sizes import with_config, with_stored_sizes
 from bridge.mapping.translation import make_plan
+
+_NOTES = (PLACES, LEAVES)
+"""Objects that conversions add, which are about the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,10 @@ class DiffReport:
     missing: only ``a`` has it. extra: only ``b``. mismatched: (name, what differs) where shape or dtype does.
     objects: (name, value in a, value in b) of values that are not tensors and that both have, differently; lists
     and tuples are alike, other types are not. unreadable: (name, why) where a value is not plain data in either.
-    objects_missing, objects_extra: names of values that only ``a``, only ``b`` has; they are no difference. noise: the
-    noise checkpoint, if there was one.
+    objects_missing, objects_extra: names of values that only ``a``, only ``b`` has; they are no difference.
+    structure: (name, what differs) where the trees differ in None, empty containers and texts that are leaves of one
+    only, and in lists that are dicts in the other; not compared through a mapping. noise: the noise checkpoint, if
+    there was one.
     """
 
     a: Path | str
@@ -84,6 +91,7 @@ class DiffReport:
     unreadable: tuple[tuple[str, str], ...]
     objects_missing: tuple[str, ...]
     objects_extra: tuple[str, ...]
+    structure: tuple[tuple[str, str], ...] = ()
     noise: Path | str | None = None
 
     @property
@@ -98,8 +106,10 @@ class DiffReport:
 
     @property
     def within(self) -> bool:
-        """Whether both hold the same tensors, each of them within the tolerance, and all common objects agree."""
-        differs = self.missing or self.extra or self.mismatched or self.objects or self.unreadable
+        """Whether both hold the same tensors in the same tree, all within the tolerance, and common objects agree."""
+        differs = (
+            self.missing or self.extra or self.mismatched or self.objects or self.unreadable or self.structure
+        )
         return all(tensor.within for tensor in self.tensors) and not differs
 
     @property
@@ -161,8 +171,11 @@ def diff(
         left_out = _left_out(planned, whole_a, plan) if reader_a is not whole_a else frozenset()
         infos = {name: info for name, info in reader_b.tensors.items() if name not in left_out}
         common = [name for name in infos if name in plan.tensors]
+        keys = dtype_names(whole_a, plan, whole_b, common)
         mismatched = {
-            name: text for name in common if (text := _mismatch(plan.tensors[name], infos[name], rounded))
+            name: text
+            for name in common
+            if (text := _mismatch(plan.tensors[name], infos[name], rounded, keys.get(name)))
         }
         comparable = [name for name in common if name not in mismatched]
         third = None
@@ -197,6 +210,7 @@ def diff(
             tuple(name for name in infos if name not in plan.tensors),
             tuple(mismatched.items()),
             *_objects(reader_a, plan, reader_b, left_out),
+            () if table is not None else structure_differences(whole_a, plan, reader_b, left_out),
             noise=None if noise is None else place_of(noise),
         )
 
@@ -248,11 +262,13 @@ def _convention_of(reader: CheckpointReader, table: MappingTable, only: str | No
     return found.convention if found.weights else None
 
 
-def _mismatch(planned: PlannedTensor, info: TensorInfo, rounded: bool) -> str:
+def _mismatch(planned: PlannedTensor, info: TensorInfo, rounded: bool, keys: tuple[str, str] | None) -> str:
     parts = []
     if planned.shape != info.shape:
         parts.append(f"shape {list(planned.shape)} in a, {list(info.shape)} in b")
-    if planned.dtype != info.dtype and not (rounded and common_dtype(planned.dtype, info.dtype)):
+    if keys is not None:
+        parts.append(f"dtype {keys[0]} in a, {keys[1]} in b")
+    elif planned.dtype != info.dtype and not (rounded and common_dtype(planned.dtype, info.dtype)):
         parts.append(f"dtype {planned.dtype} in a, {info.dtype} in b")
     return "; ".join(parts)
 
@@ -355,8 +371,8 @@ def _objects(
     With a mapping some have other names and values in ``b``'s convention, such as lists of weights' names.
     """
     different, unreadable = [], []
-    renamed = {name: value for name, (path, value) in plan.notes.items() if path != PLACES}
-    kept = {name: old for name, (path, old) in plan.objects.items() if path != PLACES}
+    renamed = {name: value for name, (path, value) in plan.notes.items() if path not in _NOTES}
+    kept = {name: old for name, (path, old) in plan.objects.items() if path not in _NOTES}
     for name in (*kept, *renamed):
         if name not in reader_b.objects:
             continue
@@ -370,7 +386,7 @@ def _objects(
             different.append((name, *pair))
     names_a = {*kept, *renamed}
     names_b = [
-        name for name, path in reader_b.object_paths.items() if path != PLACES and name not in left_out
+        name for name, path in reader_b.object_paths.items() if path not in _NOTES and name not in left_out
     ]
     missing = sorted(names_a - reader_b.object_paths.keys())
     extra = [name for name in names_b if name not in names_a]

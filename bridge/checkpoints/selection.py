@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from bridge.formats.base import CheckpointError, CheckpointReader, TreePath
+from bridge.formats.leaf_kinds import EMPTY, tree_kinds
 from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
 
 WEIGHT_ROOTS = frozenset({"model", "params", "module", "state_dict", "weights"})
@@ -81,7 +82,9 @@ class SelectedReader(WrappingReader):
         paths = {**{name: info.path for name, info in reader.tensors.items()}, **reader.object_paths}
         wanted = selection.of(paths, elsewhere)
         if selection.weights_only:
-            wanted -= reader.object_paths.keys()
+            # None and empty containers among the weights are a part of their tree.
+            kinds = tree_kinds(reader)
+            wanted -= {name for name in reader.object_paths if kinds.get(name) not in EMPTY}
         self.left_out: Sequence[str] = [name for name in paths if name not in wanted]
         self.tensors = {name: info for name, info in reader.tensors.items() if name in wanted}
         if not self.tensors and reader.tensors:

@@ -12,6 +12,7 @@ from pathlib import Path
 from bridge.formats import detect_format, open_checkpoint
 from bridge.formats.base import Box, CheckpointError, TensorInfo
 from bridge.formats.files.manifest import manifest_path
+from bridge.formats.leaf_kinds import LEAVES, key_types
 from bridge.formats.orbax.item import find_item
 from bridge.formats.stores.reader import StoredReader
 from bridge.formats.stores.store import place_of
@@ -75,15 +76,17 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
         )
         objects: dict[str, object] = {}
         unreadable: dict[str, str] = {}
-        for name in reader.objects:
+        # What the note of leaves says of keys is shown with them, the rest in the objects themselves.
+        for name in (name for name in reader.objects if reader.object_paths[name] != LEAVES):
             try:
                 objects[name] = reader.objects[name]
             except CheckpointError as error:
                 unreadable[name] = str(error)
         home = reader.home if isinstance(reader, StoredReader) else Path(path)
         manifest = manifest_path(manifest_home(home)).is_file()
-        keys: Mapping[str, str] = getattr(reader, "key_types", {})
-        return Summary(place_of(path), reader.format, tensors, groups, objects, unreadable, manifest, keys)
+        return Summary(
+            place_of(path), reader.format, tensors, groups, objects, unreadable, manifest, key_types(reader)
+        )
 
 
 def manifest_home(path: Path) -> Path:

@@ -73,6 +73,14 @@ def convert(
             help="Round the tensors of these names, such as '*=bfloat16', but not step counts; repeatable.",
         ),
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare SRC with its manifest and its format's checksums while reading; without, damage in SRC goes "
+            "into DST, and DST's new checksums vouch for it.",
+        ),
+    ] = True,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be written, and stop.")
     ] = False,
@@ -113,7 +121,7 @@ def convert(
     out = Console()
     if dry_run:
         options = ConvertOptions(
-            to or format_by_name(dst), mapping, into, from_, axes, selection, cast or (), tied
+            to or format_by_name(dst), mapping, into, from_, axes, selection, cast or (), tied, verify
         )
         with user_errors(), planned(src, options) as (conversion, _):
             if json:
@@ -133,6 +141,7 @@ def convert(
             selection=selection,
             casts=cast or (),
             tied=tied,
+            verify=verify,
             replace=replace,
             resume=resume,
             progress=progress,
@@ -209,6 +218,12 @@ def _print_report(out: Console, report: ConvertReport) -> None:
         f"{report.tensors} tensors, {report.objects} objects, "
         f"{human_bytes(report.bytes)}{resumed} in {report.seconds:.1f} s ({rate})",
     )
+    if not report.verified:
+        print_line(
+            out,
+            "warning: not verified: damage in the source is in the new checkpoint, whose checksums vouch for what was "
+            "read",
+        )
     if report.inexact:
         print_line(out, f"calculated, with rounding, {len(report.inexact)}: {some(report.inexact)}")
     for name, count in report.overflowed.items():

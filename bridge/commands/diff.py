@@ -173,16 +173,17 @@ def _print(out: Console, report: DiffReport, all_: bool, histogram: bool) -> Non
     if histogram:
         for tensor in offenders[:_WORST]:
             _print_histogram(out, tensor)
+    told = {name for name, _ in report.structure}
     only = (
         ("only in A", report.missing),
         ("only in B", report.extra),
-        ("values that are not tensors, only in A", report.objects_missing),
-        ("values that are not tensors, only in B", report.objects_extra),
+        ("values that are not tensors, only in A", [n for n in report.objects_missing if n not in told]),
+        ("values that are not tensors, only in B", [n for n in report.objects_extra if n not in told]),
     )
     for title, names in only:
         if names:
             print_line(out, f"{title}: {some(names)}")
-    for name, text in report.mismatched:
+    for name, text in (*report.mismatched, *report.structure):
         print_line(out, f"{name}: {text}")
     for name, left, right in report.objects:
         print_line(out, f"{name}: {left!r} in a, {right!r} in b")

@@ -93,32 +93,34 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     )
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
+def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> CheckpointReader:
     """Open the checkpoint at a local path or a URL, whatever its format.
+
+    verify: compare chunks with the checksums that the format itself has (DCP, Orbax) when they are read.
 
     Errors as in `detect_format`, or CheckpointError; OSError when the store at the URL fails.
     """
     if is_url(path):
         from bridge.formats.stores.reader import StoredReader
 
-        return StoredReader(str(path), lambda mirror: _open(mirror.path, mirror.fetch))
-    return _open(path, None)
+        return StoredReader(str(path), lambda mirror: _open(mirror.path, mirror.fetch, verify))
+    return _open(path, None, verify)
 
 
-def _open(path: str | os.PathLike[str], fetch: Fetch | None) -> CheckpointReader:
+def _open(path: str | os.PathLike[str], fetch: Fetch | None, verify: bool) -> CheckpointReader:
     # Imported here: reading one format must not need the other's dependencies (tensorstore).
     format = detect_format(path)
     if format == "dcp":
         from bridge.formats.dcp.reader import DcpReader
 
-        return DcpReader(path, fetch=fetch)
+        return DcpReader(path, verify, fetch=fetch)
     if format == "safetensors":
         from bridge.formats.safetensors.reader import SafetensorsReader
 
         return SafetensorsReader(path, fetch=fetch)
     from bridge.formats.orbax.reader import OrbaxReader
 
-    return OrbaxReader(path, fetch=fetch)
+    return OrbaxReader(path, verify=verify, fetch=fetch)
 
 
 def create_checkpoint(

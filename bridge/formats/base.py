@@ -375,6 +375,13 @@ class CheckpointWriter(Protocol):
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:
         """Store a value that is not a tensor: None, bool, int, float, str, or list, tuple, dict of these."""
 
+    def add_kinds(self, kinds: Mapping[str, str]) -> None:
+        """Say what leaves of a JAX tree are beyond tensors and objects, by the names of these; see `leaf_kinds.py`.
+
+        After the tensors and objects, and before the first `write`. CheckpointError for a typed key whose tensor is
+        not uint32 in Orbax.
+        """
+
     def commit(self) -> None:
         """Check that every chunk was written, sync to disk, and let the checkpoint appear."""
 

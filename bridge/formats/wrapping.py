@@ -67,6 +67,8 @@ class WrappingReader(ClosedAtEnd):
         self.tensors: Mapping[str, TensorInfo] = reader.tensors
         self.objects: Mapping[str, object] = reader.objects
         self.object_paths: Mapping[str, TreePath] = reader.object_paths
+        # Of formats that say so beside each leaf.
+        self.kinds: Mapping[str, str] | None = getattr(reader, "kinds", None)
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """One block of a tensor; see `CheckpointReader.read`."""

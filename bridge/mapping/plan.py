@@ -11,6 +11,7 @@ import numpy as np
 from bridge.formats.base import Box, CheckpointReader, TreePath
 from bridge.mapping.apply import View
 from bridge.mapping.operations import ChangedView
+from bridge.mapping.relation import TensorView
 from bridge.mapping.scales import DecodedView
 
 
@@ -33,6 +34,21 @@ class PlannedTensor:
     @property
     def nbytes(self) -> int:
         return Box.whole(self.shape).numel * self.dtype.itemsize
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the tensors that it is made of; none if its value is known."""
+        if isinstance(self.content, np.ndarray):
+            return ()
+        return tuple(dict.fromkeys(block.source for block in self.content.blocks))
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether its elements are those of one source, each at its index there."""
+        if not isinstance(self.content, TensorView) or len(self.content.blocks) != 1:
+            return False
+        (block,) = self.content.blocks
+        return block.source_index == block.target_index
 
     def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
         """The elements of ``box``, C-contiguous. Takes the memory of the box and of one bounded source region."""

@@ -207,7 +207,7 @@ class LoadedAs:
             for name, tensor in self._plan.tensors.items()
         }
         self.object_paths = {name: path for name, (path, _) in self._plan.objects.items()}
-        self.key_types: Mapping[str, str] = {}
+        self.kinds: Mapping[str, str] = {}
 
     @property
     def objects(self) -> Mapping[str, object]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from bridge.formats import Box, CheckpointReader, TreePath, open_checkpoint
 from bridge.formats.base import TensorInfo
+from bridge.formats.leaf_kinds import LEAVES, key_types
 
 
 class TreeReader:
@@ -49,13 +50,14 @@ class TreeReader:
 
     @property
     def objects(self) -> dict[TreePath, Any]:
-        """Values that are no arrays, by tree path."""
-        return {self._reader.object_paths[name]: value for name, value in self._reader.objects.items()}
+        """Values that are no arrays, by tree path, without the note of what other leaves are."""
+        paths = self._reader.object_paths
+        return {paths[name]: value for name, value in self._reader.objects.items() if paths[name] != LEAVES}
 
     @property
     def key_types(self) -> Mapping[str, str]:
-        """The algorithms of random keys by path, as far as the format has them."""
-        types: Mapping[str, str] = getattr(self._reader, "key_types", {})
+        """The algorithms of random keys by path, as far as the checkpoint says."""
+        types = key_types(self._reader)
         return {place: types[name] for place, name in self._names.items() if name in types}
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Conversion against its peers in one run: `twinshard convert`, the naive way through both frameworks, `cp -r`.
 
 Makes a DCP checkpoint of the given size (weights and two moments of fp32 matrices, or all of them bf16), converts it to
-Orbax and back by each path, every path in a fresh process, and prints wall seconds, CPU seconds and peak memory above
-the imports, with ratios to `cp -r` of the same bytes. The naive way is what people write by hand:
+Orbax and back by each path, and our safetensors to Orbax. Every path runs in a fresh process. Prints wall seconds, CPU
+seconds and peak memory above the imports, with ratios to `cp -r` of the same bytes. The naive way is what people write
+by hand:
 
     DCP -> Orbax    dcp_to_torch_save, torch.load, NumPy, StandardCheckpointer.save
     Orbax -> DCP    StandardCheckpointer.restore, torch, dcp.save
@@ -64,8 +65,9 @@ OURS = (
     + """
 import tensorstore, bridge.checkpoints.convert, bridge.formats.dcp.reader, bridge.formats.dcp.writer
 import bridge.formats.orbax.reader, bridge.formats.orbax.writer
+import bridge.formats.safetensors.reader, bridge.formats.safetensors.writer
 start = begin()
-bridge.checkpoints.convert.convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
+bridge.checkpoints.convert.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], verify="unverified" not in sys.argv)
 done(*start)
 """
 )
@@ -187,15 +189,20 @@ def main() -> None:
     matrices = max(1, round(options.gigabytes * 1e9 / (3 * size)))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        dcp, orbax = folder / "dcp", folder / "orbax"
+        dcp, orbax, safetensors = folder / "dcp", folder / "orbax", folder / "safetensors"
         subprocess.run(program(MAKE, dcp, matrices, options.dtype), check=True, stderr=subprocess.DEVNULL)
-        subprocess.run(program(OURS, dcp, orbax, "orbax"), check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        for path, format in ((orbax, "orbax"), (safetensors, "safetensors")):
+            subprocess.run(program(OURS, dcp, path, format), check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         bytes_ = sum(path.stat().st_size for path in dcp.rglob("*") if path.is_file())
 
         paths: dict[str, Callable[[str], list[str]]] = {
             "cp -r": lambda out: ["cp", "-r", str(dcp), out],
             "DCP -> Orbax, twinshard": lambda out: program(OURS, dcp, out, "orbax"),
             "Orbax -> DCP, twinshard": lambda out: program(OURS, orbax, out, "dcp"),
+            "safetensors -> Orbax, twinshard": lambda out: program(OURS, safetensors, out, "orbax"),
+            "safetensors -> Orbax, twinshard, --no-verify": lambda out: program(
+                OURS, safetensors, out, "orbax", "unverified"
+            ),
         }
         if not options.no_naive:
             paths |= {

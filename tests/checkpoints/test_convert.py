@@ -310,7 +310,7 @@ def test_converting_needs_neither_framework(tmp_path: Path) -> None:
 @pytest.mark.parametrize("through", ["orbax", "safetensors"])
 def test_lists_of_tensors_and_other_values_come_back_as_lists(tmp_path: Path, through: str) -> None:
     groups = [{"lr": 0.1, "params": [0]}, {"lr": torch.tensor(0.2), "params": [1]}]
-    state = {"opt": {"param_groups": groups}, "x": [1, torch.ones(2), "s"], "w": torch.ones(3)}
+    state = {"opt": {"param_groups": groups}, "x": [1, torch.ones(2), "s", None], "w": torch.ones(3)}
     stock_save(state, tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "b", to=through)
     convert(tmp_path / "b", tmp_path / "c", to="dcp")

@@ -10,11 +10,13 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from bridge.checkpoints.checked import checked
 from bridge.checkpoints.convert import convert
 from bridge.checkpoints.selection import Selection
 from bridge.checkpoints.verify import verify
+from bridge.commands.main import app
 from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError
@@ -24,31 +26,74 @@ from tests.support.bridge.verify_files import FORMATS, arrays, contents, convert
 __all__ = ["converted", "copy"]  # fixtures
 
 
+@pytest.fixture
+def any_copy(copy: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a checkpoint in a format, or in one safetensors file, its manifest beside it."""
+
+    def make(form: str) -> Path:
+        if form != "file":
+            return copy(form)
+        convert(copy("dcp"), tmp_path / "file" / "x.safetensors")
+        return tmp_path / "file" / "x.safetensors"
+
+    return make
+
+
 def flip_anywhere(path: Path, out: Path, count: int) -> int:
-    """How many of ``count`` flipped bytes, spread over all files, conversion refuses; the others change nothing."""
-    rng, refused = random.Random(4), 0
-    target = "orbax" if path.name != "orbax" else "dcp"
+    """How many of ``count`` flipped bytes, spread over all files, `verify` finds; none of these may pass."""
+    rng, found = random.Random(4), 0
+    target = "dcp" if path.name == "orbax" else "orbax"
     convert(path, out / "whole", to=target)
     expected = contents(out / "whole")
-    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    files = [file for file in sorted((path if path.is_dir() else path.parent).rglob("*")) if file.is_file()]
     for number in range(count):
         file = files[number % len(files)]
         restore = flipped(file, rng.randrange(file.stat().st_size), rng)
+        good = verify(path, workers=1).good
         try:
             convert(path, out / str(number), to=target, workers=1)
         except (CheckpointError, FileNotFoundError):
-            refused += 1
+            found += 1
         else:
+            assert good, f"a byte of {file.name} was changed, and convert passed it"
             assert contents(out / str(number)) == expected, f"a byte of {file.name} was changed unnoticed"
         restore()
-    return refused
+    return found
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_flipped_byte_anywhere_is_refused_or_harmless(
-    copy: Callable[[str], Path], tmp_path: Path, format: str
+@pytest.mark.parametrize("form", [*FORMATS, "file"])
+def test_conversion_passes_no_flipped_byte_that_verify_finds(
+    any_copy: Callable[[str], Path], tmp_path: Path, form: str
 ) -> None:
-    assert flip_anywhere(copy(format), tmp_path, 60) > 15
+    assert flip_anywhere(any_copy(form), tmp_path, 60) > 50
+
+
+@pytest.mark.parametrize("form", [*FORMATS, "file"])
+def test_without_verifying_damage_is_carried_on_and_said(
+    any_copy: Callable[[str], Path], tmp_path: Path, form: str
+) -> None:
+    path = any_copy(form)
+    values = arrays()["w.large"]
+    file, position = next(places(path if path.is_dir() else path.parent, {"w.large": values}))
+    flipped(file, position, random.Random(1))
+    target = "dcp" if form == "orbax" else "orbax"
+    with pytest.raises(CheckpointError):
+        convert(path, tmp_path / "out", to=target)
+    report = convert(path, tmp_path / "out", to=target, verify=False)
+    assert not report.verified
+    # The copy is whole, and differs from what was written in this byte.
+    assert verify(tmp_path / "out").good
+    with open_checkpoint(tmp_path / "out") as reader:
+        (name,) = (name for name in reader.tensors if name.replace("/", ".") == "w.large")
+        found = reader.read(name)
+    different = np.flatnonzero(found.view(np.uint8) != values.view(np.uint8))
+    assert different.size == 1
+    result = CliRunner().invoke(
+        app, ["convert", str(path), str(tmp_path / "again"), "--to", target, "--no-verify"]
+    )
+    assert result.exit_code == 0
+    assert "not verified: damage in the source is in the new checkpoint" in " ".join(result.stdout.split())
+    assert contents(tmp_path / "again") == contents(tmp_path / "out")
 
 
 def test_damage_is_named_with_the_way_out(copy: Callable[[str], Path], tmp_path: Path) -> None:
@@ -57,7 +102,7 @@ def test_damage_is_named_with_the_way_out(copy: Callable[[str], Path], tmp_path:
     flipped(file, position, random.Random(1))
     with pytest.raises(
         CheckpointError,
-        match=r"w\.large: the chunk at \(0, 0\), sizes .* is damaged: expected CRC-32C .* remove the manifest",
+        match=r"w\.large: the chunk at \(0, 0\), sizes .* is damaged: expected CRC-32C .* \(--no-verify\)",
     ):
         convert(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
@@ -53,6 +54,13 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ocp.StandardCheckpointer().save(where / "stock-orbax", {"w": arrays["w"], "n": np.arange(3)})
     orbax_save(where / "stock-files", {"w": arrays["w"]}, use_ocdbt=False)
     orbax_save(where / "stock-zarr3", arrays, use_zarr3=True)
+    key = jax.random.key(0, impl="rbg")
+    leaves = {"w": arrays["w"], "key": key, "text": "t", "step": 3, "list": [None, {}], "a/b": "u"}
+    orbax_save(where / "stock-leaves", leaves)
+    for format in ("dcp", "safetensors"):
+        convert(where / "stock-leaves", where / f"leaves-{format}", to=format)
+        # With it nearly every change is refused before the note of leaves is read.
+        (where / f"leaves-{format}" / MANIFEST_FILE).unlink()
     save_file({"w": arrays["w"], "deep.b": np.arange(7.0)}, where / "stock.safetensors", {"format": "pt"})
     for format in ("dcp", "orbax", "safetensors"):
         convert(where / "stock-dcp", where / f"ours-{format}", to=format)

@@ -1263,6 +1263,48 @@ SHARDING = [
 ]
 FORMATS = [
     M(
+        "typed keys are written as their data",
+        "bridge/formats/orbax/keys.py",
+        "    if not keys:",
+        "    if True:",
+        "formats/orbax/test_keys.py",
+    ),
+    M(
+        "typed keys are restored on one device of all",
+        "bridge/formats/orbax/keys.py",
+        '"shape": [-1]',
+        '"shape": [1]',
+        "formats/orbax/test_keys.py",
+    ),
+    M(
+        "other dtypes pass for the data of keys",
+        "bridge/formats/orbax/writer.py",
+        "data = info is not None and info.dtype == np.uint32 and len(info.shape) > 0",
+        "data = True",
+        "formats/orbax/test_keys.py",
+    ),
+    M(
+        "numbers of Python become arrays",
+        "bridge/formats/orbax",
+        'return SCALAR if kind == SCALAR else "np.ndarray"',
+        'return "np.ndarray"',
+        "formats/orbax/test_structure.py",
+    ),
+    M(
+        "noted leaves are left out of the tree",
+        "bridge/formats/orbax",
+        "return implied_kinds(arrays, objects) | told",
+        "return implied_kinds(arrays, objects)",
+        "formats/orbax/test_structure.py",
+    ),
+    M(
+        "text of the tree becomes an object",
+        "bridge/formats/leaf_kinds.py",
+        "return type(value) is str",
+        "return False",
+        "formats/orbax/test_structure.py",
+    ),
+    M(
         "CRC of a .distcp record ignored",
         "bridge/formats/dcp",
         "if crc != record.crc:",
@@ -1414,6 +1456,69 @@ MAPPING = [
     ),
 ]
 CHECKPOINTS = [
+    M(
+        "the structure of a tree is noted nowhere",
+        "bridge/checkpoints/kinds.py",
+        "if kind is not None and implied.get(path) != kind:",
+        "if False:",
+        "formats/orbax/test_structure.py",
+    ),
+    M(
+        "the data of keys is rearranged",
+        "bridge/checkpoints/kinds.py",
+        "if key_implementation(known.get(name)) is not None:",
+        "if False:",
+        "formats/orbax/test_keys.py",
+    ),
+    M(
+        "keys of other types are compared as data",
+        "bridge/checkpoints/kinds.py",
+        "if of_a != of_b:",
+        "if False:",
+        "formats/orbax/test_keys.py",
+    ),
+    M(
+        "lists that are dicts elsewhere are no difference",
+        "bridge/checkpoints/kinds.py",
+        "if type(key_a) is not type(key_b):",
+        "if False:",
+        "formats/orbax/test_structure.py",
+    ),
+    M(
+        "another structure is within",
+        "bridge/checkpoints/diff.py",
+        "self.unreadable or self.structure",
+        "self.unreadable",
+        "formats/orbax/test_structure.py",
+    ),
+    M(
+        "empty containers of weights are left out",
+        "bridge/checkpoints/selection.py",
+        "if kinds.get(name) not in EMPTY",
+        "if True",
+        "formats/orbax/test_structure.py",
+    ),
+    M(
+        "conversion ignores the manifest",
+        "bridge/checkpoints/convert.py",
+        "checked(whole) if options.verify else whole",
+        "whole",
+        "checkpoints/test_convert_checked.py",
+    ),
+    M(
+        "bytes beside the chunks of DCP are not compared",
+        "bridge/checkpoints/checked.py",
+        'if reader.format == "safetensors" or fetch is None:',
+        'if reader.format == "safetensors":',
+        "checkpoints/test_convert_checked.py",
+    ),
+    M(
+        "a source is verified whatever is asked for",
+        "bridge/checkpoints/convert.py",
+        "verify=options.verify) as whole",
+        "verify=True) as whole",
+        "checkpoints/test_convert_checked.py",
+    ),
     M(
         "distance of signed numbers wraps",
         "bridge/checkpoints",

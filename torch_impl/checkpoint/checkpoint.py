@@ -317,8 +317,9 @@ def _refused(reader: CheckpointReader, others: Sequence[OtherFormat]) -> str:
 def _check_names(
     reader: CheckpointReader, live: Iterable[str], with_optimizer: bool, renewed: Collection[str]
 ) -> None:
-    # Train state is returned as it is, and hyperparameters may be missing: neither must match the live run.
-    ignored = ("train.", "optimizer.param_groups.") if with_optimizer else ("train.", "optimizer.")
+    # Train state is returned as it is, hyperparameters may be missing, and a conversion's notes are about the
+    # checkpoint: none of them must match the live run.
+    ignored = ("train.", "twinshard.", "optimizer.param_groups." if with_optimizer else "optimizer.")
     stored = {name for name in (*reader.tensors, *reader.objects) if not name.startswith(ignored)} - {
         *renewed
     }

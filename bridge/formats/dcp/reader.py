@@ -15,7 +15,7 @@ import numpy as np
 
 from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
-from bridge.formats.dcp.archive import Record, find_tensor, read_value, verify_record
+from bridge.formats.dcp.archive import Record, StoredTensor, find_tensor, read_value, verify_record
 from bridge.formats.dcp.metadata import (
     METADATA_FILE,
     DcpMetadata,
@@ -43,6 +43,8 @@ from bridge.formats.safetensors.reader import saved_offsets
 from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
 
 _ADVICE: Final = "a conversion can leave it out (--drop, --weights-only)"
+_MAX_KEPT: Final = 1 << 16
+"""Archives whose parsed headers are kept in memory, some 500 bytes each; those of others are parsed at each read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class DcpReader(ClosedAtEnd):
         self._verified: set[Extent] = set()
         self._chunks = ChunkIndex()
         self._headers: dict[tuple[str, int], Header] = {}
+        self._archives: dict[Extent, StoredTensor] = {}
         self._lock = threading.Lock()
 
     @property
@@ -258,7 +261,7 @@ class DcpReader(ClosedAtEnd):
             dtype, shape, start, record = array.dtype, array.shape, array.start, None
             elements = array.view(file)
         else:
-            stored = find_tensor(file, extent.offset, extent.length, what)
+            stored = self._archive(file, extent, what)
             dtype, shape, record = stored.dtype, stored.shape, stored.record
             start = record.start + stored.first * dtype.itemsize
             elements = stored.view(file)
@@ -267,6 +270,14 @@ class DcpReader(ClosedAtEnd):
                 f"{what}: expected {info.dtype.name} {chunk.sizes} as .metadata says, got {dtype.name} {shape}"
             )
         return _Stored(elements, start, record)
+
+    def _archive(self, file: mmap.mmap, extent: Extent, what: str) -> StoredTensor:
+        found = self._archives.get(extent)
+        if found is None:
+            found = find_tensor(file, extent.offset, extent.length, what)
+            if len(self._archives) < _MAX_KEPT:
+                self._archives[extent] = found
+        return found
 
     def _header(self, extent: Extent, what: str) -> Header:
         key = (extent.file, extent.offset)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,7 @@ from bridge.formats.files.manifest import (
 )
 from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
 from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import default_chunk_shape
 
 _DATA_FILE = "__0_0.distcp"
@@ -115,6 +116,11 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
             self._objects[name] = Extent(_DATA_FILE, offset, len(archive))
             self._object_checksums[name] = object_checksum(value)
             self._object_paths[name] = tree_path
+
+    def add_kinds(self, kinds: Mapping[str, str]) -> None:
+        """Note what leaves of a JAX tree are; see `CheckpointWriter.add_kinds`."""
+        if kinds:
+            self.add_object(LEAVES, dict(kinds))
 
     def commit(self) -> None:
         """Check that every chunk was written, sync to disk and rename into place; on failure, leave nothing.

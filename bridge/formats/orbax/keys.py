@@ -3,25 +3,35 @@
     array_metadatas/process_0    {"array_metadatas": [{"array_metadata": {"param_name": "rngs.dropout",
                                                         "ext_metadata": {"random_key_impl": "rbg"}}}, ...]}
 
-The stored values are the uint32 of ``jax.random.key_data``.
+The stored values are the uint32 of ``jax.random.key_data``. Stock Orbax makes keys only of leaves that it restores as
+jax.Array, for which it looks up a sharding where the caller gives none:
+
+    _sharding                    {base64 of "rngs.dropout": a sharding as JSON text}
 """
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bridge.callers import warn_caller
-from bridge.formats.base import CheckpointError, CheckpointReader
+from bridge.formats.base import CheckpointError
 from bridge.formats.files.mapped import Fetch, regular_file, small_file
+from bridge.formats.orbax.arrays import ArrayLayout
 
 _FOLDER = "array_metadatas"
-_DEFAULT = "threefry2x32"
+# On every device, of which there may be any number: NumPy takes -1 for as many as there are.
+_EVERYWHERE = {
+    "sharding_type": "NamedSharding",
+    "shape": [-1],
+    "axis_names": ["devices"],
+    "partition_spec": [],
+}
 
 
-def key_types(item: Path, fetch: Fetch | None = None) -> Mapping[str, str]:
+def read_keys(item: Path, fetch: Fetch | None = None) -> Mapping[str, str]:
     """The implementation of every typed key, by the name of its array in the store.
 
     CheckpointError for a file of array metadata that is no JSON.
@@ -40,26 +50,29 @@ def key_types(item: Path, fetch: Fetch | None = None) -> Mapping[str, str]:
     return found
 
 
-def check_keys(reader: CheckpointReader, used: Iterable[str]) -> None:
-    """Refuse typed keys among the tensors ``used``, which become raw data, unless JAX takes the data for the same key.
+def write_keys(item: Path, keys: Mapping[str, str], arrays: Mapping[str, ArrayLayout]) -> None:
+    """Write what makes stock Orbax restore typed keys.
 
-    CheckpointError for all but JAX's default implementation, which warns.
+    keys: implementations, by the names of the arrays in the store; nothing is written where there are none.
     """
-    typed: Mapping[str, str] = getattr(reader, "key_types", {})
-    found = {name: typed[name] for name in used if name in typed}
-    for name, kind in found.items():
-        if kind != _DEFAULT:
-            raise CheckpointError(
-                f"{reader.path}: tensor {name!r}: expected no typed PRNG key but {_DEFAULT}, whose raw data JAX takes "
-                f"for the same key, got key<{kind}>: leave the tensor out (--drop {name!r}) and make the key anew, or "
-                f"save jax.random.key_data(key) and restore it with wrap_key_data(data, impl={kind!r})"
-            )
-    if found:
-        first = next(iter(found))
-        warn_caller(
-            f"{reader.path}: typed PRNG keys (key<{_DEFAULT}>) become their raw uint32: {len(found)}, such as "
-            f"{first!r}. Give them to jax.random.wrap_key_data after restoring, or leave them out (--drop {first!r})",
-        )
+    if not keys:
+        return
+    described = [
+        {
+            "array_metadata": {
+                "param_name": name,
+                "write_shape": arrays[name].stored_chunk,
+                "chunk_shape": arrays[name].chunk,
+                "ext_metadata": {"random_key_impl": implementation},
+            }
+        }
+        for name, implementation in keys.items()
+    ]
+    (item / _FOLDER).mkdir(exist_ok=True)
+    (item / _FOLDER / "process_0").write_text(json.dumps({_FOLDER: described}))
+    # Of all arrays: where the file is there, Orbax expects any in it that is to be a jax.Array.
+    shardings = {base64.urlsafe_b64encode(name.encode()).decode(): json.dumps(_EVERYWHERE) for name in arrays}
+    (item / "_sharding").write_text(json.dumps(shardings))
 
 
 def _keys(content: Any) -> Iterator[tuple[str, str]]:

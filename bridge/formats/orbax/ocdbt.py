@@ -90,7 +90,12 @@ class OcdbtWriter:
         return self.places[key]
 
     def finish(self, sync: Callable[[], None]) -> None:
-        """Write node and manifest: from here on the store can be opened. sync: brings the data file to disk."""
+        """Write node and manifest: from here on the store can be opened. sync: brings the data file to disk.
+
+        A store without values has neither, as stock Orbax leaves it.
+        """
+        if not (self._inline or self.places):
+            return
         end = self._file.end
         path = f"d/{self._name}"
         node = _leaf_node(path, self._inline, self.places)

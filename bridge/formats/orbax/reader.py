@@ -26,7 +26,7 @@ import tensorstore as ts
 
 from bridge.callers import warn_caller
 from bridge.formats.arrays import as_integers
-from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, is_unicode
+from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
 from bridge.formats.files.mapped import (
     BLOCK,
     Fetch,
@@ -37,6 +37,7 @@ from bridge.formats.files.mapped import (
     regular_file,
     small_file,
 )
+from bridge.formats.leaf_kinds import key_kind
 from bridge.formats.orbax.arrays import (
     MANIFEST,
     MAX_INNER_CHUNKS,
@@ -48,7 +49,8 @@ from bridge.formats.orbax.arrays import (
     store_spec,
 )
 from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE, find_item, is_committed, items_beside
-from bridge.formats.orbax.keys import key_types
+from bridge.formats.orbax.keys import read_keys
+from bridge.formats.orbax.strings import STRINGS_FILE, find_strings
 from bridge.formats.orbax.tree import Tree, leaf_name, parse_tree, storage_key
 from bridge.formats.orbax.values import Place, StoredValues, places_in_files, places_in_ocdbt, stored_sizes
 from bridge.formats.wrapping import ClosedAtEnd
@@ -67,7 +69,7 @@ class OrbaxReader(ClosedAtEnd):
 
     path: a checkpoint, an item of one, or a directory of steps with exactly one step. Opening lists every stored
     chunk, so a checkpoint with a missing one is refused at once. Strings, None and empty containers are in `objects`.
-    Typed PRNG keys are the tensors of uint32 that are in `key_types`, with the name of their implementation.
+    `kinds`, by name, says which tensors are typed PRNG keys, and what other leaves are; see `leaf_kinds.py`.
     verify: check the CRC-32C of a raw chunk before its bytes are taken, which reads all of it once.
 
     Raises CheckpointError for anything malformed, incomplete or ambiguous; FileNotFoundError if nothing is there.
@@ -114,9 +116,10 @@ class OrbaxReader(ClosedAtEnd):
                 for path, layout in zip(tree.arrays, self._layouts.values(), strict=True)
             }
         )
-        typed = key_types(self._item, fetch)
-        keys = {leaf_name(path): typed.get(storage_key(path)) for path in tree.arrays} if typed else {}
-        self.key_types: Mapping[str, str] = {name: kind for name, kind in keys.items() if kind is not None}
+        typed = read_keys(self._item, fetch)
+        keys = {path: typed.get(storage_key(path)) for path in tree.arrays} if typed else {}
+        kinds = {**tree.kinds, **{path: key_kind(name) for path, name in keys.items() if name is not None}}
+        self.kinds: Mapping[str, str] = MappingProxyType({leaf_name(p): kind for p, kind in kinds.items()})
         objects = {**tree.objects, **self._read_strings(tree)}
         self.objects: Mapping[str, object] = MappingProxyType({leaf_name(p): v for p, v in objects.items()})
         self.object_paths: Mapping[str, TreePath] = MappingProxyType({leaf_name(p): p for p in objects})
@@ -348,23 +351,10 @@ class OrbaxReader(ClosedAtEnd):
             if key in self._values:
                 self._values.open(key)
 
-    def _read_strings(self, tree: Tree) -> dict[TreePath, object]:
+    def _read_strings(self, tree: Tree) -> Mapping[TreePath, str]:
         if not tree.strings:
             return {}
-        values = self._read_json("_strings.json")
-        found: dict[TreePath, object] = {}
-        for path in tree.strings:
-            value = values.get(storage_key(path)) if isinstance(values, dict) else None
-            if not isinstance(value, str):
-                raise CheckpointError(
-                    f"{self._item}/_strings.json: expected a string for {leaf_name(path)!r}, found none"
-                )
-            if not is_unicode(value):
-                raise CheckpointError(
-                    f"{self._item}/_strings.json: expected Unicode text for {leaf_name(path)!r}, got {value!r:.80}"
-                )
-            found[path] = value
-        return found
+        return find_strings(self._read_json(STRINGS_FILE), tree.strings, str(self._item / STRINGS_FILE))
 
     def _read_json(self, name: str) -> object:
         return _parse_json(small_file(self._item, name, "the tree"), str(self._item / name))

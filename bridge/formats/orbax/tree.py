@@ -10,31 +10,21 @@ Values that are no arrays ride in `_METADATA` under custom_metadata["twinshard"]
     {"objects": {"optimizer/param_groups/0/betas": {"__tuple__": [0.9, 0.95]}},
      "paths": {"optimizer/param_groups/0/betas": ["optimizer", "param_groups", 0, "betas"]}}
 
-There "positions" gives the paths of arrays in lists that also hold other things: Orbax has only lists of arrays.
+There "positions" gives the paths of leaves in lists that also hold other things: Orbax has only lists of leaves.
 """
 
 from __future__ import annotations
 
-import base64
-import math
 import re
-import struct
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from bridge.formats.base import MAX_NAME, TREE_PATH_KEYS, CheckpointError, TreePath, is_tree_path, is_unicode
-
-Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
+from bridge.formats.base import MAX_NAME, TREE_PATH_KEYS, CheckpointError, TreePath, is_tree_path
+from bridge.formats.leaf_kinds import EMPTY, SCALAR, STRING, implied_kinds, is_kind_of, key_implementation
+from bridge.formats.orbax.objects import Json, decode_object, encode_object, require_unicode
 
 _SEQUENCE, _MAPPING = 1, 2
-_TUPLE = "__tuple__"
-_BYTES = "__bytes__"
-_FLOAT = "__float__"
-_MAX_DEPTH = 64
-_EXACT = frozenset({bool, int, float, str, list, tuple, dict})
-_EMPTY: Mapping[str, object] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
 
 
 def leaf_name(path: TreePath) -> str:
@@ -52,12 +42,13 @@ class Tree:
     """`_METADATA`, checked. Each leaf of the checkpoint is in exactly one of `arrays`, `strings`, `objects`.
 
     strings: the values are in `_strings.json`. objects: empty containers, None, and this package's own objects.
-    use_ocdbt: None where `_METADATA` does not say.
+    kinds: what leaves are beyond that, see `leaf_kinds.py`. use_ocdbt: None where `_METADATA` does not say.
     """
 
     arrays: tuple[TreePath, ...]
     strings: tuple[TreePath, ...]
     objects: Mapping[TreePath, object]
+    kinds: Mapping[TreePath, str]
     use_ocdbt: bool | None
     use_zarr3: bool
 
@@ -68,61 +59,79 @@ def parse_tree(data: object, what: str) -> Tree:
     arrays: list[TreePath] = []
     strings: list[TreePath] = []
     objects: dict[TreePath, object] = {}
+    kinds: dict[TreePath, str] = {}
     for entry in _mapping(root.get("tree_metadata"), f"{what}: tree_metadata").values():
         path = _parse_path(entry, what)
         value = _mapping(_mapping(entry, what).get("value_metadata"), f"{what}: leaf {leaf_name(path)!r}")
         kind = value.get("value_type")
         if value.get("skip_deserialize"):
-            if not isinstance(kind, str) or kind not in _EMPTY:
+            if not isinstance(kind, str) or kind not in EMPTY:
                 raise CheckpointError(
                     f"{what}: leaf {leaf_name(path)!r}: expected a value without data to be one of "
-                    f"{', '.join(_EMPTY)}, got {str(kind)[:80]!r}"
+                    f"{', '.join(EMPTY)}, got {str(kind)[:80]!r}"
                 )
-            objects[path] = _EMPTY[kind]
-        elif kind == "string":
+            objects[path] = EMPTY[kind]
+            kinds[path] = kind
+        elif kind == STRING:
             strings.append(path)
+            kinds[path] = STRING
         else:
             arrays.append(path)
+            if kind == SCALAR:
+                kinds[path] = SCALAR
     custom = root.get("custom_metadata")
     if isinstance(custom, dict) and "twinshard" in custom:
         own = f"{what}: custom_metadata['twinshard']"
+        at = _own_positions((*arrays, *strings, *objects), custom["twinshard"], own)
+        arrays, strings = [at[path] for path in arrays], [at[path] for path in strings]
+        objects = {at[path]: value for path, value in objects.items()}
+        kinds = {at[path]: kind for path, kind in kinds.items()}
         objects |= _parse_objects(custom["twinshard"], own)
-        arrays = _at_their_positions(arrays, custom["twinshard"], own)
     claims = Claims(what)
     for path in (*arrays, *strings, *objects):
-        _text(leaf_name(path), f"{what}: the name of a leaf")
+        require_unicode(leaf_name(path), f"{what}: the name of a leaf")
         claims.add(path)
     use_ocdbt = root.get("use_ocdbt")
     return Tree(
         arrays=tuple(arrays),
         strings=tuple(strings),
         objects=objects,
+        kinds=kinds,
         use_ocdbt=None if use_ocdbt is None else bool(use_ocdbt),
         use_zarr3=bool(root.get("use_zarr3", False)),
     )
 
 
-def render_tree(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]) -> Json:
-    """The content of `_METADATA` for arrays stored as OCDBT and zarr3, all called NumPy arrays.
+def leaves_of(
+    arrays: Iterable[TreePath], objects: Mapping[TreePath, object], kinds: Mapping[TreePath, str]
+) -> dict[TreePath, str]:
+    """Those of the objects that are leaves of the tree, and what stock Orbax calls them.
 
-    Called jax.Array, they would need sharding files, and restoring would depend on the topology. None and empty
-    containers that are beside arrays, such as the parts of an optax chain that hold nothing, are leaves of the tree as
-    in stock Orbax, which compares structures when it restores.
+    kinds: see `leaf_kinds.py`.
+    """
+    told = {path: kinds[path] for path, value in objects.items() if is_kind_of(kinds.get(path), value)}
+    return implied_kinds(arrays, objects) | told
+
+
+def render_tree(
+    arrays: Iterable[TreePath], objects: Mapping[TreePath, object], kinds: Mapping[TreePath, str]
+) -> Json:
+    """The content of `_METADATA` for arrays stored as OCDBT and zarr3.
+
+    Arrays are called NumPy arrays, but for numbers of Python and typed keys. Called jax.Array, they need sharding
+    files, and restoring depends on what these say. Objects that are no leaves ride in the custom metadata.
     """
     paths = list(arrays)
-    roots = {path[0] for path in paths}
-    empty = {
-        path: kind for path, value in objects.items() if path[0] in roots and (kind := _empty_kind(value))
-    }
-    paths += empty
+    leaves = leaves_of(paths, objects, kinds)
+    types = {path: _value_type(kinds.get(path)) for path in paths} | leaves
     children: defaultdict[TreePath, set[str | int]] = defaultdict(set)
-    for path in paths:
+    for path in types:
         for depth in range(len(path)):
             children[path[:depth]].add(path[depth])
     # A list position that has no predecessor (it is an object, say) makes stock Orbax fail: such lists become dicts.
     lists = {parent for parent, keys in children.items() if keys == set(range(len(keys)))}
     tree: dict[str, Json] = {}
-    for path in paths:
+    for path, value_type in types.items():
         keys: list[Json] = [
             {"key": str(key), "key_type": _SEQUENCE if path[:depth] in lists else _MAPPING}
             for depth, key in enumerate(path)
@@ -130,15 +139,15 @@ def render_tree(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]) 
         tree[str(tuple(map(str, path)))] = {
             "key_metadata": keys,
             "value_metadata": {
-                "value_type": empty.get(path, "np.ndarray"),
-                "skip_deserialize": path in empty,
+                "value_type": value_type,
+                "skip_deserialize": value_type in EMPTY,
             },
         }
-    objects = {path: value for path, value in objects.items() if path not in empty}
+    objects = {path: value for path, value in objects.items() if path not in leaves}
     own: dict[str, Json] = _render_objects(objects) if objects else {}
     positions: dict[str, Json] = {
         leaf_name(path): [*path]
-        for path in paths
+        for path in types
         if any(isinstance(key, int) and path[:depth] not in lists for depth, key in enumerate(path))
     }
     if positions:
@@ -152,12 +161,10 @@ def render_tree(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]) 
     }
 
 
-def _empty_kind(value: object) -> str | None:
-    """The name that stock Orbax has for a value that holds nothing; None for other values."""
-    if value is None:
-        return "None"
-    names: dict[type, str] = {dict: "Dict", list: "List", tuple: "Tuple"}
-    return names.get(type(value)) if not value else None
+def _value_type(kind: str | None) -> str:
+    if key_implementation(kind) is not None:
+        return "jax.Array"
+    return SCALAR if kind == SCALAR else "np.ndarray"
 
 
 class Claims:
@@ -200,89 +207,17 @@ class Claims:
             self._inner.setdefault(prefix, path)
 
 
-def encode_object(value: object, what: str, depth: int = 0) -> Json:
-    """JSON for None, bool, int, float, str, bytes, and lists, tuples and str-keyed dicts of them, at most 64 deep.
-
-    CheckpointError, naming `what`, for anything else: nothing is converted silently.
-    """
-    if depth > _MAX_DEPTH:
-        raise CheckpointError(f"{what}: expected at most {_MAX_DEPTH} levels of nesting, got more")
-    # Exact types: a NumPy float or a named tuple is a subclass that would come back as something else.
-    exact = type(value) in _EXACT
-    if type(value) is float and not math.isfinite(value):
-        # JSON has no such numbers, and would not tell one NaN from another.
-        return {_FLOAT: struct.pack(">d", value).hex()}
-    if value is None or (exact and isinstance(value, bool | int | float | str)):
-        return value
-    if type(value) is bytes:
-        return {_BYTES: base64.b64encode(value).decode()}
-    if exact and isinstance(value, list | tuple):
-        items: list[Json] = [encode_object(item, what, depth + 1) for item in value]
-        return {_TUPLE: items} if isinstance(value, tuple) else items
-    if (
-        exact
-        and isinstance(value, dict)
-        and value.keys().isdisjoint((_TUPLE, _BYTES, _FLOAT))
-        and all(type(key) is str for key in value)
-    ):
-        return {key: encode_object(item, what, depth + 1) for key, item in value.items()}
-    raise CheckpointError(
-        f"{what}: expected None, bool, int, float, str, bytes, or a list, tuple or dict with str keys of these, "
-        f"got {type(value).__name__} {value!r:.80}"
-    )
-
-
-def _decode_object(value: object, what: str, depth: int = 0) -> object:
-    if depth > _MAX_DEPTH:
-        raise CheckpointError(f"{what}: expected at most {_MAX_DEPTH} levels of nesting, got more")
-    if isinstance(value, list):
-        return [_decode_object(item, what, depth + 1) for item in value]
-    if isinstance(value, dict):
-        items = value.get(_TUPLE)
-        if len(value) == 1 and isinstance(items, list):
-            return tuple(_decode_object(item, what, depth + 1) for item in items)
-        if len(value) == 1 and isinstance(value.get(_BYTES), str):
-            return _decode_bytes(value[_BYTES], what)
-        if len(value) == 1 and isinstance(value.get(_FLOAT), str):
-            return _decode_float(value[_FLOAT], what)
-        return {_text(key, what): _decode_object(item, what, depth + 1) for key, item in value.items()}
-    return _text(value, what) if isinstance(value, str) else value
-
-
-def _text(value: str, what: str) -> str:
-    # JSON may escape half a character alone, which no file can be given.
-    if not is_unicode(value):
-        raise CheckpointError(f"{what}: expected Unicode text, got {value!r:.80}")
-    return value
-
-
-def _decode_bytes(text: str, what: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError as error:
-        raise CheckpointError(f"{what}: expected bytes in base 64, got something else: {error}") from error
-
-
-def _decode_float(text: str, what: str) -> float:
-    try:
-        return float(struct.unpack(">d", bytes.fromhex(text))[0])
-    except (ValueError, struct.error) as error:
-        raise CheckpointError(
-            f"{what}: expected a float as 16 hexadecimal digits, got {text[:80]!r}"
-        ) from error
-
-
-def _at_their_positions(arrays: list[TreePath], data: object, what: str) -> list[TreePath]:
-    """Arrays of lists that are dicts in the tree, since something in them is no array, with their list positions."""
+def _own_positions(leaves: Iterable[TreePath], data: object, what: str) -> dict[TreePath, TreePath]:
+    """Leaves of lists that are dicts in the tree, since something in them is no leaf, with their list positions."""
     positions = _mapping(_mapping(data, what).get("positions", {}), f"{what}: positions")
-    found = []
-    for path in arrays:
+    found: dict[TreePath, TreePath] = {}
+    for path in leaves:
         own = positions.get(leaf_name(path), list(path))
         if not isinstance(own, list) or list(map(str, own)) != list(map(str, path)):
             raise CheckpointError(
-                f"{what}: array {leaf_name(path)!r}: expected the positions of {path}, got {own!r:.80}"
+                f"{what}: leaf {leaf_name(path)!r}: expected the positions of {path}, got {own!r:.80}"
             )
-        found.append(tuple(own))
+        found[path] = tuple(own)
     return found
 
 
@@ -301,7 +236,7 @@ def _parse_objects(data: object, what: str) -> dict[TreePath, object]:
         path = paths.get(name, name.split("/"))
         if not isinstance(path, list) or not all(type(key) in (str, int) for key in path):
             raise CheckpointError(f"{what}: object {name!r}: expected a path of keys, got {path!r:.80}")
-        found[tuple(path)] = _decode_object(value, f"{what}: object {name!r}")
+        found[tuple(path)] = decode_object(value, f"{what}: object {name!r}")
     return found
 
 

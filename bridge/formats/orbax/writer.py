@@ -32,7 +32,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -60,10 +60,14 @@ from bridge.formats.files.manifest import (
 )
 from bridge.formats.files.record import ChunkRecord, RecordedChunks
 from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.leaf_kinds import STRING, key_implementation
 from bridge.formats.orbax.arrays import ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.formats.orbax.chunks import ChunkStore, join_stores, process_store
 from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE
-from bridge.formats.orbax.tree import Claims, as_path, encode_object, leaf_name, render_tree, storage_key
+from bridge.formats.orbax.keys import write_keys
+from bridge.formats.orbax.objects import encode_object
+from bridge.formats.orbax.strings import STRINGS_FILE, render_strings
+from bridge.formats.orbax.tree import Claims, as_path, leaf_name, leaves_of, render_tree, storage_key
 
 _CHUNK = 8 << 20
 _MAX_CHUNK = 32 << 20
@@ -160,7 +164,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
 
     Tensors become NumPy leaves (zarr3 in OCDBT, uncompressed, with a CRC-32C per chunk that stock Orbax verifies);
     objects ride in `_METADATA`. Tree paths keep list positions where all of 0, 1, ..., n-1 are there, else they become
-    dict keys. A checkpoint without any tensor is refused at commit, as stock Orbax could not read it.
+    dict keys. A checkpoint without any leaf is refused at commit, as stock Orbax could not read it.
 
     process: this process's number where several write; see the module docstring. item: the directory below `path` for
     the arrays, none by default; ValueError for a name that is no directory's, or for a name in layout v1, which has its
@@ -196,6 +200,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
             raise
         self._started = time.time_ns()
         self._objects: dict[TreePath, object] = {}
+        self._kinds: dict[str, str] = {}
 
     @property
     def temporary(self) -> Path:
@@ -211,6 +216,19 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
             self._claims.add(leaf)
             self._objects[leaf] = value
 
+    def add_kinds(self, kinds: Mapping[str, str]) -> None:
+        """Say what leaves are to stock Orbax; see `CheckpointWriter.add_kinds`."""
+        self._require_open()
+        for name, kind in kinds.items():
+            info = self._record.infos.get(name)
+            data = info is not None and info.dtype == np.uint32 and len(info.shape) > 0
+            if info is not None and key_implementation(kind) is not None and not data:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r}: expected uint32 of at least one dimension for a {kind}, got "
+                    f"{info.dtype} of shape {info.shape}"
+                )
+        self._kinds.update(kinds)
+
     def commit(self, processes: Sequence[int] = ()) -> None:
         """Let the checkpoint appear under its name; on any error nothing is left behind.
 
@@ -219,7 +237,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         """
         try:
             self._require_open()
-            if not self._layouts:
+            if not self._layouts and not self._leaves():
                 raise CheckpointError(f"{self.path}: expected at least one tensor to save, got none")
             if not processes:
                 self._record.require_complete()
@@ -244,6 +262,8 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
 
     def _require_stored(self, processes: Sequence[int]) -> None:
         """Look for every key in the store itself, by a fresh context: nothing remembered, only what is on disk."""
+        if not self._layouts:
+            return
         with explain(f"{self.path}: cannot list the array store"):
             spec = store_spec(self._item, ocdbt=True)
             present = set(ts.KvStore.open(spec, context=new_context()).result().list().result())
@@ -266,14 +286,33 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
             "commit_timestamp_nsecs": time.time_ns(),
             "custom_metadata": {},
         }
-        tree = render_tree([info.path for info in self._record.infos.values()], self._objects)
-        _write_json(self._item / TREE_FILE, tree)
+        arrays = [info.path for info in self._record.infos.values()]
+        leaves = self._leaves()
+        _write_json(self._item / TREE_FILE, render_tree(arrays, self._objects, self._kinds_by_path()))
+        strings = {path: str(self._objects[path]) for path, kind in leaves.items() if kind == STRING}
+        if strings:
+            _write_json(self._item / STRINGS_FILE, render_strings(strings, str(self.path)))
+        keys = {name: key_implementation(self._kinds.get(name)) for name in self._layouts}
+        write_keys(
+            self._item,
+            {self._layouts[name].key: kind for name, kind in keys.items() if kind is not None},
+            {layout.key: layout for layout in self._layouts.values()},
+        )
         _write_json(root / "_CHECKPOINT_METADATA", step)
         if self._layout == "v1":
             (root / "orbax.checkpoint").touch()
         elif self._item_name is not None:
             (self._item / COMMIT_FILE).write_text("This item is complete.\n")
         (root / COMMIT_FILE).write_text("This checkpoint is complete.\n")
+
+    def _kinds_by_path(self) -> dict[TreePath, str]:
+        paths = {info.name: info.path for info in self._record.infos.values()}
+        paths |= {leaf_name(path): path for path in self._objects}
+        return {paths[name]: kind for name, kind in self._kinds.items() if name in paths}
+
+    def _leaves(self) -> Mapping[TreePath, str]:
+        arrays = [info.path for info in self._record.infos.values()]
+        return leaves_of(arrays, self._objects, self._kinds_by_path())
 
     def _write_manifest(self, processes: Sequence[int]) -> None:
         tensors = dict(self._record.manifest())

@@ -40,6 +40,7 @@ from bridge.formats.files.manifest import (
 )
 from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
 from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import default_chunk_shape
 from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, encode_value, format_extras
 from bridge.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
@@ -136,6 +137,11 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
             # Every file has this text, and readers leave it out.
             if (tree_path, value) != ((METADATA_KEY, FORMAT_KEY), FORMAT_VALUE):
                 self._object_checksums[name] = object_checksum(value)
+
+    def add_kinds(self, kinds: Mapping[str, str]) -> None:
+        """Note what leaves of a JAX tree are; see `CheckpointWriter.add_kinds`."""
+        if kinds:
+            self.add_object(LEAVES, dict(kinds))
 
     def commit(self) -> None:
         """Check that every chunk was written, sync to disk and rename into place; on failure, leave nothing.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,12 +44,6 @@ class StoredReader(WrappingReader):
     def fetch(self, path: Path, start: int, stop: int) -> None:
         """Make bytes [start, stop) of a file of the mirror present."""
         self._mirror.fetch(path, start, stop)
-
-    @property
-    def key_types(self) -> Mapping[str, str]:
-        """Implementations of typed PRNG keys, by name; see `OrbaxReader`."""
-        found: Mapping[str, str] = getattr(self._reader, "key_types", {})
-        return found
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """One block of a tensor; see `CheckpointReader.read`. OSError when the store fails."""

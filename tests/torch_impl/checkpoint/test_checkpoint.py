@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from bridge.formats import CheckpointError, open_checkpoint
+from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
 from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 
@@ -427,6 +427,25 @@ def test_an_optimizer_with_other_state_is_refused(tmp_path):
     save_checkpoint(tmp_path / "a", model, optimizer)
     with pytest.raises(CheckpointError, match=r"19 missing: optimizer\.state\.embed\.weight\.max_exp_avg_sq"):
         load_checkpoint(tmp_path / "a", model, torch.optim.AdamW(model.parameters(), amsgrad=True))
+
+
+def test_the_notes_of_a_conversion_are_no_part_of_the_model(tmp_path):
+    model, optimizer = _trained()
+    save_checkpoint(tmp_path / "a", model, optimizer)
+    with open_checkpoint(tmp_path / "a") as reader, create_checkpoint(tmp_path / "b", "dcp") as writer:
+        names = {
+            name: writer.add_tensor(info.path, info.shape, info.dtype).name
+            for name, info in reader.tensors.items()
+        }
+        for name in reader.objects:
+            writer.add_object(reader.object_paths[name], reader.objects[name])
+        writer.add_kinds({"train.rng": "key<rbg>"})
+        for name, written in names.items():
+            for box in writer.chunks(written):
+                writer.write(written, box, reader.read(name, box))
+    other = _decoder(3)
+    load_checkpoint(tmp_path / "b", other, again := _adamw(other))
+    _assert_equal(_state(other, again), _state(model, optimizer))
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])

@@ -1,0 +1,129 @@
+"""What a conversion, and a comparison, make of the kinds of leaves: typed PRNG keys, and the structure of the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Set
+
+import numpy as np
+
+from bridge.checkpoints.casts import Output
+from bridge.formats.base import CheckpointError, CheckpointReader, TreePath
+from bridge.formats.leaf_kinds import (
+    EMPTY,
+    STRING,
+    implied_kinds,
+    key_implementation,
+    key_kind,
+    key_types,
+    kinds_of,
+    tree_kinds,
+)
+from bridge.mapping.plan import Plan, PlannedTensor
+
+_ROOT = "(the whole tree)"
+
+
+def carried_kinds(
+    reader: CheckpointReader,
+    outputs: Iterable[Output],
+    objects: Mapping[str, tuple[TreePath, object]],
+    origins: Mapping[str, str],
+) -> dict[str, str]:
+    """The kinds to be told to a conversion's writer, by name in the destination: all but those that are implied.
+
+    outputs, objects: of the destination. origins: the names in the source of those objects that are there.
+
+    CheckpointError where elements of a typed PRNG key would be rearranged: that would be another key.
+    """
+    known = kinds_of(reader)
+    outputs = tuple(outputs)
+    told = {
+        output.name: kind for output in outputs if (kind := _kind(reader, output.planned, known)) is not None
+    }
+    implied = implied_kinds((output.path for output in outputs), dict(objects.values()))
+    for name, old in origins.items():
+        kind, path = known.get(old), objects[name][0]
+        if kind is not None and implied.get(path) != kind:
+            told[name] = kind
+    return told
+
+
+def _kind(reader: CheckpointReader, tensor: PlannedTensor, known: Mapping[str, str]) -> str | None:
+    sources = tensor.sources
+    whole = tensor.unchanged and reader.tensors[sources[0]].shape == tensor.shape
+    if whole:
+        return known.get(sources[0])
+    for name in sources:
+        if key_implementation(known.get(name)) is not None:
+            raise CheckpointError(
+                f"{reader.path}: tensor {name!r}: expected a mapping that leaves typed PRNG keys as they are, got one "
+                f"that rearranges the data of {known[name]}: change its rule, or leave the tensor out (--drop "
+                f"{name!r}) and make the keys anew"
+            )
+    return None
+
+
+def dtype_names(
+    a: CheckpointReader, plan: Plan, b: CheckpointReader, common: Iterable[str]
+) -> dict[str, tuple[str, str]]:
+    """The dtypes in ``a`` and ``b`` of the tensors that either has as typed PRNG keys, and the other otherwise."""
+    types_a, types_b = key_types(a), key_types(b)
+    found = {}
+    for name in common:
+        tensor = plan.tensors[name]
+        of_a = next((types_a[source] for source in tensor.sources if source in types_a), None)
+        of_b = types_b.get(name)
+        if of_a != of_b:
+            found[name] = _dtype_name(tensor.dtype, of_a), _dtype_name(b.tensors[name].dtype, of_b)
+    return found
+
+
+def _dtype_name(dtype: np.dtype, key: str | None) -> str:
+    return dtype.name if key is None else key_kind(key)
+
+
+def structure_differences(
+    a: CheckpointReader, plan: Plan, b: CheckpointReader, left_out: Set[str]
+) -> tuple[tuple[str, str], ...]:
+    """Where the trees have another structure, by the names of ``b``: a target for one does not fit the other.
+
+    These are None, empty containers and texts that are leaves of one tree only, and lists that are dicts in the other.
+    plan: of ``a`` in the format of ``b``, names unchanged. left_out: names that are not to be in ``b``.
+    """
+    kinds_a, kinds_b = tree_kinds(a), tree_kinds(b)
+    leaves_a = {name: kinds_a.get(old) for name, (_, old) in plan.objects.items()}
+    leaves_b = {name: kinds_b.get(name) for name in b.object_paths if name not in left_out}
+    leaves_a, leaves_b = (
+        {name: kind for name, kind in leaves.items() if kind in EMPTY or kind == STRING}
+        for leaves in (leaves_a, leaves_b)
+    )
+    tensors = {*plan.tensors, *b.tensors}
+    only = [
+        (name, f"{kind} in a, not in the tree of b")
+        for name, kind in leaves_a.items()
+        if name not in leaves_b and name not in tensors
+    ]
+    only += [
+        (name, f"not in the tree of a, {kind} in b")
+        for name, kind in leaves_b.items()
+        if name not in leaves_a and name not in tensors
+    ]
+    pairs = [(t.path, b.tensors[name].path) for name, t in plan.tensors.items() if name in b.tensors]
+    pairs += [(plan.objects[name][0], b.object_paths[name]) for name in leaves_a if name in leaves_b]
+    return (*only, *dict(_other_containers(pairs, "/" if b.format == "orbax" else ".")).items())
+
+
+def _other_containers(
+    pairs: Iterable[tuple[TreePath, TreePath]], separator: str
+) -> Iterator[tuple[str, str]]:
+    for path_a, path_b in pairs:
+        # A flat name has no containers to be compared.
+        if len(path_a) != len(path_b):
+            continue
+        for depth, (key_a, key_b) in enumerate(zip(path_a, path_b, strict=True)):
+            if type(key_a) is not type(key_b):
+                kinds = ["list" if isinstance(key, int) else "dict" for key in (key_a, key_b)]
+                yield (
+                    separator.join(map(str, path_b[:depth])) or _ROOT,
+                    f"a {kinds[0]} in a, a {kinds[1]} in b",
+                )
