@@ -187,6 +187,7 @@ def test_a_search_prints_and_saves_a_policy_that_fits(tmp_path: Path) -> None:
     assert json.loads(call(*arguments, "--json").stdout)["search"] is None
 
 
+@pytest.mark.slow
 def test_a_search_tells_how_to_compile_what_it_found() -> None:
     arguments = ("fsdp", "--model", "decoder:quick", "--devices", "8", "--memory", "5MB", "--length", 32)
     result = call(*arguments, "--runtime", "jax", "--search")

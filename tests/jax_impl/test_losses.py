@@ -90,7 +90,7 @@ def assert_close(found: Any, expected: Any, rtol: float = 2e-6) -> None:
         np.testing.assert_allclose(found[path], value, rtol=rtol, atol=rtol * scale, err_msg=path)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params", "hfsdp"])
@@ -133,6 +133,7 @@ def test_a_batch_without_any_token_has_neither_loss_nor_gradients(engine: str) -
     assert not any(np.any(value) for value in unshard(plan, gradients).values())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_statistics_beside_a_mean_are_averaged_and_counts_are_summed(engine: str, microbatches: int) -> None:
@@ -216,6 +217,7 @@ def stepped(engine: str, optimizer: Any) -> Any:
     return plan, init_state(plan, weights, optimizer), make_train_step(plan, pair, optimizer, microbatches=2)
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_a_step_is_traced_inside_of_other_programs(engine: str) -> None:
     optimizer = main_weight_adamw(1e-2, weight_decay=0.1)
@@ -238,6 +240,7 @@ def test_a_step_is_traced_inside_of_other_programs(engine: str) -> None:
     step(scanned, batch(3))
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_a_step_is_compiled_ahead_from_shapes(engine: str) -> None:
     optimizer = main_weight_adamw(1e-2)

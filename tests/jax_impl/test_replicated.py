@@ -90,6 +90,7 @@ def keys_of(plan: Any) -> list[str]:
     return [info.key for path, info in plan.parameters.items() if path.endswith("gate")]
 
 
+@pytest.mark.fast_cases("shard_map-devices1-options1", "pjit-2-options2")
 @pytest.mark.parametrize(
     ("engine", "devices", "options"),
     [

@@ -266,6 +266,7 @@ def test_microbatches_below_one_are_refused():
         make_train_step(plan, loss, optax.sgd(1.0), microbatches=0)
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_lowered_programs_are_those_that_a_step_runs(engine):
     plan, weights = fully_shard(decoder(), data_parallel_mesh(2), engine=engine)

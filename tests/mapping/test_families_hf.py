@@ -51,6 +51,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.fast_cases("mixtral-changes2", "gpt2-changes4")
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_a_trained_model_becomes_flax_and_comes_back_bit_for_bit(tmp_path: Path, family, changes) -> None:
     model, optimizer = trained(family, **changes)
@@ -169,6 +170,7 @@ def _batch(seed: int) -> np.ndarray:
     return tokens(2, 20, seed=seed)
 
 
+@pytest.mark.fast_cases("gpt2")
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_training_goes_on_in_jax_and_then_in_torch_with_equal_losses(tmp_path: Path, family) -> None:
     model, optimizer = trained(family, tie_word_embeddings=False)

@@ -124,6 +124,7 @@ def _one_thread() -> Any:
     torch.set_num_threads(before)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("decay", [0.0, 0.1], ids=["Adam", "AdamW"])
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -126,6 +126,7 @@ def test_the_tail_of_a_long_tensor_is_within_five_ulp() -> None:
         assert compare(ours, theirs, Tolerance()).max_ulp <= 5
 
 
+@pytest.mark.fast_cases("float32")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_how_far_torchs_tails_drift(dtype: type) -> None:
     """Tensors that are only tail. The docstring of ``jax_impl.optimizer.main_weight_adamw`` gives these numbers."""

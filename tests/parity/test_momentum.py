@@ -141,6 +141,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_checkpoint_hops_there_and_back_exactly(tmp_path: Path, name: str, dtype: str) -> None:

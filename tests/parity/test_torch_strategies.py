@@ -90,7 +90,16 @@ def reference_backward(
     return loss.detach()
 
 
-@pytest.mark.pairwise
+@pytest.mark.fast_cases(
+    "no_shard-2-1-2",
+    "no_shard-3-3-2",
+    "optim-2-3-2",
+    "optim-4-1-2",
+    "optim_grads-3-3-2",
+    "optim_grads_params-1-3-2",
+    "optim_grads_params-2-3-2",
+    "optim_grads_params-3-1-2",
+)
 @pytest.mark.parametrize("steps", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

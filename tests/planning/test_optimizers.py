@@ -262,6 +262,7 @@ def test_the_peak_of_frozen_layers_is_an_upper_bound(ranks: RankGroup) -> None:
     assert max(peaks) < part < whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name != "lion" else name for name in NAMES]
 )

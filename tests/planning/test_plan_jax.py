@@ -139,6 +139,7 @@ def test_bytes_and_collectives_of_random_models_and_placements(
     assert_measured(*case)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [
@@ -170,6 +171,7 @@ WIDE = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
 @pytest.mark.parametrize(
     ("mesh", "strategy"), [((3,), "optim_grads_params"), ((2,), "optim"), ((2, 2), "hsdp"), ((2, 3), "hfsdp")]
@@ -250,6 +252,7 @@ def in_levels(layers: str, parts: str, root: bool) -> str:
 RECOMPUTED, WHOLE = "recompute = true", 'strategy = "optim_grads"'
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize(
     ("layers", "parts", "root", "stacked"),

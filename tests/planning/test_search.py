@@ -166,6 +166,7 @@ def test_the_largest_batch_is_the_one_that_trying_all_finds(
     assert largest_batch(plan, usable).batch == max(fitting, default=0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b", "decoder:quick"])
 @pytest.mark.parametrize("runtime", ["torch", "jax"])
 def test_the_peak_never_falls_when_the_batch_grows(name: str, runtime: str) -> None:

@@ -134,6 +134,7 @@ def assert_holds(path: Path, expected: Arrays) -> None:
                 assert same_bits(reader.read(name, box), np.ascontiguousarray(array[box.slices()]))
 
 
+@pytest.mark.fast_cases("fsdp2-3", "fsdp x tp-4")
 @pytest.mark.parametrize(
     ("kind", "world"), [("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4), ("fsdp x tp", 4)]
 )

@@ -105,6 +105,7 @@ def assert_gradients_as_alone(
     return plan
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize("loss", [one_axis, two_axes, shared_result])

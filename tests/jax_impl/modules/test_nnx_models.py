@@ -146,7 +146,7 @@ class Layer(nnx.Module):
         return jnp.tanh(self.norm(self.linear(x)))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("optim_grads_params-units1", "optim-units2")
 @pytest.mark.parametrize("units", [[], ["*"], ["*", "*/norm"]])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_batch_statistics_are_means_over_devices_and_pass_through_microbatches(strategy, units):
@@ -193,6 +193,7 @@ class Dropped(nnx.Module):
         return self.drop(x * self.weight[...])
 
 
+@pytest.mark.fast_cases("shard_map-units1", "pjit-units0")
 @pytest.mark.parametrize("units", [[], ["drop"]])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_dropout_differs_between_devices_microbatches_and_steps(engine, units):
@@ -250,7 +251,7 @@ class Scanned(nnx.Module):
         return self.head(run(x, self.layers))
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(

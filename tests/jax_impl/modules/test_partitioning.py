@@ -224,6 +224,7 @@ def pytree_loss(params: Any, rows: jax.Array) -> jax.Array:
     return jnp.mean((jnp.tanh(rows @ params["a"]) @ params["b"] - 1) ** 2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize(
     ("make", "loss", "parallel"),

@@ -106,7 +106,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
 CASES: list[Any] = [(4,), (3, "optim"), (2, runs.DEFAULT, "pjit"), ((2, 2), "hfsdp")]
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("1-momentum", "2-muon")
 @pytest.mark.parametrize("name", ["momentum", "muon", "float8 momentum", "float8 muon"])
 @pytest.mark.parametrize("other", range(1, len(CASES)))
 @pytest.mark.filterwarnings("ignore:shard_map engine")

@@ -94,6 +94,7 @@ ON_HOST = Offload(1.0, True, "host")
 SCALED = {"mu_dtype": "float16", "nu_dtype": "float8_e4m3fn"}
 
 
+@pytest.mark.fast_cases("<lambda>-offload3-options3", "<lambda>-offload4-options4")
 @needs_moves
 @pytest.mark.parametrize(
     ("make", "offload", "options"),
@@ -222,6 +223,7 @@ def held(state: TrainState, kind: str) -> int:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
 def test_a_share_is_near_what_was_asked(engine: str, share: float) -> None:

@@ -33,6 +33,7 @@ def mean(tree: Any, rows: Any) -> jax.Array:
     return jnp.mean(token_losses(tree, rows))
 
 
+@pytest.mark.each_value
 @ENGINES
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("divisor", [1, 80.0])
@@ -59,6 +60,7 @@ def test_units_may_have_divisors_of_their_own(engine: str) -> None:
     assert_close(unshard(plan, found), expected)
 
 
+@pytest.mark.fast_cases("no_shard", "optim_grads", "hfsdp")
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params", "hfsdp"])
 def test_float16_sums_of_large_gradients_do_not_overflow(strategy: str) -> None:
     # Of each device about 20,000: a sum over four is more than float16's 65,504.
@@ -83,6 +85,7 @@ def test_float16_sums_of_large_gradients_do_not_overflow(strategy: str) -> None:
 
 
 # Where gradients stay whole, each device's own are kept in the grad dtype, and so rounded, before they are summed.
+@pytest.mark.fast_cases("optim_grads-shard_map", "optim_grads_params-pjit")
 @ENGINES
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 @pytest.mark.filterwarnings("ignore:pjit engine")
@@ -131,6 +134,7 @@ def warm_up(count: Any) -> Any:
     return 0.1 / (1.0 + count)
 
 
+@pytest.mark.fast_cases("main_weight_adamw-shard_map", "inject_hyperparams-shard_map", "chain-pjit")
 @ENGINES
 @pytest.mark.parametrize(
     "optimizer",

@@ -155,6 +155,7 @@ def in_one_process(model: Model, rows: np.ndarray) -> tuple[jax.Array, dict[str,
     return value, named(found)
 
 
+@pytest.mark.fast_cases("4-0-shard_map-False-True", "1-1-shard_map-False-True", "1-1-shard_map-True-False")
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize(
     ("devices", "prefetch", "engine", "stacked"),

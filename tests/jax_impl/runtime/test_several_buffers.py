@@ -143,6 +143,7 @@ def test_gradients_and_steps_equal_those_of_the_plain_model(strategy, devices):
             assert np.count_nonzero(np.asarray(buffer)) == real, "padding must stay zero"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("unit", WIDTHS)
 def test_packing_is_undone_by_unpacking_and_puts_each_ranks_rows_into_its_shard(unit, num_shards):
@@ -207,6 +208,7 @@ def test_a_unit_is_gathered_and_reduced_as_often_as_with_one_buffer(strategy):
     assert unordered_collectives(mapped.params["jaxpr"]) == []
 
 
+@pytest.mark.fast_cases("optim", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_checkpoint_goes_on_with_another_number_of_devices_and_buffers(strategy, tmp_path):
     source, weights, step = sharded(3, "optim_grads_params")

@@ -59,6 +59,7 @@ def load(path: str, dtype: torch.dtype, strategy: str) -> dict[str, torch.Tensor
     return state
 
 
+@pytest.mark.fast_cases("saved1-wanted1", "saved3-wanted3", "saved4-wanted4")
 @pytest.mark.parametrize(
     ("saved", "wanted"),
     [
@@ -83,6 +84,7 @@ def test_moments_become_the_optimizers_as_on_whole_tensors(
                 assert same_bits(state[name], expected[name]), name
 
 
+@pytest.mark.fast_cases("dtype0", "dtype3")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_load_in_the_same_format_converts_nothing(
     ranks: RankGroup, tmp_path: Path, dtype: torch.dtype

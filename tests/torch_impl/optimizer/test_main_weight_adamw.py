@@ -59,6 +59,7 @@ def bitwise(strategy: str) -> tuple[int, int]:
     return empty, len(optimizer.state)
 
 
+@pytest.mark.fast_cases("no_shard", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_updates_equal_fused_adamw_on_the_same_rows_bit_for_bit(ranks: RankGroup, strategy: str) -> None:
     count = len(list(Toy().parameters()))

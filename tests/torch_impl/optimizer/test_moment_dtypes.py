@@ -280,6 +280,7 @@ def load(path: str, dtype: torch.dtype, strategy: str) -> dict[str, torch.Tensor
     return loaded
 
 
+@pytest.mark.fast_cases("dtype0-optim", "dtype2-optim_grads_params")
 @pytest.mark.parametrize(
     ("dtype", "strategy"),
     [
@@ -313,6 +314,7 @@ def save_from_two_axes(path: str, strategy: str) -> dict[str, torch.Tensor]:
     return whole_state(model, optimizer)
 
 
+@pytest.mark.fast_cases("hfsdp")
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
 def test_a_checkpoint_of_a_mesh_of_two_axes_loads_on_one_axis_to_the_byte(
     ranks: RankGroup, tmp_path: Path, strategy: str

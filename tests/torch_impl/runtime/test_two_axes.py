@@ -185,6 +185,7 @@ def collectives_of(strategy: str, microbatches: int) -> dict[str, int]:
 UNITS = 3
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("strategy", "gathers", "scatters", "reduces"),
     [
