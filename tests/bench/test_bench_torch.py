@@ -49,6 +49,7 @@ def test_live_bytes_of_a_known_program_are_exact_and_see_resized_storages() -> N
     assert live_bytes(known_program, CPU) == LiveBytes(64 * KB, (64 + 200 + 300) * KB, 0)
 
 
+@pytest.mark.slow
 def test_live_bytes_see_what_a_warm_step_leaves_behind() -> None:
     def build() -> Callable[[], None]:
         kept: list[torch.Tensor] = []

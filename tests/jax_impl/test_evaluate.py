@@ -224,7 +224,7 @@ def test_a_loss_of_rows_that_do_not_divide_is_refused_before_it_runs(engine: str
     assert ran
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("2-pjit", "1-shard_map")
 @ENGINES
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_inputs_that_are_no_rows_are_the_same_for_all_devices_and_parts(

@@ -525,6 +525,7 @@ def test_a_linen_model_has_frozen_integers() -> None:
         np.testing.assert_allclose(value, wanted[path], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fast_cases("1")
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_integers_of_a_stack_are_gathered_layer_by_layer(prefetch: int) -> None:
     def stack() -> Any:

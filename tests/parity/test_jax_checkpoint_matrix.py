@@ -134,6 +134,7 @@ def chained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[runs.Case], d
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.fast_cases("mixed-1")
 @pytest.mark.parametrize(("kind", "position"), CHAINS)
 def test_any_engine_strategy_and_mesh_goes_on_with_the_save_of_any_other(

@@ -96,6 +96,7 @@ def test_a_run_in_bfloat16_continues_bitwise_from_its_float32_main_weights(ranks
         _assert_continues(result, original, bitwise=True)
 
 
+@pytest.mark.fast_cases("3-4", "4-1")
 @pytest.mark.parametrize(("saver", "loader"), [(3, 4), (4, 3), (4, 1), (2, 2)])
 def test_stacks_scalars_and_empty_tensors_continue_too(ranks, originals, saver, loader):
     saved_as, loaded_as = jobs.STRATEGIES[saver % 3 + 1], jobs.STRATEGIES[loader % 3 + 1]

@@ -119,6 +119,7 @@ def test_training_equals_the_full_batch_on_one_process(
             assert all(held for _, held in rows)
 
 
+@pytest.mark.fast_cases("no_shard", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bfloat16_compute_with_float32_main_weights_follows_one_process(
     ranks: RankGroup, strategy: str

@@ -171,7 +171,7 @@ WIDE = [
 ]
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("mesh1-optim-float8_e4m3fn", "mesh3-hfsdp-mxfp8")
 @pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
 @pytest.mark.parametrize(
     ("mesh", "strategy"), [((3,), "optim_grads_params"), ((2,), "optim"), ((2, 2), "hsdp"), ((2, 3), "hfsdp")]

@@ -102,7 +102,7 @@ def test_the_decoder_in_pytorch(
 ENDS = {"colwise": "rowwise", "rowwise": "colwise"}
 
 
-@pytest.mark.fast_cases("None-False", "colwise-True")
+@pytest.mark.fast_cases("colwise-True")
 @pytest.mark.parametrize(("ends", "recompute"), [(None, False), ("colwise", True), ("rowwise", False)])
 def test_what_the_decoder_exchanges_over_a_model_axis(
     ranks: RankGroup, tmp_path: Path, ends: str | None, recompute: bool

@@ -402,6 +402,7 @@ def test_batch_shapes_are_checked(tmp_path: Path, text: str, message: str) -> No
     assert str(path) in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_lock_taken_by_another_process_since_is_waited_for_again_and_told_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -235,7 +235,7 @@ def test_20000_mutants_of_a_value_raise_nothing_but_checkpoint_errors() -> None:
     assert 0 < accepted < 20_000
 
 
-@pytest.mark.fast_cases("lists", "memo")
+@pytest.mark.fast_cases("lists")
 @pytest.mark.parametrize(
     "unit",
     [

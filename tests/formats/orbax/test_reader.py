@@ -659,6 +659,7 @@ def test_json_is_read_only_from_a_file_of_a_size_that_it_can_have(
         OrbaxReader(tmp_path / "c")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ocdbt", [True, False])
 @pytest.mark.parametrize("zarr3", [True, False])
 def test_what_tensorstore_reads_whole_has_a_size_that_it_can_have(

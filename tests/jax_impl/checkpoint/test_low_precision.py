@@ -144,7 +144,7 @@ def test_bytes_at_rest(engine: str, kind: str | None, size: int) -> None:
     assert held == expected
 
 
-@pytest.mark.fast_cases("True-before0-after0-shard_map", "False-before1-after1-pjit")
+@pytest.mark.fast_cases("True-before0-after0-shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -151,10 +151,7 @@ IN_ROOT = wrong(
 )
 
 
-@pytest.mark.fast_cases(
-    "h100:64-shard_map-1024-optim_grads_params-k1-stacked-units",
-    "h100:64-pjit-1024-optim_grads_params-k1-units",
-)
+@pytest.mark.fast_cases("h100:64-shard_map-1024-optim_grads_params-k1-stacked-units")
 @pytest.mark.parametrize(
     "setting",
     [
@@ -212,10 +209,7 @@ def test_the_plan_knows_the_memory_of_prefetch(gpu: Compile, tmp_path: Path, rec
     assert compiled[1] > 1.15 * compiled[0]
 
 
-@pytest.mark.fast_cases(
-    "h100:64-pjit-1024-optim_grads_params-k1-units",
-    "h100:64-shard_map-1024-optim_grads_params-k1-stacked-units",
-)
+@pytest.mark.fast_cases("h100:64-shard_map-1024-optim_grads_params-k1-stacked-units")
 @pytest.mark.parametrize(
     "setting",
     [
@@ -254,6 +248,7 @@ def test_reductions_run_beside_products_as_in_a_step_by_hand(gpu: Compile, setti
     assert_as_much_overlap_as_by_hand(gpu(setting), gpu(by_hand(setting)), (SCATTER,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [
@@ -295,6 +290,7 @@ def test_a_step_without_backward_gathers_ahead(gpu: Compile, stacked: bool):
     assert sum(one.times for one in found.collectives if one.kind == GATHER) == layer + 4
 
 
+@pytest.mark.fast_cases("h100:8-shard_map-1024x6-optim_grads_params-k1-offload0.5-bfloat16-bfloat16")
 @pytest.mark.parametrize(
     "setting",
     [

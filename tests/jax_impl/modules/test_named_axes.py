@@ -182,6 +182,7 @@ class Rows(linen.Module):
         return mapped(Block(name="Block_1"), mapped(Block(name="Block_0"), x))
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_batch_norm_under_linens_vmap_is_one_over_the_axis(engine):
     def loss_of(apply: Any) -> Any:

@@ -84,7 +84,7 @@ def test_every_shape_of_batch_is_checked_and_so_are_bare_gradients():
         jax.jit(make_gradients(plan, penalised))(weights, shard_batch(plan, tokens(8)))
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])

@@ -113,7 +113,7 @@ def assert_trains_as_alone(
     return plan
 
 
-@pytest.mark.fast_cases("optim-pjit", "optim_grads_params-shard_map")
+@pytest.mark.fast_cases("optim_grads_params-shard_map")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_functions_over_a_pytree_train(strategy, engine):

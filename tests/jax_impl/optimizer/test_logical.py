@@ -113,7 +113,6 @@ def assert_close(found: Any, expected: Any) -> None:
     "shard_map-no_shard-1-by a mask made of the tree",
     "shard_map-no_shard-8-decay of matrices",
     "shard_map-optim_grads_params-4-lamb",
-    "pjit-optim-2-adafactor",
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])

@@ -165,13 +165,7 @@ def form_of(optimizer: optax.GradientTransformation, engine: str = "shard_map") 
 
 
 @pytest.mark.fast_cases(
-    "muon",
-    "lamb",
-    "adafactor",
-    "adaptive_grad_clip",
-    "decay of matrices",
-    "labels by name",
-    "clip_by_block_rms",
+    "lamb", "adafactor", "adaptive_grad_clip", "decay of matrices", "labels by name", "clip_by_block_rms"
 )
 @pytest.mark.parametrize("name", ON_PARAMETERS)
 def test_what_looks_at_shapes_or_names_is_given_the_models_parameters(name: str) -> None:

@@ -99,7 +99,7 @@ def pieces_of(layout: Any, values: dict[str, np.ndarray]) -> np.ndarray:
     return found
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("1-odd-row", "2-even-block(32)", "3-odd-row")
 @pytest.mark.parametrize("granularity", ["row", "block(32)"])
 @pytest.mark.parametrize("shapes", [ODD, EVEN], ids=["odd", "even"])
 @pytest.mark.parametrize("shards", [1, 2, 3, 5, 8])

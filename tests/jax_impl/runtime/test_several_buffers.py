@@ -194,6 +194,7 @@ def test_shards_of_more_elements_than_int32_counts_are_packed():
     assert [x.shape for x in jax.eval_shape(lambda x: unpack(layout, x), flat)] == [(2**20, 4096), (8192,)]
 
 
+@pytest.mark.fast_cases("optim", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_unit_is_gathered_and_reduced_as_often_as_with_one_buffer(strategy):
     plan, weights, _ = sharded(4, strategy)
@@ -208,7 +209,7 @@ def test_a_unit_is_gathered_and_reduced_as_often_as_with_one_buffer(strategy):
     assert unordered_collectives(mapped.params["jaxpr"]) == []
 
 
-@pytest.mark.fast_cases("optim", "optim_grads_params")
+@pytest.mark.fast_cases("optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_checkpoint_goes_on_with_another_number_of_devices_and_buffers(strategy, tmp_path):
     source, weights, step = sharded(3, "optim_grads_params")

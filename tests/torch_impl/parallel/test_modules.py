@@ -159,6 +159,9 @@ def _cuts(placement: Placement) -> bool:
     return isinstance(placement, Shard | FusedShard)
 
 
+@pytest.mark.fast_cases(
+    "attention", "whole input", "sequential", "embedding by rows", "linear on DTensors", "experts", "two axes"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_every_style_trains_as_one_process_and_saves_whole_parameters(
     ranks: RankGroup, tmp_path: Path, name: str

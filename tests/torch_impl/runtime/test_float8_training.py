@@ -67,7 +67,7 @@ def train(options: dict[str, Any], mesh_shape: tuple[int, ...], gather: str, mic
     assert_at_rest(model)
 
 
-@pytest.mark.fast_cases("no_shard-mxfp8", "optim-float8_e4m3fn", "optim_grads_params-mxfp8")
+@pytest.mark.fast_cases("no_shard-mxfp8", "optim-float8_e4m3fn")
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_are_those_of_the_quantized_weights(ranks: RankGroup, strategy: str, gather: str) -> None:

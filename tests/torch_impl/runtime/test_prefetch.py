@@ -69,7 +69,7 @@ def train_with_both(strategy: str) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.fast_cases("optim_grads-3", "hfsdp-4")
+@pytest.mark.fast_cases("optim_grads-3")
 @pytest.mark.parametrize(
     ("strategy", "world"), [("optim_grads_params", 2), ("optim_grads", 3), ("hsdp", 4), ("hfsdp", 4)]
 )

@@ -101,6 +101,7 @@ def test_every_combination_trains_like_one_process(
         ranks.run(WORLD, train, options, (2, 2), microbatches, set_to_none, steps)
 
 
+@pytest.mark.fast_cases("3 steps-hsdp-shape0", "3 steps-hfsdp-shape0", "3 steps-optim-shape0")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "strategy", ["hsdp", "hfsdp", "optim_grads_params", "no_shard", "optim", "optim_grads"]
@@ -288,6 +289,7 @@ def checkpoint_of(path: str, strategy: str, shape: tuple[int, ...], save: bool) 
     return [step(1), step(2)]
 
 
+@pytest.mark.fast_cases("saver1-loader1")
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [
