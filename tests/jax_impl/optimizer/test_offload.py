@@ -94,7 +94,7 @@ ON_HOST = Offload(1.0, True, "host")
 SCALED = {"mu_dtype": "float16", "nu_dtype": "float8_e4m3fn"}
 
 
-@pytest.mark.fast_cases("<lambda>-offload3-options3", "<lambda>-offload4-options4")
+@pytest.mark.fast_cases("<lambda>-offload0-options0", "<lambda>-offload4-options4")
 @needs_moves
 @pytest.mark.parametrize(
     ("make", "offload", "options"),
@@ -317,9 +317,17 @@ def update_memory(layers: int, optimizer: Any, offload: Offload | None) -> Any:
     return make_train_step(plan, loss, optimizer).lower_programs(state, batch)[1].compile().memory_analysis()
 
 
+@needs_moves
+def test_a_barrier_stands_before_and_behind_the_update_of_each_key() -> None:
+    keys = len(plan_sharding(Model(2), data_parallel_mesh(4)).arrays)
+    update = update_of(Offload(1.0), main_weight_adamw(0.01))
+    assert update.as_text().count("stablehlo.optimization_barrier") == 2 * keys > 2
+
+
+@pytest.mark.slow
 @pytest.mark.optimized
 @needs_moves
-@pytest.mark.parametrize("offload", [pytest.param(None, marks=pytest.mark.slow), Offload(1.0)])
+@pytest.mark.parametrize("offload", [None, Offload(1.0)])
 def test_temporary_arrays_of_an_update_are_those_of_one_key(offload: Offload | None) -> None:
     """Twice as many layers, the largest of which is hardly larger."""
     found = [update_memory(layers, main_weight_adamw(0.01, **SCALED), offload) for layers in (4, 8)]
