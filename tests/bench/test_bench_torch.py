@@ -139,6 +139,7 @@ def test_losses_that_differ_on_one_rank_in_one_step_are_named(wrong: float) -> N
     assert sentence.startswith("ours, rank 1, step 2: expected the loss of fsdp2, 1.0000000, within 1e-05")
 
 
+@pytest.mark.slow
 @pytest.mark.fast_cases("dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_whole_benchmark_in_small(

@@ -123,6 +123,7 @@ def test_a_conversion_killed_at_200_instants_is_resumed(
         check(*source, folder, format, rng.randint(1, operations[format]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["dcp", pytest.param("orbax", marks=pytest.mark.slow)])
 def test_a_replaced_checkpoint_is_intact_until_the_new_one_is_complete(
     tmp_path: Path, source: tuple[Path, dict[str, np.ndarray]], format: str

@@ -377,6 +377,7 @@ def test_a_broken_configuration_is_told_as_such(tmp_path: Path, text: str, messa
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_a_search_names_the_command_that_compiles_a_built_in_model() -> None:
     arguments = ("--devices", "64", "--memory", "800GB", "--search")
     assert "--model llama3-8b --batch 1 " in call("fsdp", "--model", "llama3-8b", *arguments).stdout

@@ -73,6 +73,7 @@ def pair(family: str, **changes: Any) -> tuple[torch.nn.Module, CausalLM]:
     return model, flax_model(as_json(model.config), flax_weights(model))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("family", "changes"), VARIATIONS)
 def test_logits_equal_those_of_transformers(family, changes):
     torch_model, model = pair(family, **changes)

@@ -144,6 +144,7 @@ def gradient_of_rank_numbers(strategy: str, divisor: float | None, sync: list[bo
     return torch_impl.full_tensor(model.weight.grad)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("sync", [[True], [True, True], [False, True], [True, False, True]])
 def test_the_gradient_is_exactly_the_mean_over_ranks(

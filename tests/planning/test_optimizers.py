@@ -143,6 +143,7 @@ def held(tree: Any, device: jax.Device) -> tuple[int, int]:
     return found[0], found[1]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("mesh", "strategy"), MESHES)
 @pytest.mark.parametrize(
     ("name", "dtypes", "offload"),

@@ -103,6 +103,7 @@ def test_peak_without_prefetch_in_torch(ranks: RankGroup) -> None:
     assert peaks[1] > peaks[0]
 
 
+@pytest.mark.slow
 def test_peak_of_units_inside_layers_in_torch(ranks: RankGroup) -> None:
     text = load_policy("mixture").to_toml()
     plan = make_plan(
@@ -126,7 +127,7 @@ def one_step(text: str, microbatches: int) -> dict[str, Any]:
     return {"memory": model.memory_report(optimizer), "calls": calls, "bytes": nbytes}
 
 
-@pytest.mark.fast_cases("hsdp", "mixture")
+@pytest.mark.fast_cases("mixture")
 @pytest.mark.parametrize(
     "name", ["fsdp", "fsdp_bf16", "hfsdp", "hsdp", "mixture", "no_shard", "zero1", "zero2"]
 )

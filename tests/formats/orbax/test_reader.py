@@ -112,6 +112,7 @@ def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("bridge.formats.files.mapped.BLOCK", 40)
 
 
+@pytest.mark.each_value
 @pytest.mark.optimized  # else arrays that are cut on the device lose the bits of some bfloat16 NaNs
 @pytest.mark.usefixtures("paths")
 @pytest.mark.parametrize("kind", SAVES)

@@ -42,9 +42,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.fast_cases(
-    "h100:8-shard_map-331-optim_grads_params-k3-stacked",
-    "h100:64-shard_map-256-hsdp-k1-stacked",
-    "h100:64-pjit-256-optim_grads_params-k1-stacked",
+    "h100:8-shard_map-331-optim_grads_params-k3-stacked", "h100:64-pjit-256-optim_grads_params-k1-stacked"
 )
 @pytest.mark.parametrize(
     "setting",

@@ -214,6 +214,9 @@ def test_the_models_own_pytree_is_given_where_a_mask_was_made_of_it(engine: str)
     assert form_of(optax.adamw(RATE, mask=mask), engine) == "tree"
 
 
+@pytest.mark.fast_cases(
+    "optimizer1-updates one flat array a unit, by unit, or the tree of the model's parameters.*got ValueError"
+)
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [

@@ -154,6 +154,7 @@ def test_a_checkpoint_of_either_convention_goes_into_either_model(folder: Path, 
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.slow
 def test_weights_are_taken_from_the_side_that_is_named(folder: Path) -> None:
     text = with_table(RUN, "jax", "arguments = {seed = 1}")
     own = parity(folder, text)

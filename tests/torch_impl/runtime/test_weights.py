@@ -116,7 +116,7 @@ def forward_after_every_update(strategy: str, keep: bool, low: bool) -> None:
         before = got
 
 
-@pytest.mark.fast_cases("no_shard", "optim", "optim_grads_params")
+@pytest.mark.fast_cases("no_shard", "optim")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_next_forward_sees_the_weights_whoever_updated_them(ranks: RankGroup, strategy: str) -> None:
     for low in (False, True):
