@@ -126,6 +126,7 @@ def test_rows_come_back_in_order_whatever_their_number(engine: str, rows: int) -
     np.testing.assert_allclose(found["logits"], expected["logits"], rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.fast_cases("shard_map")
 @ENGINES
 def test_sampling_in_a_loop_inside_and_around_of_a_step(engine: str) -> None:
     plan, state = state_of(engine)
@@ -153,6 +154,7 @@ def test_a_loader_may_fill_its_buffer_anew(dtype: Any) -> None:
         np.testing.assert_array_equal(double(weights, buffer), 2 * buffer)
 
 
+@pytest.mark.fast_cases("shard_map")
 @ENGINES
 def test_evaluation_changes_no_statistics_and_is_a_part_of_other_programs(engine: str) -> None:
     plan, state = state_of(engine)

@@ -106,6 +106,7 @@ def test_a_sum_with_its_weight_is_the_mean_over_all_tokens_of_the_batch(
     assert_close(unshard(plan, gradients), expected)
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_training_on_pairs_is_training_on_the_quotient_of_the_whole_batch(engine: str) -> None:
     plan, weights = sharded(engine, 4)
@@ -155,6 +156,7 @@ def test_statistics_beside_a_mean_are_averaged_and_counts_are_summed(engine: str
     np.testing.assert_allclose(metrics["aux"]["inside"], expected["inside"], rtol=1e-6)
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_statistics_beside_a_pair_have_its_weights(engine: str) -> None:
     def loss(tree: Any, rows: Any) -> Any:

@@ -173,6 +173,7 @@ def test_a_checkpoint_moves_between_plans_with_and_without_them(tmp_path: Path) 
         np.testing.assert_allclose(unshard(other, moved.weights)[path], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_frozen_ones_are_the_programs_own(engine: str) -> None:
     plan, weights = sharded(engine, frozen=["*/gate"])

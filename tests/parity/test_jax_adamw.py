@@ -224,7 +224,7 @@ SCHEDULES: dict[str, optax.Schedule] = {
 }
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("float32-cosine", "float32-warmup", "float32-own", "float64-linear")
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_schedule_gives_the_bits_that_torch_gives_with_its_learning_rates(dtype: type, name: str) -> None:

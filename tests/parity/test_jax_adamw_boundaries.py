@@ -126,6 +126,7 @@ def test_the_tail_of_a_long_tensor_is_within_five_ulp() -> None:
         assert compare(ours, theirs, Tolerance()).max_ulp <= 5
 
 
+@pytest.mark.slow
 @pytest.mark.fast_cases("float32")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_how_far_torchs_tails_drift(dtype: type) -> None:
@@ -196,6 +197,7 @@ def test_gradients_that_the_same_program_multiplies_are_rounded_first(dtype: typ
         assert_same_bits(found, jax_run(weights, before, adamw()))
 
 
+@pytest.mark.fast_cases("2")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_large_arrays_have_torchs_bits_on_any_number_of_threads(threads: int) -> None:
     # Long enough for both frameworks to split it between threads.

@@ -228,6 +228,7 @@ def test_peak_of_the_decoder_in_torch(ranks: RankGroup, name: str, dtype: str, l
     assert plan.peak.total == pytest.approx(max(peaks), rel=WITHIN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "dtypes", "offload"),
     [

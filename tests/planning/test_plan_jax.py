@@ -192,6 +192,7 @@ class Stacked(nnx.Module):
         return self.own(jax_impl.scan_layers(self.layers, x))
 
 
+@pytest.mark.fast_cases("mxfp8")
 @pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
 def test_magnitudes_of_scanned_layers_are_compared_together(gather: str) -> None:
     strategy = "optim_grads_params"

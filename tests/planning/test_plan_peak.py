@@ -160,6 +160,7 @@ def test_the_plan_agrees_with_what_xla_compiles(strategy: str, recompute: bool, 
     assert {line.what for line in check.lines if line.agrees} >= {"main weights", "all_reduce calls", "peak"}
 
 
+@pytest.mark.slow
 @pytest.mark.fast_cases("optim-True-2")
 @pytest.mark.parametrize(
     ("strategy", "recompute", "microbatches"),
@@ -202,6 +203,7 @@ def test_the_plan_of_units_inside_layers_agrees_with_what_xla_compiles() -> None
     assert {line.what: (line.planned, line.compiled) for line in check.lines if line.agrees is False} == {}
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_model_does_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: what is compiled is the quick decoder, what is planned the default one."""
     from bridge.planning import compiled

@@ -245,6 +245,7 @@ def recomputing(recomputed: tuple[str, ...], depth: int) -> None:
     assert again["names"] == plain["names"] == list(Net().state_dict())
 
 
+@pytest.mark.fast_cases("recomputed1-1", "recomputed4-3")
 @pytest.mark.parametrize(
     ("recomputed", "depth"),
     [

@@ -236,6 +236,7 @@ def test_a_chains_moments_with_scales_are_kept_or_refused(tmp_path: Path) -> Non
     assert not loaded.fresh
 
 
+@pytest.mark.slow
 def test_without_strictness_moments_of_another_format_are_fresh(tmp_path: Path) -> None:
     case = (2,)
     plan = runs.plan_of(*case)

@@ -182,6 +182,7 @@ def test_layers_are_gathered_and_reduced_one_by_one_and_the_program_does_not_gro
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.fast_cases("net0-units0-stacked0", "net1-units1-stacked1")
 @pytest.mark.parametrize(
     ("net", "units", "stacked"),
     [

@@ -216,6 +216,7 @@ class Normalizing(nnx.Module):
         return y / jnp.sqrt(jax.lax.pmean(y * y, "batch") + 1e-3)
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_nnx_modules_know_the_names_too(engine):
     with jax.enable_x64(True):

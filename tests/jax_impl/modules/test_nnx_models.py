@@ -172,6 +172,7 @@ def test_batch_statistics_are_means_over_devices_and_pass_through_microbatches(s
     assert not np.allclose(expected[0]["first/norm/mean"], expected[1]["first/norm/mean"])
 
 
+@pytest.mark.fast_cases("units1")
 @pytest.mark.parametrize("units", [[], ["*"]])
 def test_pjit_normalises_the_whole_microbatch(units):
     model, batch = Normed(nnx.Rngs(0)), rows(12, DIM)
@@ -302,6 +303,7 @@ def test_frozen_parameters_have_no_gradient_no_moments_and_stay(engine, strategy
         assert np.array_equal(value, before[path]) == (path in still), path
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_lora_trains_the_adapters_alone(engine):
     class Adapted(nnx.Module):

@@ -307,6 +307,7 @@ class LinenStack(linen.Module):
         return scanned(name="layers")(x, None)[0]
 
 
+@pytest.mark.fast_cases("sizes0")
 @pytest.mark.parametrize("sizes", [TP, pytest.param({"dp": 2}, id="without a model axis")])
 def test_boxes_of_a_scanned_linen_module_are_followed_where_they_can_be(sizes: dict[str, int]) -> None:
     with jax.enable_x64(True), warnings.catch_warnings():

@@ -177,6 +177,7 @@ def test_the_host_computes_the_update_of_each_key_and_devices_what_keys_share() 
     assert "stablehlo.reduce" in update.as_text()
 
 
+@pytest.mark.slow
 @needs_moves
 def test_metrics_of_an_update_on_the_host_come_to_the_devices() -> None:
     optimizer = optax.inject_hyperparams(optax.sgd)(0.25, momentum=0.5)

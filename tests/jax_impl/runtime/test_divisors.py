@@ -48,6 +48,7 @@ def test_sums_divided_by_a_number_are_the_same_in_both_engines(
     assert_close(unshard(plan, found), jax.tree.map(lambda x: x / divisor, expected))
 
 
+@pytest.mark.fast_cases("shard_map")
 @ENGINES
 def test_units_may_have_divisors_of_their_own(engine: str) -> None:
     plan, weights = sharded(engine, 4)

@@ -287,6 +287,7 @@ def test_gradients_are_those_of_the_unsharded_model_with_quantized_weights(
         np.testing.assert_allclose(gradient, of_each[path], rtol=0, atol=3e-6 * scale, err_msg=path)
 
 
+@pytest.mark.fast_cases("mxfp8")
 @pytest.mark.parametrize("gather", GATHERS)
 def test_payload_travels_and_nothing_wider(gather: str) -> None:
     layer = {"up": jnp.ones((64, 128)), "down": jnp.ones((128, 64)), "scale": jnp.ones(64)}

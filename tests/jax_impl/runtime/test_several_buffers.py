@@ -122,7 +122,7 @@ def plain_run():
     return named(start), seen[0][0], named(unravel(seen[0][1])), named(unravel(weights))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("optim-3", "optim_grads_params-2")
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("no_shard", 2), *itertools.product(STRATEGIES[1:], [2, 3, 4])]
 )

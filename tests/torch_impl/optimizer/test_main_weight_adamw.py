@@ -179,6 +179,7 @@ def resumed(how: str) -> None:
         assert torch.equal(whole(param), whole(want))
 
 
+@pytest.mark.fast_cases("state_dict")
 @pytest.mark.parametrize("how", ["state_dict", "get_optimizer_state_dict"])
 def test_a_loaded_state_goes_on_bit_for_bit(ranks: RankGroup, how: str) -> None:
     ranks.run(3, resumed, how)

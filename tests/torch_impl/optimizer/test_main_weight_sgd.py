@@ -149,6 +149,7 @@ def continued(path: str, dtype: torch.dtype, strategy: str, saves: bool) -> list
     return [loss, *(whole(param) for param in model.parameters())]
 
 
+@pytest.mark.fast_cases("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_a_checkpoint_goes_on_on_other_ranks(ranks: RankGroup, tmp_path: Any, dtype: torch.dtype) -> None:
     path = str(tmp_path / "checkpoint")

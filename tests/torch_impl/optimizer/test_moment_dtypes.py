@@ -315,6 +315,7 @@ def save_from_two_axes(path: str, strategy: str) -> dict[str, torch.Tensor]:
     return whole_state(model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.fast_cases("hfsdp")
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
 def test_a_checkpoint_of_a_mesh_of_two_axes_loads_on_one_axis_to_the_byte(

@@ -74,6 +74,7 @@ def test_gradients_are_those_of_the_quantized_weights(ranks: RankGroup, strategy
     ranks.run(WORLD, train, {"strategy": strategy}, (WORLD,), gather, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.fast_cases("hfsdp-float8_e4m3fn")
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
@@ -197,6 +198,7 @@ def by_policy(text: str, gather: str) -> None:
         torch.testing.assert_close(found, mse(reference, tokens, targets), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fast_cases("mxfp8")
 @pytest.mark.parametrize("gather", GATHERS)
 def test_a_policy_file_with_recomputation_and_frozen_weights(ranks: RankGroup, gather: str) -> None:
     text = f"""[precision]
@@ -288,6 +290,7 @@ def cut_over_a_model_axis(gather: str) -> None:
     assert_same_gradients(model, reference, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.fast_cases("float8_e4m3fn")
 @pytest.mark.parametrize("gather", GATHERS)
 def test_weights_cut_over_a_model_axis_are_quantized_as_whole_ones(ranks: RankGroup, gather: str) -> None:
     ranks.run(4, cut_over_a_model_axis, gather)

@@ -529,6 +529,7 @@ def marked_microbatches(strategy: str, microbatches: int) -> tuple[int, dict[str
     return sum(len(m._unit.groups) for m in model.modules() if hasattr(m, "_unit")), step(True), step(True)
 
 
+@pytest.mark.fast_cases("3")
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_collectives_per_step_are_exactly_those_of_the_strategy(ranks: RankGroup, microbatches: int) -> None:
     k = microbatches

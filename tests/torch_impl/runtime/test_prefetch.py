@@ -179,6 +179,7 @@ def live_on_two_axes(recompute: bool | None, prefetch: int) -> tuple[int, ...]:
     return live(recompute, 2, **options_of("hsdp"), prefetch=prefetch)[:2]
 
 
+@pytest.mark.fast_cases("None")
 @pytest.mark.parametrize("recompute", [None, False])
 def test_one_units_weights_and_one_units_gradients_are_in_use_at_most(
     ranks: RankGroup, recompute: bool | None

@@ -91,7 +91,7 @@ def train(
     assert_at_rest(model)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("3 steps-0-0-0", "3 steps-2-2-2")
 @pytest.mark.parametrize(("parameters", "gradients", "optimizer"), COMBINATIONS)
 def test_every_combination_trains_like_one_process(
     ranks: RankGroup, parameters: int, gradients: int, optimizer: int, steps: int

@@ -210,6 +210,7 @@ def beside_fsdp2(set_to_none: bool) -> None:
     assert bool(found[0][1][0]) == bool(found[0][1][1]) == set_to_none
 
 
+@pytest.mark.fast_cases("True")
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_weights_and_hooks_are_those_of_fsdp2(ranks: RankGroup, set_to_none: bool) -> None:
     ranks.run(2, beside_fsdp2, set_to_none)
