@@ -43,13 +43,12 @@ def axes(item: pytest.Item) -> list[Hashable]:
 
 def mark_unnamed_slow(items: Sequence[pytest.Item]) -> None:
     """Mark slow the cases that a test's ``fast_cases`` does not name; none where some were chosen by hand."""
-    matrices: dict[str, list[pytest.Item]] = defaultdict(list)
+    matrices: dict[tuple[str, tuple[str, ...]], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("fast_cases"):
-            matrices[item.nodeid.partition("[")[0]].append(item)
-    for cases in matrices.values():
-        ids = cases[0].get_closest_marker("fast_cases").args
-        others = [item for item in cases if item.callspec.id not in ids]
+        if mark := item.get_closest_marker("fast_cases"):
+            matrices[item.nodeid.partition("[")[0], mark.args].append(item)
+    for (test, ids), cases in matrices.items():
+        others = [item for item in cases if item.nodeid not in {f"{test}[{one}]" for one in ids}]
         if len(others) + len(ids) == len(cases):
             for item in others:
                 item.add_marker("slow")
