@@ -104,6 +104,7 @@ def test_every_module_imports_while_the_other_framework_is_missing(package: str)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["torch_impl", "jax_impl"])
 def test_the_tests_of_a_package_import_while_the_other_framework_is_missing(package: str) -> None:
     script = (

@@ -41,6 +41,27 @@ def test_cases_beyond_the_covering_are_slow(request: pytest.FixtureRequest, a: i
     assert len(fast) in (0, 6, len(mine)), "of one or some cases chosen by hand all are run"
 
 
+@pytest.mark.fast_cases("0-b", "2-a")
+@pytest.mark.parametrize("letter", ["a", "b"])
+@pytest.mark.parametrize("number", range(3))
+def test_cases_that_are_not_named_are_slow(request: pytest.FixtureRequest, number: int, letter: str) -> None:
+    name = request.node.originalname
+    mine = [item for item in request.session.items if item.originalname == name]
+    fast = [item.callspec.id for item in mine if not item.get_closest_marker("slow")]
+    # None where slow tests alone are run, and all of others chosen by hand.
+    assert fast in ([], ["0-b", "2-a"], [item.callspec.id for item in mine])
+
+
+def test_cases_that_are_named_exist(request: pytest.FixtureRequest) -> None:
+    found: dict[tuple[str, tuple[str, ...]], set[str]] = {}
+    for item in request.session.items:
+        if mark := item.get_closest_marker("fast_cases"):
+            found.setdefault((item.nodeid.partition("[")[0], mark.args), set()).add(item.callspec.id)
+    # Fewer are some that were chosen by hand.
+    wrong = [(test, set(ids) - all_) for (test, ids), all_ in found.items() if len(all_) > len(ids)]
+    assert [(test, missing) for test, missing in wrong if missing] == []
+
+
 def test_every_fault_of_the_list_can_be_put_into_the_code() -> None:
     for mutation in MUTATIONS:
         place(mutation, ROOT)

@@ -79,6 +79,7 @@ def cells(shards: tuple[int, ...]) -> list[Cell]:
     return sweep(reference_groups(), shards)
 
 
+@pytest.mark.slow
 def test_every_group_is_at_or_below_its_figures(cells: list[Cell], shards: tuple[int, ...]) -> None:
     assert len(cells) == 34 * len(shards)
     assert sum(cell.flat for cell in cells) == 25 * len(shards)

@@ -55,6 +55,7 @@ def test_live_bytes_of_a_known_program_are_exact_and_see_resized_storages() -> N
     assert live_bytes(known_program, CPU) == LiveBytes(64 * KB, (64 + 200 + 300) * KB, 0)
 
 
+@pytest.mark.slow
 def test_live_bytes_see_what_a_warm_step_leaves_behind() -> None:
     def build() -> Callable[[], None]:
         kept: list[torch.Tensor] = []
@@ -166,6 +167,8 @@ def test_losses_that_differ_on_one_rank_in_one_step_are_named(wrong: float) -> N
     assert sentence.startswith("ours, rank 1, step 2: expected the loss of fsdp2, 1.0000000, within 1e-05")
 
 
+@pytest.mark.slow
+@pytest.mark.fast_cases("dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_whole_benchmark_in_small(
     ranks: RankGroup, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]

@@ -65,6 +65,7 @@ def assert_same(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarr
     assert [name for name in expected if not same_bits(found[name], expected[name])] == []
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["decoder", "decoder_stacked"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_stock_dcp_checkpoint_becomes_the_orbax_tree_written_by_hand_and_comes_back(
@@ -120,6 +121,7 @@ def test_orbax_to_dcp_and_back_keeps_every_byte_and_value(tmp_path: Path, worker
     assert objects(tmp_path / "dcp") == objects(tmp_path / "back") == HYPERPARAMETERS
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("family", ["decoder", "decoder_stacked"])
 def test_tensors_of_many_chunks_in_many_regions_arrive_whole_both_ways(

@@ -91,6 +91,7 @@ def check(source: Path, arrays: dict[str, np.ndarray], folder: Path, format: str
     return report.resumed_bytes
 
 
+@pytest.mark.fast_cases("dcp")
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_conversion_killed_at_some_instants_is_resumed(
     tmp_path: Path, source: tuple[Path, dict[str, np.ndarray]], format: str
@@ -122,6 +123,7 @@ def test_a_conversion_killed_at_200_instants_is_resumed(
         check(*source, folder, format, rng.randint(1, operations[format]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["dcp", pytest.param("orbax", marks=pytest.mark.slow)])
 def test_a_replaced_checkpoint_is_intact_until_the_new_one_is_complete(
     tmp_path: Path, source: tuple[Path, dict[str, np.ndarray]], format: str
@@ -143,6 +145,7 @@ def test_a_replaced_checkpoint_is_intact_until_the_new_one_is_complete(
         assert [path.name for path in folder.iterdir() if path.name != "c" and journaled(path)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [pytest.param(("--one",), marks=pytest.mark.slow), ("--one", "--resume")])
 def test_a_replaced_file_and_its_manifest_always_belong_together(
     tmp_path: Path, source: tuple[Path, dict[str, np.ndarray]], flags: tuple[str, ...]

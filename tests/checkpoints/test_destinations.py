@@ -178,6 +178,7 @@ def test_a_process_whose_disk_fills_up_says_so_in_one_line(
     assert case["said"].endswith("No space left on device\n")
 
 
+@pytest.mark.fast_cases("dcp")
 @pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
 @pytest.mark.parametrize("format", TARGETS)
 def test_a_directory_that_may_not_be_written_to_stays_as_it_is(tmp_path: Path, format: str) -> None:

@@ -292,6 +292,7 @@ def test_hyperparameters_that_a_mapping_renames_are_compared_under_their_new_nam
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("to", ["dcp", "orbax", "safetensors"])
 @pytest.mark.parametrize("mapping", [None, "decoder", "decoder_stacked"])
 def test_values_that_only_one_has_are_listed_and_conversion_loses_none(

@@ -181,6 +181,7 @@ def test_noise_is_read_region_by_region(compared: Compare, monkeypatch: pytest.M
         assert sum(tensor.histogram.values()) == 60 * 21
 
 
+@pytest.mark.fast_cases("a")
 @pytest.mark.parametrize("names", ["a", "b"])
 def test_noise_has_the_names_of_b_or_of_a_through_the_mapping(tmp_path: Path, names: str) -> None:
     def run(seed: int) -> Arrays:

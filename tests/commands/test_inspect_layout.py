@@ -476,6 +476,7 @@ def test_chunks_that_differ_in_columns_leave_each_other_room() -> None:
     assert drawn == [[(0.0, 0.5)], [(0.5, 1.0)], [(0.0, 0.5)]]
 
 
+@pytest.mark.slow
 def test_many_chunks_and_tensors_are_elided(tmp_path: Path) -> None:
     info = tensor((2, 40), *(((0, k), (2, 1)) for k in range(40)))
     lines = chunk_lines([info])

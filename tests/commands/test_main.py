@@ -78,6 +78,9 @@ def test_convert_and_diff_in_processes(tmp_path: Path, dcp: Path) -> None:
     }
 
 
+@pytest.mark.fast_cases(
+    "arguments0-error: none does not exist: expected a checkpoint there", "arguments4-error: "
+)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -347,6 +350,7 @@ def test_names_and_values_are_printed_as_they_are_and_never_control_the_terminal
     assert "lone \\udc80" in shown
 
 
+@pytest.mark.fast_cases("arguments1")
 @pytest.mark.parametrize(
     "arguments",
     [

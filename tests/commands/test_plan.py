@@ -187,6 +187,7 @@ def test_a_search_prints_and_saves_a_policy_that_fits(tmp_path: Path) -> None:
     assert json.loads(call(*arguments, "--json").stdout)["search"] is None
 
 
+@pytest.mark.slow
 def test_a_search_tells_how_to_compile_what_it_found() -> None:
     arguments = ("fsdp", "--model", "decoder:quick", "--devices", "8", "--memory", "5MB", "--length", 32)
     result = call(*arguments, "--runtime", "jax", "--search")
@@ -376,6 +377,7 @@ def test_a_broken_configuration_is_told_as_such(tmp_path: Path, text: str, messa
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_a_search_names_the_command_that_compiles_a_built_in_model() -> None:
     arguments = ("--devices", "64", "--memory", "800GB", "--search")
     assert "--model llama3-8b --batch 1 " in call("fsdp", "--model", "llama3-8b", *arguments).stdout

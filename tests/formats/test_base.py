@@ -64,6 +64,7 @@ def test_coverage_accepts_exactly_the_tilings(case: tuple[tuple[int, ...], list[
         assert f"element {first} is in {held[first]} " in str(caught.value)
 
 
+@pytest.mark.slow
 def test_coverage_of_65536_chunks_is_checked_and_one_missing_or_doubled_is_found() -> None:
     chunks = [Box((2 * i, 3 * j, 0), (2, 3, 7)) for i, j in itertools.product(range(256), range(256))]
     shape = (512, 768, 7)

@@ -93,6 +93,7 @@ def greedy(model: Any, tokens: jax.Array, steps: int = 4) -> jax.Array:
     return jax.lax.fori_loop(start, start + steps, add, filled)
 
 
+@pytest.mark.each_value
 @ENGINES
 @pytest.mark.parametrize("devices", [1, 4])
 def test_losses_of_training_are_those_of_evaluation(engine: str, devices: int) -> None:
@@ -109,6 +110,7 @@ def test_losses_of_training_are_those_of_evaluation(engine: str, devices: int) -
     make_train_step(plan, pair, optax.sgd(0.1))(state, batch())
 
 
+@pytest.mark.each_value
 @ENGINES
 @pytest.mark.parametrize("rows", [8, 6, 1])
 def test_rows_come_back_in_order_whatever_their_number(engine: str, rows: int) -> None:
@@ -124,6 +126,7 @@ def test_rows_come_back_in_order_whatever_their_number(engine: str, rows: int) -
     np.testing.assert_allclose(found["logits"], expected["logits"], rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.fast_cases("shard_map")
 @ENGINES
 def test_sampling_in_a_loop_inside_and_around_of_a_step(engine: str) -> None:
     plan, state = state_of(engine)
@@ -151,6 +154,7 @@ def test_a_loader_may_fill_its_buffer_anew(dtype: Any) -> None:
         np.testing.assert_array_equal(double(weights, buffer), 2 * buffer)
 
 
+@pytest.mark.fast_cases("shard_map")
 @ENGINES
 def test_evaluation_changes_no_statistics_and_is_a_part_of_other_programs(engine: str) -> None:
     plan, state = state_of(engine)
@@ -180,6 +184,7 @@ def test_units_are_gathered_and_nothing_else_is_sent() -> None:
     assert sum(counted.values()) == len(plan.units)
 
 
+@pytest.mark.each_value
 @ENGINES
 @pytest.mark.parametrize("rows", [None, 16])
 def test_a_last_batch_is_filled_with_rows_that_do_not_count(engine: str, rows: int | None) -> None:
@@ -221,6 +226,7 @@ def test_a_loss_of_rows_that_do_not_divide_is_refused_before_it_runs(engine: str
     assert ran
 
 
+@pytest.mark.fast_cases("2-pjit", "1-shard_map")
 @ENGINES
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_inputs_that_are_no_rows_are_the_same_for_all_devices_and_parts(

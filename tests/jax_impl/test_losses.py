@@ -90,7 +90,7 @@ def assert_close(found: Any, expected: Any, rtol: float = 2e-6) -> None:
         np.testing.assert_allclose(found[path], value, rtol=rtol, atol=rtol * scale, err_msg=path)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params", "hfsdp"])
@@ -106,6 +106,7 @@ def test_a_sum_with_its_weight_is_the_mean_over_all_tokens_of_the_batch(
     assert_close(unshard(plan, gradients), expected)
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_training_on_pairs_is_training_on_the_quotient_of_the_whole_batch(engine: str) -> None:
     plan, weights = sharded(engine, 4)
@@ -133,6 +134,7 @@ def test_a_batch_without_any_token_has_neither_loss_nor_gradients(engine: str) -
     assert not any(np.any(value) for value in unshard(plan, gradients).values())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_statistics_beside_a_mean_are_averaged_and_counts_are_summed(engine: str, microbatches: int) -> None:
@@ -154,6 +156,7 @@ def test_statistics_beside_a_mean_are_averaged_and_counts_are_summed(engine: str
     np.testing.assert_allclose(metrics["aux"]["inside"], expected["inside"], rtol=1e-6)
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_statistics_beside_a_pair_have_its_weights(engine: str) -> None:
     def loss(tree: Any, rows: Any) -> Any:
@@ -216,6 +219,7 @@ def stepped(engine: str, optimizer: Any) -> Any:
     return plan, init_state(plan, weights, optimizer), make_train_step(plan, pair, optimizer, microbatches=2)
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_a_step_is_traced_inside_of_other_programs(engine: str) -> None:
     optimizer = main_weight_adamw(1e-2, weight_decay=0.1)
@@ -238,6 +242,7 @@ def test_a_step_is_traced_inside_of_other_programs(engine: str) -> None:
     step(scanned, batch(3))
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_a_step_is_compiled_ahead_from_shapes(engine: str) -> None:
     optimizer = main_weight_adamw(1e-2)

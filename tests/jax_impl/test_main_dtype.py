@@ -136,6 +136,7 @@ CASES = [
 ]
 
 
+@pytest.mark.fast_cases("shard_map-hfsdp-devices1-1")
 @pytest.mark.parametrize(("engine", "strategy", "devices", "prefetch"), CASES)
 def test_a_step_has_the_full_batchs_gradient_and_the_update_of_whole_weights(
     engine: str, strategy: str, devices: Any, prefetch: int
@@ -161,6 +162,7 @@ def test_a_step_has_the_full_batchs_gradient_and_the_update_of_whole_weights(
             assert is_trained(path) == (bits(after[path]) != bits(given)), path
 
 
+@pytest.mark.fast_cases("sgd-optimizer0", "muon-optimizer2")
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
@@ -523,6 +525,7 @@ def test_a_linen_model_has_frozen_integers() -> None:
         np.testing.assert_allclose(value, wanted[path], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fast_cases("1")
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_integers_of_a_stack_are_gathered_layer_by_layer(prefetch: int) -> None:
     def stack() -> Any:

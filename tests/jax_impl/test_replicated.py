@@ -90,6 +90,7 @@ def keys_of(plan: Any) -> list[str]:
     return [info.key for path, info in plan.parameters.items() if path.endswith("gate")]
 
 
+@pytest.mark.fast_cases("shard_map-devices1-options1", "pjit-2-options2")
 @pytest.mark.parametrize(
     ("engine", "devices", "options"),
     [
@@ -172,6 +173,7 @@ def test_a_checkpoint_moves_between_plans_with_and_without_them(tmp_path: Path) 
         np.testing.assert_allclose(unshard(other, moved.weights)[path], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_frozen_ones_are_the_programs_own(engine: str) -> None:
     plan, weights = sharded(engine, frozen=["*/gate"])

@@ -77,6 +77,7 @@ def rows(count):
     return np.random.default_rng(3).normal(size=(count, 3)).astype(np.float32)
 
 
+@pytest.mark.fast_cases("optim", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_units_may_be_nested_reused_unused_and_called_with_flags_and_trees(strategy):
     keywords = {"strategy": strategy, "units": ["cell", "cell/inner", "unused"]}
@@ -148,6 +149,7 @@ def test_means_over_ranks_are_divided_not_multiplied_by_a_rounded_reciprocal(str
     np.testing.assert_array_equal(unshard(plan, gradients)["weight"], batch[0] / np.float32(3))
 
 
+@pytest.mark.fast_cases("nested")
 @pytest.mark.parametrize(
     "arrange",
     [jax.tree.leaves, lambda weights: {unit: {"momentum": buffer} for unit, buffer in weights.items()}],
@@ -230,6 +232,7 @@ def test_rank_r_gets_the_rth_contiguous_part_of_the_batch():
             np.testing.assert_array_equal(shard.data, batch[name][2 * rank : 2 * rank + 2])
 
 
+@pytest.mark.fast_cases("optim", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_microbatch_k_is_the_kth_contiguous_part_of_the_ranks_rows(strategy):
     # Only a loss that is no mean over single rows can tell how rows were grouped.
@@ -266,6 +269,7 @@ def test_microbatches_below_one_are_refused():
         make_train_step(plan, loss, optax.sgd(1.0), microbatches=0)
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_lowered_programs_are_those_that_a_step_runs(engine):
     plan, weights = fully_shard(decoder(), data_parallel_mesh(2), engine=engine)

@@ -123,6 +123,7 @@ def moments(state: Any, name: str) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.fast_cases("adamw", "decay masked", "partitioned", "momentum", "accumulated")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_optax_state_becomes_torch_state_and_comes_back_exactly(tmp_path: Path, kind: str) -> None:
     optimizer = OPTIMIZERS[kind]()

@@ -73,6 +73,7 @@ def pair(family: str, **changes: Any) -> tuple[torch.nn.Module, CausalLM]:
     return model, flax_model(as_json(model.config), flax_weights(model))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("family", "changes"), VARIATIONS)
 def test_logits_equal_those_of_transformers(family, changes):
     torch_model, model = pair(family, **changes)
@@ -82,6 +83,7 @@ def test_logits_equal_those_of_transformers(family, changes):
     assert error(logits, expected) < TOLERANCE
 
 
+@pytest.mark.fast_cases("mixtral", "gpt2")
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "gemma2", "gpt2"])
 def test_gradients_equal_those_of_transformers(family):
     torch_model, model = pair(family, num_hidden_layers=2)
@@ -172,6 +174,7 @@ def test_logits_show_weights_in_the_wrong_place(originals, mutate):
     assert error(flax_model(config, mutate(weights))(tokens()), expected) > 0.1
 
 
+@pytest.mark.fast_cases("mixtral")
 @pytest.mark.parametrize("family", ["gemma2", "mixtral", "gpt2"])
 def test_bfloat16_stays_bfloat16_and_close(family):
     torch_model, model = pair(family)

@@ -124,6 +124,7 @@ def _one_thread() -> Any:
     torch.set_num_threads(before)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("decay", [0.0, 0.1], ids=["Adam", "AdamW"])
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -223,7 +224,7 @@ SCHEDULES: dict[str, optax.Schedule] = {
 }
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("float32-cosine", "float32-warmup", "float32-own", "float64-linear")
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_schedule_gives_the_bits_that_torch_gives_with_its_learning_rates(dtype: type, name: str) -> None:

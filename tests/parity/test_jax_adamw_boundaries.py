@@ -76,7 +76,7 @@ def test_on_any_number_of_devices_all_but_torchs_tail_has_torchs_bits(
     np.testing.assert_array_equal(found[1][0], expected[1][0])
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("float32-8", "float64-3")
 @pytest.mark.parametrize("devices", [1, 3, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_where_arrays_are_torchs_tensors_the_tails_have_torchs_bits_too(dtype: type, devices: int) -> None:
@@ -126,6 +126,8 @@ def test_the_tail_of_a_long_tensor_is_within_five_ulp() -> None:
         assert compare(ours, theirs, Tolerance()).max_ulp <= 5
 
 
+@pytest.mark.slow
+@pytest.mark.fast_cases("float32")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_how_far_torchs_tails_drift(dtype: type) -> None:
     """Tensors that are only tail. The docstring of ``jax_impl.optimizer.main_weight_adamw`` gives these numbers."""
@@ -157,7 +159,7 @@ def shard_mapped(apply: Any, mesh: Mesh) -> Callable[..., Any]:
     return jax.jit(jax.shard_map(apply, mesh=mesh, in_specs=(rows, state, rows), out_specs=(rows, state)))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("float32-1-by_itself", "float32-8-shard_mapped")
 @pytest.mark.parametrize("compiled", [by_itself, donated, shard_mapped])
 @pytest.mark.parametrize("devices", [1, 3, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,6 +197,7 @@ def test_gradients_that_the_same_program_multiplies_are_rounded_first(dtype: typ
         assert_same_bits(found, jax_run(weights, before, adamw()))
 
 
+@pytest.mark.fast_cases("2")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_large_arrays_have_torchs_bits_on_any_number_of_threads(threads: int) -> None:
     # Long enough for both frameworks to split it between threads.

@@ -75,7 +75,7 @@ def test_all_pairs_of_counts_and_all_pairs_of_strategies_are_tried() -> None:
     assert len({(s, t) for _, s, _, t in CASES}) == 16
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("2-no_shard-2-optim_grads", "4-optim_grads_params-3-optim_grads")
 @pytest.mark.parametrize(("saver", "saved_as", "loader", "loaded_as"), CASES)
 def test_a_run_continues_on_other_devices_under_another_strategy(
     originals: dict[Any, dict[str, Any]], saver: int, saved_as: str, loader: int, loaded_as: str
@@ -134,6 +134,8 @@ def chained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[runs.Case], d
     return make
 
 
+@pytest.mark.slow
+@pytest.mark.fast_cases("mixed-1")
 @pytest.mark.parametrize(("kind", "position"), CHAINS)
 def test_any_engine_strategy_and_mesh_goes_on_with_the_save_of_any_other(
     chained: Callable[[runs.Case], dict[str, Any]], kind: str, position: int

@@ -58,6 +58,7 @@ def trained(
     return params, theirs, weights, state
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("gradients", ["float32", "own"])
 @pytest.mark.parametrize("stored", LOW)
 @pytest.mark.parametrize("dtype", HALVES)

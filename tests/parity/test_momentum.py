@@ -42,6 +42,7 @@ def bits(array: Any) -> bytes:
     return np.ascontiguousarray(array).tobytes()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("options", SGD)
 @pytest.mark.parametrize("stored", LOW)
@@ -141,6 +142,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.fast_cases("muon-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_checkpoint_hops_there_and_back_exactly(tmp_path: Path, name: str, dtype: str) -> None:

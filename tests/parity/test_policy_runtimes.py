@@ -359,7 +359,7 @@ def policy_of(name: str, folder: Path) -> str:
     return str(folder / f"{name}.toml")
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("fsdp_bf16-3", "hsdp-1", "hfsdp-1", "mixture-1", "zero2-1", "nested-1")
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("name", [*SHIPPED, *FILES])
 def test_a_policy_means_the_same_layouts_bytes_and_collectives(
@@ -375,7 +375,7 @@ def test_a_policy_means_the_same_layouts_bytes_and_collectives(
             assert_same_traffic(step, our.steps[0], rank)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("fsdp_bf16-3", "nested-1")
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("name", [*SHIPPED, *FILES])
 def test_frozen_weights_change_both_runtimes_alike(
@@ -390,6 +390,7 @@ def test_frozen_weights_change_both_runtimes_alike(
             assert_same_traffic(their.steps[step], our.steps[step], rank)
 
 
+@pytest.mark.fast_cases("false-1", "true-1")
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("inner", ["false", "true"])
 def test_a_unit_inside_a_recomputing_one_is_gathered_twice(
@@ -474,6 +475,7 @@ def losses_in_jax(policy: str, source: Path) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -304,6 +304,7 @@ def test_a_rehearsal_in_torch_runs_the_model(tmp_path: Path) -> None:
     assert bad is not None
 
 
+@pytest.mark.slow
 def test_a_policy_that_does_not_fit_a_later_leg_stops_a_relay_before_it_starts(tmp_path: Path) -> None:
     (tmp_path / "levels.toml").write_text(LEVELS)
     file = relay_of(tmp_path, [("torch", 2, "fsdp"), ("jax", 3, "levels.toml")])
@@ -391,7 +392,7 @@ def leg_processes(folder: Path) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
-@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("framework", [pytest.param("torch", marks=pytest.mark.slow), "jax"])
 def test_an_interrupted_relay_leaves_no_process_behind(
     finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, framework: str
 ) -> None:
@@ -496,6 +497,7 @@ bridge.commands.main.main()
 """
 
 
+@pytest.mark.fast_cases("plain-signals0-129", "nohup-signals2-143")
 @pytest.mark.parametrize(
     ("start", "signals", "status"),
     [
@@ -554,6 +556,7 @@ def test_a_failing_leg_stops_the_run_with_its_own_error(tmp_path: Path, framewor
     assert not (tmp_path / "leg" / "checkpoint").exists()
 
 
+@pytest.mark.slow
 def test_more_ranks_than_the_relay_file_says_are_refused_by_the_leg(tmp_path: Path) -> None:
     leg = Leg("torch", 1, "optim", steps=1)
     job(tmp_path / "leg", leg, tmp_path / "nowhere").write()
@@ -565,6 +568,7 @@ def test_more_ranks_than_the_relay_file_says_are_refused_by_the_leg(tmp_path: Pa
     assert "expected 1 ranks as the relay file says, got 2 from the launcher" in report
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused_by_name_of_what_differs(
     finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
 ) -> None:

@@ -90,7 +90,16 @@ def reference_backward(
     return loss.detach()
 
 
-@pytest.mark.pairwise
+@pytest.mark.fast_cases(
+    "no_shard-2-1-2",
+    "no_shard-3-3-2",
+    "optim-2-3-2",
+    "optim-4-1-2",
+    "optim_grads-3-3-2",
+    "optim_grads_params-1-3-2",
+    "optim_grads_params-2-3-2",
+    "optim_grads_params-3-1-2",
+)
 @pytest.mark.parametrize("steps", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -110,6 +119,7 @@ def test_training_equals_the_full_batch_on_one_process(
             assert all(held for _, held in rows)
 
 
+@pytest.mark.fast_cases("no_shard", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bfloat16_compute_with_float32_main_weights_follows_one_process(
     ranks: RankGroup, strategy: str
@@ -134,6 +144,7 @@ def gradient_of_rank_numbers(strategy: str, divisor: float | None, sync: list[bo
     return torch_impl.full_tensor(model.weight.grad)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("sync", [[True], [True, True], [False, True], [True, False, True]])
 def test_the_gradient_is_exactly_the_mean_over_ranks(

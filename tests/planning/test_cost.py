@@ -440,6 +440,12 @@ main()
 """
 
 
+@pytest.mark.fast_cases(
+    "missing0-llama3-8b-0-8,030,261,248 parameters",
+    "missing2-decoder:quick-2-the decoder needs PyTorch or JAX, and neither is installed",
+    "missing5-decoder:quick-0-jax",
+    "missing7-tests.planning.test_cost:nothing-2-can be imported",
+)
 @pytest.mark.parametrize(
     ("missing", "model", "status", "expected"),
     [

@@ -143,6 +143,7 @@ def held(tree: Any, device: jax.Device) -> tuple[int, int]:
     return found[0], found[1]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("mesh", "strategy"), MESHES)
 @pytest.mark.parametrize(
     ("name", "dtypes", "offload"),
@@ -227,6 +228,7 @@ def test_peak_of_the_decoder_in_torch(ranks: RankGroup, name: str, dtype: str, l
     assert plan.peak.total == pytest.approx(max(peaks), rel=WITHIN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "dtypes", "offload"),
     [
@@ -262,6 +264,7 @@ def test_the_peak_of_frozen_layers_is_an_upper_bound(ranks: RankGroup) -> None:
     assert max(peaks) < part < whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name != "lion" else name for name in NAMES]
 )

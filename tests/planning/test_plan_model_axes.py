@@ -70,6 +70,7 @@ def assert_same(planned: Any, found: dict[str, Any]) -> None:
     assert sorted(found["fingerprints"]) == sorted(layouts)
 
 
+@pytest.mark.fast_cases("mesh1-no_shard", "mesh3-hfsdp")
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [
@@ -101,6 +102,7 @@ def test_the_decoder_in_pytorch(
 ENDS = {"colwise": "rowwise", "rowwise": "colwise"}
 
 
+@pytest.mark.fast_cases("colwise-True")
 @pytest.mark.parametrize(("ends", "recompute"), [(None, False), ("colwise", True), ("rowwise", False)])
 def test_what_the_decoder_exchanges_over_a_model_axis(
     ranks: RankGroup, tmp_path: Path, ends: str | None, recompute: bool
@@ -231,6 +233,7 @@ def test_a_node_has_the_model_axes_and_the_inner_data_parallel_one() -> None:
         with_node([policy], 3, [15])
 
 
+@pytest.mark.fast_cases("mesh2-hfsdp")
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [

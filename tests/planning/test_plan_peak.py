@@ -62,6 +62,7 @@ def measured(text: str, batch: int, length: int, microbatches: int) -> tuple[int
     return live.rest, live.peak
 
 
+@pytest.mark.fast_cases("optim_grads_params-float32-False-1")
 @pytest.mark.parametrize(
     ("strategy", "compute", "recompute", "microbatches"),
     [
@@ -102,6 +103,7 @@ def test_peak_without_prefetch_in_torch(ranks: RankGroup) -> None:
     assert peaks[1] > peaks[0]
 
 
+@pytest.mark.slow
 def test_peak_of_units_inside_layers_in_torch(ranks: RankGroup) -> None:
     text = load_policy("mixture").to_toml()
     plan = make_plan(
@@ -125,6 +127,7 @@ def one_step(text: str, microbatches: int) -> dict[str, Any]:
     return {"memory": model.memory_report(optimizer), "calls": calls, "bytes": nbytes}
 
 
+@pytest.mark.fast_cases("mixture")
 @pytest.mark.parametrize(
     "name", ["fsdp", "fsdp_bf16", "hfsdp", "hsdp", "mixture", "no_shard", "zero1", "zero2"]
 )
@@ -138,6 +141,7 @@ def test_bytes_and_collectives_of_the_decoder_under_every_shipped_policy(ranks: 
         assert_collectives(plan, {**found, "groups": None})
 
 
+@pytest.mark.fast_cases("optim_grads_params-True-1")
 @pytest.mark.parametrize(
     ("strategy", "recompute", "microbatches"),
     [
@@ -156,6 +160,8 @@ def test_the_plan_agrees_with_what_xla_compiles(strategy: str, recompute: bool, 
     assert {line.what for line in check.lines if line.agrees} >= {"main weights", "all_reduce calls", "peak"}
 
 
+@pytest.mark.slow
+@pytest.mark.fast_cases("optim-True-2")
 @pytest.mark.parametrize(
     ("strategy", "recompute", "microbatches"),
     [
@@ -191,11 +197,13 @@ def test_the_plan_of_few_tokens_where_gradients_weigh_most_agrees_with_what_xla_
     assert {line.what: (line.planned, line.compiled) for line in check.lines if line.agrees is False} == {}
 
 
+@pytest.mark.slow
 def test_the_plan_of_units_inside_layers_agrees_with_what_xla_compiles() -> None:
     check = check_compiled("decoder:default", load_policy("mixture"), 4, Workload(4, 64))
     assert {line.what: (line.planned, line.compiled) for line in check.lines if line.agrees is False} == {}
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_model_does_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: what is compiled is the quick decoder, what is planned the default one."""
     from bridge.planning import compiled
@@ -209,6 +217,7 @@ def test_a_plan_of_another_model_does_not_agree(monkeypatch: pytest.MonkeyPatch)
     assert "the plan differs from what XLA compiled" in check.summary()
 
 
+@pytest.mark.fast_cases("llama-512-True-True-zero1")
 @pytest.mark.parametrize(
     ("model", "length", "recompute", "stacked", "strategy"),
     [
@@ -246,6 +255,7 @@ def test_planned_peaks_are_within_a_tenth_of_what_xla_compiles(model: str) -> No
     assert ", 0 beyond 10 %" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "length", "recompute"),
     [

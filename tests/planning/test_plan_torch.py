@@ -162,6 +162,7 @@ def test_bytes_and_collectives_of_random_models_and_placements(
 PART = [Spec((7, 5)), Spec((7,)), Spec((5, 7)), Spec((3,), frozen=True)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [
@@ -178,6 +179,7 @@ def test_bytes_and_collectives_of_every_strategy(
     assert_measured(ranks, mesh, policy, [PART, PART], [Spec((9, 4))], microbatches)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "precision",
     [
@@ -218,6 +220,7 @@ WIDE = [
 ]
 
 
+@pytest.mark.fast_cases("mesh0-optim_grads_params-mxfp8", "mesh1-optim-float8_e4m3fn", "mesh4-hfsdp-mxfp8")
 @pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
 @pytest.mark.parametrize(
     ("mesh", "strategy"),

@@ -166,6 +166,7 @@ def test_the_largest_batch_is_the_one_that_trying_all_finds(
     assert largest_batch(plan, usable).batch == max(fitting, default=0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b", "decoder:quick"])
 @pytest.mark.parametrize("runtime", ["torch", "jax"])
 def test_the_peak_never_falls_when_the_batch_grows(name: str, runtime: str) -> None:
@@ -264,6 +265,7 @@ def test_recomputation_is_of_the_outer_of_units_inside_each_other() -> None:
     assert [unit.chosen.name for unit in raised.units] == ["optim_grads_params"] * 2 + ["optim_grads"] * 2
 
 
+@pytest.mark.slow
 def test_the_file_is_the_policy_that_was_found(tmp_path: Any) -> None:
     found = searched(load_policy("no_shard"), 8, 80 * 10**9, {"torch": shipped_model("llama3-8b")})
     written = only_file([found], "llama3-8b")

@@ -99,6 +99,7 @@ def call(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_a_step_with_a_model_axis_holds_what_the_plan_says(gpu: Leg, tmp_path: Path) -> None:
     sizes = (
         "vocab_size = 257\nd_model = 32\nn_layers = 2\nn_heads = 4\nn_kv_heads = 2\nhead_dim = 8\nd_ff = 48\n"
@@ -122,6 +123,7 @@ def test_a_step_with_a_model_axis_holds_what_the_plan_says(gpu: Leg, tmp_path: P
     assert gathered < alone.traffic.nbytes("all_gather", "dp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["shard_map", pytest.param("pjit", marks=pytest.mark.slow)])
 def test_the_gradients_are_the_program_that_is_compiled_directly(
     gpu: Leg, compiler: Compiler, engine: str
@@ -161,6 +163,7 @@ def test_a_peak_counts_what_lives_beside_a_program_and_the_update_gets_its_state
         assert one["peak"] == pytest.approx(expected + one["temporary"], abs=256)
 
 
+@pytest.mark.slow
 def test_a_second_run_answers_from_the_cache_and_a_broken_entry_is_compiled_anew(gpu: Leg) -> None:
     first = gpu.ask(request("shard_map"))
     second = gpu.ask(request("shard_map"))
@@ -192,6 +195,7 @@ def test_an_entry_that_is_not_whole_is_as_good_as_none(
     assert load(key) is None
 
 
+@pytest.mark.slow
 def test_a_users_own_model_with_its_loss_and_batch(
     cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,6 +403,7 @@ def test_batch_shapes_are_checked(tmp_path: Path, text: str, message: str) -> No
     assert str(path) in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_lock_taken_by_another_process_since_is_waited_for_again_and_told_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -131,6 +131,7 @@ def rules_of(text: str) -> set[tuple[str, ...]]:
     return found
 
 
+@pytest.mark.fast_cases("decoder_stacked")
 @pytest.mark.parametrize("family", ["decoder", "decoder_stacked"])
 def test_the_shipped_family_of_our_decoder_is_found_again(tmp_path: Path, family: str) -> None:
     stacked = family == "decoder_stacked"

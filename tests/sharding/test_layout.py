@@ -577,6 +577,7 @@ def test_unknown_names_ranks_and_row_ranges_raise():
         row_boxes((4, 3), 3, 5)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_tensors_over_sixteen_thousand_shards_are_planned():
     shapes = {f"t{i}": (i % 97 + 1, (256, 300, 333, 1001, 1536, 4304)[i % 6]) for i in range(100_000)}
     plan = plan_layout(shapes, 16_384, align=1)

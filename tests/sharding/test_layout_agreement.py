@@ -158,6 +158,7 @@ def test_padding_is_never_above_that_of_one_common_multiple(shapes, num_shards, 
     assert layout.padded_size <= lcm_rule(tuple(shapes.values()), num_shards, layout.align)
 
 
+@pytest.mark.fast_cases("matrices0-7")
 @pytest.mark.parametrize(
     ("matrices", "num_shards"),
     [

@@ -1,7 +1,8 @@
 """Fast matrices: of the cases of a test marked ``pairwise``, so many that any two values that occur together still do.
 
-Of a test marked ``each_value``, whose cases cost much, so many that each value occurs. ``make test`` runs those cases,
-``make test-all`` all of them: the others are marked slow.
+Of a test marked ``each_value``, whose cases cost much, so many that each value occurs. Of one marked
+``fast_cases("id", ...)`` the cases with these ids, which see what the others see for less. ``make test`` runs those
+cases, ``make test-all`` all of them: the others are marked slow.
 """
 
 from __future__ import annotations
@@ -40,8 +41,22 @@ def axes(item: pytest.Item) -> list[Hashable]:
     return [repr(value) for value in flat]
 
 
+def mark_unnamed_slow(items: Sequence[pytest.Item]) -> None:
+    """Mark slow the cases that a test's ``fast_cases`` does not name; none where some were chosen by hand."""
+    matrices: dict[tuple[str, tuple[str, ...]], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if mark := item.get_closest_marker("fast_cases"):
+            matrices[item.nodeid.partition("[")[0], mark.args].append(item)
+    for (test, ids), cases in matrices.items():
+        others = [item for item in cases if item.nodeid not in {f"{test}[{one}]" for one in ids}]
+        if len(others) + len(ids) == len(cases):
+            for item in others:
+                item.add_marker("slow")
+
+
 def mark_slow(items: Sequence[pytest.Item]) -> None:
-    """Mark slow what the covering of each test with one of the two marks can do without."""
+    """Mark slow what each test with one of the three marks can do without."""
+    mark_unnamed_slow(items)
     matrices: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
         for mark, strength in (("each_value", 1), ("pairwise", 2)):

@@ -121,6 +121,7 @@ def states_made_by_torch(kind: str) -> None:
         assert torch.equal(whole(state["exp_avg"]), whole(loaded["exp_avg"]))
 
 
+@pytest.mark.fast_cases("MainWeightAdamW")
 @pytest.mark.parametrize("kind", ["AdamW", "MainWeightAdamW"])
 def test_optimizer_state_made_by_torch_moves_no_weight(ranks: RankGroup, kind: str) -> None:
     ranks.run(3, states_made_by_torch, kind)

@@ -146,6 +146,9 @@ def _check_report(model: nn.Module, policy: ShardingPolicy, units: dict[str, tup
 EXAMPLES = ["no_shard", "zero1", "zero2", "fsdp", "fsdp_bf16", "hsdp", "hfsdp", "mixture"]
 
 
+@pytest.mark.fast_cases(
+    "no_shard-2", "zero1-2", "zero2-2", "fsdp-4", "fsdp_bf16-2", "hsdp-4", "hfsdp-4", "mixture-2"
+)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_shipped_policies_train_as_one_process_on_the_whole_batch(
@@ -242,6 +245,7 @@ def recomputing(recomputed: tuple[str, ...], depth: int) -> None:
     assert again["names"] == plain["names"] == list(Net().state_dict())
 
 
+@pytest.mark.fast_cases("recomputed1-1", "recomputed4-3")
 @pytest.mark.parametrize(
     ("recomputed", "depth"),
     [

@@ -322,6 +322,7 @@ def test_after_any_one_changed_byte_the_tensor_is_refused_or_bit_exact(tmp_path:
     assert refused > len(data) // 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_5000_mutants_and_every_truncation_raise_nothing_but_checkpoint_errors(tmp_path: Path) -> None:
     data = stock_archive((0.9, [1, "a"])) + stock_archive(numbered((3, 4)))

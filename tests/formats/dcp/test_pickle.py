@@ -143,6 +143,7 @@ def test_a_tuple_that_would_take_forever_to_hash_is_refused_as_a_key() -> None:
         read_pickle(bomb, PLAIN_VALUES, "v")
 
 
+@pytest.mark.fast_cases("31", "60")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("depth", [25, 31, 60])
 def test_a_tuple_that_would_take_forever_to_copy_or_print_is_refused(depth: int) -> None:
@@ -234,6 +235,7 @@ def test_20000_mutants_of_a_value_raise_nothing_but_checkpoint_errors() -> None:
     assert 0 < accepted < 20_000
 
 
+@pytest.mark.fast_cases("lists")
 @pytest.mark.parametrize(
     "unit",
     [

@@ -671,6 +671,7 @@ def test_an_endless_tuple_inside_genuine_metadata_is_refused_or_ignored(genuine:
         assert len(str(caught.value)) < 500
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_10000_mutants_of_metadata_raise_nothing_but_checkpoint_errors(genuine: Path) -> None:
     rng = random.Random(3)

@@ -134,6 +134,7 @@ def assert_holds(path: Path, expected: Arrays) -> None:
                 assert same_bits(reader.read(name, box), np.ascontiguousarray(array[box.slices()]))
 
 
+@pytest.mark.fast_cases("fsdp2-3", "fsdp x tp-4")
 @pytest.mark.parametrize(
     ("kind", "world"), [("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4), ("hsdp", 4), ("fsdp x tp", 4)]
 )
@@ -150,6 +151,7 @@ def test_whatever_the_sharding_every_tensor_is_read_whole(
         assert reader.objects["optimizer.param_groups.0.betas"] == (0.8, 0.9)
 
 
+@pytest.mark.fast_cases("many files")
 @pytest.mark.parametrize("how", ["async", "many files"])
 def test_other_ways_of_saving_make_no_difference(ranks: RankGroup, tmp_path: Path, how: str) -> None:
     expected, *_ = ranks.run(3, save_stock, "fsdp2", str(tmp_path / "c"), how)
@@ -182,6 +184,7 @@ def test_a_directory_as_torchtitan_writes_it_is_read_whole(ranks: RankGroup, tmp
         assert {"lr_scheduler.lr_lambdas", "dataloader.world_size"} <= dict(reader.objects).keys()
 
 
+@pytest.mark.fast_cases("hsdp")
 @pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
 def test_one_metadata_file_per_rank_is_put_together(ranks: RankGroup, tmp_path: Path, kind: str) -> None:
     expected, *_ = ranks.run(4, save_stock, kind, str(tmp_path / "c"), "alone")

@@ -500,6 +500,7 @@ def test_600_mb_are_written_and_read_in_less_than_150_mb(large: Path) -> None:
     assert (large / "__0_0.distcp").stat().st_size > 600e6
 
 
+@pytest.mark.slow
 def test_one_large_chunk_that_stock_pytorch_stored_transposed_is_read_in_less_than_150_mb(
     large: Path,
 ) -> None:

@@ -112,6 +112,7 @@ def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("bridge.formats.files.mapped.BLOCK", 40)
 
 
+@pytest.mark.each_value
 @pytest.mark.optimized  # else arrays that are cut on the device lose the bits of some bfloat16 NaNs
 @pytest.mark.usefixtures("paths")
 @pytest.mark.parametrize("kind", SAVES)
@@ -659,6 +660,7 @@ def test_json_is_read_only_from_a_file_of_a_size_that_it_can_have(
         OrbaxReader(tmp_path / "c")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ocdbt", [True, False])
 @pytest.mark.parametrize("zarr3", [True, False])
 def test_what_tensorstore_reads_whole_has_a_size_that_it_can_have(

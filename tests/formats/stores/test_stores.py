@@ -357,6 +357,7 @@ def killed_upload(source: Path, out: str, format: str, last: int, part: float, t
     assert subprocess.run(command, env=environment, cwd=ROOT, timeout=120).returncode == -9
 
 
+@pytest.mark.fast_cases("dcp-3", "orbax-2")
 @pytest.mark.parametrize(("format", "last"), [("dcp", 1), ("dcp", 3), ("orbax", 2), ("safetensors", 2)])
 def test_an_upload_that_is_killed_can_be_resumed(tmp_path: Path, format: str, last: int) -> None:
     local, out = local_source(tmp_path, "orbax"), f"file://{tmp_path}/there/out"

@@ -53,7 +53,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
         return {name: reader.read(name) for name in reader.tensors}
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("3-float8_e4m3fn", "5-bfloat16")
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("other", range(1, len(CASES)))
 def test_payload_and_scales_are_the_same_bytes_on_other_devices(
@@ -144,7 +144,7 @@ def test_bytes_at_rest(engine: str, kind: str | None, size: int) -> None:
     assert held == expected
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("True-before0-after0-shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -187,6 +187,7 @@ def decoded(arrays: Any, name: str, path: str) -> np.ndarray:
     return values * arrays.get(f"opt_state/{name}_scale/{path}", 1.0)
 
 
+@pytest.mark.fast_cases("shard_map-None-float8_e4m3fn")
 @pytest.mark.filterwarnings("ignore:shard_map engine")
 @pytest.mark.parametrize(
     ("engine", "before", "after"), [("shard_map", None, "float8_e4m3fn"), ("pjit", "float16", None)]
@@ -214,6 +215,7 @@ def test_muons_moments_are_converted(tmp_path: Path, before: Any, after: Any, en
     runs.train(loaded.state, *here, first=1, count=1, optimizer=muon(after))
 
 
+@pytest.mark.slow
 def test_a_chains_moments_with_scales_are_kept_or_refused(tmp_path: Path) -> None:
     def chain(kind: Any) -> Any:
         return optax.chain(optax.clip(1.0), main_weight_adamw(1e-2, mu_dtype=kind, nu_dtype=kind))
@@ -234,6 +236,7 @@ def test_a_chains_moments_with_scales_are_kept_or_refused(tmp_path: Path) -> Non
     assert not loaded.fresh
 
 
+@pytest.mark.slow
 def test_without_strictness_moments_of_another_format_are_fresh(tmp_path: Path) -> None:
     case = (2,)
     plan = runs.plan_of(*case)

@@ -127,6 +127,7 @@ class Odd(nnx.Module):
         self.stack = values(3, 4, 5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("granularity", [("row", 1), ("block", 3), ("tensor", 1)])
 @pytest.mark.parametrize("chunk", [16, 100, 1 << 20])
 def test_odd_parameters_are_exact_for_every_granularity_and_chunk_size(

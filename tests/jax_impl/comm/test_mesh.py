@@ -143,6 +143,7 @@ def test_whether_the_backend_runs_is_known_without_starting_it():
     assert result.returncode == 0, result.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_the_flags_of_simulate_devices_keep_the_meaning_of_the_strategy():
     result = in_fresh_process(
         """

@@ -41,6 +41,9 @@ from tests.support.compilers.setting import SIZES, Setting
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.fast_cases(
+    "h100:8-shard_map-331-optim_grads_params-k3-stacked", "h100:64-pjit-256-optim_grads_params-k1-stacked"
+)
 @pytest.mark.parametrize(
     "setting",
     [
@@ -81,6 +84,7 @@ def test_parts_of_what_a_model_axis_cuts_travel_alone(gpu: Compile, setting: Set
     assert_parts_travel(setting, gpu(setting))
 
 
+@pytest.mark.fast_cases("h100:8-shard_map-256-optim_grads_params-k1-mxfp8")
 @pytest.mark.parametrize(
     "setting",
     [
@@ -95,6 +99,7 @@ def test_what_travels_of_float8_weights_is_their_payload(gpu: Compile, setting: 
     assert_payload_travels(setting, gpu(setting))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "share"),
     [
@@ -144,6 +149,7 @@ IN_ROOT = wrong(
 )
 
 
+@pytest.mark.fast_cases("h100:64-shard_map-1024-optim_grads_params-k1-stacked-units")
 @pytest.mark.parametrize(
     "setting",
     [
@@ -201,6 +207,7 @@ def test_the_plan_knows_the_memory_of_prefetch(gpu: Compile, tmp_path: Path, rec
     assert compiled[1] > 1.15 * compiled[0]
 
 
+@pytest.mark.fast_cases("h100:64-shard_map-1024-optim_grads_params-k1-stacked-units")
 @pytest.mark.parametrize(
     "setting",
     [
@@ -227,8 +234,8 @@ def test_gathers_run_beside_products_as_in_a_step_by_hand(gpu: Compile, setting:
 @pytest.mark.parametrize(
     "setting",
     [
-        large("h100:64", "shard_map"),
-        large("h100:64", "shard_map", SLOW, units=APART, stacked=True),
+        large("h100:64", "shard_map", SLOW),
+        large("h100:64", "shard_map", units=APART, stacked=True),
         large("h100:8", "shard_map", SLOW, units=APART),
         large("h100:8", "pjit", SLOW, WHERE_COMPUTED, units=APART),
         llama("h100:8", "shard_map", SLOW),
@@ -239,6 +246,7 @@ def test_reductions_run_beside_products_as_in_a_step_by_hand(gpu: Compile, setti
     assert_as_much_overlap_as_by_hand(gpu(setting), gpu(by_hand(setting)), (SCATTER,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [
@@ -251,6 +259,7 @@ def test_transfers_before_and_after_all_units_run_beside_them(gpu: Compile, sett
     assert gpu(setting).overlap(GATHER, SCATTER, REDUCE) >= 0.45
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=SLOW)])
 def test_all_transfers_of_scanned_layers_run_beside_products(gpu: Compile, recompute: bool):
     (setting,) = large("h100:8", "shard_map", units=APART, stacked=True, recompute=recompute).values
@@ -279,6 +288,7 @@ def test_a_step_without_backward_gathers_ahead(gpu: Compile, stacked: bool):
     assert sum(one.times for one in found.collectives if one.kind == GATHER) == layer + 4
 
 
+@pytest.mark.fast_cases("h100:8-shard_map-1024x6-optim_grads_params-k1-offload0.5-bfloat16-bfloat16")
 @pytest.mark.parametrize(
     "setting",
     [
@@ -292,6 +302,7 @@ def test_moments_travel_while_others_are_updated(gpu: Compile, setting: Setting,
     assert_planned(setting, gpu(setting), 8, tmp_path)
 
 
+@pytest.mark.slow
 def test_units_come_from_the_hosts_memory_and_their_gradients_leave_one_by_one(gpu: Compile):
     setting = Setting("h100:2", "shard_map", "256x12", rows=1, length=64)
     plain = gpu(setting)
@@ -302,6 +313,7 @@ def test_units_come_from_the_hosts_memory_and_their_gradients_leave_one_by_one(g
     assert_gradients_leave(both, plain)
 
 
+@pytest.mark.slow
 def test_bytes_of_scaled_moments_are_planned(gpu: Compile, tmp_path: Path):
     setting = Setting("h100:8", "shard_map", "1024x6", offload=0.5, moments=("float8_e4m3fn", "float8_e5m2"))
     assert_planned(setting, gpu(setting), 8, tmp_path)

@@ -26,6 +26,7 @@ def counted(strategy, microbatches, **keywords):
     return plan, count_collectives(make_gradients(plan, loss, microbatches), weights, batch)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("strategy", EXPECTED)
 def test_each_unit_is_gathered_and_reduced_as_often_as_the_strategy_says(strategy, microbatches):
@@ -39,6 +40,7 @@ def test_each_unit_is_gathered_and_reduced_as_often_as_the_strategy_says(strateg
     assert len(sizes) == 2, "the root must be told apart from the layers by its size"
 
 
+@pytest.mark.fast_cases("precision2-bfloat16-float32")
 @pytest.mark.parametrize(
     ("precision", "gathered", "reduced"),
     [
@@ -57,6 +59,7 @@ def test_what_travels_has_the_dtype_asked_for(precision, gathered, reduced):
     assert {c.dtype for c in found if c.size > 1} == {reduced}
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_the_compiled_step_gathers_no_less_than_the_traced_one():
     # XLA may drop the gathers of weights that a backward does not read, but not merge forward with backward.
@@ -84,6 +87,7 @@ def unordered_collectives(jaxpr):
     return unordered
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("units", [["layers/*"], ["embed", "layers/*", "layers/*/mlp"]])
 @pytest.mark.parametrize("strategy", EXPECTED)
 def test_no_two_collectives_of_a_step_can_run_at_once(strategy, units):

@@ -195,6 +195,7 @@ def equations(jaxpr: Any) -> int:
     return len(jaxpr.eqns) + sum(equations(one) for one in inner if hasattr(one, "eqns"))
 
 
+@pytest.mark.fast_cases("net0-units0-stacked0", "net1-units1-stacked1")
 @pytest.mark.parametrize(
     ("net", "units", "stacked"),
     [
@@ -211,6 +212,7 @@ def test_stacks_that_are_not_named_are_refused_with_the_keyword(net, units, stac
         make_train_step(plan, linen_loss(net, apply_linen), optax.sgd(0.1)).gradients(weights, x)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("net", "axes"),
     [(OtherAxis(1, True), "1"), (OtherAxis(1, False), "1 or 2"), (OtherAxis(2, False), "1 or 2")],

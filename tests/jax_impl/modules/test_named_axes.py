@@ -105,6 +105,7 @@ def assert_gradients_as_alone(
     return plan
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize("loss", [one_axis, two_axes, shared_result])
@@ -181,6 +182,7 @@ class Rows(linen.Module):
         return mapped(Block(name="Block_1"), mapped(Block(name="Block_0"), x))
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_batch_norm_under_linens_vmap_is_one_over_the_axis(engine):
     def loss_of(apply: Any) -> Any:
@@ -214,6 +216,7 @@ class Normalizing(nnx.Module):
         return y / jnp.sqrt(jax.lax.pmean(y * y, "batch") + 1e-3)
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_nnx_modules_know_the_names_too(engine):
     with jax.enable_x64(True):

@@ -146,7 +146,7 @@ class Layer(nnx.Module):
         return jnp.tanh(self.norm(self.linear(x)))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("optim_grads_params-units1")
 @pytest.mark.parametrize("units", [[], ["*"], ["*", "*/norm"]])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_batch_statistics_are_means_over_devices_and_pass_through_microbatches(strategy, units):
@@ -172,6 +172,7 @@ def test_batch_statistics_are_means_over_devices_and_pass_through_microbatches(s
     assert not np.allclose(expected[0]["first/norm/mean"], expected[1]["first/norm/mean"])
 
 
+@pytest.mark.fast_cases("units1")
 @pytest.mark.parametrize("units", [[], ["*"]])
 def test_pjit_normalises_the_whole_microbatch(units):
     model, batch = Normed(nnx.Rngs(0)), rows(12, DIM)
@@ -193,6 +194,7 @@ class Dropped(nnx.Module):
         return self.drop(x * self.weight[...])
 
 
+@pytest.mark.fast_cases("shard_map-units1", "pjit-units0")
 @pytest.mark.parametrize("units", [[], ["drop"]])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_dropout_differs_between_devices_microbatches_and_steps(engine, units):
@@ -250,7 +252,7 @@ class Scanned(nnx.Module):
         return self.head(run(x, self.layers))
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
@@ -301,6 +303,7 @@ def test_frozen_parameters_have_no_gradient_no_moments_and_stay(engine, strategy
         assert np.array_equal(value, before[path]) == (path in still), path
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_lora_trains_the_adapters_alone(engine):
     class Adapted(nnx.Module):

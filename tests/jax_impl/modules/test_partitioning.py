@@ -224,6 +224,7 @@ def pytree_loss(params: Any, rows: jax.Array) -> jax.Array:
     return jnp.mean((jnp.tanh(rows @ params["a"]) @ params["b"] - 1) ** 2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize(
     ("make", "loss", "parallel"),
@@ -306,6 +307,7 @@ class LinenStack(linen.Module):
         return scanned(name="layers")(x, None)[0]
 
 
+@pytest.mark.fast_cases("sizes0")
 @pytest.mark.parametrize("sizes", [TP, pytest.param({"dp": 2}, id="without a model axis")])
 def test_boxes_of_a_scanned_linen_module_are_followed_where_they_can_be(sizes: dict[str, int]) -> None:
     with jax.enable_x64(True), warnings.catch_warnings():

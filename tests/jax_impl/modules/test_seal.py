@@ -30,7 +30,7 @@ def penalised(model: Any, rows: jax.Array) -> jax.Array:
     return loss(model, rows) + 1e-3 * sum(jnp.sum(p**2) for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
@@ -84,7 +84,7 @@ def test_every_shape_of_batch_is_checked_and_so_are_bare_gradients():
         jax.jit(make_gradients(plan, penalised))(weights, shard_batch(plan, tokens(8)))
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])

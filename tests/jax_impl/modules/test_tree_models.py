@@ -121,7 +121,7 @@ def assert_trains_as_alone(
     return plan
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("optim_grads_params-shard_map")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_functions_over_a_pytree_train(strategy, engine):
@@ -144,6 +144,7 @@ def test_units_of_a_pytree_are_gathered_and_reduced_like_others():
     assert sum(n for each, n in found.items() if each.kind == "reduce_scatter") == 5
 
 
+@pytest.mark.fast_cases("optim_grads_params-True-shard_map", "optim_grads_params-False-pjit")
 @pytest.mark.parametrize(("strategy", "recompute", "engine"), KINDS)
 def test_a_stack_is_scanned_by_lax_scan(strategy, recompute, engine):
     params = parameters()
@@ -171,7 +172,7 @@ def test_a_stack_is_scanned_by_lax_scan(strategy, recompute, engine):
     assert plan.units["layers"].module.layers == 4
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("False-shard_map")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_units_inside_units_frozen_parameters_and_policies(recompute, engine):
@@ -199,6 +200,7 @@ def test_units_inside_units_frozen_parameters_and_policies(recompute, engine):
     )
 
 
+@pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_checkpoint_of_a_pytree_loads_on_fewer_devices_and_trains_on(tmp_path, engine):
     optimizer = main_weight_adamw(1e-2)
@@ -377,7 +379,7 @@ def linen_loss(net: linen.Module, apply: Any) -> Any:
     return lambda params, tokens: jnp.mean((apply(net, {"params": params}, tokens) - 0.3) ** 2)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("units1-optim-False-shard_map", "units2-optim_grads_params-False-pjit")
 @pytest.mark.parametrize(("strategy", "recompute", "engine"), KINDS)
 @pytest.mark.parametrize(
     "units",
@@ -414,7 +416,7 @@ class Nested(linen.Module):
         return Block(name="Block_1")(Pair(name="Block_0")(x))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("True-units1")
 @pytest.mark.parametrize("units", [["Block_*"], ["Block_*", "Block_0/Block_1"]])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_submodules_of_a_linen_unit_may_have_the_names_of_units_outside(units, recompute):

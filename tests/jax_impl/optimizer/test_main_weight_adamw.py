@@ -61,6 +61,7 @@ def test_bias_corrections_are_the_rounded_host_doubles_at_any_step(done):
     assert w[0] == expected
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_scalars_of_a_step_are_doubles_rounded_once(scheduled, dtype):

@@ -31,6 +31,7 @@ def losses(steps: int, engine: str, **kinds: Any) -> np.ndarray:
     return np.array(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["shard_map", pytest.param("pjit", marks=pytest.mark.slow)])
 def test_training_with_float8_moments_stays_close_to_float32(engine: str) -> None:
     expected = losses(40, engine)

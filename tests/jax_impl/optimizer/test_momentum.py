@@ -106,7 +106,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
 CASES: list[Any] = [(4,), (3, "optim"), (2, runs.DEFAULT, "pjit"), ((2, 2), "hfsdp")]
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("2-muon")
 @pytest.mark.parametrize("name", ["momentum", "muon", "float8 momentum", "float8 muon"])
 @pytest.mark.parametrize("other", range(1, len(CASES)))
 @pytest.mark.filterwarnings("ignore:shard_map engine")
@@ -142,6 +142,7 @@ def test_a_stack_of_layers_is_matrices_and_vectors() -> None:
     runs.train(state, *case, first=0, count=1, optimizer=optimizer)
 
 
+@pytest.mark.fast_cases("dimensions0-flat0", "True-None")
 @pytest.mark.parametrize(("dimensions", "flat"), [((1, 2), (6, 20)), ((2, 1), (24, 5)), (True, None)])
 def test_kernels_of_more_dimensions_are_the_matrices_that_the_rule_says(dimensions: Any, flat: Any) -> None:
     rng = np.random.default_rng(0)

@@ -94,6 +94,7 @@ ON_HOST = Offload(1.0, True, "host")
 SCALED = {"mu_dtype": "float16", "nu_dtype": "float8_e4m3fn"}
 
 
+@pytest.mark.fast_cases("<lambda>-offload0-options0", "<lambda>-offload4-options4")
 @needs_moves
 @pytest.mark.parametrize(
     ("make", "offload", "options"),
@@ -176,6 +177,7 @@ def test_the_host_computes_the_update_of_each_key_and_devices_what_keys_share() 
     assert "stablehlo.reduce" in update.as_text()
 
 
+@pytest.mark.slow
 @needs_moves
 def test_metrics_of_an_update_on_the_host_come_to_the_devices() -> None:
     optimizer = optax.inject_hyperparams(optax.sgd)(0.25, momentum=0.5)
@@ -222,6 +224,7 @@ def held(state: TrainState, kind: str) -> int:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
 def test_a_share_is_near_what_was_asked(engine: str, share: float) -> None:
@@ -315,9 +318,17 @@ def update_memory(layers: int, optimizer: Any, offload: Offload | None) -> Any:
     return make_train_step(plan, loss, optimizer).lower_programs(state, batch)[1].compile().memory_analysis()
 
 
+@needs_moves
+def test_a_barrier_stands_before_and_behind_the_update_of_each_key() -> None:
+    keys = len(plan_sharding(Model(2), data_parallel_mesh(4)).arrays)
+    update = update_of(Offload(1.0), main_weight_adamw(0.01))
+    assert update.as_text().count("stablehlo.optimization_barrier") == 2 * keys > 2
+
+
+@pytest.mark.slow
 @pytest.mark.optimized
 @needs_moves
-@pytest.mark.parametrize("offload", [pytest.param(None, marks=pytest.mark.slow), Offload(1.0)])
+@pytest.mark.parametrize("offload", [None, Offload(1.0)])
 def test_temporary_arrays_of_an_update_are_those_of_one_key(offload: Offload | None) -> None:
     """Twice as many layers, the largest of which is hardly larger."""
     found = [update_memory(layers, main_weight_adamw(0.01, **SCALED), offload) for layers in (4, 8)]

@@ -164,12 +164,16 @@ def form_of(optimizer: optax.GradientTransformation, engine: str = "shard_map") 
     return tried(optimizer, arrays_of(plan), tree_of(plan), engine == "shard_map")
 
 
+@pytest.mark.fast_cases(
+    "lamb", "adafactor", "adaptive_grad_clip", "decay of matrices", "labels by name", "clip_by_block_rms"
+)
 @pytest.mark.parametrize("name", ON_PARAMETERS)
 def test_what_looks_at_shapes_or_names_is_given_the_models_parameters(name: str) -> None:
     assert form_of({**transformations(), **COMPOSED}[name]()) == "name"
     assert_trains_as_unsharded(name)
 
 
+@pytest.mark.fast_cases("adamw", "chain", "apply_if_finite", "schedule_free_adamw", "masked", "main weights")
 @pytest.mark.parametrize("name", ON_SHARDS)
 def test_what_is_elementwise_runs_on_the_shards(name: str) -> None:
     assert form_of({**transformations(), **COMPOSED}[name]()) is None
@@ -210,6 +214,9 @@ def test_the_models_own_pytree_is_given_where_a_mask_was_made_of_it(engine: str)
     assert form_of(optax.adamw(RATE, mask=mask), engine) == "tree"
 
 
+@pytest.mark.fast_cases(
+    "optimizer1-updates one flat array a unit, by unit, or the tree of the model's parameters.*got ValueError"
+)
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [

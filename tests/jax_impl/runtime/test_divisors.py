@@ -33,6 +33,7 @@ def mean(tree: Any, rows: Any) -> jax.Array:
     return jnp.mean(token_losses(tree, rows))
 
 
+@pytest.mark.each_value
 @ENGINES
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("divisor", [1, 80.0])
@@ -47,6 +48,7 @@ def test_sums_divided_by_a_number_are_the_same_in_both_engines(
     assert_close(unshard(plan, found), jax.tree.map(lambda x: x / divisor, expected))
 
 
+@pytest.mark.fast_cases("shard_map")
 @ENGINES
 def test_units_may_have_divisors_of_their_own(engine: str) -> None:
     plan, weights = sharded(engine, 4)
@@ -59,6 +61,7 @@ def test_units_may_have_divisors_of_their_own(engine: str) -> None:
     assert_close(unshard(plan, found), expected)
 
 
+@pytest.mark.fast_cases("optim_grads", "hfsdp")
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params", "hfsdp"])
 def test_float16_sums_of_large_gradients_do_not_overflow(strategy: str) -> None:
     # Of each device about 20,000: a sum over four is more than float16's 65,504.
@@ -83,6 +86,7 @@ def test_float16_sums_of_large_gradients_do_not_overflow(strategy: str) -> None:
 
 
 # Where gradients stay whole, each device's own are kept in the grad dtype, and so rounded, before they are summed.
+@pytest.mark.fast_cases("optim_grads-shard_map", "optim_grads_params-pjit")
 @ENGINES
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 @pytest.mark.filterwarnings("ignore:pjit engine")
@@ -131,6 +135,7 @@ def warm_up(count: Any) -> Any:
     return 0.1 / (1.0 + count)
 
 
+@pytest.mark.fast_cases("main_weight_adamw-shard_map", "inject_hyperparams-shard_map", "chain-pjit")
 @ENGINES
 @pytest.mark.parametrize(
     "optimizer",

@@ -99,6 +99,7 @@ def pieces_of(layout: Any, values: dict[str, np.ndarray]) -> np.ndarray:
     return found
 
 
+@pytest.mark.fast_cases("1-odd-row", "2-even-block(32)", "3-odd-row")
 @pytest.mark.parametrize("granularity", ["row", "block(32)"])
 @pytest.mark.parametrize("shapes", [ODD, EVEN], ids=["odd", "even"])
 @pytest.mark.parametrize("shards", [1, 2, 3, 5, 8])
@@ -157,6 +158,7 @@ def seen(model: Any, rows: jax.Array) -> tuple[jax.Array, Any]:
     return total * 0, leaves
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize(
     ("engine", "mesh", "strategy", "shapes"),
@@ -209,6 +211,7 @@ def unsharded(config: Any, gather: str, stacked: bool) -> tuple[float, dict[str,
     return float(value), named(gradients)
 
 
+@pytest.mark.fast_cases("float8_e4m3fn-config2-shard_map-4-True-options2")
 @pytest.mark.parametrize(
     ("gather", "config", "engine", "mesh", "stacked", "options"),
     [
@@ -284,6 +287,7 @@ def test_gradients_are_those_of_the_unsharded_model_with_quantized_weights(
         np.testing.assert_allclose(gradient, of_each[path], rtol=0, atol=3e-6 * scale, err_msg=path)
 
 
+@pytest.mark.fast_cases("mxfp8")
 @pytest.mark.parametrize("gather", GATHERS)
 def test_payload_travels_and_nothing_wider(gather: str) -> None:
     layer = {"up": jnp.ones((64, 128)), "down": jnp.ones((128, 64)), "scale": jnp.ones(64)}

@@ -117,6 +117,7 @@ def test_the_last_units_of_a_recomputation_stay_for_backward(monkeypatch, prefet
         assert gathered[f"layers/{layer}/parts/{part}"] == (2 if part <= prefetch else 3)
 
 
+@pytest.mark.fast_cases("True")
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_pass_of_a_loop_gathers_as_often(monkeypatch, stacked):
     program = traced(monkeypatch, 1, True, stacked)
@@ -155,6 +156,7 @@ def in_one_process(model: Model, rows: np.ndarray) -> tuple[jax.Array, dict[str,
     return value, named(found)
 
 
+@pytest.mark.fast_cases("4-0-shard_map-False-True", "1-1-shard_map-False-True", "1-1-shard_map-True-False")
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize(
     ("devices", "prefetch", "engine", "stacked"),

@@ -122,7 +122,7 @@ def plain_run():
     return named(start), seen[0][0], named(unravel(seen[0][1])), named(unravel(weights))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("optim-3", "optim_grads_params-2")
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("no_shard", 2), *itertools.product(STRATEGIES[1:], [2, 3, 4])]
 )
@@ -143,6 +143,7 @@ def test_gradients_and_steps_equal_those_of_the_plain_model(strategy, devices):
             assert np.count_nonzero(np.asarray(buffer)) == real, "padding must stay zero"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("unit", WIDTHS)
 def test_packing_is_undone_by_unpacking_and_puts_each_ranks_rows_into_its_shard(unit, num_shards):
@@ -193,6 +194,7 @@ def test_shards_of_more_elements_than_int32_counts_are_packed():
     assert [x.shape for x in jax.eval_shape(lambda x: unpack(layout, x), flat)] == [(2**20, 4096), (8192,)]
 
 
+@pytest.mark.fast_cases("optim", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_unit_is_gathered_and_reduced_as_often_as_with_one_buffer(strategy):
     plan, weights, _ = sharded(4, strategy)
@@ -207,6 +209,7 @@ def test_a_unit_is_gathered_and_reduced_as_often_as_with_one_buffer(strategy):
     assert unordered_collectives(mapped.params["jaxpr"]) == []
 
 
+@pytest.mark.fast_cases("optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_checkpoint_goes_on_with_another_number_of_devices_and_buffers(strategy, tmp_path):
     source, weights, step = sharded(3, "optim_grads_params")

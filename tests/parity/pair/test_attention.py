@@ -234,6 +234,7 @@ UNKNOWN: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+@pytest.mark.fast_cases("all of it", "NaN")
 @pytest.mark.parametrize("what", UNKNOWN)
 def test_nothing_is_named_for_an_unknown_formula(what: str) -> None:
     other = UNKNOWN[what](RIGHT)

@@ -111,6 +111,7 @@ def test_a_planted_bug_is_named_from_traces(tmp_path: Path) -> None:
     assert report.first_divergence.name == bug.module
 
 
+@pytest.mark.fast_cases("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision(tmp_path: Path, dtype: str) -> None:
     capture_torch(TorchMLP().eval(), BATCH, tmp_path / "torch", dtype=dtype, steps=1)

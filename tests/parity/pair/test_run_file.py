@@ -141,7 +141,7 @@ def save(folder: Path, kind: str, seed: int) -> str:
     return "tree"
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("torch-orbax")
 @pytest.mark.parametrize("kind", ["torch", "jax", "orbax"])
 @pytest.mark.parametrize("side", ["torch", "jax"])
 def test_a_checkpoint_of_either_convention_goes_into_either_model(folder: Path, kind: str, side: str) -> None:
@@ -154,6 +154,7 @@ def test_a_checkpoint_of_either_convention_goes_into_either_model(folder: Path, 
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.slow
 def test_weights_are_taken_from_the_side_that_is_named(folder: Path) -> None:
     text = with_table(RUN, "jax", "arguments = {seed = 1}")
     own = parity(folder, text)
@@ -167,6 +168,7 @@ def test_weights_are_taken_from_the_side_that_is_named(folder: Path) -> None:
     assert losses["torch"] != losses["jax"]
 
 
+@pytest.mark.slow
 def test_a_larger_scale_and_another_dtype_are_the_same_models(folder: Path) -> None:
     for line in ("scale = 3", 'dtype = "bfloat16"', 'dtype = "float16"', "steps = 0"):
         text = with_table(RUN.replace("steps = 2\n", ""), "", line)
@@ -175,6 +177,7 @@ def test_a_larger_scale_and_another_dtype_are_the_same_models(folder: Path) -> N
     assert not [row for row in document(folder)["rows"] if row["stage"] in ("update", "steps")]
 
 
+@pytest.mark.slow
 def test_losses_of_ones_own(folder: Path) -> None:
     losses = '\n[loss]\ntorch = "my_models.twins:torch_loss"\njax = "my_models.twins:{}"\n'
     done = parity(folder, RUN + losses.format("jax_loss"))
@@ -336,6 +339,9 @@ class Wide(JaxMLP):
 """
 
 
+@pytest.mark.fast_cases(
+    'twins:TorchMLP-others:Headed-[[rule]]\\ntorch = "scale"\\njax = "scale"\\n-1 torch parameters without a partner'
+)
 @pytest.mark.parametrize(
     ("old", "new", "rule", "said"),
     [

@@ -121,6 +121,7 @@ def trains_as_one_process(theirs: bool, device: str, shape: tuple[int, ...], str
         )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize(
     ("theirs", "world", "shape", "strategy"),

@@ -59,6 +59,7 @@ def load(path: str, dtype: torch.dtype, strategy: str) -> dict[str, torch.Tensor
     return state
 
 
+@pytest.mark.fast_cases("saved1-wanted1", "saved3-wanted3")
 @pytest.mark.parametrize(
     ("saved", "wanted"),
     [
@@ -83,6 +84,7 @@ def test_moments_become_the_optimizers_as_on_whole_tensors(
                 assert same_bits(state[name], expected[name]), name
 
 
+@pytest.mark.fast_cases("dtype3")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_load_in_the_same_format_converts_nothing(
     ranks: RankGroup, tmp_path: Path, dtype: torch.dtype
@@ -106,6 +108,7 @@ def refused(path: str, dtype: torch.dtype) -> str:
     return str(error.value)
 
 
+@pytest.mark.fast_cases("saved0-wanted0")
 @pytest.mark.parametrize(("saved", "wanted"), [(torch.float32, FLOAT8), (FLOAT8, torch.bfloat16)])
 def test_another_format_is_refused_by_name_with_the_way_out_and_nothing_changes(
     ranks: RankGroup, tmp_path: Path, saved: torch.dtype, wanted: torch.dtype

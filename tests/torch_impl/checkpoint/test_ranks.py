@@ -50,7 +50,7 @@ def test_a_replicated_run_is_written_once_and_by_all_ranks_together(ranks, tmp_p
     assert max(together.values()) < 0.6 * alone
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("optim_grads-4", "no_shard-1")
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("strategy", jobs.STRATEGIES)
 def test_saving_before_the_first_step_changes_nothing_and_loads_as_zero_moments(
@@ -69,6 +69,7 @@ def test_saving_before_the_first_step_changes_nothing_and_loads_as_zero_moments(
         assert not any(value.any() for value in moments)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", jobs.STRATEGIES)
 @pytest.mark.parametrize("world", [3, 4])
 def test_a_rank_that_holds_no_row_of_a_unit_joins_the_refresh_after_a_load(ranks, tmp_path, strategy, world):
@@ -100,6 +101,7 @@ def test_an_existing_destination_is_refused_by_all_ranks_with_one_error(ranks, t
     assert os.listdir(tmp_path / "a") == []
 
 
+@pytest.mark.fast_cases("write-1", "commit-0")
 @pytest.mark.parametrize(("where", "rank"), [("write", 1), ("write", 0), ("plan", 2), ("commit", 0)])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(ranks, tmp_path, where, rank):
     results = ranks.run(3, jobs.failing_save, str(tmp_path / "a"), where, rank)

@@ -100,6 +100,7 @@ def whole_round_trip(broadcast: bool, strategy: str) -> None:
     assert_same_weights(model, reference)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_whole_state_dicts_load(ranks: RankGroup, broadcast: bool, strategy: str) -> None:
@@ -122,6 +123,7 @@ def whole_onto_meta(broadcast: bool, strategy: str) -> None:
     assert_same_weights(model, reference)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_a_model_on_the_meta_device_gets_memory_and_values(

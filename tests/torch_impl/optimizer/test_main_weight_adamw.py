@@ -59,6 +59,7 @@ def bitwise(strategy: str) -> tuple[int, int]:
     return empty, len(optimizer.state)
 
 
+@pytest.mark.fast_cases("no_shard", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_updates_equal_fused_adamw_on_the_same_rows_bit_for_bit(ranks: RankGroup, strategy: str) -> None:
     count = len(list(Toy().parameters()))
@@ -178,6 +179,7 @@ def resumed(how: str) -> None:
         assert torch.equal(whole(param), whole(want))
 
 
+@pytest.mark.fast_cases("state_dict")
 @pytest.mark.parametrize("how", ["state_dict", "get_optimizer_state_dict"])
 def test_a_loaded_state_goes_on_bit_for_bit(ranks: RankGroup, how: str) -> None:
     ranks.run(3, resumed, how)

@@ -115,6 +115,7 @@ def bitwise_in_rounds(name: str, options: dict[str, Any], offload: float) -> tup
     return empty, {"calls": count.calls["all_to_all"], "bytes": count.nbytes["all_to_all"]}
 
 
+@pytest.mark.fast_cases("no_shard", "optim_grads_params", "tensor", "hfsdp")
 @pytest.mark.parametrize("name", PLACED)
 def test_updates_equal_muon_of_whole_matrices_bit_for_bit(ranks: RankGroup, name: str) -> None:
     results = ranks.run(4, bitwise, name, {}, 0.0, 1 << 22)
@@ -193,6 +194,7 @@ def continued(path: str, dtype: torch.dtype, name: str, saves: bool) -> list[tor
     return [whole(param) for param in model.parameters() if param.ndim >= 2]
 
 
+@pytest.mark.fast_cases("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_a_checkpoint_goes_on_on_other_ranks(ranks: RankGroup, tmp_path: Any, dtype: torch.dtype) -> None:
     path = str(tmp_path / "checkpoint")

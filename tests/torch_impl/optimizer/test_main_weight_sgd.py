@@ -50,6 +50,7 @@ def bitwise(strategy: str, name: str) -> int:
     return sum(local_of(param).numel() == 0 for param in model.parameters())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_updates_equal_sgd_of_whole_tensors_bit_for_bit(ranks: RankGroup, strategy: str, name: str) -> None:
@@ -148,6 +149,7 @@ def continued(path: str, dtype: torch.dtype, strategy: str, saves: bool) -> list
     return [loss, *(whole(param) for param in model.parameters())]
 
 
+@pytest.mark.fast_cases("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_a_checkpoint_goes_on_on_other_ranks(ranks: RankGroup, tmp_path: Any, dtype: torch.dtype) -> None:
     path = str(tmp_path / "checkpoint")

@@ -141,6 +141,7 @@ def against_reference(dtype: torch.dtype) -> tuple[bool, bool]:
     return any(a == b for a, b in ranges), any(0 < a < b for a, b in ranges)
 
 
+@pytest.mark.fast_cases("dtype0", "dtype2")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FLOAT8, WIDE_FLOAT8])
 def test_ten_updates_equal_fused_adamw_in_float32_with_moments_rounded_after_each(
     ranks: RankGroup, dtype: torch.dtype
@@ -280,6 +281,7 @@ def load(path: str, dtype: torch.dtype, strategy: str) -> dict[str, torch.Tensor
     return loaded
 
 
+@pytest.mark.fast_cases("dtype2-optim_grads_params")
 @pytest.mark.parametrize(
     ("dtype", "strategy"),
     [
@@ -313,6 +315,8 @@ def save_from_two_axes(path: str, strategy: str) -> dict[str, torch.Tensor]:
     return whole_state(model, optimizer)
 
 
+@pytest.mark.slow
+@pytest.mark.fast_cases("hfsdp")
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
 def test_a_checkpoint_of_a_mesh_of_two_axes_loads_on_one_axis_to_the_byte(
     ranks: RankGroup, tmp_path: Path, strategy: str
@@ -353,6 +357,7 @@ def state_dict_round_trip(how: str, dtype: torch.dtype) -> None:
         assert same_bits(local_of(param).detach(), local_of(want).detach())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", ["state_dict", "get_optimizer_state_dict"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8])
 def test_a_loaded_state_keeps_its_dtypes_and_goes_on_bit_for_bit(

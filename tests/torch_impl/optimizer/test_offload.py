@@ -113,6 +113,7 @@ def stored(path: Path) -> tuple[dict[str, bytes], tuple[object, object]]:
     return data, (metadata.state_dict_metadata, metadata.storage_data)
 
 
+@pytest.mark.fast_cases("bfloat16")
 @pytest.mark.parametrize("kind", DTYPES)
 def test_offload_changes_neither_results_nor_a_byte_of_a_checkpoint(
     ranks: RankGroup, tmp_path: Path, kind: str

@@ -96,7 +96,14 @@ def train_steps(strategy: str, grain: str, compute: str) -> None:
         assert_at_rest(model)
 
 
-@pytest.mark.pairwise
+@pytest.mark.fast_cases(
+    "no_shard-block-3",
+    "optim-mapping-4",
+    "optim_grads-tensor-2",
+    "optim_grads-row-4",
+    "optim_grads_params-tensor-3",
+    "optim_grads_params-mapping-2",
+)
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("grain", GRAINS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -279,6 +286,7 @@ def load_run(strategy: str, grain: str, path: str) -> None:
         assert_same_weights(model, reference)
 
 
+@pytest.mark.fast_cases("2-row-4-block", "2-tensor-3-row")
 @pytest.mark.parametrize(
     ("saver", "saved_as", "loader", "loaded_as"),
     [(3, "row", 2, "row"), (2, "row", 4, "block"), (2, "block", 3, "mapping"), (2, "tensor", 3, "row")],

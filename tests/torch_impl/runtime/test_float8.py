@@ -93,7 +93,7 @@ def test_bytes_that_travel_are_those_of_whole_tensors(
     assert ranks.run(4, travels, (2, 2), gather, shapes, options) == [[4, 2]] * 4
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("mxfp8-no_shard", "mxfp8-optim_grads_params", "mxfp8-hfsdp", "float8_e4m3fn-optim")
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "hsdp", "hfsdp"])
 @pytest.mark.parametrize("gather", GATHERS)
 def test_all_strategies_compute_with_the_same_weights(ranks: RankGroup, gather: str, strategy: str) -> None:

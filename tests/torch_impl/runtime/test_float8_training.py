@@ -67,20 +67,22 @@ def train(options: dict[str, Any], mesh_shape: tuple[int, ...], gather: str, mic
     assert_at_rest(model)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("no_shard-mxfp8", "optim-float8_e4m3fn")
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_are_those_of_the_quantized_weights(ranks: RankGroup, strategy: str, gather: str) -> None:
     ranks.run(WORLD, train, {"strategy": strategy}, (WORLD,), gather, 2)
 
 
-@pytest.mark.each_value
+@pytest.mark.slow
+@pytest.mark.fast_cases("hfsdp-float8_e4m3fn")
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
 def test_gradients_on_two_axes(ranks: RankGroup, strategy: str, gather: str) -> None:
     ranks.run(4, train, {"strategy": strategy}, (2, 2), gather, 2)
 
 
+@pytest.mark.fast_cases("mxfp8")
 @pytest.mark.parametrize("gather", GATHERS)
 def test_prefetch_changes_nothing(ranks: RankGroup, gather: str) -> None:
     ranks.run(2, train, {"prefetch": 0}, (2,), gather, 1)
@@ -134,6 +136,7 @@ def learn(
     return losses
 
 
+@pytest.mark.slow
 def test_losses_stay_beside_those_of_bfloat16(ranks: RankGroup) -> None:
     """Within 2 % at every one of 30 steps, with products in float8 5 %; the loss falls to less than a quarter."""
     base = np.array(ranks.run(2, learn, None, 30)[0])
@@ -148,6 +151,7 @@ def test_losses_stay_beside_those_of_bfloat16(ranks: RankGroup) -> None:
     assert not np.array_equal(multiplied, found)
 
 
+@pytest.mark.fast_cases("mxfp8")
 @pytest.mark.parametrize("gather", GATHERS)
 def test_a_loaded_checkpoint_goes_on_as_the_run_that_wrote_it(
     ranks: RankGroup, gather: str, tmp_path: Path
@@ -194,6 +198,7 @@ def by_policy(text: str, gather: str) -> None:
         torch.testing.assert_close(found, mse(reference, tokens, targets), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fast_cases("mxfp8")
 @pytest.mark.parametrize("gather", GATHERS)
 def test_a_policy_file_with_recomputation_and_frozen_weights(ranks: RankGroup, gather: str) -> None:
     text = f"""[precision]
@@ -285,6 +290,7 @@ def cut_over_a_model_axis(gather: str) -> None:
     assert_same_gradients(model, reference, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.fast_cases("float8_e4m3fn")
 @pytest.mark.parametrize("gather", GATHERS)
 def test_weights_cut_over_a_model_axis_are_quantized_as_whole_ones(ranks: RankGroup, gather: str) -> None:
     ranks.run(4, cut_over_a_model_axis, gather)

@@ -130,6 +130,7 @@ def test_weights_gradients_and_losses_are_those_of_no_offload(
         assert all(each[-1] == "send" for each in reductions)
 
 
+@pytest.mark.fast_cases("hfsdp")
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
 def test_two_axes_with_sums_that_wait_on_the_host(ranks: RankGroup, strategy: str) -> None:
     for lanes in ranks.run(4, same_bits, strategy, "last", True, (2, 2), HALF):
@@ -138,6 +139,7 @@ def test_two_axes_with_sums_that_wait_on_the_host(ranks: RankGroup, strategy: st
         assert (("gather",) in lanes) == (strategy == "hfsdp")
 
 
+@pytest.mark.fast_cases("mxfp8")
 @pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
 def test_float8_pieces_that_stay_on_the_device(ranks: RankGroup, gather: str) -> None:
     for lanes in ranks.run(4, same_bits, "hfsdp", "last", True, (2, 2), float8(gather)):

@@ -77,6 +77,7 @@ def blocks_skipped_and_repeated(strategy: str) -> None:
         assert_same_weights(model, reference)
 
 
+@pytest.mark.fast_cases("optim", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_units_may_be_skipped_repeated_and_reordered(ranks: RankGroup, strategy: str) -> None:
     ranks.run(WORLD, blocks_skipped_and_repeated, strategy)
@@ -132,6 +133,7 @@ def exceptions_then_retry(strategy: str) -> None:
         model.zero_grad()
 
 
+@pytest.mark.fast_cases("optim", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_forward_that_raised_can_be_tried_again(ranks: RankGroup, strategy: str) -> None:
     ranks.run(WORLD, exceptions_then_retry, strategy)
@@ -217,6 +219,7 @@ def recompute(strategy: str, reentrant: bool) -> None:
         assert_at_rest(model)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_of_both_kinds_gives_the_same_gradients(
@@ -269,6 +272,7 @@ def frozen(strategy: str) -> None:
         assert_at_rest(model)
 
 
+@pytest.mark.fast_cases("no_shard", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_frozen_parameters_get_no_gradient_whenever_they_were_frozen(ranks: RankGroup, strategy: str) -> None:
     ranks.run(WORLD, frozen, strategy)
@@ -456,6 +460,7 @@ def deletion(strategy: str) -> None:
         gc.enable()
 
 
+@pytest.mark.fast_cases("optim", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_deleted_model_frees_its_memory_without_the_garbage_collector(
     ranks: RankGroup, strategy: str
@@ -478,6 +483,7 @@ def graph_that_outlives_its_model(strategy: str) -> None:
         gc.enable()
 
 
+@pytest.mark.fast_cases("no_shard", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_graph_does_not_keep_a_deleted_model_alive(ranks: RankGroup, strategy: str) -> None:
     ranks.run(2, graph_that_outlives_its_model, strategy)
@@ -523,6 +529,7 @@ def marked_microbatches(strategy: str, microbatches: int) -> tuple[int, dict[str
     return sum(len(m._unit.groups) for m in model.modules() if hasattr(m, "_unit")), step(True), step(True)
 
 
+@pytest.mark.fast_cases("3")
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_collectives_per_step_are_exactly_those_of_the_strategy(ranks: RankGroup, microbatches: int) -> None:
     k = microbatches

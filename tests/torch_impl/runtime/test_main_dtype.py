@@ -95,6 +95,7 @@ def as_stock_fsdp2() -> None:
     assert not torch.equal(weights[0], Stack().to(HALF).embed.weight)
 
 
+@pytest.mark.fast_cases("2")
 @pytest.mark.parametrize("world", [2, 3])
 def test_given_dtypes_train_bit_for_bit_as_in_stock_fsdp2(ranks: RankGroup, world: int) -> None:
     ranks.run(world, as_stock_fsdp2)
@@ -498,6 +499,7 @@ def quantized_from_half(gather: str) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.fast_cases("mxfp8")
 @pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
 def test_frozen_bfloat16_weights_are_quantized_as_their_float32_copies(ranks: RankGroup, gather: str) -> None:
     ranks.run(2, quantized_from_half, gather)

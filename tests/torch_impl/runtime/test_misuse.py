@@ -304,6 +304,7 @@ def unreduced_gradients_set_by_hand(strategy: str, how: str) -> None:
             torch.testing.assert_close(whole(param.grad), want.grad)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "how", ["copied", "all copied", "zeroed", "last zeroed", "reduced", "dropped", "dropped and unused"]
 )

@@ -69,6 +69,7 @@ def train_with_both(strategy: str) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.fast_cases("optim_grads-3")
 @pytest.mark.parametrize(
     ("strategy", "world"), [("optim_grads_params", 2), ("optim_grads", 3), ("hsdp", 4), ("hfsdp", 4)]
 )
@@ -178,6 +179,7 @@ def live_on_two_axes(recompute: bool | None, prefetch: int) -> tuple[int, ...]:
     return live(recompute, 2, **options_of("hsdp"), prefetch=prefetch)[:2]
 
 
+@pytest.mark.fast_cases("None")
 @pytest.mark.parametrize("recompute", [None, False])
 def test_one_units_weights_and_one_units_gradients_are_in_use_at_most(
     ranks: RankGroup, recompute: bool | None

@@ -91,7 +91,7 @@ def train(
     assert_at_rest(model)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("3 steps-0-0-0", "3 steps-2-2-2")
 @pytest.mark.parametrize(("parameters", "gradients", "optimizer"), COMBINATIONS)
 def test_every_combination_trains_like_one_process(
     ranks: RankGroup, parameters: int, gradients: int, optimizer: int, steps: int
@@ -101,6 +101,7 @@ def test_every_combination_trains_like_one_process(
         ranks.run(WORLD, train, options, (2, 2), microbatches, set_to_none, steps)
 
 
+@pytest.mark.fast_cases("3 steps-hsdp-shape0", "3 steps-hfsdp-shape0", "3 steps-optim-shape0")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "strategy", ["hsdp", "hfsdp", "optim_grads_params", "no_shard", "optim", "optim_grads"]
@@ -185,6 +186,7 @@ def collectives_of(strategy: str, microbatches: int) -> dict[str, int]:
 UNITS = 3
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("strategy", "gathers", "scatters", "reduces"),
     [
@@ -287,6 +289,7 @@ def checkpoint_of(path: str, strategy: str, shape: tuple[int, ...], save: bool) 
     return [step(1), step(2)]
 
 
+@pytest.mark.fast_cases("saver1-loader1")
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [

@@ -122,6 +122,13 @@ def trained(shape: tuple[int, ...], strategy: str, mark: str, main: bool, **opti
     assert_same_weights(model, reference)
 
 
+@pytest.mark.fast_cases(
+    "shape0-no_shard-set_is_last_backward",
+    "shape1-optim-set_is_last_backward",
+    "shape3-optim_grads_params-set_requires_all_reduce",
+    "shape5-hfsdp-set_requires_gradient_sync",
+    "shape6-no_shard-set_requires_all_reduce",
+)
 @pytest.mark.parametrize("mark", MARKS)
 @pytest.mark.parametrize(("shape", "strategy"), SHAPES)
 def test_gradients_are_there_where_any_rank_used_a_parameter(
@@ -135,6 +142,7 @@ def trained_offloaded(strategy: str) -> None:
     trained((2, 2), strategy, "set_is_last_backward", False, offload_policy=policy)
 
 
+@pytest.mark.fast_cases("hfsdp")
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
 def test_also_with_main_weights_on_the_host(ranks: RankGroup, strategy: str) -> None:
     ranks.run(WORLD, trained_offloaded, strategy)
@@ -156,6 +164,7 @@ def low(reduce: torch.dtype, shape: tuple[int, ...], strategy: str) -> None:
             one.zero_grad()
 
 
+@pytest.mark.fast_cases("shape1-hsdp-reduce0")
 @pytest.mark.parametrize("reduce", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("shape", "strategy"), [((4,), "optim_grads_params"), ((2, 2), "hsdp"), ((4,), "no_shard")]
@@ -201,6 +210,7 @@ def beside_fsdp2(set_to_none: bool) -> None:
     assert bool(found[0][1][0]) == bool(found[0][1][1]) == set_to_none
 
 
+@pytest.mark.fast_cases("True")
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_weights_and_hooks_are_those_of_fsdp2(ranks: RankGroup, set_to_none: bool) -> None:
     ranks.run(2, beside_fsdp2, set_to_none)

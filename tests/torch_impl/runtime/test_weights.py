@@ -116,6 +116,7 @@ def forward_after_every_update(strategy: str, keep: bool, low: bool) -> None:
         before = got
 
 
+@pytest.mark.fast_cases("no_shard", "optim")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_next_forward_sees_the_weights_whoever_updated_them(ranks: RankGroup, strategy: str) -> None:
     for low in (False, True):
@@ -326,7 +327,7 @@ def bytes_at_rest_of(strategy: str, low: bool) -> None:
         gc.unfreeze()
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("optim-True", "optim_grads_params-False")
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bytes_at_rest_are_exactly_those_of_the_strategy(ranks: RankGroup, strategy: str, low: bool) -> None:
