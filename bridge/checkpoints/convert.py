@@ -49,7 +49,8 @@ class ConvertOptions:
     name, a TOML file or a table; without one names pass through as tree paths. into, from_: conventions of the
     mapping, where names and format do not say which are meant. axes: sizes for the mapping's axes, over its own table.
     selection: which part of the source. casts: dtypes by patterns of names in the destination. tied: whether a weight
-    that has two names is to be there "once" or under "both"; default: as in the source.
+    that has two names is to be there "once" or under "both"; default: as in the source. any_model: use the mapping
+    whatever model the source's `config.json` names.
     """
 
     to: str | None = None
@@ -60,6 +61,7 @@ class ConvertOptions:
     selection: Selection = field(default_factory=Selection)
     casts: Sequence[str] = ()
     tied: Tied | None = None
+    any_model: bool = False
 
     def __post_init__(self) -> None:
         if self.to is not None and self.to not in FORMATS:
@@ -137,6 +139,7 @@ def convert(
     selection: Selection | None = None,
     casts: Sequence[str] = (),
     tied: Tied | None = None,
+    any_model: bool = False,
     replace: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
@@ -144,9 +147,10 @@ def convert(
 ) -> ConvertReport:
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.
 
-    to, mapping, into, from_, axes, selection, casts, tied: see `ConvertOptions`. replace: ``dst`` may be a checkpoint,
-    which is kept until the new one is complete. resume: go on where an earlier attempt of the same conversion was
-    killed, and, if this one fails, keep what it has written to be resumed. workers: threads, default by cores; memory
+    to, mapping, into, from_, axes, selection, casts, tied, any_model: see `ConvertOptions`. replace: ``dst`` may be a
+    checkpoint, which is kept until the new one is complete. resume: go on where an earlier attempt of the same
+    conversion was killed, and, if this one fails, keep what it has written to be resumed. workers: threads, default by
+    cores; memory
     grows with it, about 64 MiB each. A checkpoint for a URL is written to a temporary directory first, and replaces
     nothing.
 
@@ -156,7 +160,15 @@ def convert(
     """
     started = time.perf_counter()
     options = ConvertOptions(
-        to or format_by_name(dst), mapping, into, from_, axes, selection or Selection(), casts, tied
+        to or format_by_name(dst),
+        mapping,
+        into,
+        from_,
+        axes,
+        selection or Selection(),
+        casts,
+        tied,
+        any_model,
     )
     workers = default_workers() if workers is None else workers
     if workers < 1:
@@ -245,7 +257,7 @@ def planned(
 
     Raises what `convert` raises about source, mapping, selection and casts.
     """
-    table = mapping_table(options.mapping, options.axes, options.tied)
+    table = mapping_table(options.mapping, options.axes, options.tied, any_model=options.any_model)
     casts = parse_casts(options.casts)
     with open_checkpoint(source) as whole:
         reader = held = checked(whole)

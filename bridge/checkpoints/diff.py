@@ -123,6 +123,7 @@ def diff(
     from_: str | None = None,
     axes: Mapping[str, int] | None = None,
     tied: Tied | None = None,
+    any_model: bool = False,
     selection: Selection | None = None,
     tolerance: Tolerance | None = None,
     rounded: bool = False,
@@ -132,11 +133,11 @@ def diff(
 ) -> DiffReport:
     """Compare two checkpoints of any format.
 
-    mapping, into, from_, axes, tied: as for `convert`; without a mapping names are compared as tree paths. selection:
-    which part of ``a``; what corresponds to the rest of it in ``b`` is left out there, too, as are names of ``b`` that
-    are to be dropped. rounded: tensors of different dtypes are compared too, see `common_dtype`; so 0 ULP says that the
-    narrower is exactly the other, cast. noise: another run of the same thing (another order of summation, or a float64
-    twin), with the names of ``b``, or of ``a`` through the mapping; a tensor then also passes when the difference is at
+    mapping, into, from_, axes, tied, any_model: as for `convert`; without a mapping names are compared as tree paths.
+    selection: which part of ``a``; what corresponds to the rest of it in ``b`` is left out there, too, as are names of
+    ``b`` that are to be dropped. rounded: tensors of different dtypes are compared too, see `common_dtype`; so 0 ULP
+    says that the narrower is exactly the other, cast. noise: another run of the same thing (another order of summation,
+    or a float64 twin), with the names of ``b``, or of ``a`` through the mapping; a tensor then also passes when the difference is at
     most ``tolerance.noise_factor`` times that of ``b`` and this run. workers: regions compared in parallel, some 100
     MiB of memory each.
 
@@ -144,7 +145,7 @@ def diff(
     checkpoint lacks a tensor that is compared.
     """
     tolerance, selection = tolerance or Tolerance(), selection or Selection()
-    table = mapping_table(mapping, axes, tied)
+    table = mapping_table(mapping, axes, tied, any_model=any_model)
     with large_buffers_returned(), ExitStack() as opened:
         whole_a, whole_b = (opened.enter_context(open_checkpoint(path)) for path in (a, b))
         reader_a, reader_b = selected_pair(whole_a, whole_b, selection)

@@ -5,6 +5,9 @@ A mapping file::
     name = "llama"
     drop = ["model.rope.inv_freq"]                # full names that may be left behind; `{i}` and `*` allowed
 
+    [models.llama]                                # the models that it is for, see `model_types.py`
+    attention_bias = [false, "absent"]
+
     [convention.hf]                               # conventions, if they are not just torch and jax
     format = "safetensors"                        # the format it usually lives in
     weights = "{w}"                               # where its tensors are, if not in the usual places
@@ -54,6 +57,7 @@ from typing import Any, Literal, cast
 from bridge.mapping.conventions import Convention
 from bridge.mapping.entries import HALF, Entry, Rule
 from bridge.mapping.errors import MappingError
+from bridge.mapping.model_types import Models, parse_models
 
 Tied = Literal["once", "both"]
 """How often a target stores a weight that has two names."""
@@ -65,7 +69,8 @@ _ROTARY = re.compile(r"interleaved\(\s*(\w+)\s*\)")
 class MappingTable:
     """A validated mapping table. ``conventions``: those of the rules, by name. tied: see `tied.py`.
 
-    config: the fields of a `config.json` beside the source that give sizes of axes, see `sizes.py`.
+    config: the fields of a `config.json` beside the source that give sizes of axes, see `sizes.py`. models: the models
+    that the mapping is for, by their model_type; empty: any. See `model_types.py`.
     """
 
     name: str
@@ -75,6 +80,7 @@ class MappingTable:
     conventions: Mapping[str, Convention] = field(default_factory=dict)
     tied: Tied | None = None
     config: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    models: Models = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.conventions:
@@ -114,6 +120,10 @@ class MappingTable:
     def with_tied(self, tied: Tied | None) -> MappingTable:
         """The table for a target that stores tied weights once or under both names; None: as the table says."""
         return replace(self, tied=tied or self.tied)
+
+    def for_any_model(self) -> MappingTable:
+        """The table for whatever model a `config.json` names: its caller knows that the rules hold for that model."""
+        return replace(self, models={})
 
     def between(self, *conventions: str) -> MappingTable:
         """The table with these conventions alone. Raises MappingError for one that the mapping has not."""
@@ -206,10 +216,13 @@ def mapping_table(
     mapping: str | os.PathLike[str] | MappingTable | None,
     axes: Mapping[str, int] | None = None,
     tied: Tied | None = None,
+    *,
+    any_model: bool = False,
 ) -> MappingTable | None:
     """The table of a ``mapping`` argument. The caller's axis sizes and ties override the table's own.
 
-    Raises MappingError, or ValueError when there are ``axes`` or ``tied`` but no mapping.
+    any_model: the table is to be used whatever model a `config.json` names. Raises MappingError, or ValueError when
+    there are ``axes``, ``tied`` or ``any_model`` but no mapping.
     """
     if mapping is None:
         if axes:
@@ -218,8 +231,11 @@ def mapping_table(
             raise ValueError(
                 f"expected a mapping, which knows the tied weights that are to be {tied}, got none"
             )
+        if any_model:
+            raise ValueError("expected a mapping that is to be used for any model, got none")
         return None
     table = mapping if isinstance(mapping, MappingTable) else load_mapping(os.fspath(mapping))
+    table = table.for_any_model() if any_model else table
     return (table.with_axes(axes) if axes else table).with_tied(tied)
 
 
@@ -231,7 +247,7 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
         raise MappingError(f"mapping {origin} is not valid TOML: {error}") from error
     _only_keys(
         table,
-        {"name", "description", "drop", "axes", "config", "rule", "convention", "tied"},
+        {"name", "description", "drop", "axes", "config", "rule", "convention", "models", "tied"},
         f"mapping {origin}",
     )
     rules = table.get("rule", [])
@@ -263,7 +279,8 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
         conventions = {name: _convention(name, data, parsed) for name, data in given.items()}
         name = str(table.get("name", Path(origin).stem))
         fields = {axis: tuple(texts) for axis, texts in config.items()}
-        return MappingTable(name, parsed, axes, tuple(drop), conventions, table.get("tied"), fields)
+        models = parse_models(table.get("models", {}), f"mapping {origin}")
+        return MappingTable(name, parsed, axes, tuple(drop), conventions, table.get("tied"), fields, models)
     except MappingError as error:
         raise MappingError(f"mapping {origin}: {error}") from error
 
