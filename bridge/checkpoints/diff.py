@@ -137,9 +137,9 @@ def diff(
     selection: which part of ``a``; what corresponds to the rest of it in ``b`` is left out there, too, as are names of
     ``b`` that are to be dropped. rounded: tensors of different dtypes are compared too, see `common_dtype`; so 0 ULP
     says that the narrower is exactly the other, cast. noise: another run of the same thing (another order of summation,
-    or a float64 twin), with the names of ``b``, or of ``a`` through the mapping; a tensor then also passes when the difference is at
-    most ``tolerance.noise_factor`` times that of ``b`` and this run. workers: regions compared in parallel, some 100
-    MiB of memory each.
+    or a float64 twin), with the names of ``b``, or of ``a`` through the mapping; a tensor then also passes when the
+    difference is at most ``tolerance.noise_factor`` times that of ``b`` and this run. workers: regions compared in
+    parallel, some 100 MiB of memory each.
 
     Raises FileNotFoundError, or CheckpointError when one is damaged, the mapping does not fit ``a``, or the noise
     checkpoint lacks a tensor that is compared.

@@ -68,8 +68,7 @@ def _allowed(config: Mapping[str, object], field: str, allowed: Sequence[Value])
     found = config[field]
     if found is None:
         return _NULL in allowed
-    # In Python 1 equals True.
-    return any(isinstance(found, bool) == isinstance(value, bool) and found == value for value in allowed)
+    return found in allowed
 
 
 def _shown(value: object) -> str:
