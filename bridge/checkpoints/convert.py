@@ -21,6 +21,7 @@ from pathlib import Path
 
 from bridge.checkpoints.casts import Output, apply_casts, parse_casts
 from bridge.checkpoints.checked import checked
+from bridge.checkpoints.dtypes import require_dtypes
 from bridge.checkpoints.engine import Copier, runs
 from bridge.checkpoints.selection import SelectedReader, Selection
 from bridge.checkpoints.workers import default_workers, large_buffers_returned
@@ -168,7 +169,7 @@ def convert(
         selection or Selection(),
         casts,
         tied,
-        any_model,
+        any_model=any_model,
     )
     workers = default_workers() if workers is None else workers
     if workers < 1:
@@ -274,6 +275,7 @@ def planned(
         target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
         plan = make_plan(reader, target, table, into=options.into, from_=options.from_)
         outputs = apply_casts(plan.tensors.values(), casts)
+        require_dtypes(whole, outputs.values(), target)
         check_keys(whole, (source for output in outputs.values() for source in output.sources))
         yield (
             Conversion(

@@ -22,7 +22,7 @@ from bridge.checkpoints.spread import Spread
 from bridge.checkpoints.ulp import Difference, Tolerance, compare, squared_distance, sum_of_squares
 from bridge.checkpoints.workers import large_buffers_returned, ordered
 from bridge.formats import open_checkpoint
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, is_whole
 from bridge.formats.regions import Progress, group_boxes, split_box
 from bridge.formats.stores.store import place_of
 from bridge.mapping.conventions import Convention
@@ -179,7 +179,7 @@ def diff(
                 selected = SelectedReader(whole, selection, known)
                 return make_plan(selected, reader_b.format, its_table, into=target, from_=from_)
 
-            wanted = [infos[name] for name in comparable if infos[name].dtype.kind not in "biu"]
+            wanted = [infos[name] for name in comparable if not is_whole(infos[name].dtype)]
             third = Noise.find(whole, wanted, reader_b.format, mapped)
         total, done = sum(infos[name].nbytes for name in comparable), 0
         tensors = []
@@ -210,12 +210,13 @@ def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype | None:
     """
     if a == b:
         return a
-    if a.kind in "biu" and b.kind in "biu":
-        joint = np.promote_types(a, b)
+    if is_whole(a) and is_whole(b):
+        # NumPy promotes none of ml_dtypes' integers, which have a byte each.
+        joint = np.promote_types(*(dtype if dtype.kind in "biu" else np.int8 for dtype in (a, b)))
         return joint if joint.kind in "biu" else None
     if a.kind == b.kind == "c":
         return min(a, b, key=lambda dtype: dtype.itemsize)
-    if a.kind in "biuc" or b.kind in "biuc":
+    if any(is_whole(dtype) or dtype.kind == "c" for dtype in (a, b)):
         return None
     return next((n for n, w in ((a, b), (b, a)) if _holds(w, n)), None)
 
@@ -287,7 +288,7 @@ class _Pair:
             # Equal regions took no arithmetic; their norm is needed only now.
             norms += ordered(lambda box: sum_of_squares(self._read_a(box, dtype)), due, workers)
             relative = _ratio(difference.squares, math.fsum(norms))
-        floating = dtype.kind not in "biu"
+        floating = not is_whole(dtype)
         if self.noise is not None and floating:
             noise = 0.0
             if difference.squares:

@@ -115,7 +115,15 @@ def convert(
     out = Console()
     if dry_run:
         options = ConvertOptions(
-            to or format_by_name(dst), mapping, into, from_, axes, selection, cast or (), tied, any_model
+            to or format_by_name(dst),
+            mapping,
+            into,
+            from_,
+            axes,
+            selection,
+            cast or (),
+            tied,
+            any_model=any_model,
         )
         with user_errors(), planned(src, options) as (conversion, _):
             if json:

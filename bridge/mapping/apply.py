@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from bridge.formats.base import TensorInfo
+from bridge.formats.base import TensorInfo, is_whole
 from bridge.mapping.entries import HALF, PAIR, Entry, Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.expression import Affine, Alternative, Undetermined
@@ -203,7 +203,7 @@ class _Instance:
     def _changed(self, view: TensorView, changes: Sequence[Change | None]) -> View:
         if not any(changes):
             return view
-        if view.dtype.kind in "iub":
+        if is_whole(view.dtype):
             raise self._error(
                 f"expected a floating-point tensor to calculate with, got {view.dtype} in {view.blocks[0].source}"
             )

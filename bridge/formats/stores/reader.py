@@ -51,6 +51,12 @@ class StoredReader(WrappingReader):
         found: Mapping[str, str] = getattr(self._reader, "key_types", {})
         return found
 
+    @property
+    def unreadable(self) -> Mapping[str, str]:
+        """Tensors that are listed, but cannot be read, by name; see `SafetensorsReader`."""
+        found: Mapping[str, str] = getattr(self._reader, "unreadable", {})
+        return found
+
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """One block of a tensor; see `CheckpointReader.read`. OSError when the store fails."""
         with self._named():
