@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from bridge.checkpoints.convert import convert
 from bridge.checkpoints.diff import diff
 from bridge.checkpoints.selection import Selection
-from bridge.checkpoints.ulp import Tolerance
+from bridge.checkpoints.ulp import Tolerance, largest_ulp
 from bridge.checkpoints.verify import verify
 from bridge.commands.main import app
 from bridge.formats import open_checkpoint
@@ -111,6 +111,21 @@ def test_every_float4_has_its_place_in_their_order(tmp_path: Path) -> None:
     # Neighbours are one apart, the two zeros among them, and the last is compared with the first.
     assert report.tensors[0].difference.max_ulp == 15
     assert report.tensors[0].difference.elements == 16
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("int4", 4), ("int2", 2), ("float4_e2m1fn", 4)])
+def test_no_two_patterns_of_a_byte_are_equal(dtype: str, bits: int) -> None:
+    """Also where they stand for one number: the bits of a byte above an element's have no meaning."""
+    patterns = np.arange(256, dtype=np.uint8)
+    left, right = (
+        np.ascontiguousarray(side).view(ORBAX_DTYPES[dtype])
+        for side in np.broadcast_arrays(patterns[:, None], patterns)
+    )
+    equal = [largest_ulp(x, y) == 0 for x, y in zip(left.reshape(-1, 1), right.reshape(-1, 1), strict=True)]
+    assert np.array_equal(np.reshape(equal, (256, 256)), np.eye(256, dtype=bool))
+    canonical = patterns[: 1 << bits].view(ORBAX_DTYPES[dtype])
+    order = np.argsort(canonical.astype(np.float32), kind="stable")
+    assert largest_ulp(canonical[order][1:], canonical[order][:-1]) in (1, 2)
 
 
 @pytest.mark.parametrize("code", PACKED)
