@@ -77,6 +77,7 @@ def translated(source: MemoryReader, to: str, into: str) -> MemoryReader:
 AXES = {"d": D, "r": HEADS // KV, "query_scale": 1}
 TITANS = ("torchtitan", "torchtitan_unfused", "torchtitan_fused", "torchtitan_0_2")
 FORMATS = {"hf": "dcp", **dict.fromkeys(TITANS, "dcp"), "flax": "orbax", "maxtext": "orbax"}
+FORMATS["maxtext_unscanned"] = "orbax"
 SAME_WEIGHTS = {"torchtitan", "torchtitan_unfused"}
 PAIRS = [
     (*pair, moments)
@@ -271,14 +272,14 @@ def test_all_that_does_not_fit_is_said_at_once() -> None:
             None,
             "orbax",
             r"the names of hf, is not clear; choose one \(--into\): torchtitan, torchtitan_unfused, "
-            r"torchtitan_fused, torchtitan_0_2, flax, maxtext; in a program, "
+            r"torchtitan_fused, torchtitan_0_2, flax, maxtext, maxtext_unscanned; in a program, "
             r"load_mapping\('.*'\).between\('hf', NAME\)",
         ),
         (
             "hf",
             None,
             "dcp",
-            "expected another convention of mapping llama than hf, .*: torchtitan, .*, flax, maxtext; got",
+            "expected another convention of mapping llama than hf, .*: torchtitan, .*, flax, maxtext, .*; got",
         ),
         ("megatron", None, "dcp", "got 'megatron'"),
         ("flax", "meta", "dcp", "expected a convention of mapping llama .*, got 'meta'"),

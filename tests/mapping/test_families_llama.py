@@ -86,7 +86,7 @@ def flax(get: Get, *, moments: bool = False) -> Arrays:
     return tree
 
 
-def maxtext(get: Get, *, moments: bool = False) -> Arrays:
+def maxtext(get: Get, *, scanned: bool = True, moments: bool = False) -> Arrays:
     names = {
         "norm1": "pre_self_attention_layer_norm/scale",
         **{x: f"self_attention/{x}/kernel" for x in ("query", "key", "value", "out")},
@@ -94,10 +94,17 @@ def maxtext(get: Get, *, moments: bool = False) -> Arrays:
         **{x: f"mlp/{y}/kernel" for x, y in (("gate", "wi_0"), ("up", "wi_1"), ("down", "wo"))},
     }
     layers = [jax_layer(get, i, meta_rows) for i in range(LAYERS)]
-    tree = {
-        f"decoder/layers/{name}": np.stack([layer[key] for layer in layers], axis=1)
-        for key, name in names.items()
-    }
+    if scanned:
+        tree = {
+            f"decoder/layers/{name}": np.stack([layer[key] for layer in layers], axis=1)
+            for key, name in names.items()
+        }
+    else:
+        tree = {
+            f"decoder/layers_{i}/{name}": layer[key]
+            for i, layer in enumerate(layers)
+            for key, name in names.items()
+        }
     return tree | {
         "token_embedder/embedding": get("model.embed_tokens.weight"),
         "decoder/decoder_norm/scale": get("model.norm.weight"),
@@ -118,6 +125,7 @@ CASES = {
     "flax": (flax, "params/", "opt_state/0/mu/{}", "opt_state/0/nu/{}"),
     "maxtext": (maxtext, "params/params/", "opt_state/0/mu/params/{}", "opt_state/0/nu/params/{}"),
 }
+CASES["maxtext_unscanned"] = (partial(maxtext, scanned=False), *CASES["maxtext"][1:])
 
 
 @pytest.mark.parametrize("convention", CASES)
