@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TreePath, dtype_from_name
+from bridge.formats.base import DTYPES, Box, CheckpointError, CheckpointReader, TreePath, is_whole
 from bridge.mapping.conventions import path_of_scales
 from bridge.mapping.operations import ChangedView, as_dtype
 from bridge.mapping.plan import PlannedTensor
@@ -98,7 +98,9 @@ def parse_casts(options: Iterable[str]) -> dict[str, np.dtype]:
             )
         # One that is given again counts where it is given last.
         casts.pop(pattern, None)
-        casts[pattern] = dtype_from_name(name)
+        if name not in DTYPES:
+            raise CheckpointError(f"expected a dtype out of {', '.join(DTYPES)}, got {name[:80]!r}")
+        casts[pattern] = DTYPES[name]
     return casts
 
 
@@ -167,5 +169,5 @@ def _can_cast(dtype: np.dtype, wanted: np.dtype) -> bool:
 
 
 def kind_of(dtype: np.dtype) -> str:
-    """ "floating-point", "complex", "integer" or "boolean"; those of ml_dtypes are floating-point."""
-    return _KINDS[dtype.kind]
+    """ "floating-point", "complex", "integer" or "boolean"."""
+    return "integer" if dtype.kind == "V" and is_whole(dtype) else _KINDS[dtype.kind]

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from bridge.checkpoints.casts import Output, apply_casts, parse_casts
 from bridge.checkpoints.checked import checked
+from bridge.checkpoints.dtypes import require_dtypes
 from bridge.checkpoints.engine import Copier, runs
 from bridge.checkpoints.kinds import carried_kinds
 from bridge.checkpoints.selection import SelectedReader, Selection
@@ -51,7 +52,8 @@ class ConvertOptions:
     mapping, where names and format do not say which are meant. axes: sizes for the mapping's axes, over its own table.
     selection: which part of the source. casts: dtypes by patterns of names in the destination. tied: whether a weight
     that has two names is to be there "once" or under "both"; default: as in the source. verify: hold the source to its
-    manifest and to the checksums of its format, as far as it is read.
+    manifest and to the checksums of its format, as far as it is read. any_model: use the mapping whatever model the
+    source's `config.json` names.
     """
 
     to: str | None = None
@@ -63,6 +65,7 @@ class ConvertOptions:
     casts: Sequence[str] = ()
     tied: Tied | None = None
     verify: bool = True
+    any_model: bool = False
 
     def __post_init__(self) -> None:
         if self.to is not None and self.to not in FORMATS:
@@ -146,6 +149,7 @@ def convert(
     casts: Sequence[str] = (),
     tied: Tied | None = None,
     verify: bool = True,
+    any_model: bool = False,
     replace: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
@@ -153,12 +157,12 @@ def convert(
 ) -> ConvertReport:
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.
 
-    to, mapping, into, from_, axes, selection, casts, tied: see `ConvertOptions`. verify: whether checksums of ``src``
-    are compared; without it, damage goes into ``dst``, whose own checksums then vouch for it. replace: ``dst`` may be a
-    checkpoint, which is kept until the new one is complete. resume: go on where an earlier attempt of the same
-    conversion was killed, and, if this one fails, keep what it has written to be resumed. workers: threads, default by
-    cores; memory grows with it, about 64 MiB each. A checkpoint for a URL is written to a temporary directory first,
-    and replaces nothing.
+    to, mapping, into, from_, axes, selection, casts, tied, any_model: see `ConvertOptions`. verify: whether checksums
+    of ``src`` are compared; without it, damage goes into ``dst``, whose own checksums then vouch for it. replace:
+    ``dst`` may be a checkpoint, which is kept until the new one is complete. resume: go on where an earlier attempt of
+    the same conversion was killed, and, if this one fails, keep what it has written to be resumed. workers: threads,
+    default by cores; memory grows with it, about 64 MiB each. A checkpoint for a URL is written to a temporary
+    directory first, and replaces nothing.
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
     damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1), OSError
@@ -166,7 +170,16 @@ def convert(
     """
     started = time.perf_counter()
     options = ConvertOptions(
-        to or format_by_name(dst), mapping, into, from_, axes, selection or Selection(), casts, tied, verify
+        to or format_by_name(dst),
+        mapping,
+        into,
+        from_,
+        axes,
+        selection or Selection(),
+        casts,
+        tied,
+        verify,
+        any_model,
     )
     workers = default_workers() if workers is None else workers
     if workers < 1:
@@ -256,7 +269,7 @@ def planned(
 
     Raises what `convert` raises about source, mapping, selection and casts.
     """
-    table = mapping_table(options.mapping, options.axes, options.tied)
+    table = mapping_table(options.mapping, options.axes, options.tied, any_model=options.any_model)
     casts = parse_casts(options.casts)
     with open_checkpoint(source, verify=options.verify) as whole:
         reader = held = checked(whole) if options.verify else whole
@@ -273,6 +286,7 @@ def planned(
         target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
         plan = make_plan(reader, target, table, into=options.into, from_=options.from_)
         outputs = apply_casts(plan.tensors.values(), casts)
+        require_dtypes(whole, outputs.values(), target)
         kept = {name: entry for name, entry in plan.objects.items() if entry[0] != LEAVES}
         objects = {name: (path, reader.objects[old]) for name, (path, old) in kept.items()} | dict(plan.notes)
         origins = {name: old for name, (_, old) in kept.items()}

@@ -23,7 +23,7 @@ from bridge.checkpoints.spread import Spread
 from bridge.checkpoints.ulp import Difference, Tolerance, compare, squared_distance, sum_of_squares
 from bridge.checkpoints.workers import large_buffers_returned, ordered
 from bridge.formats import open_checkpoint
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, is_whole
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import Progress, group_boxes, split_box
 from bridge.formats.stores.store import place_of
@@ -133,6 +133,7 @@ def diff(
     from_: str | None = None,
     axes: Mapping[str, int] | None = None,
     tied: Tied | None = None,
+    any_model: bool = False,
     selection: Selection | None = None,
     tolerance: Tolerance | None = None,
     rounded: bool = False,
@@ -142,19 +143,19 @@ def diff(
 ) -> DiffReport:
     """Compare two checkpoints of any format.
 
-    mapping, into, from_, axes, tied: as for `convert`; without a mapping names are compared as tree paths. selection:
-    which part of ``a``; what corresponds to the rest of it in ``b`` is left out there, too, as are names of ``b`` that
-    are to be dropped. rounded: tensors of different dtypes are compared too, see `common_dtype`; so 0 ULP says that the
-    narrower is exactly the other, cast. noise: another run of the same thing (another order of summation, or a float64
-    twin), with the names of ``b``, or of ``a`` through the mapping; a tensor then also passes when the difference is at
-    most ``tolerance.noise_factor`` times that of ``b`` and this run. workers: regions compared in parallel, some 100
-    MiB of memory each.
+    mapping, into, from_, axes, tied, any_model: as for `convert`; without a mapping names are compared as tree paths.
+    selection: which part of ``a``; what corresponds to the rest of it in ``b`` is left out there, too, as are names of
+    ``b`` that are to be dropped. rounded: tensors of different dtypes are compared too, see `common_dtype`; so 0 ULP
+    says that the narrower is exactly the other, cast. noise: another run of the same thing (another order of summation,
+    or a float64 twin), with the names of ``b``, or of ``a`` through the mapping; a tensor then also passes when the
+    difference is at most ``tolerance.noise_factor`` times that of ``b`` and this run. workers: regions compared in
+    parallel, some 100 MiB of memory each.
 
     Raises FileNotFoundError, or CheckpointError when one is damaged, the mapping does not fit ``a``, or the noise
     checkpoint lacks a tensor that is compared.
     """
     tolerance, selection = tolerance or Tolerance(), selection or Selection()
-    table = mapping_table(mapping, axes, tied)
+    table = mapping_table(mapping, axes, tied, any_model=any_model)
     with large_buffers_returned(), ExitStack() as opened:
         whole_a, whole_b = (opened.enter_context(open_checkpoint(path)) for path in (a, b))
         reader_a, reader_b = selected_pair(whole_a, whole_b, selection)
@@ -191,7 +192,7 @@ def diff(
                 selected = SelectedReader(whole, selection, known)
                 return make_plan(selected, reader_b.format, its_table, into=target, from_=from_)
 
-            wanted = [infos[name] for name in comparable if infos[name].dtype.kind not in "biu"]
+            wanted = [infos[name] for name in comparable if not is_whole(infos[name].dtype)]
             third = Noise.find(whole, wanted, reader_b.format, mapped)
         total, done = sum(infos[name].nbytes for name in comparable), 0
         tensors = []
@@ -223,12 +224,13 @@ def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype | None:
     """
     if a == b:
         return a
-    if a.kind in "biu" and b.kind in "biu":
-        joint = np.promote_types(a, b)
+    if is_whole(a) and is_whole(b):
+        # NumPy promotes none of ml_dtypes' integers, which have a byte each.
+        joint = np.promote_types(*(dtype if dtype.kind in "biu" else np.int8 for dtype in (a, b)))
         return joint if joint.kind in "biu" else None
     if a.kind == b.kind == "c":
         return min(a, b, key=lambda dtype: dtype.itemsize)
-    if a.kind in "biuc" or b.kind in "biuc":
+    if any(is_whole(dtype) or dtype.kind == "c" for dtype in (a, b)):
         return None
     return next((n for n, w in ((a, b), (b, a)) if _holds(w, n)), None)
 
@@ -302,7 +304,7 @@ class _Pair:
             # Equal regions took no arithmetic; their norm is needed only now.
             norms += ordered(lambda box: sum_of_squares(self._read_a(box, dtype)), due, workers)
             relative = _ratio(difference.squares, math.fsum(norms))
-        floating = dtype.kind not in "biu"
+        floating = not is_whole(dtype)
         if self.noise is not None and floating:
             noise = 0.0
             if difference.squares:

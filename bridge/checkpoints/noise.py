@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, is_whole
 from bridge.mapping.plan import Plan
 from bridge.mapping.translation import make_plan
 
@@ -80,4 +80,6 @@ def _missing(plan: Plan, wanted: Sequence[TensorInfo]) -> list[str]:
 
 def _kind(dtype: np.dtype) -> str:
     """Complex, integer, or floating-point of any width."""
-    return dtype.kind if dtype.kind in "biuc" else "f"
+    if dtype.kind in "biuc":
+        return dtype.kind
+    return "i" if is_whole(dtype) else "f"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bridge.checkpoints.spread import Spread
-from bridge.formats.base import DTYPES
+from bridge.formats.base import ORBAX_DTYPES, is_whole
 
 LARGEST_ULP = 2**64 - 1
 """The largest distance that two 64-bit numbers can have."""
@@ -161,7 +161,7 @@ def largest_ulp(a: np.ndarray, b: np.ndarray) -> int:
     for start in range(0, left.size, _SLICE):
         x, y = left[start : start + _SLICE], right[start : start + _SLICE]
         ulp = _distance(_numbers(x), _numbers(y))
-        if x.dtype.kind not in "biu":
+        if not is_whole(x.dtype):
             ulp[np.isnan(x) & np.isnan(y)] = 0
         largest = max(largest, int(ulp.max()))
     return largest
@@ -228,7 +228,7 @@ def _differing(
 ) -> Difference:
     """Of elements that all differ."""
     x, y = _values(a), _values(b)
-    floating = a.dtype.kind not in "biu"
+    floating = not is_whole(a.dtype)
     with np.errstate(all="ignore"):
         absolute = np.abs(x - y)
         # Infinities of one sign have the same bits, so only a NaN or an overflow leaves no number here.
@@ -274,6 +274,10 @@ def _differing(
     )
 
 
+_BITS = {"int2": 2, "int4": 4, "float4_e2m1fn": 4}
+"""Bits of an element, where they are fewer than those of the byte that has it."""
+
+
 def _texts(a: np.generic, b: np.generic) -> tuple[str, str]:
     left, right = str(a), str(b)
     if left == right or "nan" in (left, right):
@@ -312,9 +316,14 @@ def _tables(name: str) -> tuple[np.ndarray, np.ndarray]:
     """Value (float64) and number (int16) of every bit pattern of a type of one byte."""
     patterns = np.arange(256, dtype=np.uint8)
     with np.errstate(invalid="ignore"):
-        values = patterns.view(DTYPES[name]).astype(np.float64)
+        values = patterns.view(ORBAX_DTYPES[name]).astype(np.float64)
     if name == "float8_e8m0fnu":  # powers of two, without a sign bit
         return values, patterns.astype(np.int16)
+    if (bits := _BITS.get(name)) is not None:
+        # The other bits of the byte have no meaning, and yet tell two patterns apart.
+        low, high = (patterns & (1 << bits) - 1).astype(np.int16), (patterns >> bits).astype(np.int16)
+        signed = values.astype(np.int16) if is_whole(ORBAX_DTYPES[name]) else np.where(low < 8, low, 7 - low)
+        return values, signed + (high << bits)
     numbers = _signed_numbers(patterns.view(np.int8)).astype(np.int16)
     if name.endswith("fnuz"):  # one zero; the pattern of the other is the NaN
         numbers[129:] += 1

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from bridge.checkpoints.dtypes import unreadable
 from bridge.checkpoints.finite import count_not_finite
 from bridge.checkpoints.manifest_problems import (
     Problem,
@@ -220,7 +221,10 @@ class _Check:
         return list(self._found.values())
 
     def _work(self) -> Iterator[partial[tuple[int, _Found]]]:
+        closed = unreadable(self._reader)
         for name, info in self._reader.tensors.items():
+            if name in closed:
+                continue
             if name in self._listed:
                 chunks = self._listed[name].chunks
                 # Few large reads rather than many small ones; each chunk has a checksum of its own.

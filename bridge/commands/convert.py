@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from bridge.commands.options import (
+    AnyModelOption,
     AxisOption,
     FromOption,
     IntoOption,
@@ -54,6 +55,7 @@ def convert(
     from_: FromOption = None,
     axis: AxisOption = None,
     tied: TiedOption = None,
+    any_model: AnyModelOption = False,
     select: Annotated[
         list[str] | None,
         typer.Option(
@@ -117,11 +119,20 @@ def convert(
 
     selection = Selection(tuple(select or ()), tuple(drop or ()), weights_only)
     axes = axis_sizes(axis, mapping)
-    require_mapping(mapping, into, from_, tied)
+    require_mapping(mapping, into, from_, tied, any_model)
     out = Console()
     if dry_run:
         options = ConvertOptions(
-            to or format_by_name(dst), mapping, into, from_, axes, selection, cast or (), tied, verify
+            to or format_by_name(dst),
+            mapping,
+            into,
+            from_,
+            axes,
+            selection,
+            cast or (),
+            tied,
+            verify,
+            any_model,
         )
         with user_errors(), planned(src, options) as (conversion, _):
             if json:
@@ -142,6 +153,7 @@ def convert(
             casts=cast or (),
             tied=tied,
             verify=verify,
+            any_model=any_model,
             replace=replace,
             resume=resume,
             progress=progress,

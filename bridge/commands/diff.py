@@ -11,6 +11,7 @@ from rich.console import Console
 from bridge.checkpoints.ulp import LARGEST_ULP
 from bridge.commands.options import (
     SHOWN,
+    AnyModelOption,
     AxisOption,
     FromOption,
     IntoOption,
@@ -41,6 +42,7 @@ def diff(
     from_: FromOption = None,
     axis: AxisOption = None,
     tied: TiedOption = None,
+    any_model: AnyModelOption = False,
     select: Annotated[
         list[str] | None,
         typer.Option(
@@ -113,7 +115,7 @@ def diff(
     from bridge.checkpoints.ulp import Tolerance
 
     axes = axis_sizes(axis, mapping)
-    require_mapping(mapping, into, from_, tied)
+    require_mapping(mapping, into, from_, tied, any_model)
     try:
         tolerance = Tolerance(max_ulp, rtol, atol, max_error)
     except ValueError as error:
@@ -127,6 +129,7 @@ def diff(
             from_=from_,
             axes=axes,
             tied=tied,
+            any_model=any_model,
             selection=Selection(tuple(select or ()), tuple(drop or ()), weights_only),
             tolerance=tolerance,
             rounded=rounded,

@@ -12,8 +12,8 @@ from bridge.mapping.rules import family_names, load_mapping
 def families(json: JsonOption = False) -> None:
     """List the shipped mappings.
 
-    For each family the list has its naming conventions, for --from and --into, and the axes whose sizes come from a
-    config.json beside the checkpoint, or from --axis.
+    For each family the list has its naming conventions, for --from and --into, the axes whose sizes come from a
+    config.json beside the checkpoint, or from --axis, and the models it is for, by the model_type in their config.json.
 
     \b
     Example:
@@ -25,10 +25,18 @@ def families(json: JsonOption = False) -> None:
         print_json(
             console,
             [
-                {"family": table.name, "conventions": list(table.conventions), "axes": list(table.config)}
+                {
+                    "family": table.name,
+                    "conventions": list(table.conventions),
+                    "axes": list(table.config),
+                    "models": list(table.models),
+                }
                 for table in tables
             ],
         )
         return
-    rows = [(table.name, ", ".join(table.conventions), ", ".join(table.config)) for table in tables]
-    print_table(console, ("family", "conventions", "axes"), rows, left=3)
+    rows = [
+        (table.name, *(", ".join(names) for names in (table.conventions, table.config, table.models)))
+        for table in tables
+    ]
+    print_table(console, ("family", "conventions", "axes", "models"), rows, left=4)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bridge.commands.options import JsonOption, user_errors
 from bridge.commands.output import print_json, print_line, print_table
-from bridge.formats.base import CheckpointError, dtype_name
+from bridge.formats.base import CheckpointError
 from bridge.formats.stores.store import place_of
 from bridge.sharding.drawing import MAX_RANKS
 from bridge.sharding.layout import SLOT_FIELDS, Layout
@@ -65,7 +65,7 @@ def inspect(
                 "name": t.name,
                 "path": t.path,
                 "shape": t.shape,
-                "dtype": dtype_name(t.dtype),
+                "dtype": t.dtype.name,
                 "bytes": t.nbytes,
                 "chunks": [{"offsets": chunk.offsets, "sizes": chunk.sizes} for chunk in t.chunks],
             }
@@ -85,7 +85,7 @@ def inspect(
             print_line(out, line)
         return
     rows = [
-        (t.name, dtype_name(t.dtype), str(list(t.shape)), human_bytes(t.nbytes), str(len(t.chunks)))
+        (t.name, t.dtype.name, str(list(t.shape)), human_bytes(t.nbytes), str(len(t.chunks)))
         for t in summary.tensors
     ]
     print_table(out, ("tensor", "dtype", "shape", "size", "chunks"), rows, left=2)

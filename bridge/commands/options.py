@@ -41,6 +41,12 @@ AxisOption = Annotated[
     list[str] | None,
     typer.Option("--axis", metavar="NAME=SIZE", help="Size of a mapping's axis; repeatable."),
 ]
+AnyModelOption = Annotated[
+    bool,
+    typer.Option(
+        "--any-model", help="Use the mapping also for a model that its rules are not for by its config.json."
+    ),
+]
 WeightsOnlyOption = Annotated[
     bool, typer.Option("--weights-only", help="Leave out optimizer and training state.")
 ]
@@ -79,11 +85,15 @@ def progress_console() -> Console:
     return Console(stderr=True)
 
 
-def require_mapping(mapping: str | None, into: str | None, from_: str | None, tied: str | None) -> None:
+def require_mapping(
+    mapping: str | None, into: str | None, from_: str | None, tied: str | None, any_model: bool = False
+) -> None:
     """Raise a usage error for options that need a mapping and have none."""
     for option, value in (("--into", into), ("--from", from_), ("--tied", tied)):
         if value is not None and mapping is None:
             raise typer.BadParameter(f"{option} needs --mapping: the names that it takes are a mapping's")
+    if any_model and mapping is None:
+        raise typer.BadParameter("--any-model needs --mapping: only a mapping is for some models")
 
 
 def axis_sizes(options: list[str] | None, mapping: str | None) -> dict[str, int]:

@@ -90,19 +90,39 @@ DTYPES: Mapping[str, np.dtype] = MappingProxyType(
     }
 )
 
+_NARROW_INTEGERS = (ml_dtypes.int4, ml_dtypes.int2)
+ORBAX_DTYPES: Mapping[str, np.dtype] = MappingProxyType(
+    {
+        **DTYPES,
+        **{
+            np.dtype(scalar).name: np.dtype(scalar)
+            for scalar in (
+                *(*_NARROW_INTEGERS, ml_dtypes.float4_e2m1fn),
+                *(ml_dtypes.float8_e3m4, ml_dtypes.float8_e4m3b11fnuz),
+            )
+        },
+    }
+)
+"""DTYPES and what JAX has besides. Orbax stores these, an element a byte; PyTorch and safetensors lack them."""
+
+
+def is_whole(dtype: np.dtype) -> bool:
+    """Whether elements are integers or booleans. NumPy counts ml_dtypes' integers among its unknown kinds."""
+    return dtype.kind in "biu" or dtype.type in _NARROW_INTEGERS
+
 
 def dtype_from_name(name: str) -> np.dtype:
     """The NumPy (or ml_dtypes) dtype called `name`, e.g. "bfloat16". CheckpointError for an unknown name."""
-    if name not in DTYPES:
-        raise CheckpointError(f"expected a dtype out of {', '.join(DTYPES)}, got {name[:80]!r}")
-    return DTYPES[name]
+    if name not in ORBAX_DTYPES:
+        raise CheckpointError(f"expected a dtype out of {', '.join(ORBAX_DTYPES)}, got {name[:80]!r}")
+    return ORBAX_DTYPES[name]
 
 
-def dtype_name(dtype: np.dtype) -> str:
-    """The name PyTorch and JAX use for `dtype`. CheckpointError if they do not both have it (e.g. strings)."""
+def dtype_name(dtype: np.dtype, known: Mapping[str, np.dtype] = ORBAX_DTYPES) -> str:
+    """The name PyTorch and JAX use for `dtype`. CheckpointError for one that is not known (e.g. strings)."""
     dtype = np.dtype(dtype)
-    if DTYPES.get(dtype.name) != dtype:
-        raise CheckpointError(f"expected a little-endian dtype out of {', '.join(DTYPES)}, got {dtype!r}")
+    if known.get(dtype.name) != dtype:
+        raise CheckpointError(f"expected a little-endian dtype out of {', '.join(known)}, got {dtype!r}")
     return dtype.name
 
 
@@ -183,7 +203,8 @@ class TensorInfo:
 
     name: DCP's flat key "model.layers.0.wq.weight", or Orbax's path joined by "/" "params/layers/0/wq".
     path: the same leaf as a tree path; ints are list positions.
-    shape: global shape, elements. dtype: a value of DTYPES. chunks: the stored blocks, covering every element once.
+    shape: global shape, elements. dtype: a value of ORBAX_DTYPES. chunks: the stored blocks, covering every element
+    once.
     """
 
     name: str

@@ -69,6 +69,8 @@ class WrappingReader(ClosedAtEnd):
         self.object_paths: Mapping[str, TreePath] = reader.object_paths
         # Of formats that say so beside each leaf.
         self.kinds: Mapping[str, str] | None = getattr(reader, "kinds", None)
+        # Of formats whose elements may share bytes.
+        self.unreadable: Mapping[str, str] = getattr(reader, "unreadable", {})
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """One block of a tensor; see `CheckpointReader.read`."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
-from bridge.formats.base import TensorInfo
+from bridge.formats.base import TensorInfo, is_whole
 from bridge.mapping.entries import HALF, PAIR, Entry, Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.expression import Affine, Alternative, Undetermined
@@ -51,12 +52,12 @@ def apply_rule(
     tensors: Mapping[str, TensorInfo],
     axes: Axes,
     power: int = 1,
-    weights: Iterable[str] = (),
+    weights: Mapping[str, TensorInfo] = MappingProxyType({}),
 ) -> Iterator[tuple[str, View]]:
     """The tensors of convention ``target``, by weight name, that ``rule`` makes of those of ``source``.
 
     power: how the tensors grow with the weights, for operations of the rule: 1 for the weights themselves, see
-    `operations.change`. weights: names of all weights, where ``tensors`` are moments: stacks of both are as high.
+    `operations.change`. weights: all weights by name, where ``tensors`` are moments: stacks of both are as high.
 
     Raises MappingError when a tensor that the rule needs is missing, shapes or dtypes contradict
     the expressions, or an axis size stays open.
@@ -73,14 +74,17 @@ def apply_with_scales(
     scales: Mapping[str, TensorInfo],
     axes: Axes,
     power: int,
-    weights: Iterable[str],
+    weights: Mapping[str, TensorInfo],
+    *,
+    moments: bool = False,
 ) -> Iterator[tuple[str, View, View | None]]:
     """As `apply_rule`, of moments and of their ``scales``, by weight: each moment made with its scales, if it has any.
 
-    An operation of the rule changes the scales alone, so the payload stays as it is.
+    An operation of the rule changes the scales alone, so the payload stays as it is. moments: the tensors are what an
+    optimizer keeps, for which a rule may have entries of its own; sizes that these leave open follow from ``weights``.
     """
-    inputs = rule.entries(source)
-    outputs = rule.entries(target)
+    inputs = rule.entries(source, moments=moments)
+    outputs = rule.entries(target, moments=moments)
     from_path, to_path = inputs[0].path.indices, outputs[0].path.indices
     shared = [index for index in from_path if index in to_path]
     gathered = [index for index in from_path if index not in to_path]
@@ -92,22 +96,39 @@ def apply_with_scales(
             if values is not None:
                 groups.setdefault(tuple(values[index] for index in shared), []).append(values)
     height = {key: list(members) for key, members in groups.items()}
+    usual = rule.entries(source)
     for values in (
-        found for name in weights for entry in inputs if (found := entry.path.match(name)) is not None
+        found for name in weights for entry in usual if (found := entry.path.match(name)) is not None
     ):
         if (key := tuple(values[index] for index in shared)) in height:
             height[key].append(values)
     for key in sorted(groups):
         at = dict(zip(shared, key, strict=True))
         counts = {index: 1 + max(values[index] for values in height[key]) for index in gathered}
+        first = {**at, **dict.fromkeys(counts, 0)}
+        beside = [
+            (e, weights[n]) for e in usual if inputs != usual and (n := e.path.format(first)) in weights
+        ]
         yield from _Instance(
-            rule.between(source, target), inputs, outputs, at, counts, tensors, scales, axes, power
+            rule.between(source, target, moments=moments),
+            inputs,
+            outputs,
+            at,
+            counts,
+            tensors,
+            scales,
+            axes,
+            power,
+            beside,
         ).outputs()
 
 
 @dataclass(frozen=True)
 class _Instance:
-    """A rule at fixed values ``at`` of the shared indices. ``counts``: sizes of the gathered indices."""
+    """A rule at fixed values ``at`` of the shared indices. ``counts``: sizes of the gathered indices.
+
+    beside: a weight for each of its entries, where ``inputs_`` are other entries, of moments.
+    """
 
     rule: str
     inputs_: tuple[Entry, ...]
@@ -118,6 +139,7 @@ class _Instance:
     scales: Mapping[str, TensorInfo]
     axes: Axes
     power: int
+    beside: Sequence[tuple[Entry, TensorInfo]]
 
     def outputs(self) -> Iterator[tuple[str, View, View | None]]:
         infos = [self._infos(entry) for entry in self.inputs_]
@@ -181,7 +203,7 @@ class _Instance:
     def _changed(self, view: TensorView, changes: Sequence[Change | None]) -> View:
         if not any(changes):
             return view
-        if view.dtype.kind in "iub":
+        if is_whole(view.dtype):
             raise self._error(
                 f"expected a floating-point tensor to calculate with, got {view.dtype} in {view.blocks[0].source}"
             )
@@ -210,7 +232,8 @@ class _Instance:
         return any(values is not None and values.items() >= self.at.items() for values in matches)
 
     def _sizes(self, infos: list[list[TensorInfo]]) -> dict[str, int]:
-        sizes = self._solved(infos, {**self.axes.sizes, **self.counts})
+        shapes = [(entry, members[0]) for entry, members in zip(self.inputs_, infos, strict=True)]
+        sizes = self._solved(shapes, self._solved(self.beside, {**self.axes.sizes, **self.counts}))
         for entry in self.outputs_:
             assert entry.expression is not None
             if entry.expression.axes() <= sizes.keys():
@@ -224,19 +247,19 @@ class _Instance:
                     wanted = entry.expression.solve(info.shape, sizes, self.axes.alias)
                 except MappingError as error:
                     raise self._error(f"tensor {info.name}, which is wanted: {error}") from error
-                sizes = self._solved(infos, wanted)
+                sizes = self._solved(shapes, wanted)
         return sizes
 
-    def _solved(self, infos: list[list[TensorInfo]], known: Values) -> dict[str, int]:
+    def _solved(self, shapes: Sequence[tuple[Entry, TensorInfo]], known: Values) -> dict[str, int]:
         """``known``, and what follows from the shapes of the source."""
         sizes = dict(known)
-        for _ in self.inputs_:  # the sizes that one entry settles may settle those of another
-            for entry, members in zip(self.inputs_, infos, strict=True):
+        for _ in shapes:  # the sizes that one entry settles may settle those of another
+            for entry, info in shapes:
                 assert entry.expression is not None
                 try:
-                    sizes = entry.expression.solve(members[0].shape, sizes, self.axes.alias)
+                    sizes = entry.expression.solve(info.shape, sizes, self.axes.alias)
                 except MappingError as error:
-                    raise self._error(f"tensor {members[0].name}: {error}") from error
+                    raise self._error(f"tensor {info.name}: {error}") from error
         return sizes
 
     def _parts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -91,20 +91,24 @@ class Entry:
 class Rule:
     """Tensors of several conventions that hold the same elements, by the name of the convention.
 
-    tied_to: a path of the rule whose tensors these may be the same as (`tied.py`).
+    tied_to: a path of the rule whose tensors these may be the same as (`tied.py`). moments: by convention, the entries
+    of what the optimizer keeps, where they are not those of the weights.
     Raises MappingError when the sides do not name the same axes, part by part.
     """
 
     sides: Mapping[str, tuple[Entry, ...]]
     optional: bool = False
     tied_to: str = ""
+    moments: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        entries = [entry for side in self.sides.values() for entry in side]
+        entries = [entry for side in self._all_sides().values() for entry in side]
         if len(self.sides) < 2:
             raise MappingError(f"expected entries of two conventions or more in rule {self}")
         if any(entry.expression is None for entry in entries):
-            if len(entries) != len(self.sides) or any(entry.expression is not None for entry in entries):
+            if len(entries) != len(self._all_sides()) or any(
+                entry.expression is not None for entry in entries
+            ):
                 raise MappingError(f"expected axis expressions on every entry or on none in rule {self}")
             if len({frozenset(entry.path.indices) for entry in entries}) != 1:
                 raise MappingError(
@@ -113,10 +117,10 @@ class Rule:
         for entry in entries:
             if entry.expression and entry.expression.axes() & set(entry.path.indices):
                 raise MappingError(f"expected {{i}} either in the path or as an axis in rule {self}")
-        for side in self.sides.values():
-            if len({frozenset(entry.path.indices) for entry in side}) != 1:
+        for name, side in self.sides.items():
+            if len({frozenset(entry.path.indices) for entry in (*side, *self.moments.get(name, ()))}) != 1:
                 raise MappingError(f"expected the same path indices in all entries of a side in rule {self}")
-        parts = {name: [a for e in side for a in e.axis_sets()] for name, side in self.sides.items()}
+        parts = {name: [a for e in side for a in e.axis_sets()] for name, side in self._all_sides().items()}
         for sets in parts.values():
             if len(sets) != len(set(sets)):
                 raise MappingError(
@@ -137,13 +141,25 @@ class Rule:
     def __str__(self) -> str:
         return " <-> ".join(map(_texts, self.sides.values()))
 
-    def between(self, source: str, target: str) -> str:
+    def between(self, source: str, target: str, *, moments: bool = False) -> str:
         """The rule as text, for two of its conventions."""
-        return f"{_texts(self.entries(source))} <-> {_texts(self.entries(target))}"
+        return " <-> ".join(_texts(self.entries(name, moments=moments)) for name in (source, target))
 
-    def entries(self, convention: str) -> tuple[Entry, ...]:
-        """The entries of a convention; none if it has no such tensor."""
-        return self.sides.get(convention, ())
+    def entries(self, convention: str, *, moments: bool = False) -> tuple[Entry, ...]:
+        """The entries of a convention; none if it has no such tensor. moments: of what the optimizer keeps."""
+        usual = self.sides.get(convention, ())
+        return self.moments.get(convention, usual) if moments else usual
+
+    def kept(self, conventions: Collection[str], tied_to: str) -> Rule:
+        """The rule with the sides of these conventions alone."""
+        sides, moments = (
+            {name: side for name, side in table.items() if name in conventions}
+            for table in (self.sides, self.moments)
+        )
+        return Rule(sides, self.optional, tied_to, moments)
+
+    def _all_sides(self) -> dict[str, tuple[Entry, ...]]:
+        return {**self.sides, **{f"{name}'s moments": side for name, side in self.moments.items()}}
 
 
 def _texts(entries: Sequence[Entry]) -> str:

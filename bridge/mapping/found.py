@@ -81,10 +81,15 @@ class _Seen:
 
 
 class NameIndex:
-    """Finds the rules of a convention that know a weight's name: by one regular expression for all, then by each."""
+    """Finds the rules of a convention that know a weight's name: by one regular expression for all, then by each.
 
-    def __init__(self, rules: Iterable[Rule], convention: str) -> None:
-        self._rules = [(entry.path, rule) for rule in rules for entry in rule.entries(convention)]
+    moments: the names are those of what an optimizer keeps.
+    """
+
+    def __init__(self, rules: Iterable[Rule], convention: str, *, moments: bool = False) -> None:
+        self._rules = [
+            (entry.path, rule) for rule in rules for entry in rule.entries(convention, moments=moments)
+        ]
         self._any = re.compile("|".join(f"(?:{path.regex})" for path, _ in self._rules) or r"(?!)")
         self._owners: dict[str, list[Rule]] = {}
 
@@ -117,24 +122,31 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
         )
     found = {name: _as(tensors, mapping, mapping.conventions[name], where) for name in names}
     # Where names tell nothing, such as "w", the usual place decides. Then the convention wins whose names are longer
-    # and leave less to a root, as with "transformer.wte" and "wte".
+    # and leave less to a root, as with "transformer.wte" and "wte". Some differ in their optimizer state alone.
     ranks = {
         name: (
             _fits(f, mapping),
             len(f.weights),
             f.convention.places["weights"] == mapping.conventions[name].places["weights"],
             -len(f.convention.places["weights"]),
+            sum(len(tensors) for state in f.states for tensors in state.sections.values()),
         )
         for name, f in found.items()
     }
     best = max(ranks.values())
     chosen = [name for name, rank in ranks.items() if rank == best]
-    if len(chosen) > 1 and best[1]:
+    if len(chosen) > 1 and best[1] and not _alike(chosen, mapping.rules):
         raise MappingError(
             f"mapping {mapping.name}: the names in {where} fit the conventions {' and '.join(chosen)} equally "
             "well; choose one (--from)"
         )
     return found[chosen[0]]
+
+
+def _alike(conventions: Sequence[str], rules: Iterable[Rule]) -> bool:
+    """Whether these conventions have the same weights, so that the weights alone are read in the same way."""
+    first, *others = conventions
+    return all(rule.entries(other) == rule.entries(first) for rule in rules for other in others)
 
 
 def _fits(found: Found, mapping: MappingTable) -> bool:
@@ -148,16 +160,16 @@ def _fits(found: Found, mapping: MappingTable) -> bool:
 
 def _as(tensors: Sequence[TensorInfo], mapping: MappingTable, convention: Convention, where: str) -> Found:
     index = NameIndex(mapping.rules, convention.name)
+    kept_index = NameIndex(mapping.rules, convention.name, moments=True)
     named = {convention.joined(info.path): info for info in tensors}
     weights: dict[tuple[str, str], Tensors] = defaultdict(dict)
     kept: dict[tuple[str, str, str], dict[Section, Tensors]] = defaultdict(lambda: defaultdict(dict))
     for name, info in named.items():
         for seen in _candidates(name, convention):
-            if not index.knows(seen.weight):
-                continue
             if seen.section == "weights":
-                weights[seen.before, seen.after][seen.weight] = info
-            else:
+                if index.knows(seen.weight):
+                    weights[seen.before, seen.after][seen.weight] = info
+            elif kept_index.knows(seen.weight):
                 # Shorter names are those of other weights with the same ending.
                 kept[seen.node, seen.inner, seen.after][seen.section][seen.weight] = info
                 break

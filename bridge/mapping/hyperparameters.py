@@ -9,7 +9,7 @@ another convention with dotted names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from bridge.formats.base import CheckpointReader, TreePath
@@ -22,10 +22,11 @@ _GROUPS = "param_groups"
 
 @dataclass(frozen=True)
 class _Place:
-    """A weight's place in the rules: one rule at values of the path's indices."""
+    """A weight's place in the rules: one rule at values of the path's indices. parts: the axes of each of its parts."""
 
     rule: int
     values: Mapping[str, int]
+    parts: frozenset[frozenset[str]]
 
 
 def followed(
@@ -53,7 +54,7 @@ def followed(
     if written is None or written == target.name:
         return dict(paths), {}
     known = _places(mapping, written, named | candidates)
-    there = _places(mapping, target.name, weights)
+    there = _places(mapping, target.name, _optimized(mapping, target.name, weights))
     by_rule: dict[int, list[tuple[str, _Place]]] = {}
     for w, place in there.items():
         by_rule.setdefault(place.rule, []).append((w, place))
@@ -104,18 +105,31 @@ def _convention(mapping: MappingTable, weights: Iterable[str]) -> str | None:
     return fitting[0] if names and len(fitting) == 1 else None
 
 
-def _places(mapping: MappingTable, convention: str, weights: Iterable[str]) -> dict[str, _Place]:
-    patterns = [(k, e.path) for k, rule in enumerate(mapping.rules) for e in rule.entries(convention)]
+def _optimized(mapping: MappingTable, convention: str, weights: Iterable[str]) -> Iterator[str]:
+    """The names that an optimizer has for these weights: a rule's moments may have some of their own."""
+    for weight, place in _places(mapping, convention, weights, moments=False).items():
+        rule = mapping.rules[place.rule]
+        own = rule.moments.get(convention)
+        yield from (entry.path.format(place.values) for entry in own) if own else (weight,)
+
+
+def _places(
+    mapping: MappingTable, convention: str, weights: Iterable[str], *, moments: bool = True
+) -> dict[str, _Place]:
+    entries = [
+        (k, e) for k, rule in enumerate(mapping.rules) for e in rule.entries(convention, moments=moments)
+    ]
     found = {}
     for weight in weights:
-        for number, pattern in patterns:
-            values = pattern.match(weight)
+        for number, entry in entries:
+            values = entry.path.match(weight)
             if values is not None:
-                found[weight] = _Place(number, values)
+                found[weight] = _Place(number, values, frozenset(entry.axis_sets()))
                 break
     return found
 
 
 def _same(a: _Place, b: _Place) -> bool:
-    """Whether two weights of one rule share elements: their numbers agree at the indices that both have."""
-    return all(a.values[index] == b.values[index] for index in a.values.keys() & b.values.keys())
+    """Whether two weights of one rule share elements: a part, at the same numbers of the indices that both have."""
+    shared = a.values.keys() & b.values.keys()
+    return not a.parts.isdisjoint(b.parts) and all(a.values[index] == b.values[index] for index in shared)

@@ -5,6 +5,9 @@ A mapping file::
     name = "llama"
     drop = ["model.rope.inv_freq"]                # full names that may be left behind; `{i}` and `*` allowed
 
+    [models.llama]                                # the models that it is for, see `model_types.py`
+    attention_bias = [false, "absent"]
+
     [convention.hf]                               # conventions, if they are not just torch and jax
     format = "safetensors"                        # the format it usually lives in
     weights = "{w}"                               # where its tensors are, if not in the usual places
@@ -24,12 +27,21 @@ A mapping file::
     flax = "lm_head/kernel : m v"
     optional = true                               # a model without it is fine
 
+A convention may be like another one (``like = "torchtitan"`` in its table): it has the entries of the other one in
+rules that name none of its own.
+
 Each convention has one entry ``path : axis expression``, or a list of entries where a fused tensor corresponds to
 several. ``{i}`` in a path stands for a number; used as an axis on another side it stacks. Without expressions the
 tensor is the same on all sides. Rules name weights; optimizer entries follow them (`conventions.py`). The operation
 after ``|`` is applied to the plain values before that convention stores them (`operations.py`)::
 
     maxtext = "decoder/layers/self_attention/query/kernel : m {i} h interleaved(d) | times(d ** -0.5)"
+
+What an optimizer keeps for a weight may be under another name and in another layout than the weight: torchtitan's fused
+attention stores its weight as three, and the moments as one::
+
+    torchtitan.weights = ["wq.weight : (g r d) m", "wk.weight : (g k) m"]
+    torchtitan.moments = "wqk.weight : (g (r d + k)) m"
 
 A rule may have ``tied_to = "path of another rule"``: its tensor may be the same one (`tied.py`).
 
@@ -54,6 +66,7 @@ from typing import Any, Literal, cast
 from bridge.mapping.conventions import Convention
 from bridge.mapping.entries import HALF, Entry, Rule
 from bridge.mapping.errors import MappingError
+from bridge.mapping.model_types import Models, parse_models
 
 Tied = Literal["once", "both"]
 """How often a target stores a weight that has two names."""
@@ -65,7 +78,8 @@ _ROTARY = re.compile(r"interleaved\(\s*(\w+)\s*\)")
 class MappingTable:
     """A validated mapping table. ``conventions``: those of the rules, by name. tied: see `tied.py`.
 
-    config: the fields of a `config.json` beside the source that give sizes of axes, see `sizes.py`.
+    config: the fields of a `config.json` beside the source that give sizes of axes, see `sizes.py`. models: the models
+    that the mapping is for, by their model_type; empty: any. See `model_types.py`.
     """
 
     name: str
@@ -75,6 +89,7 @@ class MappingTable:
     conventions: Mapping[str, Convention] = field(default_factory=dict)
     tied: Tied | None = None
     config: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    models: Models = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.conventions:
@@ -115,6 +130,10 @@ class MappingTable:
         """The table for a target that stores tied weights once or under both names; None: as the table says."""
         return replace(self, tied=tied or self.tied)
 
+    def for_any_model(self) -> MappingTable:
+        """The table for whatever model a `config.json` names: its caller knows that the rules hold for that model."""
+        return replace(self, models={})
+
     def between(self, *conventions: str) -> MappingTable:
         """The table with these conventions alone. Raises MappingError for one that the mapping has not."""
         unknown = [name for name in conventions if name not in self.conventions]
@@ -126,12 +145,11 @@ class MappingTable:
         kept = {name: self.conventions[name] for name in conventions}
         rules = []
         for rule in self.rules:
-            sides = {name: side for name, side in rule.sides.items() if name in kept}
-            if len(sides) < 2:
+            if len(kept.keys() & rule.sides.keys()) < 2:
                 continue
             tied = self.rule_of(rule.tied_to) if rule.tied_to else None
             paths = [e.path.text for name in kept for e in (tied.entries(name) if tied else ())]
-            rules.append(Rule(sides, rule.optional, paths[0] if paths else ""))
+            rules.append(rule.kept(kept, paths[0] if paths else ""))
         left = _axes_of(rules)
         left |= {value for axis, value in self.axes.items() if isinstance(value, str) and axis in left}
         axes = {axis: value for axis, value in self.axes.items() if axis in left}
@@ -144,14 +162,20 @@ class MappingTable:
 
     def rotary_axes(self) -> tuple[str, ...]:
         """The axes that a rule interleaves."""
-        entries = [entry for rule in self.rules for side in rule.sides.values() for entry in side]
-        axes = {axis for entry in entries if entry.expression for axis in entry.expression.axes()}
+        axes = {
+            axis for entry in _entries(self.rules) if entry.expression for axis in entry.expression.axes()
+        }
         return tuple(sorted(axis.removesuffix(HALF) for axis in axes if axis.endswith(HALF)))
+
+
+def _entries(rules: Sequence[Rule]) -> list[Entry]:
+    sides = [side for rule in rules for table in (rule.sides, rule.moments) for side in table.values()]
+    return [entry for side in sides for entry in side]
 
 
 def _axes_of(rules: Sequence[Rule]) -> set[str]:
     """The axes whose sizes the rules use, also by operations."""
-    entries = [entry for rule in rules for side in rule.sides.values() for entry in side]
+    entries = _entries(rules)
     axes = {axis for entry in entries if entry.expression for axis in entry.expression.axes()}
     axes |= {axis.partition(".")[0] for axis in axes}
     return axes | {axis for entry in entries if entry.operation for axis in entry.operation.axes}
@@ -161,7 +185,7 @@ def _convention(name: str, data: Mapping[str, str], rules: Sequence[Rule]) -> Co
     """A convention from its table. The convention is a tree if any of its paths contains "/"."""
     paths = [entry.path.text for rule in rules for entry in rule.entries(name)]
     tree = any("/" in path for path in paths) or (name == "jax" and not any("." in path for path in paths))
-    places = {section: place for section, place in data.items() if section != "format"}
+    places = {section: place for section, place in data.items() if section not in ("format", "like")}
     usual = "orbax" if tree else "dcp"
     return Convention(name, "/" if tree else ".", data.get("format", usual), cast(Any, places))
 
@@ -206,10 +230,13 @@ def mapping_table(
     mapping: str | os.PathLike[str] | MappingTable | None,
     axes: Mapping[str, int] | None = None,
     tied: Tied | None = None,
+    *,
+    any_model: bool = False,
 ) -> MappingTable | None:
     """The table of a ``mapping`` argument. The caller's axis sizes and ties override the table's own.
 
-    Raises MappingError, or ValueError when there are ``axes`` or ``tied`` but no mapping.
+    any_model: the table is to be used whatever model a `config.json` names. Raises MappingError, or ValueError when
+    there are ``axes``, ``tied`` or ``any_model`` but no mapping.
     """
     if mapping is None:
         if axes:
@@ -218,8 +245,11 @@ def mapping_table(
             raise ValueError(
                 f"expected a mapping, which knows the tied weights that are to be {tied}, got none"
             )
+        if any_model:
+            raise ValueError("expected a mapping that is to be used for any model, got none")
         return None
     table = mapping if isinstance(mapping, MappingTable) else load_mapping(os.fspath(mapping))
+    table = table.for_any_model() if any_model else table
     return (table.with_axes(axes) if axes else table).with_tied(tied)
 
 
@@ -231,7 +261,7 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
         raise MappingError(f"mapping {origin} is not valid TOML: {error}") from error
     _only_keys(
         table,
-        {"name", "description", "drop", "axes", "config", "rule", "convention", "tied"},
+        {"name", "description", "drop", "axes", "config", "rule", "convention", "models", "tied"},
         f"mapping {origin}",
     )
     rules = table.get("rule", [])
@@ -258,12 +288,22 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
         raise MappingError(
             f"expected tables [convention.NAME] of texts in mapping {origin}, got {given!r:.200}"
         )
-    parsed = tuple(_parse_rule(rule, tuple(given), number, origin) for number, rule in enumerate(rules, 1))
+    like = {name: data["like"] for name, data in given.items() if "like" in data}
+    for name, other in like.items():
+        if other not in given or other in like:
+            known = ", ".join(known for known in given if known not in like)
+            raise MappingError(
+                f"expected another convention of mapping {origin} ({known}) that convention {name} is like, "
+                f"got {other!r}"
+            )
+    conventions = {name: like.get(name, "") for name in given}
+    parsed = tuple(_parse_rule(rule, conventions, number, origin) for number, rule in enumerate(rules, 1))
     try:
-        conventions = {name: _convention(name, data, parsed) for name, data in given.items()}
+        found = {name: _convention(name, data, parsed) for name, data in given.items()}
         name = str(table.get("name", Path(origin).stem))
         fields = {axis: tuple(texts) for axis, texts in config.items()}
-        return MappingTable(name, parsed, axes, tuple(drop), conventions, table.get("tied"), fields)
+        models = parse_models(table.get("models", {}), f"mapping {origin}")
+        return MappingTable(name, parsed, axes, tuple(drop), found, table.get("tied"), fields, models)
     except MappingError as error:
         raise MappingError(f"mapping {origin}: {error}") from error
 
@@ -276,36 +316,50 @@ def _is_text_table(data: object) -> bool:
     return isinstance(data, dict) and all(isinstance(value, str) for value in data.values())
 
 
-def _parse_rule(rule: object, conventions: Sequence[str], number: int, origin: str) -> Rule:
+def _parse_rule(rule: object, conventions: Mapping[str, str], number: int, origin: str) -> Rule:
+    """A rule from its table. conventions: by name, the one whose entries it has where it has none of its own, or ""."""
     where = f"rule {number} of mapping {origin}"
     if not isinstance(rule, dict):
         raise MappingError(f"expected a table for {where}, got {rule!r}")
     _only_keys(rule, {*conventions, "optional", "tied_to"}, where)
     texts: dict[str, list[str]] = {}
+    moments: dict[str, list[str]] = {}
     for name in conventions:
         value = rule.get(name)
         if value is None and len(conventions) > 2:
             continue
-        entries = [value] if isinstance(value, str) else value
-        if not isinstance(entries, list) or not entries or not all(isinstance(text, str) for text in entries):
-            raise MappingError(f"expected a text or a list of texts for {name} in {where}, got {value!r}")
-        texts[name] = entries
+        if isinstance(value, dict):
+            _only_keys(value, {"weights", "moments"}, f"{name} in {where}")
+            moments[name] = _entry_texts(value.get("moments"), f"moments of {name} in {where}")
+            value = value.get("weights")
+        texts[name] = _entry_texts(value, f"{name} in {where}")
+    for name, other in conventions.items():
+        if name not in texts and other in texts:
+            texts[name] = texts[other]
+            moments |= {name: moments[other]} if other in moments else {}
     if not isinstance(rule.get("optional", False), bool):
         raise MappingError(f"expected true or false for optional in {where}, got {rule['optional']!r}")
     if not isinstance(rule.get("tied_to", ""), str):
         raise MappingError(f"expected a path of another rule for tied_to in {where}, got {rule['tied_to']!r}")
     try:
-        rotary = {
-            m.group(1) for entries in texts.values() for text in entries for m in _ROTARY.finditer(text)
-        }
-        sides = {
-            name: tuple(Entry.parse(text, rotary) for text in entries) for name, entries in texts.items()
-        }
-        return Rule(sides, rule.get("optional", False), rule.get("tied_to", ""))
+        every = [text for table in (texts, moments) for entries in table.values() for text in entries]
+        rotary = {m.group(1) for text in every for m in _ROTARY.finditer(text)}
+        sides, own = (
+            {name: tuple(Entry.parse(text, rotary) for text in entries) for name, entries in table.items()}
+            for table in (texts, moments)
+        )
+        return Rule(sides, rule.get("optional", False), rule.get("tied_to", ""), own)
     except MappingError as error:
         raise MappingError(f"{where}: {error}") from error
     except RecursionError:
         raise MappingError(f"{where}: expected fewer parentheses inside each other") from None
+
+
+def _entry_texts(value: object, where: str) -> list[str]:
+    entries = [value] if isinstance(value, str) else value
+    if not isinstance(entries, list) or not entries or not all(isinstance(text, str) for text in entries):
+        raise MappingError(f"expected a text or a list of texts for {where}, got {value!r}")
+    return entries
 
 
 def _only_keys(table: Mapping[str, object], allowed: set[str], where: str) -> None:

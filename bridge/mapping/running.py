@@ -27,7 +27,7 @@ from bridge.mapping.operations import Change, ChangedView
 from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.relation import Block, Ranges, TensorView, dense_pieces, elements
 from bridge.mapping.rules import MappingTable, mapping_table
-from bridge.mapping.sizes import with_config, with_config_fields
+from bridge.mapping.sizes import require_model, with_config, with_config_fields
 from bridge.mapping.translation import make_plan
 
 AnyMapping = str | os.PathLike[str] | MappingTable
@@ -123,8 +123,8 @@ class Move:
 class SavedAs:
     """What a run's state becomes in a checkpoint under the other side of ``mapping``.
 
-    config: fields like those of a `config.json`, which give sizes of axes. Raises CheckpointError (MappingError) with
-    everything that does not fit.
+    config: fields like those of a `config.json`, which give sizes of axes and name the model. Raises CheckpointError
+    (MappingError) with everything that does not fit.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class SavedAs:
     ) -> None:
         table = mapping_table(mapping)
         assert table is not None
-        table = with_config_fields(table, config or {}, f"the configuration of {state.where}")
+        table = _with_own_config(table, state, config or {})
         self.plan = make_plan(state, state.format, table, into=_other_side(state, table))
         self._state = state
 
@@ -171,6 +171,12 @@ class SavedAs:
         return parts
 
 
+def _with_own_config(table: MappingTable, state: RunState, config: Mapping[str, object]) -> MappingTable:
+    where = f"the configuration of {state.where}"
+    require_model(table, config, where)
+    return with_config_fields(table, config, where)
+
+
 def _other_side(state: RunState, table: MappingTable) -> str | None:
     """The convention to save under, where there is but one other; else the one that is usual in the format."""
     own = find(state.tensors.values(), table, None, state.where).convention.name
@@ -197,7 +203,7 @@ class LoadedAs:
         table = mapping_table(mapping)
         assert table is not None
         table = with_config(table, reader)
-        table = with_config_fields(table, config or {}, f"the configuration of {state.where}")
+        table = _with_own_config(table, state, config or {})
         run = find(state.tensors.values(), table, None, state.where)
         self._reader = reader
         self._plan: Plan = make_plan(reader, state.format, table, into=run.convention, wanted=run.weights)

@@ -1,10 +1,10 @@
-"""Sizes of axes that the shapes of weights leave open.
+"""What a mapping takes from `config.json`: sizes of axes that the shapes of weights leave open, and which model it is.
 
     from scalars of the checkpoint     [axes]    vocab = "train/vocab_size"
     from `config.json` beside it       [config]  d = ["head_dim", "hidden_size / num_attention_heads"]
 
 The first field that `config.json` has gives the size. It counts only where neither the caller nor the mapping's [axes]
-gives one.
+gives one. A mapping that is for some models (`model_types.py`) refuses the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from bridge.formats.stores.reader import StoredReader
 from bridge.mapping.apply import Axes
 from bridge.mapping.entries import HALF, PAIR
 from bridge.mapping.errors import MappingError
-from bridge.mapping.rules import MappingTable
+from bridge.mapping.model_types import MODEL_TYPE, mismatch
+from bridge.mapping.rules import MappingTable, family_names, load_mapping
 
 CONFIG_FILE = "config.json"
 _MAX_BYTES = 1 << 20
@@ -95,9 +96,10 @@ def _scalar(reader: CheckpointReader, mapping: MappingTable, axis: str, info: Te
 def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
     """The table with the sizes that a `config.json` beside the checkpoint gives, if there is one.
 
-    Raises CheckpointError when the file cannot be read, and MappingError when its numbers are no sizes.
+    Raises CheckpointError when the file cannot be read, and MappingError when its numbers are no sizes, or when it says
+    that the checkpoint is of another model than the mapping is for.
     """
-    if not table.config.keys() - table.axes.keys():
+    if not table.models and not table.config.keys() - table.axes.keys():
         return table
     home = reader.home if isinstance(reader, StoredReader) else Path(reader.path)
     directory = home if home.is_dir() else home.parent
@@ -109,7 +111,28 @@ def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: expected JSON: {error!s:.200}") from error
-    return with_config_fields(table, config if isinstance(config, dict) else {}, str(file))
+    fields = config if isinstance(config, dict) else {}
+    require_model(table, fields, str(file))
+    return with_config_fields(table, fields, str(file))
+
+
+def require_model(table: MappingTable, fields: Mapping[str, object], where: str) -> None:
+    """Check that the mapping is for the model with this configuration; ``where`` names it in errors.
+
+    Raises MappingError when the configuration says otherwise.
+    """
+    wrong = mismatch(table.models, fields)
+    if wrong is None:
+        return
+    kind = str(fields[MODEL_TYPE])
+    fitting = [name for name in family_names() if kind in load_mapping(name).models]
+    others = " or ".join(f"--mapping {name}" for name in fitting if name != table.name)
+    raise MappingError(
+        f"{where}: mapping {table.name} is not for this model: {wrong}. The names of the weights may be the same, but "
+        f"the model computes something else from them. Choose a mapping for it{f' ({others})' if others else ''}, or, "
+        "if you know that its weights are to be translated by this one, insist (--any-model; in a program "
+        f"load_mapping({table.name!r}).for_any_model())"
+    )
 
 
 def with_config_fields(table: MappingTable, fields: Mapping[str, object], where: str) -> MappingTable:

@@ -104,7 +104,9 @@ class _Planner:
             self.target = into
         else:
             self.target = self._at_its_places(self._target(into))
-        self.index = NameIndex(mapping.rules, self.source.name)
+        self.index, self.moments_index = (
+            NameIndex(mapping.rules, self.source.name, moments=moments) for moments in (False, True)
+        )
         self.problems: list[str] = []
 
     def plan(self) -> Plan:
@@ -230,8 +232,9 @@ class _Planner:
     def _owners(self, section: Section, tensors: Tensors) -> dict[str, Rule]:
         """The rule of each weight in a section."""
         owners = {}
+        index = self.index if section == "weights" else self.moments_index
         for weight, info in tensors.items():
-            rules = self.index.rules_of(weight)
+            rules = index.rules_of(weight)
             if len(rules) > 1:
                 self.problems.append(f"tensor {info.name} matches two rules: {rules[0]} and {rules[1]}")
             owners[weight] = rules[0]
@@ -266,6 +269,7 @@ class _Planner:
                 self._axes,
                 power,
                 self.found.weights,
+                moments=section != "weights",
             )
             found: list[_Made] = self._try(partial(list[_Made], made)) or []
             for weight, view, scale in found:

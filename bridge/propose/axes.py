@@ -173,6 +173,10 @@ def _pair_indices(a: Family, b: Family) -> Iterator[tuple[dict[str, str], tuple[
     for chosen in itertools.permutations(range(len(names_a)), len(names_b)):
         if any(a.numbers[k] != b.numbers[n] for n, k in enumerate(chosen)):
             continue
+        # Indices that are one and the same number are the same in either order.
+        single = [(b.numbers[n], k) for n, k in enumerate(chosen) if len(b.numbers[n]) == 1]
+        if any(x == y and j > k for (x, j), (y, k) in itertools.combinations(single, 2)):
+            continue
         left = [k for k in range(len(names_a)) if k not in chosen]
         if any(a.numbers[k] != tuple(range(len(a.numbers[k]))) for k in left):
             continue

@@ -27,6 +27,7 @@ from bridge.propose.axes import Fit, fits, fused_fits
 from bridge.propose.names import FUSED_WORDS, Family, families, similarity
 from bridge.propose.places import Places, places_in
 from bridge.propose.text import Namer, ProposedRule, conventions, render, writable
+from bridge.propose.uneven import settled
 from bridge.propose.values import Evidence
 
 _SHOWN = 3
@@ -82,7 +83,7 @@ def propose(a: str | os.PathLike[str], b: str | os.PathLike[str], *, values: boo
         used_a = {entry.family.path for choice in choices for entry in choice.fit.a}
         used_b = {entry.family.path for choice in choices for entry in choice.fit.b}
         namer = Namer(left + right)
-        rules = [ProposedRule.of(choice.fit, choice.doubts, namer) for choice in choices]
+        rules = settled([ProposedRule.of(choice.fit, choice.doubts, namer) for choice in choices])
         order = {family.path: number for number, family in enumerate(left)}
         rules.sort(key=lambda rule: order[rule.fit.a[0].family.path])
         left_a = tuple(family.path for family in left if family.path not in used_a)

@@ -88,13 +88,14 @@ class Namer:
 
 @dataclass(frozen=True)
 class ProposedRule:
-    """One rule as text: the entries of each side, and its doubts."""
+    """One rule as text: the entries of each side, and its doubts. optional: a model may lack some of its numbers."""
 
     a: tuple[str, ...]
     b: tuple[str, ...]
     doubts: tuple[str, ...]
     fit: Fit = field(repr=False, compare=False)
     names: Mapping[str, str] = field(repr=False, compare=False)
+    optional: bool = False
 
     @classmethod
     def of(cls, fit: Fit, doubts: Sequence[str], namer: Namer) -> Self:
@@ -148,6 +149,7 @@ def render(
             texts = [_quoted(text) for text in side]
             value = texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
             lines.append(f"{key} = {value}")
+        lines += ["optional = true"] if rule.optional else []
     return "\n".join(lines) + "\n"
 
 

@@ -484,5 +484,6 @@ def test_families_are_listed_with_their_conventions() -> None:
         "family": "qwen3_moe",
         "conventions": ["torch", "hf", "megatron", "jax"],
         "axes": ["d", "r"],
+        "models": ["qwen3_moe"],
     }
     assert "torchtitan" in call("families").stdout

@@ -18,6 +18,7 @@ from bridge.checkpoints.diff import diff
 from bridge.formats import open_checkpoint
 from bridge.formats.base import Box
 from bridge.mapping import MappingError, Plan, load_mapping, make_plan, parse_mapping
+from bridge.mapping.found import find
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.memory_reader import MemoryReader
 from tests.support.bridge.orbax_helpers import random_box
@@ -68,12 +69,22 @@ def contents(plan: Plan, source: MemoryReader) -> dict[str, np.ndarray]:
 
 def translated(source: MemoryReader, to: str, into: str) -> MemoryReader:
     # Random bits have no scale that is exact: denormals and NaNs are among them.
-    plan = make_plan(source, to, load_mapping("llama").with_axes({"d": D, "query_scale": 1}), into=into)
+    plan = make_plan(source, to, load_mapping("llama").with_axes(AXES), into=into)
     notes = dict(plan.notes.values())
     return MemoryReader(to, contents(plan, source), notes)
 
 
-FORMATS = {"hf": "dcp", "torchtitan": "dcp", "flax": "orbax", "maxtext": "orbax"}
+AXES = {"d": D, "r": HEADS // KV, "query_scale": 1}
+TITANS = ("torchtitan", "torchtitan_unfused", "torchtitan_fused", "torchtitan_0_2")
+FORMATS = {"hf": "dcp", **dict.fromkeys(TITANS, "dcp"), "flax": "orbax", "maxtext": "orbax"}
+FORMATS["maxtext_unscanned"] = "orbax"
+SAME_WEIGHTS = {"torchtitan", "torchtitan_unfused"}
+PAIRS = [
+    (*pair, moments)
+    for pair in itertools.permutations(FORMATS, 2)
+    for moments in (True, False)
+    if {"hf", "flax", "torchtitan"} & {*pair} and (moments or {*pair} != SAME_WEIGHTS)
+]
 
 
 def meta_rows(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -86,12 +97,14 @@ def test_llama_becomes_what_each_convention_has_by_hand() -> None:
     source = reader("dcp", hf_checkpoint())
     w = source.arrays
     titan = translated(source, "dcp", "torchtitan").arrays
-    q = "layers.1.attention.wq.weight"
+    attention = "layers.1.attention.qkv_linear."
+    q = attention + "wq.weight"
     assert same_bits(titan[q], meta_rows(w["model.layers.1.self_attn.q_proj.weight"], HEADS))
-    assert same_bits(titan["layers.1.attention.wv.weight"], w["model.layers.1.self_attn.v_proj.weight"])
+    assert same_bits(titan[attention + "wv.weight"], w["model.layers.1.self_attn.v_proj.weight"])
     assert same_bits(titan["layers.2.feed_forward.w3.weight"], w["model.layers.2.mlp.up_proj.weight"])
     moment = w["optimizer.state.model.layers.1.self_attn.k_proj.weight.exp_avg_sq"]
-    assert same_bits(titan["optimizer.state.layers.1.attention.wk.weight.exp_avg_sq"], meta_rows(moment, KV))
+    fused = titan[f"optimizer.state.{attention}wqkv.weight.exp_avg_sq"].reshape(KV, -1, D, M)
+    assert same_bits(np.ascontiguousarray(fused[:, -2]).reshape(-1, M), meta_rows(moment, KV))
 
     flax = translated(source, "orbax", "flax").arrays
     query = w["model.layers.1.self_attn.q_proj.weight"].T.reshape(M, HEADS, D)
@@ -108,8 +121,7 @@ def test_llama_becomes_what_each_convention_has_by_hand() -> None:
     assert f"opt_state/0/nu/params/{name}" in maxtext
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(FORMATS, 2)))
-@pytest.mark.parametrize("moments", [True, False])
+@pytest.mark.parametrize(("first", "second", "moments"), PAIRS)
 def test_every_pair_of_conventions_goes_there_and_back(first: str, second: str, moments: bool) -> None:
     original = reader("dcp", hf_checkpoint(moments=moments))
     a = original if first == "hf" else translated(original, FORMATS[first], first)
@@ -118,6 +130,17 @@ def test_every_pair_of_conventions_goes_there_and_back(first: str, second: str, 
     back = translated(b, FORMATS[first], first)
     assert back.arrays.keys() == a.arrays.keys()
     assert [name for name, array in a.arrays.items() if not same_bits(back.arrays[name], array)] == []
+
+
+@pytest.mark.parametrize("convention", FORMATS)
+@pytest.mark.parametrize("moments", [True, False])
+def test_a_convention_is_known_by_its_names(convention: str, moments: bool) -> None:
+    original = reader("dcp", hf_checkpoint(moments=moments))
+    format = FORMATS[convention]
+    source = original if convention == "hf" else translated(original, format, convention)
+    found = find(source.tensors.values(), load_mapping("llama"), None, "here").convention.name
+    # The weights of these are the same, so it does not matter which it is.
+    assert found == ("torchtitan" if convention == "torchtitan_unfused" and not moments else convention)
 
 
 @examples(40)
@@ -248,14 +271,15 @@ def test_all_that_does_not_fit_is_said_at_once() -> None:
             None,
             None,
             "orbax",
-            r"the names of hf, is not clear; choose one \(--into\): torchtitan, flax, maxtext; in a program, "
+            r"the names of hf, is not clear; choose one \(--into\): torchtitan, torchtitan_unfused, "
+            r"torchtitan_fused, torchtitan_0_2, flax, maxtext, maxtext_unscanned; in a program, "
             r"load_mapping\('.*'\).between\('hf', NAME\)",
         ),
         (
             "hf",
             None,
             "dcp",
-            "expected another convention of mapping llama than hf, .*: torchtitan, flax, maxtext; got",
+            "expected another convention of mapping llama than hf, .*: torchtitan, .*, flax, maxtext, .*; got",
         ),
         ("megatron", None, "dcp", "got 'megatron'"),
         ("flax", "meta", "dcp", "expected a convention of mapping llama .*, got 'meta'"),
@@ -293,6 +317,14 @@ def test_an_odd_or_unknown_rotary_axis_is_refused() -> None:
         ('[convention.a]\nweights = "x"\n[convention.b]\n', r"expected \{w\} once in the place of weights"),
         ("[convention.a]\nweights = 3\n[convention.b]\n", r"expected tables \[convention\.NAME\] of texts"),
         ("[convention.a]\n", "expected only a, optional, tied_to in rule 1 .*, got b"),
+        (
+            '[convention.a]\n[convention.b]\nlike = "c"\n',
+            r"expected another convention of mapping test \(a\) that convention b is like, got 'c'",
+        ),
+        (
+            '[convention.a]\n[convention.b]\nlike = "a"\n[convention.c]\nlike = "b"\n',
+            r"expected another convention .* \(a\) that convention c is like, got 'b'",
+        ),
     ],
 )
 def test_malformed_conventions_are_refused(text: str, message: str) -> None:

@@ -116,8 +116,9 @@ def test_files_of_save_pretrained_to_flax(original, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("attention.wq.weight : (h interleaved(d)) m", "attention.wq.weight : (h d) m"),
-        ("attention.wk.weight", "attention.wv.weight"),
+        ("qkv_linear.wq.weight : (g r interleaved(d)) m", "qkv_linear.wq.weight : (g r d) m"),
+        ("qkv_linear.wk.weight : (g interleaved(kd)) m", "qkv_linear.wk.weight : (g kd) m"),
+        ("qkv_linear.wk.weight", "qkv_linear.wv.weight"),
         ("feed_forward.w1.weight", "feed_forward.w3.weight"),
         ("attention_norm.weight", "ffn_norm.weight"),
     ],

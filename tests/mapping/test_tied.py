@@ -104,15 +104,14 @@ def test_the_command_line_ties_and_says_what_it_left_out(tmp_path: Path) -> None
 
 def test_the_same_holds_between_layouts_and_conventions() -> None:
     mapping = load_mapping("llama").with_axes({"d": HEAD_DIM + 1})
-    names = {entry.path.text: rule for rule in mapping.rules for entry in rule.entries("hf")}
-    shapes = {"(h d) m": (12, 5), "f m": (7, 5), "m f": (5, 7), "m (h d)": (5, 12), "m": (5,), "v m": (9, 5)}
+    entries = [entry for rule in mapping.rules for entry in rule.entries("hf")]
+    shapes = {"(gate f) m": (7, 5), "(up f) m": (7, 5), "m f": (5, 7), "m": (5,), "v m": (9, 5)}
     arrays = {}
-    for text, rule in names.items():
-        (entry,) = rule.entries("hf")
+    for entry in entries:
         axes = entry.expression.text if entry.expression else "m"
         shape = shapes.get(axes, (12, 5) if axes.endswith(" m") else (5, 12))
-        for i in range(2 if "{i}" in text else 1):
-            arrays[text.replace("{i}", str(i))] = random_bits(shape, F32, len(arrays))
+        for i in range(2 if "{i}" in entry.path.text else 1):
+            arrays[entry.path.text.replace("{i}", str(i))] = random_bits(shape, F32, len(arrays))
     del arrays["lm_head.weight"]
     reader = MemoryReader("dcp", arrays)
     plan = make_plan(reader, "orbax", mapping.with_tied("both"), into="maxtext")

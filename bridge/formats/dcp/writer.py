@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge.formats.base import (
+    DTYPES,
     CheckpointError,
     TensorInfo,
     TreePath,
@@ -90,7 +91,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
                 f"tensor {name!r}: expected a chunk shape of {len(shape)} sizes above 0, got {block}"
             )
         try:
-            dtype_name(dtype)
+            dtype_name(dtype, DTYPES)
             chunks = grid_of_chunks(shape, block)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import tensorstore as ts
 
-from bridge.formats.base import Box, CheckpointError, dtype_from_name, dtype_name
+from bridge.formats.base import Box, CheckpointError, dtype_from_name, dtype_name, is_whole
 
 MANIFEST = "manifest.ocdbt"
 Spec: TypeAlias = dict[str, Any]
@@ -38,8 +38,8 @@ MAX_INNER_CHUNKS = 1 << 18
 
 _LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC = {"name": "crc32c"}
-_FILL: Mapping[str, Any] = {"b": False, "i": 0, "u": 0, "c": [0.0, 0.0]}
-"""zarr's fill value by the kind of dtype; 0.0 for the others."""
+_FILL: Mapping[str, Any] = {"b": False, "c": [0.0, 0.0]}
+"""zarr's fill value by the kind of dtype; 0 for other integers, 0.0 for the rest."""
 
 
 @contextmanager
@@ -184,7 +184,7 @@ class ArrayLayout:
             "chunk_grid": grid,
             "chunk_key_encoding": {"name": "default"},
             "codecs": [{"name": "sharding_indexed", "configuration": {**inner, "index_location": "end"}}],
-            "fill_value": _FILL.get(self.dtype.kind, 0.0),
+            "fill_value": _FILL.get(self.dtype.kind, 0 if is_whole(self.dtype) else 0.0),
         }
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Never
 
+import ml_dtypes
 import numpy as np
 
 from bridge.formats.base import DTYPES, MAX_NAME, CheckpointError
@@ -69,23 +70,34 @@ DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
         "C64": "complex64",
     }
 )
-"""The format's names of dtypes. It has F4 and F6 besides, which NumPy lacks; it lacks complex128."""
+"""The format's names of dtypes. It has F4 and F6 besides, below; it lacks complex128."""
+
+PACKED: Final[Mapping[str, tuple[np.dtype, int]]] = MappingProxyType(
+    {
+        "F4": (np.dtype(ml_dtypes.float4_e2m1fn), 4),
+        "F6_E2M3": (np.dtype(ml_dtypes.float6_e2m3fn), 6),
+        "F6_E3M2": (np.dtype(ml_dtypes.float6_e3m2fn), 6),
+    }
+)
+"""Dtypes whose elements share bytes, with the bits of an element. How they share them is nowhere said."""
 
 _CODES: Final = {name: code for code, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array in a file, in row-major order from byte `start` of the file on."""
+    """An array in a file, in row-major order from byte `start` of the file on. bits: of one of PACKED's elements."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int
+    bits: int | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of all elements in the file."""
+        count = math.prod(self.shape)
+        return count * self.dtype.itemsize if self.bits is None else -(-count * self.bits // 8)
 
     def view(self, file: mmap.mmap) -> np.ndarray:
         """The elements where they are in the file, perhaps unaligned, read-only."""
@@ -279,9 +291,10 @@ class _Parser:
         shape = tuple(map(int, sizes.split(","))) if sizes else ()
         if len(shape) > _MAX_RANK:
             self.refuse(f"tensor {name!r} has {len(shape)} axes, more than {_MAX_RANK}")
-        if code not in DTYPE_NAMES:
-            self.refuse(f"tensor {name!r} has dtype {code}, not one of {', '.join(DTYPE_NAMES)}")
-        array = StoredArray(DTYPES[DTYPE_NAMES[code]], shape, self.base + begin)
+        if code not in DTYPE_NAMES and code not in PACKED:
+            self.refuse(f"tensor {name!r} has dtype {code}, not one of {', '.join((*DTYPE_NAMES, *PACKED))}")
+        dtype, bits = PACKED[code] if code in PACKED else (DTYPES[DTYPE_NAMES[code]], None)
+        array = StoredArray(dtype, shape, self.base + begin, bits)
         if end - begin != array.nbytes:
             self.refuse(
                 f"tensor {name!r}, {code} of shape {shape}, has {end - begin} bytes, not {array.nbytes}"

@@ -67,6 +67,8 @@ class SafetensorsReader(ClosedAtEnd):
     "__metadata__.<key>", and "__metadata__.<file>.<key>" where files differ; "format": "pt", which every file written
     here has, is left out. May be used by several threads.
 
+    Tensors whose elements share bytes (F4, F6) are listed, and cannot be read: `unreadable` says so by name.
+
     Where each rank of PyTorch wrote a file of its own, global shapes are what the pieces add up to: no file says
     whether the last rank's is missing.
 
@@ -90,6 +92,11 @@ class SafetensorsReader(ClosedAtEnd):
         self._pieces = self._find_pieces(fileset, headers)
         paths = {name: path for extra in extras.values() for name, path in extra.paths.items()}
         self._tensors = {name: self._info(name, paths.get(name, (name,))) for name in self._pieces}
+        self.unreadable: Mapping[str, str] = {
+            name: f"{pieces[0].array.dtype.name}, {pieces[0].array.bits} bits an element, which share bytes"
+            for name, pieces in self._pieces.items()
+            if pieces and pieces[0].array.bits is not None
+        }
         self._chunks = ChunkIndex()
         self._objects, self._object_paths = self._find_objects(headers, extras.values())
 
@@ -111,9 +118,14 @@ class SafetensorsReader(ClosedAtEnd):
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """One block (default: all) of a tensor as a new C-contiguous array in the stored dtype.
 
-        KeyError for an unknown name, ValueError for a box outside the tensor.
+        KeyError for an unknown name, ValueError for a box outside the tensor, CheckpointError for one of `unreadable`.
         """
         info = self._tensors[name]
+        if name in self.unreadable:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r}: expected a tensor that can be read, found {self.unreadable[name]}: "
+                f"leave it out (--drop {name!r})"
+            )
         box = box_of(info, box)
         result = array_for(info, box, self.path)
         for index in self._chunks.touching(info, box):
@@ -127,6 +139,8 @@ class SafetensorsReader(ClosedAtEnd):
     def lend(self, name: str, box: Box) -> Loan | None:
         """A block of one piece where it is; see `CheckpointReader.lend`."""
         touching = self._chunks.touching(self._tensors[name], box)
+        if name in self.unreadable:
+            return None
         if len(touching) != 1 or self._pieces[name][touching[0]].box.intersect(box) != box:
             return None
         return lend_mapped(*self._part(self._pieces[name][touching[0]], box))

@@ -5,15 +5,14 @@
     __0_0.distcp    80 GB       __0_0.distcp    as long, but sparse: ##....##........####......
                                                                      blocks of 8 MiB, fetched when a range needs them
 
-Readers map these files, and tensorstore opens them, as if they were local. Fetched blocks stay until `close`.
+Readers map these files, and tensorstore opens them, as if they were local. Fetched blocks stay until `close`; those of
+a process that was killed, until the next mirror or upload (`temporary.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Any, Final, Self
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.stores.store import open_store, store_errors, without_end
+from bridge.formats.stores.temporary import TemporaryPlace
 
 BLOCK: Final = 8 << 20
 """Bytes fetched at least: a request costs as much time as some of them."""
@@ -59,7 +59,8 @@ class Mirror:
             repr(sorted((n, self._version(i)) for n, i in listing.items())).encode()
         ).hexdigest()[:16]
         self._ready = threading.Condition()
-        self._directory = Path(os.path.abspath(tempfile.mkdtemp(prefix="twinshard-")))
+        self._place = TemporaryPlace("mirror")
+        self._directory = self._place.path
         try:
             self.path = self._directory / (PurePosixPath(root).name or "root")
             below = self._directory if root in listing else self.path
@@ -100,7 +101,7 @@ class Mirror:
 
     def close(self) -> None:
         """Remove the files."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._place.close()
 
     def __enter__(self) -> Self:
         return self

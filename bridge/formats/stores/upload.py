@@ -23,6 +23,7 @@ from typing import Any, Final, Self
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.manifest import manifest_path
 from bridge.formats.stores.store import open_store, store_errors, without_end
+from bridge.formats.stores.temporary import TemporaryPlace, remove_abandoned
 
 _FOUND_BY: Final = (
     *("_CHECKPOINT_METADATA", ".safetensors.index.json", ".metadata", "_METADATA", "commit_success.txt"),
@@ -50,8 +51,10 @@ class Upload:
             self._require_bucket()
         self._keep = resume
         self._lock = -1
+        self._place: TemporaryPlace | None = None
         self._sending: dict[str, int] = {}
         if resume:
+            remove_abandoned()
             number = hashlib.sha256(self.url.encode()).hexdigest()[:16]
             self._directory = Path(tempfile.gettempdir(), f"twinshard-upload-{os.getuid()}-{number}")
             self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -69,7 +72,8 @@ class Upload:
                 raise
         else:
             self._require_nothing()
-            self._directory = Path(tempfile.mkdtemp(prefix="twinshard-upload-"))
+            self._place = TemporaryPlace("upload")
+            self._directory = self._place.path
         self.path = self._directory / self.url.rpartition("/")[2]
 
     def publish(self, progress: Callable[[int, int], None] = lambda sent, total: None) -> None:
@@ -110,7 +114,9 @@ class Upload:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._keep:
+        if self._place is not None:
+            self._place.close()
+        elif not self._keep:
             shutil.rmtree(self._directory, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)

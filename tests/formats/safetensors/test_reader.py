@@ -70,10 +70,28 @@ def test_every_dtype_of_the_format_is_read(tmp_path: Path, code: str) -> None:
         assert same_bits(reader.read("w"), array)
 
 
-@pytest.mark.parametrize("code", ["F4", "F6_E2M3", "F6_E3M2"])
-def test_a_dtype_that_numpy_lacks_is_refused_by_name(tmp_path: Path, code: str) -> None:
-    path = raw_file(tmp_path / "x.safetensors", {"w": entry(code, [8], 0, 4)}, bytes(4))
-    with pytest.raises(CheckpointError, match=f"tensor 'w' has dtype {code}, not one of F64, F32"):
+def test_a_dtype_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    path = raw_file(tmp_path / "x.safetensors", {"w": entry("F2", [8], 0, 4)}, bytes(4))
+    with pytest.raises(CheckpointError, match="tensor 'w' has dtype F2, not one of F64, F32"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(("code", "size"), [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6)])
+def test_dtypes_whose_elements_share_bytes_are_listed_and_not_read(
+    tmp_path: Path, code: str, size: int
+) -> None:
+    path = raw_file(tmp_path / "x.safetensors", {"w": entry(code, [8], 0, size)}, bytes(size))
+    with open_checkpoint(path) as reader:
+        assert reader.tensors["w"].shape == (8,)
+        assert reader.lend("w", Box((0,), (8,))) is None
+        with pytest.raises(
+            CheckpointError, match="tensor 'w': expected a tensor that can be read, found float"
+        ):
+            reader.read("w")
+    path = raw_file(tmp_path / "y.safetensors", {"w": entry(code, [8], 0, size - 1)}, bytes(size - 1))
+    with pytest.raises(
+        CheckpointError, match=f"tensor 'w', {code} of shape .* has {size - 1} bytes, not {size}"
+    ):
         open_checkpoint(path)
 
 

@@ -24,21 +24,28 @@ def angles(config: Any, length: int) -> np.ndarray:
     return np.arange(length, dtype=np.float32)[:, None] * frequencies
 
 
-class TorchtitanAttention(nn.Module):
+class TorchtitanQKV(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
         d, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         self.wq = nn.Linear(d, heads * config.head_dim, bias=False)
         self.wk = nn.Linear(d, kv_heads * config.head_dim, bias=False)
         self.wv = nn.Linear(d, kv_heads * config.head_dim, bias=False)
-        self.wo = nn.Linear(heads * config.head_dim, d, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.wq(x), self.wk(x), self.wv(x)
+
+
+class TorchtitanAttention(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.qkv_linear = TorchtitanQKV(config)
+        self.wo = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
-        query, key, value = (
-            linear(x).view(batch, length, -1, self.head_dim) for linear in (self.wq, self.wk, self.wv)
-        )
+        query, key, value = (y.view(batch, length, -1, self.head_dim) for y in self.qkv_linear(x))
         query, key = self.rotate(query, rotations), self.rotate(key, rotations)
         shared = query.shape[2] // key.shape[2]
         key, value = (t.repeat_interleave(shared, dim=2) for t in (key, value))
@@ -88,7 +95,7 @@ class TorchtitanLlama(nn.Module):
             {str(i): TorchtitanBlock(config) for i in range(config.num_hidden_layers)}
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tok_embeddings(tokens)
@@ -96,7 +103,7 @@ class TorchtitanLlama(nn.Module):
         rotations = torch.polar(torch.ones_like(turns), turns)
         for layer in self.layers.values():
             x = layer(x, rotations)
-        return self.output(self.norm(x))
+        return self.lm_head(self.norm(x))
 
 
 def maxtext_logits(params: Mapping[str, Any], config: Any, tokens: np.ndarray) -> np.ndarray:

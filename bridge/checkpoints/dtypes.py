@@ -1,0 +1,53 @@
+"""Tensors whose elements cannot be read, or not be stored in a destination: named before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+
+from bridge.checkpoints.casts import Output
+from bridge.formats.base import DTYPES, ORBAX_DTYPES, CheckpointError, CheckpointReader
+from bridge.formats.safetensors.header import DTYPE_NAMES
+
+_SHOWN = 5
+_KNOWN: Mapping[str, frozenset[str]] = {
+    "dcp": frozenset(DTYPES),
+    "orbax": frozenset(ORBAX_DTYPES),
+    "safetensors": frozenset(DTYPE_NAMES.values()),
+}
+
+
+def unreadable(reader: CheckpointReader) -> Mapping[str, str]:
+    """Why a tensor is listed but cannot be read, by its name; see `SafetensorsReader`."""
+    found: Mapping[str, str] = getattr(reader, "unreadable", {})
+    return found
+
+
+def require_dtypes(reader: CheckpointReader, outputs: Iterable[Output], target: str) -> None:
+    """Refuse tensors that cannot be read, and dtypes that the format ``target`` does not have. CheckpointError."""
+    outputs = list(outputs)
+    reasons = unreadable(reader)
+    closed = {name: reasons[name] for output in outputs for name in output.sources if name in reasons}
+    if closed:
+        raise CheckpointError(
+            f"{reader.path}: expected tensors that can be read, found {_some(closed)}: leave them out "
+            f"({_drops(list(closed))})"
+        )
+    lacking = {o.name: o.dtype.name for o in outputs if o.dtype.name not in _KNOWN[target]}
+    if lacking:
+        sources = [name for output in outputs if output.name in lacking for name in output.sources]
+        able = [format for format, known in _KNOWN.items() if known >= set(lacking.values())]
+        other = f", or write another format (--to {' or '.join(able)})" if able else ""
+        raise CheckpointError(
+            f"{reader.path}: expected dtypes that {target} has, found {_some(lacking)}: leave these tensors out "
+            f"({_drops(sources)}){other}"
+        )
+
+
+def _some(reasons: Mapping[str, str]) -> str:
+    shown = ", ".join(f"{name!r:.200} ({why})" for name, why in islice(reasons.items(), _SHOWN))
+    return shown + (f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else "")
+
+
+def _drops(names: Sequence[str]) -> str:
+    return " ".join(f"--drop {name!r}" for name in names[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")
