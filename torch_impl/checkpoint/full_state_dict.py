@@ -118,6 +118,7 @@ def materializing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _materialize(units: Iterable[Unit], strict: bool) -> None:
     for unit in units:
+        unit.collect_apart()
         names = [name for group in unit.groups if group.on_meta for name in group.names]
         if names and not strict:
             raise RuntimeError(

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bridge.sharding.layout import Layout
 from bridge.sharding.rows import local_shape, rows_of
@@ -129,6 +130,21 @@ def as_matrix(shard: torch.Tensor) -> torch.Tensor:
     if shard.ndim <= 2:
         return shard
     return shard.view(local_shape(shard.shape, math.prod(shard.shape[:-1])))
+
+
+def zeros_on(shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A shard like one on the meta device, all of whose memory lies on ``device`` and holds zeros."""
+    with torch.no_grad():
+        zeros = torch.empty_like(shard, device=device)
+        if is_traceable_wrapper_subclass(zeros):
+            for name in zeros.__tensor_flatten__()[0]:
+                inner = getattr(zeros, name)
+                # torchao's NF4 leaves what is the same for all rows where it was.
+                if isinstance(inner, torch.Tensor) and inner.is_meta:
+                    setattr(zeros, name, zeros_on(inner, device))
+        for part in plain_parts(zeros):
+            part.zero_()
+    return zeros
 
 
 def _arguments_of(values: Any) -> int:
