@@ -167,6 +167,10 @@ def number(norm: torch.Tensor) -> float:
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
+def is_reduced(grad: torch.Tensor | None) -> bool:
+    return isinstance(grad, DTensor) and not any(placement.is_partial() for placement in grad.placements)
+
+
 def by_fabric(folder: str, sharding: Sharding | None, distributed: bool, empty_init: bool) -> Result:
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
@@ -194,6 +198,8 @@ def by_fabric(folder: str, sharding: Sharding | None, distributed: bool, empty_i
                 loss = loss_of(network, batch)
                 fabric.backward(loss / 2)
             losses.append(loss.item())
+            if sharding is None and not last:
+                assert not any(is_reduced(param.grad) for param in network.parameters())
             if last:
                 norms.append(number(fabric.clip_gradients(network, optimizer, max_norm=0.5)))
                 optimizer.step()
