@@ -1,8 +1,8 @@
 """torchtune's own recipes, full and LoRA, with torch's ``fully_shard`` and with ours.
 
 The recipe classes run as they are: model on the meta device, ``shard_model``, ``load_from_full_model_state_dict``,
-accumulation, ``scale_grads``, clipping, checkpoints, resuming. Their model is small; tokenizer, data and logger are this
-module's, by the configuration.
+accumulation, ``scale_grads``, clipping, checkpoints, resuming. Their model is small; tokenizer, data and logger are
+this module's, by the configuration.
 
 torchtune 0.6.1 needs torchao 0.13, which peft refuses. ``make test-programs`` therefore installs both into a folder of
 their own, and has it on the path for this file only.
@@ -156,7 +156,7 @@ def drawn_alike(adapter: torch.nn.Linear) -> None:
 
 
 def saved_before_training(*args: Any, **options: Any) -> Any:
-    """torchtune saves in a thread, by the training's process group, which gloo does not bear: torch's FSDP2 dies too."""
+    """torchtune saves in a thread by the group of the training, which gloo does not bear: torch's FSDP2 dies too."""
     saving = async_save(*args, **options)
     saving.result()
     return saving
