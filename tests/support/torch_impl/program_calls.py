@@ -1,8 +1,12 @@
 """Which names of FSDP2, and of the DTensors that it makes, the sources of a program use; nothing of them is run.
 
-A name is written as in ``PROGRAM_CALLS``: ``fsdp.X`` is imported, ``fully_shard(x=)`` is an argument, ``.x()`` a method of
-a sharded module, ``state_dict.x`` a function of ``torch.distributed.checkpoint.state_dict``, ``DTensor.x`` what is read or
-called of a DTensor or makes one.
+A name is written as in ``program_table``::
+
+    fsdp.X                imported from torch.distributed.fsdp, or from a private module of FSDP2
+    fully_shard(x=)       an argument
+    .x()                  a method of a sharded module
+    state_dict.x          a function of torch.distributed.checkpoint.state_dict
+    DTensor.x             read or called of a DTensor, or makes one
 """
 
 from __future__ import annotations
@@ -17,11 +21,28 @@ from torch.distributed import fsdp
 import torch_impl
 
 # FSDP1, which shares torch's package.
-_FSDP1 = ("fully_sharded_data_parallel", "api", "wrap", "sharded_grad_scaler", "_common_utils", "_runtime_utils")
+_FSDP1 = (
+    "fully_sharded_data_parallel",
+    "api",
+    "wrap",
+    "sharded_grad_scaler",
+    "_common_utils",
+    "_runtime_utils",
+)
 _FSDP2 = {*fsdp._fully_shard.__all__, "fully_shard"}
 _ARGUMENTS = set(inspect.signature(torch_impl.fully_shard).parameters) - {"module", "strategy", "prefetch"}
 _METHODS = {name for name in dir(fsdp.FSDPModule) if not name.startswith("_")} | {"_get_fsdp_state"}
-_DTENSOR = {"full_tensor", "to_local", "from_local", "is_shard", "_local_tensor", "distribute_tensor", "async_save"}
+_DTENSOR = {
+    "full_tensor",
+    "to_local",
+    "from_local",
+    "is_shard",
+    "_local_tensor",
+    "distribute_tensor",
+    "async_save",
+    "clip_grad_norm_",
+    "get_total_norm",
+}
 
 
 def calls_in(root: Path) -> dict[str, str]:
@@ -30,7 +51,9 @@ def calls_in(root: Path) -> dict[str, str]:
     for file in sorted(root.rglob("*.py")):
         text = file.read_text(errors="replace")
         # Parsing thousands of files takes long.
-        if not any(word in text for word in ("fsdp", "fully_shard", *_DTENSOR, *_METHODS)):
+        if not any(
+            word in text for word in ("fsdp", "fully_shard", "checkpoint.state_dict", *_DTENSOR, *_METHODS)
+        ):
             continue
         try:
             tree = ast.parse(text)
@@ -59,7 +82,10 @@ def _names(node: ast.AST, shards: bool) -> Iterator[str]:
             yield from _argument(key)
     elif isinstance(node, ast.Subscript) and shards:
         yield from _argument(node.slice)
-    elif isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "fully_shard":
+    elif (
+        isinstance(node, ast.Call)
+        and getattr(node.func, "id", getattr(node.func, "attr", "")) == "fully_shard"
+    ):
         for keyword in node.keywords:
             yield from _argument(ast.Constant(keyword.arg))
 
