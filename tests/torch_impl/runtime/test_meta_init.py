@@ -252,6 +252,9 @@ def one_after_the_other(way: str, options: dict[str, object]) -> None:
         with pytest.raises(RuntimeError, match=r"'down\.weight' is on the meta device"):
             model(x)
         initialized(model, "up")
+        model.unshard()
+        assert torch.equal(model.down.weight, reference.down.weight)
+        model.reshard()
     elif way == "adapters, then a load":
         initialized(model, "down", "up")
         model.load_state_dict(part(model, reference, "base"), strict=False, assign=True)
