@@ -96,9 +96,7 @@ class Unit:
 
     def collect_apart(self) -> None:
         """Take weights to which modules inside the unit gave memory by a ``to_empty`` of their own."""
-        apart = [group for group in self.groups if group.apart]
-        if apart:
-            self.materialize(self.device, apart)
+        self.materialize(self.device, [group for group in self.groups if group.apart])
 
     def _watch_gradients(self, index: int) -> None:
         """Be told of each complete gradient of a group; the hooks live as long as its unsharded parameters."""
