@@ -17,14 +17,24 @@ test: .venv/.installed
 test-all: .venv/.installed lint types test-programs
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --hypothesis-profile all
 
-# Programs of other packages that call FSDP2 by themselves, in an environment of their own (2 GB): with accelerate there,
-# transformers loads models otherwise than without it.
+# Programs of other packages that call FSDP2 by themselves, in an environment of their own (3 GB): with accelerate there,
+# transformers loads models otherwise than without it. torchtune's old torchao, which peft refuses, is on the path for
+# torchtune only. axolotl and verl are read, not run.
+PROGRAMS := .venv-programs/bin/python
 test-programs: .venv-programs/.installed
-	.venv-programs/bin/python -m pytest -n 0 -m slow tests/torch_impl/programs
+	$(PROGRAMS) -m pytest -n 0 -m slow tests/torch_impl/programs --ignore tests/torch_impl/programs/test_torchtune.py
+	PYTHONPATH=$(CURDIR)/.venv-programs/torchtune $(PROGRAMS) -m pytest -n 0 -m slow \
+	  tests/torch_impl/programs/test_torchtune.py
 
 .venv-programs/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-programs
-	.venv-programs/bin/python -m pip install --quiet -c constraints.txt -e ".[programs]"
+	$(PROGRAMS) -m pip install --quiet -c constraints.txt -e ".[programs]"
+	for extra in torchtune program-sources; do \
+	  $(PROGRAMS) -c "import sys, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+	    print(*project['optional-dependencies'][sys.argv[1]], sep='\n')" $$extra > .venv-programs/$$extra.txt && \
+	  $(PROGRAMS) -m pip install --quiet --no-deps --upgrade -c constraints.txt \
+	    --target .venv-programs/$$extra -r .venv-programs/$$extra.txt || exit 1; \
+	done
 	touch $@
 
 # Both ends of the versions that pyproject.toml allows, each in an environment of its own (several GB with CUDA's libraries).

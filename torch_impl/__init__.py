@@ -97,6 +97,7 @@ between slices of dimension 0 into equal parts, and gather what they say; see ``
 **Meta device.** Call ``fully_shard``, then ``model.to_empty(device=...)``, then ``init_weights()`` or
 ``reset_parameters()`` or load a state dict. The values are bit for bit those of one process seeded as rank 0. Ranks
 that are seeded otherwise keep their own random state. What setters set and optimizers hold before ``to_empty`` stays.
+Modules inside a unit may also be given memory and values by a ``to_empty`` of their own, one after the other.
 A strict ``set_model_state_dict`` with ``full_state_dict=True`` makes the memory itself, as ``load_state_dict`` with
 ``assign=True`` does; one with ``strict=False`` asks for ``to_empty``. Only some ranks may be on the meta device, if all
 load the first rank's weights then.

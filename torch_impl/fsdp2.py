@@ -23,6 +23,7 @@ Refused with NotImplementedError by name: parameters with these methods under ``
 
 Raise an error when they run:
 
+* operators of sharded parameters, outside of modules, that mix rows, such as matrix products: use ``full_tensor()``
 * LBFGS; ``torch.optim.Muon`` where a matrix is cut: shard with ``granularity="tensor"``, or use ``MainWeightMuon``;
   Rprop on 0-d parameters; Adam on complex parameters; Adafactor under tensor parallelism
 * ``dcp.async_save`` of weights with remainders, and of all sharded tensors with a torch that copies a DTensor as one
@@ -57,8 +58,14 @@ Behave otherwise than in FSDP2:
   with values; until they load, a forward is refused on all ranks. Nothing else is broadcast, except for initializers
   after the meta device.
 * ``load_state_dict(assign=True)`` copies into the parameters, which stay the same objects, with their dtype and their
-  ties. It gives a unit on the meta device memory, and then needs values of all of the unit's parameters.
+  ties. Parameters of a unit with one dtype that are all trained or all frozen get memory together, from values of all
+  of them.
 * ``param.placements`` has ``RowShard``, never ``Shard(0)``. ``distribute_tensor`` and ``DTensor.from_local`` know it.
+  Its ``is_shard()`` and ``is_replicate()`` are False, since rows are not cut as ``torch.chunk`` cuts: programs that cut
+  or join local parts by placements take such parameters for others, and need ``full_tensor()``.
+* Torch's private state of sharded modules and parameters, such as ``_get_fsdp_state()``, is not there, and a patch of
+  its ``FSDPParam`` has no influence.
+* A parameter of a subclass of ``nn.Parameter`` that wraps nothing becomes a plain one with its attributes.
 * Sharding moves parameters to the mesh's device. Buffers and ignored parameters stay where they are.
 * Hooks registered on a parameter before ``fully_shard`` are lost, with a warning. Attributes set on it survive.
 * The weights of a list of modules are gathered at each module's forward, not once for all of them.

@@ -102,6 +102,24 @@ def test_every_method_of_fsdp2_exists_with_the_same_parameters() -> None:
         ], name
 
 
+def test_functions_and_other_classes_have_torchs_parameters_and_methods() -> None:
+    for name in ("register_fsdp_forward_method", "share_comm_ctx"):
+        theirs, ours = (inspect.signature(getattr(of, name)).parameters for of in (fsdp, torch_impl))
+        assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+            (p.name, p.kind, p.default) for p in theirs.values()
+        ], name
+    assert public(fsdp.UnshardHandle) - public(torch_impl.UnshardHandle) == set()
+    # Torch's own, whatever fields a new version adds.
+    assert torch_impl.CPUOffloadPolicy is fsdp.CPUOffloadPolicy
+    assert torch_impl.OffloadPolicy is fsdp.OffloadPolicy
+    if hasattr(fsdp, "DataParallelMeshDims"):
+        theirs, ours = (
+            {field.name: field.default for field in dataclasses.fields(of.DataParallelMeshDims)}
+            for of in (fsdp, torch_impl)
+        )
+        assert ours == theirs
+
+
 def test_every_field_of_torchs_policy_is_a_field_of_ours() -> None:
     theirs = {field.name: field.default for field in dataclasses.fields(fsdp.MixedPrecisionPolicy)}
     ours = {field.name: field.default for field in dataclasses.fields(torch_impl.MixedPrecisionPolicy)}

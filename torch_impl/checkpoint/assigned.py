@@ -42,7 +42,7 @@ def load_assigned(
     for name, below in module.named_modules(remove_duplicate=False):
         names.setdefault(below, []).append(f"{prefix}{name}." if name else prefix)
     units = dict.fromkeys(one._unit for one in names if isinstance(one, FSDPModule))
-    loads = [_Load(unit, {}) for unit in units]
+    loads = [_Load(unit) for unit in units]
     for load in loads:
         load.collect(names, state)
     # After all were checked: an error leaves the model as it was.
@@ -54,14 +54,18 @@ def load_assigned(
 
 @dataclass
 class _Load:
-    """What a state dict has for the parameters of one unit: values by parameter; parameters by key of the state."""
+    """What a state dict has for the parameters of one unit: values by parameter; parameters by key of the state.
+
+    groups: those that get their memory by it.
+    """
 
     unit: Unit
-    values: dict[nn.Parameter, torch.Tensor]
+    values: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     keys: dict[str, nn.Parameter] = field(default_factory=dict)
+    groups: list[ParameterGroup] = field(default_factory=list)
 
     def collect(self, names: Mapping[nn.Module, list[str]], state: Mapping[str, Any]) -> None:
-        """RuntimeError for a value that does not fit its parameter, or memory for only some parameters of the unit."""
+        """RuntimeError for a value that does not fit its parameter, or memory for only some parameters of a group."""
         for group in self.unit.groups:
             for param, key in _keys(group, names):
                 if key in state:
@@ -69,26 +73,21 @@ class _Load:
                     self.keys[key] = param
                     if not state[key].is_meta:
                         self.values[param] = state[key]
-        if self.on_meta and self.values:
-            self._check_complete()
+            if group.on_meta and any(param in self.values for param in group.params):
+                self._check_complete(group)
+                self.groups.append(group)
 
-    @property
-    def on_meta(self) -> bool:
-        return any(group.on_meta for group in self.unit.groups)
-
-    def _check_complete(self) -> None:
-        for group in self.unit.groups:
-            for name, param in zip(group.names, group.params, strict=True):
-                if param.is_meta and param not in self.values:
-                    raise RuntimeError(
-                        f"parameter {name!r} is on the meta device: expected values of all parameters of its unit, "
-                        f"which get memory together, found {len(self.values)} and none of this one; call "
-                        "model.to_empty(device=...) first, and initialize what the state dict lacks"
-                    )
+    def _check_complete(self, group: ParameterGroup) -> None:
+        for name, param in zip(group.names, group.params, strict=True):
+            if param.is_meta and param not in self.values:
+                raise RuntimeError(
+                    f"parameter {name!r} is on the meta device: expected values of all parameters of its unit that "
+                    "have one dtype and are all trained or all frozen, which get memory together, found none of this "
+                    "one; call model.to_empty(device=...) first, and initialize what the state dict lacks"
+                )
 
     def run(self) -> None:
-        if self.on_meta and self.values:
-            self.unit.materialize(self.unit.device)
+        self.unit.materialize(self.unit.device, self.groups)
         with torch.no_grad():
             for param, value in self.values.items():
                 param.copy_(value)

@@ -155,7 +155,11 @@ def materializing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _materialize(units: Iterable[Unit], state: Mapping[str, Any], info: Any) -> None:
-    planned = [unit for unit in units if any(group.on_meta for group in unit.groups)]
+    planned = []
+    for unit in units:
+        unit.collect_apart()
+        if any(group.on_meta for group in unit.groups):
+            planned.append(unit)
     # Before any unit has memory, which a forward would take for values.
     for unit in planned:
         for group in unit.groups:

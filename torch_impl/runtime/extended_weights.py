@@ -22,7 +22,7 @@ from torch_impl.comm.streams import Step
 from torch_impl.dtensor.local import local_of, plain_parts
 from torch_impl.dtensor.tensor import make_dtensor
 from torch_impl.runtime import autograd
-from torch_impl.runtime.extension import WAY_OUT, ExtendedWeight, as_matrix
+from torch_impl.runtime.extension import WAY_OUT, ExtendedWeight, as_matrix, zeros_on
 from torch_impl.runtime.group_weights import GivenParameter, GroupSpec, Version
 from torch_impl.runtime.host_memory import HOST
 from torch_impl.runtime.ownership import OwnedParameter
@@ -66,9 +66,7 @@ class ExtendedWeights:
         self.compute_device = device
         for one in self._extended:
             if one.shard.is_meta and place.type != "meta":
-                one.shard = torch.empty_like(one.shard, device=place)
-                for part in plain_parts(one.shard):
-                    part.zero_()
+                one.shard = zeros_on(one.shard, place)
             elif one.shard.device != place:
                 one.shard = one.shard.to(place)
         self.params = [self._sharded(index, param) for index, (param, _) in enumerate(given)]

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bridge.sharding.layout import Layout
 from bridge.sharding.rows import local_shape, rows_of
@@ -150,6 +151,21 @@ def _found(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_found, value))})"
     return f"a {type(value).__name__}"
+
+
+def zeros_on(shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A shard like one on the meta device, all of whose memory lies on ``device`` and holds zeros."""
+    with torch.no_grad():
+        zeros = torch.empty_like(shard, device=device)
+        if is_traceable_wrapper_subclass(zeros):
+            for name in zeros.__tensor_flatten__()[0]:
+                inner = getattr(zeros, name)
+                # torchao's NF4 leaves what is the same for all rows where it was.
+                if isinstance(inner, torch.Tensor) and inner.is_meta:
+                    setattr(zeros, name, zeros_on(inner, device))
+        for part in plain_parts(zeros):
+            part.zero_()
+    return zeros
 
 
 def _arguments_of(values: Any) -> int:

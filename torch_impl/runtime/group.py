@@ -88,16 +88,27 @@ class ParameterGroup:
     def materialize(self, device: torch.device) -> None:
         """Give weights that were planned on the meta device memory on ``device``, or where they belong with offload.
 
-        They are zeros. The parameters stay the same objects, for an optimizer that holds them already.
+        They are zeros, but for those that have memory of their own, whose values are taken: modules inside a unit may
+        be materialized and initialized by themselves. The parameters stay the same objects, for an optimizer that holds
+        them already.
         """
         planned = list(self.params)
+        values = [None if param.is_meta else param.detach() for param in planned]
         place = device if self.host is None else self._group_spec.context.device
-        self.weights.allocate(place, [(param, param) for param in planned], self._finish)
-        for param, allocated in zip(planned, self.params, strict=True):
+        self.weights.allocate(place, [(param, param.detach().to("meta")) for param in planned], self._finish)
+        for param, allocated, value in zip(planned, self.params, values, strict=True):
+            if value is not None:
+                with torch.no_grad():
+                    allocated.copy_(value)
             torch.utils.swap_tensors(param, allocated)
         self.params[:] = planned
         self._connect()
         self._register(self.params)
+
+    @property
+    def apart(self) -> bool:
+        """Whether all weights have memory of their own, and the group still has none: see ``materialize``."""
+        return self.on_meta and not any(param.is_meta for param in self.params)
 
     @property
     def on_meta(self) -> bool:

@@ -87,12 +87,16 @@ class Unit:
         module.register_state_dict_pre_hook(self.show_sharded)
         module.register_load_state_dict_pre_hook(self.show_sharded)
 
-    def materialize(self, device: torch.device) -> None:
-        """Give weights that are on the meta device memory on ``device``."""
+    def materialize(self, device: torch.device, groups: Sequence[ParameterGroup] | None = None) -> None:
+        """Give weights of these groups, all by default, that are on the meta device memory on ``device``."""
         for index, group in enumerate(self.groups):
-            if group.on_meta:
+            if group.on_meta and (groups is None or group in groups):
                 group.materialize(device)
                 self._watch_gradients(index)
+
+    def collect_apart(self) -> None:
+        """Take weights to which modules inside the unit gave memory by a ``to_empty`` of their own."""
+        self.materialize(self.device, [group for group in self.groups if group.apart])
 
     def _watch_gradients(self, index: int) -> None:
         """Be told of each complete gradient of a group; the hooks live as long as its unsharded parameters."""
@@ -124,6 +128,7 @@ class Unit:
 
     def start_unshard(self, refresh: bool = True) -> bool:
         """Begin to gather the compute weights; False if there is nothing to gather. Collective."""
+        self.collect_apart()
         with self._range("all-gather"):
             started = [group.start_unshard(refresh) for group in self.groups]
         return any(started)
@@ -140,6 +145,7 @@ class Unit:
             self._enter(Event.UNSHARD, self.phase)
 
     def _gather(self, refresh: bool) -> None:
+        self.collect_apart()
         for group in self.groups:
             group.unshard(refresh)
         # All or none: a program that goes on after an error sees the sharded parameters.

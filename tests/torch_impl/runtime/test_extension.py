@@ -24,6 +24,7 @@ from tests.support.torch_impl.extended import Bytes, Halved
 from tests.support.torch_impl.toy import whole
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.tensor import RowDTensor
+from torch_impl.runtime.extension import zeros_on
 
 
 class Rounded(torch.autograd.Function):
@@ -328,6 +329,23 @@ def adapters(path: str) -> None:
 
 def test_frozen_bytes_are_gathered_as_they_are(ranks: RankGroup, tmp_path: Path) -> None:
     ranks.run(2, adapters, str(tmp_path / "refused"))
+
+
+class Leaving(Bytes):
+    """``empty_like`` leaves the scale where it is, as that of torchao's NF4 leaves some of its tensors."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.empty_like.default
+        return Leaving(func(args[0].payload, **kwargs), args[0].scale)
+
+
+def test_all_parts_of_a_class_leave_the_meta_device() -> None:
+    given = Leaving(torch.empty(4, 3, dtype=torch.int8, device="meta"), torch.empty(4, device="meta"))
+    made = zeros_on(given, torch.device("cpu"))
+    assert type(made) is Leaving
+    assert torch.equal(made.payload, torch.zeros(4, 3, dtype=torch.int8))
+    assert torch.equal(made.scale, torch.zeros(4))
 
 
 def two_tensors() -> None:

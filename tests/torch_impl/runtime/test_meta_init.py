@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import distribute_tensor
 
 import torch_impl
 from tests.support.ranks import RankGroup
@@ -203,6 +206,102 @@ def freed() -> None:
 
 def test_a_materialized_model_is_freed_with_its_last_reference(ranks: RankGroup) -> None:
     ranks.run(1, freed)
+
+
+class Adapted(nn.Module):
+    """A frozen base and adapters beside it: two groups of one unit, of plain modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(5, 7).requires_grad_(False)
+        self.down, self.up = nn.Linear(5, 2, bias=False), nn.Linear(2, 7, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def initialized(model: Adapted, *names: str) -> None:
+    """Each module draws as it would in one process, whatever else has memory by then."""
+    for name in names:
+        module = model.get_submodule(name)
+        if module.weight.is_meta:
+            module.to_empty(device="cpu")
+        torch.manual_seed(len(name))
+        module.reset_parameters()
+
+
+def part(model: nn.Module, like: nn.Module, *names: str) -> dict[str, torch.Tensor]:
+    values = {key: value for key, value in like.state_dict().items() if key.startswith(names)}
+    shown = model.state_dict()
+    return {
+        key: distribute_tensor(value, shown[key].device_mesh, shown[key].placements)
+        for key, value in values.items()
+    }
+
+
+def one_after_the_other(way: str, options: dict[str, object]) -> None:
+    reference = Adapted()
+    initialized(reference, "base", "down", "up")
+    with torch.device("meta"):
+        model = Adapted()
+    torch_impl.fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    x = torch.ones(1, 5)
+    if way == "modules":
+        initialized(model, "base", "down")
+        with pytest.raises(RuntimeError, match=r"'down\.weight' is on the meta device"):
+            model(x)
+        initialized(model, "up")
+        model.unshard()
+        assert torch.equal(model.down.weight, reference.down.weight)
+        model.reshard()
+    elif way == "adapters, then a load":
+        initialized(model, "down", "up")
+        model.load_state_dict(part(model, reference, "base"), strict=False, assign=True)
+    elif way == "a load, then another":
+        model.load_state_dict(part(model, reference, "down", "up"), strict=False, assign=True)
+        with pytest.raises(RuntimeError, match=r"'base\.weight' is on the meta device"):
+            model(x)
+        model.load_state_dict(part(model, reference, "base"), strict=False, assign=True)
+    elif way == "adapters, then all":
+        initialized(model, "down")
+        model.to_empty(device="cpu")
+        initialized(model, "base", "up")
+    else:
+        initialized(model, "base", "down", "up")
+        whole_state = {key: value for key, value in reference.state_dict().items() if "down" not in key}
+        set_model_state_dict(model, whole_state, options=StateDictOptions(full_state_dict=True, strict=False))
+    for (name, param), want in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(whole(param), want), name
+    expected = torch.optim.AdamW(reference.parameters(), lr=0.05)
+    inputs = torch.randn(dist.get_world_size(), 3, 5, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        model(inputs[dist.get_rank()]).square().mean().backward()
+        reference(inputs).square().mean().backward()
+        for one in (optimizer, expected):
+            one.step()
+            one.zero_grad()
+    assert_same_weights(model, reference)
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "optim_grads_params"},
+        {"strategy": "optim"},
+        {"strategy": "no_shard"},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    ],
+    ids=["optim_grads_params", "optim", "no_shard", "offloaded"],
+)
+@pytest.mark.parametrize(
+    "way", ["modules", "adapters, then a load", "a load, then another", "adapters, then all", "whole"]
+)
+def test_modules_inside_a_unit_may_get_memory_one_after_the_other(
+    ranks: RankGroup, way: str, options: dict[str, object]
+) -> None:
+    ranks.run(2, one_after_the_other, way, options)
 
 
 def set_before_memory() -> None:
