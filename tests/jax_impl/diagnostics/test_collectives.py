@@ -59,7 +59,6 @@ def test_what_travels_has_the_dtype_asked_for(precision, gathered, reduced):
     assert {c.dtype for c in found if c.size > 1} == {reduced}
 
 
-@pytest.mark.slow
 @pytest.mark.optimized
 def test_the_compiled_step_gathers_no_less_than_the_traced_one():
     # XLA may drop the gathers of weights that a backward does not read, but not merge forward with backward.
