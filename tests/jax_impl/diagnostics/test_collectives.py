@@ -86,7 +86,6 @@ def unordered_collectives(jaxpr):
     return unordered
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("units", [["layers/*"], ["embed", "layers/*", "layers/*/mlp"]])
 @pytest.mark.parametrize("strategy", EXPECTED)
 def test_no_two_collectives_of_a_step_can_run_at_once(strategy, units):
