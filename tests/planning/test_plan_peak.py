@@ -141,7 +141,7 @@ def test_bytes_and_collectives_of_the_decoder_under_every_shipped_policy(ranks: 
         assert_collectives(plan, {**found, "groups": None})
 
 
-@pytest.mark.fast_cases("optim_grads_params-True-1")
+@pytest.mark.fast_cases("optim_grads_params-True-1", "no_shard-False-1")
 @pytest.mark.parametrize(
     ("strategy", "recompute", "microbatches"),
     [
@@ -160,7 +160,6 @@ def test_the_plan_agrees_with_what_xla_compiles(strategy: str, recompute: bool, 
     assert {line.what for line in check.lines if line.agrees} >= {"main weights", "all_reduce calls", "peak"}
 
 
-@pytest.mark.slow
 @pytest.mark.fast_cases("optim-True-2")
 @pytest.mark.parametrize(
     ("strategy", "recompute", "microbatches"),

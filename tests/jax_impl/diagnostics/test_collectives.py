@@ -59,7 +59,6 @@ def test_what_travels_has_the_dtype_asked_for(precision, gathered, reduced):
     assert {c.dtype for c in found if c.size > 1} == {reduced}
 
 
-@pytest.mark.slow
 @pytest.mark.optimized
 def test_the_compiled_step_gathers_no_less_than_the_traced_one():
     # XLA may drop the gathers of weights that a backward does not read, but not merge forward with backward.
@@ -87,7 +86,6 @@ def unordered_collectives(jaxpr):
     return unordered
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("units", [["layers/*"], ["embed", "layers/*", "layers/*/mlp"]])
 @pytest.mark.parametrize("strategy", EXPECTED)
 def test_no_two_collectives_of_a_step_can_run_at_once(strategy, units):
