@@ -265,6 +265,7 @@ PRIVATE = {
     "optimizer/update.py",
     "parallel/modules.py",
     "runtime/autograd.py",
+    "runtime/extension.py",
     "runtime/ownership.py",
     "runtime/tensor_parallel.py",
 }

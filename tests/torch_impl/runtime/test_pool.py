@@ -297,6 +297,7 @@ def follow_new_program() -> None:
     plan = model.buffer_plan()
     assert plan != planned
     assert {one.name for one in plan.lifetimes if one.kind == "weights"} == {
+        "root",
         "blocks.0",
         "blocks.2",
         "blocks.4",
@@ -317,7 +318,8 @@ def alternate() -> None:
         plans.append(model.buffer_plan())
     assert all(plan is plans[5] for plan in plans[5:])
     assert {one.name for one in plans[5].lifetimes if one.kind == "weights"} == {
-        f"blocks.{k}" for k in range(BLOCKS)
+        "root",
+        *(f"blocks.{k}" for k in range(BLOCKS)),
     }
 
 
