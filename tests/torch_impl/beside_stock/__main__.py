@@ -11,7 +11,10 @@ from tests.torch_impl.beside_stock.shown import FAILED, show
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="FSDP2 and torch_impl beside each other, item by item.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.torch_impl.beside_stock",
+        description="FSDP2 and torch_impl beside each other, item by item.",
+    )
     parser.add_argument("item", nargs="*", type=int, help="numbers of items; all without any")
     wanted = parser.parse_args().item
     known = {item.number for item in items.ITEMS}
