@@ -104,12 +104,14 @@ def _unpack(archive: Path, folder: Path, keep: str) -> None:
         with zipfile.ZipFile(archive) as wheel:
             wheel.extractall(folder, [name for name in wheel.namelist() if name.startswith(keep)])
         return
+    # Python before 3.11.4 has no filters. Only regular files are taken, of archives that are pinned by their sha256.
+    safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(archive) as sdist:
         for member in sdist:
             # An sdist has one folder, of the release's name.
             member.name = member.name.partition("/")[2]
             if member.name.startswith(keep) and member.isfile():
-                sdist.extract(member, folder, filter="data")
+                sdist.extract(member, folder, **safely)
 
 
 def put_on_path(*packages: Package) -> None:
