@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,18 @@ def _forget_meshes() -> None:
 
         # Not every version of torch has it.
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+
+
+@contextmanager
+def children() -> Iterator[None]:
+    """For a rank process, which is a daemon and may otherwise start no process."""
+    config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # there is no public way
+    before = config["daemon"]
+    config["daemon"] = False
+    try:
+        yield
+    finally:
+        config["daemon"] = before
 
 
 class RankGroup:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankError, RankGroup
 from tests.torch_impl.beside_stock.items import ITEMS
 from tests.torch_impl.beside_stock.loading import by_process
 from tests.torch_impl.beside_stock.shown import (
@@ -52,3 +54,13 @@ def test_a_fact_fails_that_differs_without_a_reason_on_any_rank() -> None:
     # An error of both is none that counts as the same.
     raised = {"a": Raised("x")}
     assert compared(item, [[raised, raised]])[0].status == FAILED
+
+
+def test_ranks_that_do_not_answer_are_a_verdict() -> None:
+    class Silent(RankGroup):
+        def run(self, *_: Any, **__: Any) -> list[Any]:
+            raise RankError("rank 1 of 2: no answer within 240 s")
+
+    shown = show(Silent(), next(item for item in ITEMS if item.number == 4))
+    assert shown.status == FAILED
+    assert "no answer" in str(shown)

@@ -30,10 +30,11 @@ from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.refusals import set_name
 from torch_impl.runtime import autograd
 from torch_impl.runtime.gradient import GroupGradient
+from torch_impl.runtime.gradient_spec import AllReduceHook, Divisor, GradientSpec
 from torch_impl.runtime.group_weights import GroupSpec, GroupWeights, Version
 from torch_impl.runtime.ownership import OwnedParameter
 from torch_impl.runtime.pool import PooledGradient
-from torch_impl.runtime.reduction import AllReduceHook, Divisor, GradientSpec, GroupReduction
+from torch_impl.runtime.reduction import GroupReduction
 
 
 class ParameterGroup:

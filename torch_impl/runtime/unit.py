@@ -37,6 +37,7 @@ from torch_impl.runtime.phase import Event, Phase
 from torch_impl.runtime.pool import BufferPool
 from torch_impl.runtime.precision import MixedPrecisionPolicy, input_dtype
 from torch_impl.runtime.schedule import Schedule, ScheduledUnit
+from torch_impl.runtime.unit_backwards import UnitBackwards
 from torch_impl.runtime.unit_gradients import UnitGradients
 
 
@@ -68,11 +69,8 @@ class Unit:
         # None until a forward has told which unit is the root.
         self._is_root: bool | None = None
         self._calls: list[_Call] = []
-        # The backwards that this unit has joined and that have not ended, by number; a dead reference: it raised.
-        self._backwards: dict[int, weakref.ref[Any]] = {}
-        self._open_calls: set[int] = set()
+        self._backwards = UnitBackwards()
         self._numbers = itertools.count()
-        self._forwards = 0
         for index, group in enumerate(self.groups):
             self._watch_gradients(index)
             group.weights.when_made(autograd.weakly(self._watch_gradients, index))
@@ -96,7 +94,8 @@ class Unit:
 
     def collect_apart(self) -> None:
         """Take weights to which modules inside the unit gave memory by a ``to_empty`` of their own."""
-        self.materialize(self.device, [group for group in self.groups if group.apart])
+        if apart := [group for group in self.groups if group.apart]:
+            self.materialize(self.device, apart)
 
     def _watch_gradients(self, index: int) -> None:
         """Be told of each complete gradient of a group; the hooks live as long as its unsharded parameters."""
@@ -135,6 +134,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Gather the compute weights and show them as the modules' parameters. Collective."""
+        self.collect_apart()
         self._gather(refresh=True)
         if self.phase is Phase.REST and self._backwards:
             # The end of the backward frees them then.
@@ -145,7 +145,6 @@ class Unit:
             self._enter(Event.UNSHARD, self.phase)
 
     def _gather(self, refresh: bool) -> None:
-        self.collect_apart()
         for group in self.groups:
             group.unshard(refresh)
         # All or none: a program that goes on after an error sees the sharded parameters.
@@ -204,7 +203,7 @@ class Unit:
         self._begin(event, phase, in_backward)
         # Reentrant checkpointing runs its forward without gradients, but in training mode; evaluation does not train.
         if not in_backward and (torch.is_grad_enabled() or module.training):
-            self._forwards += 1
+            self._backwards.count_forward()
         if (cast := input_dtype(self._policy)) is not None:
             args, kwargs = autograd.map_floating((args, kwargs), cast)
         number, inputs = next(self._numbers), None
@@ -315,9 +314,7 @@ class Unit:
 
     def _backward_started(self, call: _Call) -> None:
         self._join_backward()
-        # A call has several outputs; the inputs that take part are counted at the first.
-        if call.inputs is not None and call.number not in self._open_calls and call.inputs.expect():
-            self._open_calls.add(call.number)
+        self._backwards.outputs_reached(call.number, call.inputs)
         self._begin(Event.BACKWARD_BEGINS, self.phase if self._calls else Phase.BACKWARD, in_backward=True)
 
     def _join_backward(self) -> None:
@@ -325,9 +322,9 @@ class Unit:
         if task is None or task in self._backwards:
             return
         # The engine drops a backward that raised, and its callbacks with it; an outer one is still held.
-        if self._raised:
+        if self._backwards.raised:
             self._drop_backward()
-        self._backwards[task] = self.schedule.join_backward(self, task)
+        self._backwards.join(task, self.schedule.join_backward(self, task))
         stays = self._calls or self.phase in (Phase.REST, Phase.KEPT)
         self._enter(Event.JOINS_BACKWARD, self.phase if stays else Phase.BACKWARD)
         self.gradients.expose()
@@ -337,17 +334,13 @@ class Unit:
         self.gradients.arrived(index, k, self.reshard_after_backward)
 
     def _call_done(self, number: int) -> None:
-        self._open_calls.discard(number)
-        if self._open_calls or not self._backwards:
-            return
-        # Another call's backward may be still to come. Counted calls, unlike gradients, are the same on all ranks.
-        if self._forwards <= 1:
+        if self._backwards.inputs_done(number):
             self._rest(Event.INPUTS_DONE)
             self._finish_gradients()
 
     def backward_ended(self, task: int) -> None:
         """A backward that this unit took part in has computed all gradients."""
-        self._backwards.pop(task, None)
+        self._backwards.end(task)
         # A loss that is computed in parts reads the same weights again after the backward of each part.
         if not self._backwards and self.phase is Phase.KEPT:
             self._enter(Event.BACKWARD_ENDS, Phase.KEPT)
@@ -356,8 +349,7 @@ class Unit:
         elif not self._backwards:
             self._rest(Event.BACKWARD_ENDS)
             self._finish_gradients()
-            self._open_calls.clear()
-            self._forwards = 0
+            self._backwards.forget_calls()
 
     def rest_after_recompute(self) -> None:
         """All backwards have ended: if none followed what was recomputed, its weights are still there."""
@@ -389,13 +381,9 @@ class Unit:
         self._enter(event, Phase.REST)
         self._hide(free=self.reshard_after_backward)
 
-    @property
-    def _raised(self) -> bool:
-        return bool(self._backwards) and all(ended() is None for ended in self._backwards.values())
-
     def drop_raised(self) -> None:
         """Drop what a backward left that raised, if one did."""
-        if self._raised:
+        if self._backwards.raised:
             self.abandon_backward()
 
     def abandon_backward(self) -> None:
@@ -404,7 +392,5 @@ class Unit:
         self._rest(Event.ABANDON)
 
     def _drop_backward(self) -> None:
-        self._backwards.clear()
-        self._open_calls.clear()
-        self._forwards = 0
+        self._backwards.drop()
         self.gradients.abandon()

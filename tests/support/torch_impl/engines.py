@@ -174,6 +174,18 @@ def backward_as_one(
         (loss(reference, rows(step, rank, *shape)) / world).backward()
 
 
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> list[float]:
+    """Train on this rank's data of these steps; the loss of each."""
+    losses = []
+    for step in steps:
+        loss = squares(model, rows(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def gradients_are(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
     """Each parameter has the reference's gradient, or None as it has, under the same names."""
     wanted = dict(reference.named_parameters())

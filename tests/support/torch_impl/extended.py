@@ -1,6 +1,7 @@
 """Classes of parameters that say what is gathered of them, as FSDP2 and ``torch_impl.runtime.extension`` ask them to.
 
-``Halved`` is trained in float32 and gathered as bfloat16. ``Bytes`` is frozen: rows of int8 with a scale each.
+``Halved`` is trained in float32 and gathered as bfloat16, as is ``Rounded``, which FSDP2 can train too. ``Bytes`` is
+frozen: rows of int8 with a scale each.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Halved(torch.Tensor):
         assert len(half) >= size[0]
         if out is not None:
             local = out.to_local() if hasattr(out, "to_local") else out
-            # Counts as a change for autograd, which FSDP2 leaves to the class to prevent.
+            # Counts as a change for autograd: see ``Rounded``.
             with torch.no_grad():
                 local.copy_(half[: len(local)])
             return None
@@ -85,6 +86,16 @@ class Halved(torch.Tensor):
         # Also where the cast is none.
         whole = whole.clone() if whole is half else whole
         return whole, (half, whole)
+
+
+class Rounded(Halved):
+    """Filling a whole weight again is no change for autograd, which FSDP2 leaves to the class."""
+
+    def fsdp_post_all_gather(self, *args: Any, out: Any = None) -> Any:
+        if out is None:
+            return super().fsdp_post_all_gather(*args)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            return super().fsdp_post_all_gather(*args, out=out)
 
 
 class Bytes(torch.Tensor):

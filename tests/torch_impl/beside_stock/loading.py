@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.support.torch_impl.engines import Engine, rows, shared_folder, squares, whole
+from tests.support.ranks import children
+from tests.support.torch_impl.engines import Engine, rows, shared_folder, squares, trained, whole
 from tests.torch_impl.beside_stock.shown import Facts, Item
 
 
@@ -96,25 +94,15 @@ def of_each_rank(engine: Engine, facts: Facts) -> None:
     model = engine.shard(linears())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
-    def train(*steps: int) -> list[float]:
-        losses = []
-        for step in steps:
-            loss = squares(model, rows(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    train(0)
+    trained(model, optimizer, 0)
     with shared_folder() as folder:
         path = folder / f"rank-{dist.get_rank()}.pt"
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-        facts("losses after the save", train(1, 2))
+        facts("losses after the save", trained(model, optimizer, 1, 2))
         state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    facts("losses after the load", train(1, 2))
+    facts("losses after the load", trained(model, optimizer, 1, 2))
     weight = model[0].weight.detach()
     for how, other in (
         ("pickled", pickle.loads(pickle.dumps(weight))),
@@ -122,18 +110,6 @@ def of_each_rank(engine: Engine, facts: Facts) -> None:
     ):
         facts(f"{how}: distance", (whole(other) - whole(weight)).abs().max())
         facts(f"{how}: has memory of its own", other.to_local().data_ptr() != weight.to_local().data_ptr())
-
-
-@contextmanager
-def children() -> Iterator[None]:
-    """A rank process of the tests is a daemon, which may start no process."""
-    config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # there is no public way
-    before = config["daemon"]
-    config["daemon"] = False
-    try:
-        yield
-    finally:
-        config["daemon"] = before
 
 
 def by_thread(engine: Engine, facts: Facts) -> None:
@@ -154,14 +130,7 @@ def asynchronous(engine: Engine, facts: Facts, how: AsyncCheckpointerType) -> No
         model = engine.shard(linears())
         pairs.append((model, torch.optim.AdamW(model.parameters(), lr=0.01)))
 
-    def train(pair: Any, step: int) -> float:
-        loss = squares(pair[0], rows(step))
-        loss.backward()
-        pair[1].step()
-        pair[1].zero_grad()
-        return loss.item()
-
-    train(pairs[0], 0)
+    trained(*pairs[0], 0)
     weights, moments = get_state_dict(*pairs[0])
     with shared_folder() as folder, children():
         # The step communicates meanwhile.
@@ -171,14 +140,14 @@ def asynchronous(engine: Engine, facts: Facts, how: AsyncCheckpointerType) -> No
             process_group=dist.new_group(),
             async_checkpointer_type=how,
         )
-        straight = [train(pairs[0], step) for step in (1, 2)]
+        straight = trained(*pairs[0], 1, 2)
         getattr(future, "upload_completion", future).result()
         weights, moments = get_state_dict(*pairs[1])
         state = {"model": weights, "optimizer": moments}
         dcp.load(state, checkpoint_id=folder)
     set_state_dict(*pairs[1], model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     facts("losses of the run that goes on", straight)
-    facts("losses of the loaded run", [train(pairs[1], step) for step in (1, 2)])
+    facts("losses of the loaded run", trained(*pairs[1], 1, 2))
 
 
 ITEMS = [

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankError, RankGroup
 from tests.support.torch_impl.engines import ENGINES, Engine
 
 WIDTH = 118
@@ -117,10 +117,15 @@ class Shown:
 
 
 def show(ranks: RankGroup, item: Item) -> Shown:
-    """Run the item's program with both engines."""
+    """Run the item's program with both engines; a line that failed if the ranks do not come to an end."""
     if TorchVersion(torch.__version__) < item.torch:
         return Shown(item, [])
-    of_ranks = ranks.run(item.world, _on_both, item.program)
+    try:
+        of_ranks = ranks.run(item.world, _on_both, item.program)
+    except RankError as error:
+        # Ranks that wait for one that raised, or that died, are a verdict too; other items go on.
+        last = str(error).strip().splitlines()[-1]
+        return Shown(item, [Line("the ranks", "not reached", Raised(last), FAILED)])
     return Shown(item, compared(item, of_ranks))
 
 

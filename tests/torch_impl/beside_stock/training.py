@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torch_impl
-from tests.support.torch_impl.engines import Engine, rows, shared_folder, squares, whole
+from tests.support.torch_impl.engines import Engine, rows, shared_folder, squares, trained, whole
 from tests.torch_impl.beside_stock.shown import Design, Facts, Item
 
 ROOT = Path(__file__).parents[3]
@@ -69,11 +69,11 @@ def offloaded(engine: Engine, facts: Facts) -> None:
 def pinned(engine: Engine, facts: Facts) -> None:
     """CPUOffloadPolicy() pins memory where there is a GPU; here there is none."""
 
-    def trained() -> list[float]:
+    def run() -> list[float]:
         model = engine.shard(mlp(), offload_policy=engine.package.CPUOffloadPolicy())
         return steps(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    facts("losses", trained)
+    facts("losses", run)
 
 
 _JAX = """
@@ -197,14 +197,8 @@ def experts(engine: Engine, facts: Facts) -> None:
         return common.ShardPlacementResult(Shard(1), common.FSDPMeshInfo(root["efsdp"], shard_mesh_dim=0))
 
     engine.shard(model, mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=place)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
-    for step in range(3):
-        loss = squares(model, rows(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    facts("losses", losses)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    facts("losses", trained(model, optimizer, 0, 1, 2))
     squares(model, rows(3)).backward()
     facts("a norm over both meshes", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     facts("weights", [whole(model.experts)[k, 0, 0].item() for k in range(4)])

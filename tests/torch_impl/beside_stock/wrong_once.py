@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from tests.support.torch_impl.engines import Engine, backward_as_one, counting, rows, squares, whole
-from tests.support.torch_impl.extended import Bytes, Halved
+from tests.support.torch_impl.engines import Engine, backward_as_one, counting, rows, squares, trained, whole
+from tests.support.torch_impl.extended import Bytes, Halved, Rounded
 from tests.torch_impl.beside_stock.shown import Design, Facts, Item
 
 
@@ -93,16 +93,6 @@ def loaded_on_meta(engine: Engine, facts: Facts) -> None:
         facts(f"{how}: in one process", given(rows(0)).sum())
 
 
-class Rounded(Halved):
-    """Float32 weights that are gathered as bfloat16; filling a whole weight again is no change for autograd."""
-
-    def fsdp_post_all_gather(self, *args: Any, out: Any = None) -> Any:
-        if out is None:
-            return super().fsdp_post_all_gather(*args)
-        with torch.autograd._unsafe_preserve_version_counter(out):
-            return super().fsdp_post_all_gather(*args, out=out)
-
-
 class Adapted(nn.Module):
     """A frozen base of int8 rows with scales, and adapters, as of QLoRA."""
 
@@ -126,14 +116,7 @@ def extensions(engine: Engine, facts: Facts) -> None:
     engine.shard(model)
     for kind, one in (("bfloat16", model), ("int8 base", engine.shard(Adapted()))):
         optimizer = torch.optim.SGD([param for param in one.parameters() if param.requires_grad], lr=0.01)
-        losses = []
-        for step in range(2):
-            loss = squares(one, rows(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        facts(f"{kind}: losses", losses)
+        facts(f"{kind}: losses", trained(one, optimizer, 0, 1))
         first = next(one.parameters())
         facts(f"{kind}: class of a rank's rows", type(first.to_local()).__name__)
     facts("bfloat16: calls of fsdp_pre_all_gather", Halved.calls["pre"])

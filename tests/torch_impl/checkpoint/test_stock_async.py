@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.torch_version import TorchVersion
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, children
 from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy
 
 # Before, torch's copies of sharded tensors lose their shape.
@@ -35,18 +32,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, worl
         optimizer.zero_grad()
         mse(model, tokens[part], targets[part]).backward()
         optimizer.step()
-
-
-@contextmanager
-def children() -> Iterator[None]:
-    """A rank process of the tests is a daemon, which may start no process."""
-    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # there is no public way
-    before = config["daemon"]
-    config["daemon"] = False
-    try:
-        yield
-    finally:
-        config["daemon"] = before
 
 
 def saved(how: str, strategy: str, path: str) -> None:

@@ -12,17 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.engines import Case, Engine, agree, name_of, rows, slow, squares, whole
-from tests.support.torch_impl.extended import Halved
-
-
-class Rounded(Halved):
-    """Filling a whole weight again is no change for autograd, which FSDP2 leaves to the class."""
-
-    def fsdp_post_all_gather(self, *args: Any, out: Any = None) -> Any:
-        if out is None:
-            return super().fsdp_post_all_gather(*args)
-        with torch.autograd._unsafe_preserve_version_counter(out):
-            return super().fsdp_post_all_gather(*args, out=out)
+from tests.support.torch_impl.extended import Halved, Rounded
 
 
 def halved(model: nn.Module) -> nn.Module:

@@ -1,0 +1,67 @@
+"""The backwards that a unit takes part in, and when one has computed the gradients of all inputs of the unit.
+
+Calls of the unit are counted for that, not gradients of its parameters, since ranks may use different parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch_impl.runtime import autograd
+
+
+class UnitBackwards:
+    """Backwards that a unit has joined and that have not ended; true if there are any."""
+
+    def __init__(self) -> None:
+        # By number; a dead reference: it raised.
+        self._ends: dict[int, weakref.ref[Any]] = {}
+        # Those calls whose outputs have gradients and whose inputs lack some.
+        self._open_calls: set[int] = set()
+        self._forwards = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._ends)
+
+    def __contains__(self, task: int) -> bool:
+        return task in self._ends
+
+    @property
+    def raised(self) -> bool:
+        """Whether there are any, and all of them have raised."""
+        return bool(self._ends) and all(end() is None for end in self._ends.values())
+
+    def count_forward(self) -> None:
+        """A forward has begun whose backward may come."""
+        self._forwards += 1
+
+    def join(self, task: int, end: weakref.ref[Any]) -> None:
+        """Take part in backward ``task``; ``end`` dies if it raises."""
+        self._ends[task] = end
+
+    def outputs_reached(self, number: int, inputs: autograd.WatchedInputs | None) -> None:
+        """Gradients have reached an output of call ``number``."""
+        # A call has several outputs; the inputs that take part are counted at the first.
+        if inputs is not None and number not in self._open_calls and inputs.expect():
+            self._open_calls.add(number)
+
+    def inputs_done(self, number: int) -> bool:
+        """The inputs of call ``number`` have their gradients; whether nothing of the unit is to come any more."""
+        self._open_calls.discard(number)
+        # Another call's backward may be still to come. Counted calls, unlike gradients, are the same on all ranks.
+        return bool(self._ends) and not self._open_calls and self._forwards <= 1
+
+    def end(self, task: int) -> None:
+        """Backward ``task`` has ended, which the unit may have dropped before."""
+        self._ends.pop(task, None)
+
+    def forget_calls(self) -> None:
+        """No backward of the calls made until now is expected any more."""
+        self._open_calls.clear()
+        self._forwards = 0
+
+    def drop(self) -> None:
+        """Forget all, whether they raised or not."""
+        self._ends.clear()
+        self.forget_calls()
