@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from bridge.checkpoints.diff import common_dtype
+from bridge.checkpoints.common_dtype import common_dtype
 from bridge.formats.base import Box, CheckpointReader
 from bridge.mapping.expression import Expression
 from bridge.mapping.operations import as_dtype
