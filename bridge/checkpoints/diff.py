@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge.checkpoints.common_dtype import common_dtype
+from bridge.checkpoints.dtypes import require_readable
 from bridge.checkpoints.kinds import dtype_names, structure_differences
 from bridge.checkpoints.noise import Noise
 from bridge.checkpoints.selection import SelectedReader, Selection, selected_pair
@@ -179,6 +180,8 @@ def diff(
             if (text := _mismatch(plan.tensors[name], infos[name], rounded, keys.get(name)))
         }
         comparable = [name for name in common if name not in mismatched]
+        require_readable(whole_a, (source for name in comparable for source in plan.tensors[name].sources))
+        require_readable(whole_b, comparable)
         third = None
         if noise is not None:
             whole = opened.enter_context(open_checkpoint(noise))

@@ -295,6 +295,12 @@ class CheckpointReader(Protocol):
     ) -> None: ...
 
 
+def unreadable(reader: CheckpointReader) -> Mapping[str, str]:
+    """Why a tensor is listed but cannot be read, by its name: only some formats say so, see `SafetensorsReader`."""
+    found: Mapping[str, str] = getattr(reader, "unreadable", {})
+    return found
+
+
 class CheckpointWriter(Protocol):
     """A new checkpoint. It appears at `path` on commit, whole, or never.
 
