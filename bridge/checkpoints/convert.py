@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,13 @@ from pathlib import Path
 
 from bridge.checkpoints.casts import Output, apply_casts, parse_casts
 from bridge.checkpoints.checked import checked
+from bridge.checkpoints.destination import (
+    naming,
+    require_apart,
+    require_place,
+    require_space,
+    require_untouched,
+)
 from bridge.checkpoints.dtypes import require_dtypes
 from bridge.checkpoints.engine import Copier, runs
 from bridge.checkpoints.kinds import carried_kinds
@@ -28,7 +34,6 @@ from bridge.checkpoints.selection import SelectedReader, Selection
 from bridge.checkpoints.workers import default_workers, large_buffers_returned
 from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
-from bridge.formats.files.journal import abandoned
 from bridge.formats.files.working import Attempt
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import Progress
@@ -194,7 +199,7 @@ def convert(
             raise CheckpointError(f"{dst} is inside the source {src}: expected a destination outside")
         local = local_path(str(dst))
         if local is not None:
-            _require_apart(place_of(src), local)
+            require_apart(place_of(src), local)
         with Upload(str(dst), resume=resume) as upload:
             converting, sending = _halves(progress)
             staged = _convert(src, upload.path, options, resume, resume, converting, workers)
@@ -222,8 +227,8 @@ def _convert(
     started = time.perf_counter()
     source, destination = place_of(src), Path(dst)
     with planned(source, options) as (conversion, reader):
-        _require_place(source, destination, replace)
-        _require_untouched(conversion.files, destination)
+        require_place(source, destination, replace)
+        require_untouched(conversion.files, destination)
         key = {
             "source": source if isinstance(source, str) else os.path.abspath(source),
             "files": conversion.digest,
@@ -234,7 +239,7 @@ def _convert(
         attempt = Attempt(require_replaceable if replace else None, key, resume)
         with (
             large_buffers_returned(),
-            _naming(destination),
+            naming(destination),
             create_checkpoint(destination, conversion.format, attempt=attempt) as writer,
         ):
             resumed = _write(reader, writer, conversion, workers, progress)
@@ -323,48 +328,10 @@ def _write(
     names = {o.name: writer.add_tensor(o.path, o.shape, o.dtype).name for o in outputs}
     writer.add_kinds(conversion.kinds)
     done = sum(box.numel * o.dtype.itemsize for o in outputs for box in writer.stored(names[o.name]))
-    _require_space(writer.path, conversion.nbytes - done)
+    require_space(writer.path, conversion.nbytes - done)
     work = runs(outputs, writer, names)
     Copier(reader, writer, work, done=done, total=conversion.nbytes, progress=progress).run(workers)
     return done
-
-
-def _require_place(source: Path | str, destination: Path, replace_it: bool) -> None:
-    """Refuse a destination that exists already or overlaps with the source, before anything is written."""
-    there = os.path.lexists(destination)
-    if there and not replace_it:
-        raise FileExistsError(
-            f"{destination} exists already: remove it first, choose another name, or replace it (--replace)"
-        )
-    _require_apart(source, destination)
-    if there:
-        require_replaceable(destination)
-
-
-def _require_untouched(sources: Sequence[Path], destination: Path) -> None:
-    """Refuse a destination that is one of the source's files, or holds one: indexes and links lead anywhere."""
-    if not os.path.lexists(destination):
-        return
-    place = Path(os.path.realpath(destination))
-    for source in sources:
-        file = Path(os.path.realpath(source))
-        if place == file or place in file.parents:
-            raise CheckpointError(
-                f"{destination} is or holds {source}, a file of the source: expected a destination apart from them"
-            )
-
-
-def _require_apart(source: Path | str, destination: Path) -> None:
-    local_source = local_path(source)
-    if local_source is None:
-        return
-    real_source, real_destination = Path(os.path.realpath(local_source)), Path(os.path.realpath(destination))
-    if real_source == real_destination or real_source in real_destination.parents:
-        raise CheckpointError(f"{destination} is inside the source {source}: expected a destination outside")
-    if os.path.lexists(destination) and real_destination in real_source.parents:
-        raise CheckpointError(
-            f"{destination} holds the source {source}, and would be replaced: expected a destination that does not"
-        )
 
 
 def _halves(progress: Progress | None) -> tuple[Progress, Progress]:
@@ -378,37 +345,6 @@ def _halves(progress: Progress | None) -> tuple[Progress, Progress]:
         first(total + done, total, name)
 
     return first, second
-
-
-@contextmanager
-def _naming(destination: Path) -> Iterator[None]:
-    """Name the destination in errors of the system: the temporary file is gone when the user reads the message.
-
-    Errors about files of the source keep their name.
-    """
-    place = os.path.abspath(destination)
-    try:
-        yield
-    except OSError as error:
-        name = error.filename
-        path = os.path.abspath(os.fsdecode(name)) if isinstance(name, str | bytes) else place
-        # The destination, what is in it or in its working directory, or a directory that is to hold it.
-        ours = f"{path}/".startswith((f"{place}/", f"{place}.tmp-")) or place.startswith(f"{path}/")
-        if error.errno is None or not ours:
-            raise
-        # OSError picks the subclass that belongs to the number.
-        raise OSError(error.errno, error.strerror, str(destination)) from error
-
-
-def _require_space(destination: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(destination.parent).free
-    if free < nbytes:
-        left = [str(directory) for directory in abandoned(destination)]
-        hint = f"; killed attempts left {', '.join(left)}: resume (--resume), or remove them" if left else ""
-        raise CheckpointError(
-            f"too little free space for {destination}: expected {nbytes} bytes, found {free}; free some, choose "
-            f"another place, or convert less (--select, --weights-only){hint}"
-        )
 
 
 def digest_of(files: Sequence[Path]) -> str:

@@ -13,9 +13,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
+from bridge.checkpoints.common_dtype import common_dtype
+from bridge.checkpoints.dtypes import require_readable
 from bridge.checkpoints.kinds import dtype_names, structure_differences
 from bridge.checkpoints.noise import Noise
 from bridge.checkpoints.selection import SelectedReader, Selection, selected_pair
@@ -179,6 +180,8 @@ def diff(
             if (text := _mismatch(plan.tensors[name], infos[name], rounded, keys.get(name)))
         }
         comparable = [name for name in common if name not in mismatched]
+        require_readable(whole_a, (source for name in comparable for source in plan.tensors[name].sources))
+        require_readable(whole_b, comparable)
         third = None
         if noise is not None:
             whole = opened.enter_context(open_checkpoint(noise))
@@ -214,30 +217,6 @@ def diff(
             () if table is not None else structure_differences(whole_a, plan, reader_b, left_out),
             noise=None if noise is None else place_of(noise),
         )
-
-
-def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype | None:
-    """The dtype in which to compare two: of floating-point types the narrower, to which the other is rounded.
-
-    Of integers the one that holds the values of both, as there no value may change. None when neither floating-point
-    type holds all values of the other (float16 and bfloat16), and for types of different kinds.
-    """
-    if a == b:
-        return a
-    if is_whole(a) and is_whole(b):
-        # NumPy promotes none of ml_dtypes' integers, which have a byte each.
-        joint = np.promote_types(*(dtype if dtype.kind in "biu" else np.int8 for dtype in (a, b)))
-        return joint if joint.kind in "biu" else None
-    if a.kind == b.kind == "c":
-        return min(a, b, key=lambda dtype: dtype.itemsize)
-    if any(is_whole(dtype) or dtype.kind == "c" for dtype in (a, b)):
-        return None
-    return next((n for n, w in ((a, b), (b, a)) if _holds(w, n)), None)
-
-
-def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
-    w, n = ml_dtypes.finfo(wide), ml_dtypes.finfo(narrow)
-    return bool(w.nmant >= n.nmant and w.maxexp >= n.maxexp and w.minexp <= n.minexp)
 
 
 def _left_out(

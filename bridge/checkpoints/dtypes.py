@@ -1,4 +1,4 @@
-"""Tensors whose elements cannot be read, or not be stored in a destination: named before anything is written."""
+"""Tensors that cannot be read, or not be stored in a destination: named before anything is read or written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from bridge.checkpoints.casts import Output
-from bridge.formats.base import DTYPES, ORBAX_DTYPES, CheckpointError, CheckpointReader
+from bridge.formats.base import DTYPES, ORBAX_DTYPES, CheckpointError, CheckpointReader, unreadable
 from bridge.formats.safetensors.header import DTYPE_NAMES
 
 _SHOWN = 5
@@ -17,22 +17,21 @@ _KNOWN: Mapping[str, frozenset[str]] = {
 }
 
 
-def unreadable(reader: CheckpointReader) -> Mapping[str, str]:
-    """Why a tensor is listed but cannot be read, by its name; see `SafetensorsReader`."""
-    found: Mapping[str, str] = getattr(reader, "unreadable", {})
-    return found
-
-
-def require_dtypes(reader: CheckpointReader, outputs: Iterable[Output], target: str) -> None:
-    """Refuse tensors that cannot be read, and dtypes that the format ``target`` does not have. CheckpointError."""
-    outputs = list(outputs)
+def require_readable(reader: CheckpointReader, names: Iterable[str]) -> None:
+    """Refuse tensors that cannot be read, all in one CheckpointError."""
     reasons = unreadable(reader)
-    closed = {name: reasons[name] for output in outputs for name in output.sources if name in reasons}
+    closed = {name: reasons[name] for name in names if name in reasons}
     if closed:
         raise CheckpointError(
             f"{reader.path}: expected tensors that can be read, found {_some(closed)}: leave them out "
             f"({_drops(list(closed))})"
         )
+
+
+def require_dtypes(reader: CheckpointReader, outputs: Iterable[Output], target: str) -> None:
+    """Refuse tensors that cannot be read, and dtypes that the format ``target`` does not have. CheckpointError."""
+    outputs = list(outputs)
+    require_readable(reader, (name for output in outputs for name in output.sources))
     lacking = {o.name: o.dtype.name for o in outputs if o.dtype.name not in _KNOWN[target]}
     if lacking:
         sources = [name for output in outputs if output.name in lacking for name in output.sources]

@@ -9,7 +9,8 @@ from typing import Protocol, runtime_checkable
 
 import google_crc32c
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, check_coverage
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
+from bridge.formats.coverage import check_coverage
 from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from bridge.checkpoints.dtypes import unreadable
 from bridge.checkpoints.finite import count_not_finite
 from bridge.checkpoints.manifest_problems import (
     Problem,
@@ -34,7 +33,7 @@ from bridge.checkpoints.summary import manifest_home
 from bridge.checkpoints.workers import default_workers, large_buffers_returned, ordered
 from bridge.formats import open_checkpoint
 from bridge.formats.arrays import array_checksum
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, unreadable
 from bridge.formats.files.manifest import (
     Manifest,
     ManifestTensor,

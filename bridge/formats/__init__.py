@@ -22,10 +22,10 @@ from bridge.formats.base import (
     CheckpointWriter,
     TensorInfo,
     TreePath,
-    check_coverage,
     dtype_from_name,
     dtype_name,
 )
+from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.metadata import metadata_files
 from bridge.formats.files.mapped import Fetch
 from bridge.formats.files.working import Attempt

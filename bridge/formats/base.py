@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType, MappingProxyType, TracebackType
@@ -231,61 +231,6 @@ class TensorInfo:
         return self.numel * self.dtype.itemsize
 
 
-def check_coverage(shape: Sequence[int], chunks: Iterable[Box], what: str) -> None:
-    """Raise CheckpointError unless the chunks hold every element of a tensor of this shape exactly once.
-
-    Empty chunks are ignored. `what` names tensor and file in the message. Linear in the number of chunks for the
-    usual grids.
-
-    How: let g(x) = (number of chunks holding element x) - 1. Its difference along every axis is nonzero only at
-    corners of chunks, and vanishes everywhere exactly when g does; so corners, with sign, must cancel. The
-    lexicographically first corner that survives is itself an element with g != 0: the one to report.
-    """
-    chunks = [c for c in chunks if c.numel]
-    whole = Box.whole(shape)
-    for chunk in chunks:
-        if not chunk.inside(shape):
-            raise CheckpointError(f"{what}: expected chunks inside shape {whole.sizes}, got {chunk}")
-    if not whole.numel or (len(chunks) == 1 and chunks[0] == whole):
-        return
-    # Axis by axis, so that neighbours cancel before the next axis doubles the corners. A key holds, per axis,
-    # a corner coordinate (axes done) or an interval (axes to do).
-    corners: dict[tuple[int | tuple[int, int], ...], int] = {_intervals(whole): -1}
-    for chunk in chunks:
-        key = _intervals(chunk)
-        corners[key] = corners.get(key, 0) + 1
-    limit = 64 * (len(chunks) + 1024)
-    for axis in range(len(shape)):
-        split: dict[tuple[int | tuple[int, int], ...], int] = {}
-        for key, count in corners.items():
-            interval = key[axis]
-            assert isinstance(interval, tuple)
-            for corner, sign in zip(interval, (1, -1), strict=True):
-                part = (*key[:axis], corner, *key[axis + 1 :])
-                total = split.get(part, 0) + sign * count
-                if total:
-                    split[part] = total
-                else:
-                    split.pop(part, None)
-            if len(split) > limit:
-                raise CheckpointError(
-                    f"{what}: {len(chunks)} chunks of {whole.sizes} are cut too irregularly to check"
-                )
-        corners = split
-    corners = {key: count for key, count in corners.items() if count}
-    if corners:
-        first = min(corners, key=lambda key: tuple(c for c in key if isinstance(c, int)))
-        held = sum(c.numel for c in chunks)
-        raise CheckpointError(
-            f"{what}: expected every element of shape {whole.sizes} in exactly one chunk, but element {first} is in "
-            f"{corners[first] + 1} ({len(chunks)} chunks hold {held} elements, the tensor has {whole.numel})"
-        )
-
-
-def _intervals(box: Box) -> tuple[int | tuple[int, int], ...]:
-    return tuple(zip(box.offsets, box.stops, strict=True))
-
-
 @dataclass(frozen=True)
 class Loan:
     """Elements in a mapped file: `array` is read-only, row-major, perhaps unaligned. `give_back` frees its memory."""
@@ -348,6 +293,12 @@ class CheckpointReader(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+def unreadable(reader: CheckpointReader) -> Mapping[str, str]:
+    """Why a tensor is listed but cannot be read, by its name: only some formats say so, see `SafetensorsReader`."""
+    found: Mapping[str, str] = getattr(reader, "unreadable", {})
+    return found
 
 
 class CheckpointWriter(Protocol):

@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointReader, Loan, TensorInfo, TreePath
+from bridge.formats.base import Box, CheckpointReader, Loan, TensorInfo, TreePath, unreadable
 
 
 class ClosedAtEnd(ABC):
@@ -69,8 +69,7 @@ class WrappingReader(ClosedAtEnd):
         self.object_paths: Mapping[str, TreePath] = reader.object_paths
         # Of formats that say so beside each leaf.
         self.kinds: Mapping[str, str] | None = getattr(reader, "kinds", None)
-        # Of formats whose elements may share bytes.
-        self.unreadable: Mapping[str, str] = getattr(reader, "unreadable", {})
+        self.unreadable: Mapping[str, str] = unreadable(reader)
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """One block of a tensor; see `CheckpointReader.read`."""

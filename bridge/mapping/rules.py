@@ -297,12 +297,12 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
                 f"got {other!r}"
             )
     conventions = {name: like.get(name, "") for name in given}
+    models = parse_models(table.get("models", {}), f"mapping {origin}")
     parsed = tuple(_parse_rule(rule, conventions, number, origin) for number, rule in enumerate(rules, 1))
     try:
         found = {name: _convention(name, data, parsed) for name, data in given.items()}
         name = str(table.get("name", Path(origin).stem))
         fields = {axis: tuple(texts) for axis, texts in config.items()}
-        models = parse_models(table.get("models", {}), f"mapping {origin}")
         return MappingTable(name, parsed, axes, tuple(drop), found, table.get("tied"), fields, models)
     except MappingError as error:
         raise MappingError(f"mapping {origin}: {error}") from error

@@ -196,6 +196,8 @@ class _Matcher:
                 ]
             elif "same" in verdicts:
                 doubts.append("the elements looked at are all the same, which settles nothing")
+            elif "unreadable" in verdicts:
+                doubts.append("the elements cannot be read, which settles nothing")
             else:
                 doubts.append("the elements looked at differ")
         best = min(candidates, key=lambda fit: (self._unusual(fit), candidates.index(fit)))

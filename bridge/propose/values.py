@@ -9,8 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from bridge.checkpoints.diff import common_dtype
-from bridge.formats.base import Box, CheckpointReader
+from bridge.checkpoints.common_dtype import common_dtype
+from bridge.formats.base import Box, CheckpointReader, unreadable
 from bridge.mapping.expression import Expression
 from bridge.mapping.operations import as_dtype
 from bridge.propose.axes import Entry, Fit
@@ -19,7 +19,7 @@ from bridge.propose.text import Namer, entry_text
 
 _SAMPLES = 24
 
-Verdict = Literal["agree", "differ", "same"]
+Verdict = Literal["agree", "differ", "same", "unreadable"]
 
 
 class Evidence:
@@ -27,6 +27,7 @@ class Evidence:
 
     def __init__(self, a: CheckpointReader, b: CheckpointReader) -> None:
         self._readers = (a, b)
+        self._unreadable = (unreadable(a), unreadable(b))
         self._read: dict[tuple[int, str, tuple[int, ...]], np.ndarray] = {}
         self._known: dict[int, tuple[Fit, Verdict]] = {}
 
@@ -41,6 +42,13 @@ class Evidence:
         return self._known[id(fit)][1]
 
     def _compare(self, fit: Fit) -> Verdict:
+        if any(
+            info.name in closed
+            for entries, closed in zip((fit.a, fit.b), self._unreadable, strict=True)
+            for entry in entries
+            for info in entry.family.members.values()
+        ):
+            return "unreadable"
         names = Namer(()).names(fit)
         sizes = {names.get(x, x): n for x, n in fit.sizes.items()}
         left, right = (_blocks(entries, names, sizes) for entries in (fit.a, fit.b))

@@ -264,7 +264,7 @@ def test_too_little_space_is_said_before_the_first_byte(
     class Usage:
         free = 100
 
-    monkeypatch.setattr("bridge.checkpoints.convert.shutil.disk_usage", lambda _: Usage)
+    monkeypatch.setattr("bridge.checkpoints.destination.shutil.disk_usage", lambda _: Usage)
     with pytest.raises(
         CheckpointError,
         match=r"too little free space for .*out: expected 2.. bytes, found 100; free some",

@@ -20,7 +20,8 @@ from bridge.checkpoints.diff import diff
 from bridge.checkpoints.ulp import Difference, Tolerance
 from bridge.commands.main import app
 from bridge.formats import regions
-from bridge.formats.base import Box, check_coverage
+from bridge.formats.base import Box
+from bridge.formats.coverage import check_coverage
 from bridge.mapping.rules import parse_mapping
 from tests.checkpoints.test_convert import HYPERPARAMETERS, write
 from tests.support.bridge.dcp_files import stock_save

@@ -11,8 +11,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from bridge.checkpoints.common_dtype import common_dtype
 from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import common_dtype, diff
+from bridge.checkpoints.diff import diff
 from bridge.commands.diff import diff as diff_command
 from bridge.formats import create_checkpoint, open_checkpoint, regions
 from bridge.formats.base import DTYPES

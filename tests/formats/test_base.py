@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.formats import FORMATS, create_checkpoint, detect_format, open_checkpoint
-from bridge.formats.base import Box, CheckpointError, TensorInfo, check_coverage, dtype_from_name, dtype_name
+from bridge.formats.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
+from bridge.formats.coverage import check_coverage
 from bridge.formats.files.atomic import AtomicDirectory, is_temporary
 
 

@@ -27,10 +27,10 @@ from bridge.formats.base import (
     CheckpointError,
     TensorInfo,
     TreePath,
-    check_coverage,
     dtype_name,
     is_tree_path,
 )
+from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.archive import is_index
 from bridge.formats.dcp.pickle import Call, Instance, Name, Vocabulary, read_pickle
 from bridge.formats.dcp.pickle_writer import write_pickle

@@ -18,7 +18,8 @@ from typing import Any, Final
 import numpy as np
 
 from bridge.formats.arrays import as_integers
-from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, check_coverage
+from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
+from bridge.formats.coverage import check_coverage
 from bridge.formats.files.mapped import (
     ChunkIndex,
     Fetch,

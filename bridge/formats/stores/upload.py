@@ -40,12 +40,17 @@ class Upload:
     As a context manager: removes that place at the end, unless `resume`, in which case it is found again by an upload
     to the same URL, and an error leaves it. FileExistsError when something is at the URL, unless `resume` and it is
     a part of what such an upload was sending; FileNotFoundError without a bucket, as none is made; CheckpointError when
-    one is still at it. Temporary files are where
+    one is still at it, or for a URL without a name. Temporary files are where
     `tempfile` has them (TMPDIR), and need the space of the checkpoint.
     """
 
     def __init__(self, url: str, *, resume: bool = False) -> None:
         self.url = without_end(url)
+        name = self.url.rpartition("/")[2]
+        if not name:
+            raise CheckpointError(
+                f"{url}: expected the URL of a new checkpoint, such as {url}step_40, got no name"
+            )
         self._system, self._root = open_store(url)
         if self._in_bucket:
             self._require_bucket()
@@ -74,7 +79,7 @@ class Upload:
             self._require_nothing()
             self._place = TemporaryPlace("upload")
             self._directory = self._place.path
-        self.path = self._directory / self.url.rpartition("/")[2]
+        self.path = self._directory / name
 
     def publish(self, progress: Callable[[int, int], None] = lambda sent, total: None) -> None:
         """Send the checkpoint, telling how many bytes of all have been sent.

@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from bridge.formats import CheckpointError, open_checkpoint
-from bridge.formats.base import DTYPES, Box, CheckpointReader, check_coverage
+from bridge.formats.base import DTYPES, Box, CheckpointReader
+from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.reader import DcpReader
 from bridge.formats.dcp.writer import DcpWriter
 from bridge.formats.regions import default_chunk_shape
@@ -452,6 +453,7 @@ MEASURE = """
 import sys, itertools
 import numpy as np
 from bridge.formats.base import Box
+from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.reader import DcpReader
 from bridge.formats.dcp.writer import DcpWriter
 from tests.support.process_memory import status_bytes

@@ -24,7 +24,8 @@ from orbax.checkpoint.experimental import v1
 
 from bridge.checkpoints.verify import verify
 from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
-from bridge.formats.base import Box, check_coverage
+from bridge.formats.base import Box
+from bridge.formats.coverage import check_coverage
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.orbax.ocdbt import OcdbtWriter
 from bridge.formats.orbax.reader import OrbaxReader

@@ -443,6 +443,14 @@ def test_no_bucket_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     assert {name.rpartition("/")[0] for name in Buckets.store} >= {"real/runs/x", "real/runs/y"}
 
 
+def test_a_url_without_a_name_is_no_place_for_a_checkpoint(tmp_path: Path) -> None:
+    local = local_source(tmp_path, "dcp")
+    with pytest.raises(
+        CheckpointError, match=r"^counted://: expected the URL of a new checkpoint, such as counted"
+    ):
+        convert(local, "counted://")
+
+
 def test_metadata_is_sent_last(tmp_path: Path, store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
     put_file = Counting.put_file

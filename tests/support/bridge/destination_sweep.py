@@ -29,7 +29,7 @@ TARGETS = {"dcp": "a/out", "orbax": "a/out", "safetensors": "a/out", "one file":
 LEFT = (0, PAGE, *range(SIZE // 4, SIZE, SIZE // 4), *range(SIZE - 4 * PAGE, SIZE + 12 * PAGE, 2 * PAGE))
 CLI = "from tests.support.bridge.destination_sweep import full_cli; full_cli()"
 
-require_space = conversion._require_space
+require_space = conversion.require_space
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -58,7 +58,7 @@ def full_cli() -> None:
     from bridge.commands.main import main
 
     mount, left = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
-    conversion._require_space = vanishing(mount, left)
+    conversion.require_space = vanishing(mount, left)
     main()
 
 
@@ -79,7 +79,7 @@ class Sweep:
 
     def outcome(self, result: dict[str, Any]) -> dict[str, Any]:
         """With what is there now but the ballast, and whether it is all that should be."""
-        conversion._require_space = require_space
+        conversion.require_space = require_space
         (self.mount / "ballast").unlink(missing_ok=True)
         shutil.rmtree(self.mount / "files", ignore_errors=True)
         there = [str(p.relative_to(self.mount)) for p in sorted(self.mount.rglob("*"))]
@@ -87,7 +87,7 @@ class Sweep:
         return result | {"there": there, "complete": done and digest(self.target) == self.want}
 
     def vanished(self, left: int) -> dict[str, Any]:
-        conversion._require_space = vanishing(self.mount, left)
+        conversion.require_space = vanishing(self.mount, left)
         return self.outcome(self.run())
 
     def begun_full(self, left: int) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Sweep:
         """Over an old checkpoint; then with the space back."""
         assert command(self.old, self.target, *self.to)["status"] == 0
         before = contents(self.target)
-        conversion._require_space = vanishing(self.mount, left)
+        conversion.require_space = vanishing(self.mount, left)
         first = self.outcome(self.run("--replace", "--resume"))
         kept = contents(self.target) == before
         if first["status"] == 0:

@@ -84,7 +84,7 @@ def vanishing(mount: Path, left: int) -> Callable[[Path, int], None]:
     return check
 
 
-require_space = conversion._require_space
+require_space = conversion.require_space
 
 
 def full_disk(mount: Path, outside: Path, format: str) -> dict[str, Any]:
@@ -96,15 +96,15 @@ def full_disk(mount: Path, outside: Path, format: str) -> dict[str, Any]:
     found["too small"] = command(new, target, "--to", format) | {"there": names(mount)}
     (mount / "ballast").unlink()
 
-    conversion._require_space = vanishing(mount, SIZE // 3)
+    conversion.require_space = vanishing(mount, SIZE // 3)
     found["vanished"] = command(new, target, "--to", format) | {"there": names(mount)}
     (mount / "ballast").unlink()
 
     # A weight is enough for the old one: two whole ones have no space.
-    conversion._require_space = require_space
+    conversion.require_space = require_space
     command(old, target, "--to", format, "--select", "t1", "--select", "note")
     found["old"] = digest(target)
-    conversion._require_space = vanishing(mount, SIZE // 3)
+    conversion.require_space = vanishing(mount, SIZE // 3)
     found["replace"] = command(new, target, "--to", format, "--replace") | {"there": names(mount)}
     found["replace"]["digest"] = digest(target)
     (mount / "ballast").unlink()
@@ -112,7 +112,7 @@ def full_disk(mount: Path, outside: Path, format: str) -> dict[str, Any]:
     found["interrupted"] = command(new, target, "--to", format, "--replace", "--resume")
     found["interrupted"] |= {"there": names(mount), "digest": digest(target)}
     (mount / "ballast").unlink()
-    conversion._require_space = require_space
+    conversion.require_space = require_space
     found["resumed"] = command(new, target, "--to", format, "--replace", "--resume", "--json")
     found["resumed"] |= {"there": names(mount), "digest": digest(target)}
     shutil.rmtree(target)
