@@ -124,7 +124,8 @@ class UnitCall:
         whole = self.recompute is True
         varying = rest if whole else rest.varying
         if self.recompute:
-            # Without it XLA would merge the second forward with the first, and keep what that computed.
+            # Without it XLA would merge the second forward with the first, and keep what that computed, where no gather
+            # has a barrier between: where neither this unit nor one around it has weights of its own.
             cotangent, varying = fence((cotangent, varying))
         held, (cotangent, varying) = self.order.gather(
             self.groups, open_sealed(sources), (cotangent, varying), again=True, use=use

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import ml_dtypes
@@ -22,8 +19,8 @@ import jax_impl
 from bridge.planning import Workload, make_plan, parse_policy, resolve_models
 from bridge.planning.device_bytes import allocated
 from bridge.planning.target_step import StepRequest
-from jax_impl.checkpoint.contents import Contents
 from jax_impl.models import Decoder, DecoderConfig, next_token_loss
+from tests.support.jax_impl.async_jobs import held_back
 
 CONFIG = DecoderConfig(
     vocab_size=256, d_model=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=128, rope_theta=100
@@ -78,8 +75,11 @@ class Run:
         return found
 
     def arrays(self) -> list[np.ndarray]:
-        """Every array of the state, as bytes: what has the same bits is equal."""
-        return [np.asarray(x).reshape(-1).view(np.uint8) for x in jax.tree.leaves(self.state)]
+        """Every array of the state, as bytes: what has the same bits is equal.
+
+        Copies: NumPy's view of a CPU's array would keep steps from taking the memory of the state.
+        """
+        return [np.array(x).reshape(-1).view(np.uint8) for x in jax.tree.leaves(self.state)]
 
 
 @functools.cache
@@ -340,19 +340,6 @@ def float8_training(gather: str, products: bool) -> tuple[list[float], list[floa
 
 
 # Checkpoints
-
-
-@contextmanager
-def held_back() -> Iterator[Callable[[], None]]:
-    """Nothing is written before the function that this gives is called."""
-    gate, write = threading.Event(), Contents.write
-
-    def waiting(self: Contents, *args: Any, **options: Any) -> None:
-        assert gate.wait(60)
-        write(self, *args, **options)
-
-    with mock.patch.object(Contents, "write", waiting):
-        yield gate.set
 
 
 def saved_behind_training(folder: str) -> dict[str, Any]:

