@@ -29,7 +29,7 @@ from tests.support.bridge.orbax_helpers import STOCK_RESTORES, stock_restore_v0,
 THROUGH = (("orbax",), ("dcp", "orbax"), ("safetensors", "orbax"), ("dcp", "safetensors", "dcp", "orbax"))
 
 
-class EmaState(TrainState):  # type: ignore[no-untyped-call, unused-ignore]
+class EmaState(TrainState):  # type: ignore[no-untyped-call, unused-ignore]  # flax has no types for it, in some versions
     ema: Any = None
 
 

@@ -165,13 +165,13 @@ def test_kernels_of_more_dimensions_are_the_matrices_that_the_rule_says(dimensio
         (lambda: main_weight_sgd(0.1, nesterov=True), "nesterov: expected momentum > 0"),
         (lambda: main_weight_sgd(0.1, 0.9, momentum_dtype="int8"), "momentum_dtype: expected one of"),
         (lambda: main_weight_muon(0.1, ns_steps=100), "expected 0 <= ns_steps < 100"),
-        (lambda: main_weight_muon(0.1, ns_coefficients=(3, 4)), "ns_coefficients: expected 3 numbers, got"),  # type: ignore[arg-type]
+        (lambda: main_weight_muon(0.1, ns_coefficients=(3, 4)), "ns_coefficients: expected 3 numbers, got"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: main_weight_muon(0.1, adjust_lr_fn="x"), "adjust_lr_fn: expected one of"),
         (lambda: main_weight_muon(0.1, outputs=0), "outputs: expected -1 or -2"),
         (
             lambda: main_weight_muon(0.1, use_muon=["a/*"]),
             "use_muon: expected a function of a parameter's path",
-        ),  # type: ignore[arg-type]
+        ),  # type: ignore[arg-type]  # wrong on purpose
         (
             lambda: main_weight_muon(0.1, use_muon=lambda path, leaf: True).init({"a": jnp.ones(3)}),
             r"expected matrices where use_muon is true, got 'a' of shape \(3,\)",
