@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, assert_same_weights, batch, mse, sharded_toy, whole
+from torch_impl.checkpoint import full_state_dict
 from torch_impl.dtensor.tensor import RowDTensor
 
 
@@ -130,6 +133,27 @@ def test_a_model_on_the_meta_device_gets_memory_and_values(
     ranks: RankGroup, broadcast: bool, strategy: str
 ) -> None:
     ranks.run(3, whole_onto_meta, broadcast, strategy)
+
+
+def own_rows_twice() -> None:
+    """Values that are broadcast go into the units' memory: rows of their own beside it would be as much again."""
+    made: list[torch.Size] = []
+    distribute = full_state_dict.distribute
+
+    def noting(whole: torch.Tensor, *args: Any) -> RowDTensor:
+        made.append(whole.shape)
+        return distribute(whole, *args)
+
+    with torch.device("meta"):
+        model = sharded_toy()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with mock.patch.object(full_state_dict, "distribute", noting):
+        set_model_state_dict(model, Toy().state_dict() if dist.get_rank() == 0 else {}, options=options)
+    assert made == []
+
+
+def test_a_broadcast_onto_meta_makes_no_rows_beside_those_of_the_units(ranks: RankGroup) -> None:
+    ranks.run(2, own_rows_twice)
 
 
 def part_onto_meta(broadcast: bool) -> None:
