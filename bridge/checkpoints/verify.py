@@ -60,7 +60,7 @@ class VerifyReport:
 
     opened: whether the checkpoint could be opened at all; if not, only files were compared with the manifest.
     manifest: whether there is one. protected: bytes that a checksum of the manifest or of the format covers; None where
-    the format does not say.
+    the format does not say. unread: names of tensors whose elements cannot be read, and so were not looked at.
     """
 
     path: Path | str
@@ -74,6 +74,7 @@ class VerifyReport:
     protected: int | None
     problems: tuple[Problem, ...]
     not_finite: tuple[NotFinite, ...]
+    unread: tuple[str, ...]
     seconds: float
 
     @property
@@ -122,7 +123,7 @@ def verify(
         seconds = time.perf_counter() - started
         found = manifest.format if manifest else ""
         return VerifyReport(
-            place, found, False, manifest is not None, 0, 0, 0, 0, None, tuple(problems), (), seconds
+            place, found, False, manifest is not None, 0, 0, 0, 0, None, tuple(problems), (), (), seconds
         )
     with large_buffers_returned(), reader:
         if manifest is not None:
@@ -157,6 +158,7 @@ def verify(
             check.protected(),
             tuple(problems),
             not_finite,
+            tuple(unreadable(reader)),
             time.perf_counter() - started,
         )
 

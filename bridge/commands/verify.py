@@ -57,6 +57,11 @@ def _print(out: Console, report: VerifyReport) -> None:
         print_table(out, ("tensor", "NaN", "infinite"), rows)
         if len(report.not_finite) > SHOWN:
             print_line(out, f"... and {len(report.not_finite) - SHOWN} more tensors with NaNs or infinities")
+    if report.unread:
+        names = ", ".join(report.unread[:SHOWN]) + (", ..." if len(report.unread) > SHOWN else "")
+        print_line(
+            out, f"{len(report.unread)} of the tensors cannot be read, so nothing is said of them: {names}"
+        )
     if report.protected is None:
         checked = "read; it has no manifest, and whether its format has checksums is not known"
     elif report.protected == report.bytes:

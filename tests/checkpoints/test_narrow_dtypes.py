@@ -144,7 +144,10 @@ def test_a_packed_tensor_of_a_safetensors_file_hides_no_other(tmp_path: Path, co
     dtype = PACKED[code][0].name
     listed = json.loads(CliRunner().invoke(app, ["inspect", str(path), "--json"]).stdout)
     assert {t["name"]: t["dtype"] for t in listed["tensors"]} == {"p": dtype, "w": "float32"}
-    assert verify(path).good
+    report = verify(path)
+    assert (report.good, report.unread) == (True, ("p",))
+    said = CliRunner().invoke(app, ["verify", str(path)]).stdout
+    assert "1 of the tensors cannot be read, so nothing is said of them: p" in said
     message = (
         rf"found 'p' \({dtype}, {bits} bits an element, which share bytes\): leave them out \(--drop 'p'\)"
     )
