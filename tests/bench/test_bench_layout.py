@@ -86,6 +86,7 @@ def test_every_group_is_at_or_below_its_figures(cells: list[Cell], shards: tuple
     assert violations(cells) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", [0, 1], ids=["LCM", "FSDP2"])
 def test_the_rules_give_the_figures_of_the_notes(cells: list[Cell], column: int) -> None:
     figures = notes_figures()

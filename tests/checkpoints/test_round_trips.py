@@ -63,6 +63,7 @@ def torch_losses(own_ranks: RankGroup, tmp_path_factory: pytest.TempPathFactory)
     return own_ranks.run(1, plain_torch.save_and_go_on, "alone", str(path))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "world"), KINDS)
 def test_torch_goes_on_from_what_was_in_orbax_and_in_safetensors(
     own_ranks: RankGroup, tmp_path: Path, torch_losses: list[float], kind: str, world: int

@@ -96,6 +96,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.fast_cases("plain", "accumulating", "crossing")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_departs_from_its_plan_gets_the_same_results_as_without(
     ranks: RankGroup, name: str
