@@ -11,6 +11,7 @@ from rich.console import Console
 from bridge.commands.options import JsonOption, user_errors
 from bridge.commands.output import print_json, print_line, print_table
 from bridge.formats.base import CheckpointError
+from bridge.formats.stores.hub import hub_hint
 from bridge.formats.stores.store import place_of
 from bridge.sharding.drawing import MAX_RANKS
 from bridge.sharding.layout import SLOT_FIELDS, Layout
@@ -104,7 +105,7 @@ def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: b
 
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} does not exist: expected a layout file or a checkpoint directory there"
+            f"{path} does not exist: expected a layout file or a checkpoint directory there{hub_hint(path)}"
         )
     try:
         layout = Layout.from_json(path.read_bytes())
