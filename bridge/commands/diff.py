@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from bridge.checkpoints.ulp import LARGEST_ULP
 from bridge.commands.options import (
@@ -25,7 +24,7 @@ from bridge.commands.options import (
     some,
     user_errors,
 )
-from bridge.commands.output import byte_progress, print_json, print_line, print_table
+from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from bridge.checkpoints.diff import DiffReport, TensorDiff
@@ -120,7 +119,7 @@ def diff(
         tolerance = Tolerance(max_ulp, rtol, atol, max_error)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    with user_errors(), byte_progress(progress_console(), "diff") as progress:
+    with user_errors(json=json), byte_progress(progress_console(), "diff") as progress:
         report = run(
             a,
             b,

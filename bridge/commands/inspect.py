@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from bridge.commands.options import JsonOption, user_errors
-from bridge.commands.output import print_json, print_line, print_table
+from bridge.commands.output import Console, print_json, print_line, print_table
 from bridge.formats.base import CheckpointError
 from bridge.formats.stores.hub import hub_hint
 from bridge.formats.stores.store import place_of
@@ -52,7 +51,7 @@ def inspect(
     if picture is not None and not layout:
         raise typer.BadParameter("--picture needs --layout")
     out = Console()
-    with user_errors(PictureError):
+    with user_errors(PictureError, json=json):
         place = place_of(path)
         if layout and isinstance(place, Path) and not place.is_dir() and place.suffix != ".safetensors":
             _inspect_layout_file(out, place, picture, json)

@@ -216,9 +216,9 @@ class Leg:
         )
         for name in ("ranks", "steps", "microbatches"):
             _whole(f"[[leg]] {name}", getattr(self, name))
-        for name, known in (("moments", MOMENTS), ("precision", PRECISIONS)):
+        for name, dtypes in (("moments", MOMENTS), ("precision", PRECISIONS)):
             if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, full_name(getattr(self, name), known))
+                object.__setattr__(self, name, full_name(getattr(self, name), dtypes))
         _require(self.moments in MOMENTS, "[[leg]] moments", f"one of {', '.join(MOMENTS)}", self.moments)
         share = self.offload
         part = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1
