@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bridge.commands.grouping import grouped
 from bridge.commands.options import (
     AnyModelOption,
     AxisOption,
@@ -280,8 +281,8 @@ def _print_report(out: Console, report: ConvertReport) -> None:
         print_line(out, f"copied along: {some(report.companions)}")
     if report.kept:
         print_line(out, f"kept from the checkpoint that was replaced: {some(report.kept)}")
-    for name, reason in report.not_copied.items():
-        print_line(out, f"not copied: {name}: {reason}")
+    for line in grouped(report.not_copied.items()):
+        print_line(out, f"not copied: {line}")
     if not report.verified:
         print_line(
             out,
@@ -290,7 +291,8 @@ def _print_report(out: Console, report: ConvertReport) -> None:
         )
     if report.inexact:
         print_line(out, f"calculated, with rounding, {len(report.inexact)}: {some(report.inexact)}")
-    for name, count in report.overflowed.items():
-        print_line(out, f"warning: {name}: {count} finite elements became infinite or NaN by the cast")
+    lost = "finite elements became infinite or NaN by the cast"
+    for line in grouped((name, f"{count} {lost}") for name, count in report.overflowed.items()):
+        print_line(out, f"warning: {line}")
     if report.dropped:
         print_line(out, f"dropped {len(report.dropped)}: {some(report.dropped, _ASKED_FOR)}")

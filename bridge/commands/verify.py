@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bridge.commands.grouping import grouped
 from bridge.commands.options import SHOWN, JsonOption, progress_console, user_errors
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 from bridge.text import human_bytes
@@ -47,8 +48,8 @@ def verify(
 
 
 def _print(out: Console, report: VerifyReport) -> None:
-    for problem in report.problems:
-        print_line(out, f"{problem.where}: {problem.text}")
+    for line in grouped((problem.where, problem.text) for problem in report.problems):
+        print_line(out, line)
     if not report.opened:
         return
     if report.not_finite:
