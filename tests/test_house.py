@@ -7,7 +7,7 @@
     3  torch_impl          jax_impl
     2  bridge/mapping
     1  bridge/sharding     bridge/formats        bridge/text.py
-    0  bridge/callers.py
+    0  bridge/callers.py   bridge/dtype_names.py
 
 Mappings are below the runtimes, which save and load checkpoints under another model's names and layouts.
 
@@ -40,6 +40,7 @@ FLOORS = {
     "bridge.text": 1,
     "bridge.version": 1,
     "bridge.callers": 0,
+    "bridge.dtype_names": 0,
 }
 FORMATS = {"bridge.formats.dcp", "bridge.formats.orbax", "bridge.formats.safetensors"}
 

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from bridge.dtype_names import full_name, hint
 from bridge.formats.base import DTYPES, Box, CheckpointError, CheckpointReader, TreePath, is_whole
 from bridge.mapping.conventions import path_of_scales
 from bridge.mapping.operations import ChangedView, as_dtype
@@ -88,7 +89,7 @@ class Output:
 
 
 def parse_casts(options: Iterable[str]) -> dict[str, np.dtype]:
-    """`PATTERN=DTYPE` texts as a table, such as "model.*=bfloat16". CheckpointError for anything else."""
+    """`PATTERN=DTYPE` texts as a table, such as "model.*=bfloat16" or "*=bf16". CheckpointError for anything else."""
     casts: dict[str, np.dtype] = {}
     for option in options:
         pattern, equals, name = option.rpartition("=")
@@ -98,9 +99,14 @@ def parse_casts(options: Iterable[str]) -> dict[str, np.dtype]:
             )
         # One that is given again counts where it is given last.
         casts.pop(pattern, None)
-        if name not in DTYPES:
-            raise CheckpointError(f"expected a dtype out of {', '.join(DTYPES)}, got {name[:80]!r}")
-        casts[pattern] = DTYPES[name]
+        dtype = full_name(name, DTYPES)
+        if dtype not in DTYPES:
+            floating = ", ".join(known for known, one in DTYPES.items() if kind_of(one) == "floating-point")
+            raise CheckpointError(
+                f"cast {option[:80]!r}: expected a floating-point dtype ({floating}; bf16, fp16, fp32, fp64 and the "
+                f"like mean the same) or a complex one, got {name[:80]!r}{hint(name, DTYPES)}"
+            )
+        casts[pattern] = DTYPES[dtype]
     return casts
 
 

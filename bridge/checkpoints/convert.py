@@ -34,6 +34,7 @@ from bridge.checkpoints.selection import SelectedReader, Selection
 from bridge.checkpoints.workers import default_workers, large_buffers_returned
 from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
+from bridge.formats.companions import Companions
 from bridge.formats.files.working import Attempt
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import Progress
@@ -58,7 +59,7 @@ class ConvertOptions:
     selection: which part of the source. casts: dtypes by patterns of names in the destination. tied: whether a weight
     that has two names is to be there "once" or under "both"; default: as in the source. verify: hold the source to its
     manifest and to the checksums of its format, as far as it is read. any_model: use the mapping whatever model the
-    source's `config.json` names.
+    source's `config.json` names. companions: copy `config.json`, tokenizer files and the like along.
     """
 
     to: str | None = None
@@ -71,6 +72,7 @@ class ConvertOptions:
     tied: Tied | None = None
     verify: bool = True
     any_model: bool = False
+    companions: bool = True
 
     def __post_init__(self) -> None:
         if self.to is not None and self.to not in FORMATS:
@@ -85,7 +87,7 @@ class Conversion:
     of tensors and objects by name in the destination, see `leaf_kinds.py`, but for implied ones.
     files: the source's files, empty if they are in a store. digest: of these, by name, size and time. left_out: names
     in the source that do not go along, dropped or not selected. inexact: names in the destination of tensors that the
-    mapping calculates, with rounding.
+    mapping calculates, with rounding. companions: files that go along, see `bridge.formats.companions`.
     """
 
     source: Path | str
@@ -98,6 +100,7 @@ class Conversion:
     kinds: Mapping[str, str]
     left_out: tuple[str, ...]
     inexact: tuple[str, ...]
+    companions: Companions = field(default_factory=Companions)
 
     @cached_property
     def nbytes(self) -> int:
@@ -123,7 +126,8 @@ class ConvertReport:
     bytes: of the tensors' elements. resumed_bytes: those that an earlier attempt had written. dropped: names in the
     source that did not go along. overflowed: by name, how many finite elements a cast made infinite or NaN, without
     those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding. verified: whether
-    the source's checksums, where it has any, were compared.
+    the source's checksums, where it has any, were compared. companions: files that went along, such as `config.json`.
+    kept: those that a replaced checkpoint had, and the source has not. not_copied: why others did not go along.
     """
 
     source: Path | str
@@ -139,6 +143,9 @@ class ConvertReport:
     inexact: tuple[str, ...]
     verified: bool
     seconds: float
+    companions: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    not_copied: Mapping[str, str] = field(default_factory=dict)
 
 
 def convert(
@@ -155,6 +162,7 @@ def convert(
     tied: Tied | None = None,
     verify: bool = True,
     any_model: bool = False,
+    companions: bool = True,
     replace: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
@@ -162,11 +170,11 @@ def convert(
 ) -> ConvertReport:
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.
 
-    to, mapping, into, from_, axes, selection, casts, tied, any_model: see `ConvertOptions`. verify: whether checksums
-    of ``src`` are compared; without it, damage goes into ``dst``, whose own checksums then vouch for it. replace:
-    ``dst`` may be a checkpoint, which is kept until the new one is complete. resume: go on where an earlier attempt of
-    the same conversion was killed, and, if this one fails, keep what it has written to be resumed. workers: threads,
-    default by cores; memory grows with it, about 64 MiB each. A checkpoint for a URL is written to a temporary
+    to, mapping, into, from_, axes, selection, casts, tied, any_model, companions: see `ConvertOptions`. verify: whether
+    checksums of ``src`` are compared; without it, damage goes into ``dst``, whose own checksums then vouch for it.
+    replace: ``dst`` may be a checkpoint, which is kept until the new one is complete. resume: go on where an earlier
+    attempt of the same conversion was killed, and, if this one fails, keep what it has written to be resumed. workers:
+    threads, default by cores; memory grows with it, about 64 MiB each. A checkpoint for a URL is written to a temporary
     directory first, and replaces nothing.
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
@@ -185,6 +193,7 @@ def convert(
         tied,
         verify,
         any_model,
+        companions=companions,
     )
     workers = default_workers() if workers is None else workers
     if workers < 1:
@@ -236,7 +245,8 @@ def _convert(
             "plan": conversion.fingerprint,
             "twinshard": __version__,
         }
-        attempt = Attempt(require_replaceable if replace else None, key, resume)
+        beside = conversion.companions
+        attempt = Attempt(require_replaceable if replace else None, key, resume, beside.place)
         with (
             large_buffers_returned(),
             naming(destination),
@@ -263,7 +273,17 @@ def _convert(
             conversion.inexact,
             options.verify,
             time.perf_counter() - started,
+            *_went_along(beside, destination),
         )
+
+
+def _went_along(
+    beside: Companions, destination: Path
+) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, str]]:
+    if destination.is_dir():
+        return tuple(beside.files), tuple(beside.kept), beside.refused
+    one_file = dict.fromkeys(beside.files, f"{destination} is one file, and its directory may be anybody's")
+    return (), (), {**beside.refused, **one_file}
 
 
 @contextmanager
@@ -296,6 +316,11 @@ def planned(
         objects = {name: (path, reader.objects[old]) for name, (path, old) in kept.items()} | dict(plan.notes)
         origins = {name: old for name, (_, old) in kept.items()}
         kinds = carried_kinds(held, outputs.values(), objects, origins)
+        home = whole.home if isinstance(whole, StoredReader) else Path(whole.path)
+        beside = Companions.beside(home) if options.companions else Companions()
+        if isinstance(whole, StoredReader):
+            for file in beside.files.values():
+                whole.fetch(file, 0, file.stat().st_size)
         yield (
             Conversion(
                 place_of(source),
@@ -308,6 +333,7 @@ def planned(
                 kinds,
                 (*left_out, *plan.dropped),
                 plan.inexact,
+                beside,
             ),
             reader,
         )

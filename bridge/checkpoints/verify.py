@@ -41,6 +41,7 @@ from bridge.formats.files.manifest import (
     read_manifest,
 )
 from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
+from bridge.formats.stores.hub import hub_hint
 from bridge.formats.stores.mirror import Mirror
 from bridge.formats.stores.store import is_url
 
@@ -106,7 +107,7 @@ def verify(
         return dataclasses.replace(report, path=mirror.url, problems=named, seconds=seconds)
     place = Path(path)
     if not place.exists():
-        raise FileNotFoundError(f"{place} does not exist: expected a checkpoint there")
+        raise FileNotFoundError(f"{place} does not exist: expected a checkpoint there{hub_hint(path)}")
     problems: list[Problem] = []
     home = manifest_home(place)
     try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from bridge.commands.grouping import grouped
 from bridge.commands.options import (
     AnyModelOption,
     AxisOption,
@@ -24,7 +25,11 @@ from bridge.commands.options import (
     some,
     user_errors,
 )
-from bridge.commands.output import byte_progress, print_json, print_line, print_table
+from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
+from bridge.commands.parents import ask_for_parents, missing_parent
+from bridge.commands.stopping import leaving
+from bridge.formats.files.journal import abandoned
+from bridge.formats.stores.store import is_url
 from bridge.text import human_bytes
 
 if TYPE_CHECKING:
@@ -83,6 +88,13 @@ def convert(
             "into DST, and DST's new checksums vouch for it.",
         ),
     ] = True,
+    companions: Annotated[
+        bool,
+        typer.Option(
+            "--companions/--no-companions",
+            help="Copy config.json, tokenizer files and the like from beside SRC into DST.",
+        ),
+    ] = True,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be written, and stop.")
     ] = False,
@@ -95,6 +107,12 @@ def convert(
         typer.Option(
             "--resume",
             help="Continue the same conversion after it was killed; keep the finished work if interrupted.",
+        ),
+    ] = False,
+    parents: Annotated[
+        bool,
+        typer.Option(
+            "--parents", help="Create missing directories above DST without asking, as mkdir -p does."
         ),
     ] = False,
     workers: Annotated[
@@ -133,14 +151,23 @@ def convert(
             tied,
             verify,
             any_model,
+            companions=companions,
         )
-        with user_errors(), planned(src, options) as (conversion, _):
+        with user_errors(json=json), planned(src, options) as (conversion, _):
             if json:
                 print_json(out, conversion_document(conversion))
             else:
                 _print_plan(out, conversion, dst)
         return
-    with user_errors(), byte_progress(progress_console(), "convert") as progress:
+    with user_errors(json=json):
+        missing = missing_parent(dst)
+        if missing is not None and not parents:
+            ask_for_parents(missing, dst)
+    with (
+        leaving(lambda: _left(dst, replace, resume)),
+        user_errors(json=json),
+        byte_progress(progress_console(), "convert") as progress,
+    ):
         report = run(
             src,
             dst,
@@ -154,6 +181,7 @@ def convert(
             tied=tied,
             verify=verify,
             any_model=any_model,
+            companions=companions,
             replace=replace,
             resume=resume,
             progress=progress,
@@ -187,7 +215,22 @@ def conversion_document(conversion: Conversion) -> dict[str, object]:
         "objects": {name: value for name, (_, value) in conversion.objects.items()},
         "left_out": conversion.left_out,
         "inexact": conversion.inexact,
+        "companions": list(conversion.companions.files),
     }
+
+
+def _left(dst: str, replace: bool, resume: bool) -> str:
+    """What a conversion that was stopped leaves."""
+    if is_url(dst):
+        return "the same command with --resume goes on" if resume else f"nothing of it is at {dst}"
+    place = Path(dst)
+    if not replace and os.path.lexists(place):
+        return f"{dst} is complete"
+    kept = [str(directory) for directory in abandoned(place)] if resume else []
+    state = f"{dst} is one complete checkpoint, the old or the new one" if replace else f"{dst} is not there"
+    if kept:
+        return f"{state}; what is finished is in {kept[-1]}, and the same command with --resume goes on there"
+    return f"{state}, and nothing of the work is left"
 
 
 def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
@@ -208,6 +251,8 @@ def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
     print_table(out, ("tensor", "dtype", "shape", "size", "from"), rows, left=2)
     for name, (_, value) in conversion.objects.items():
         print_line(out, f"{name} = {value!r}")
+    if conversion.companions.files:
+        print_line(out, f"beside it: {some([*conversion.companions.files])}")
     if conversion.left_out:
         print_line(out, f"left out {len(conversion.left_out)}: {some(conversion.left_out, _ASKED_FOR)}")
     if conversion.inexact:
@@ -218,6 +263,8 @@ def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
         f"{len(conversion.outputs)} tensors, {len(conversion.objects)} objects, {human_bytes(conversion.nbytes)} "
         f"would be written{', over what is there' if os.path.lexists(destination) else ''}",
     )
+    if (missing := missing_parent(destination)) is not None:
+        print_line(out, f"{missing} does not exist: it would be asked about, or created by --parents")
 
 
 def _print_report(out: Console, report: ConvertReport) -> None:
@@ -230,6 +277,12 @@ def _print_report(out: Console, report: ConvertReport) -> None:
         f"{report.tensors} tensors, {report.objects} objects, "
         f"{human_bytes(report.bytes)}{resumed} in {report.seconds:.1f} s ({rate})",
     )
+    if report.companions:
+        print_line(out, f"copied along: {some(report.companions)}")
+    if report.kept:
+        print_line(out, f"kept from the checkpoint that was replaced: {some(report.kept)}")
+    for line in grouped(report.not_copied.items()):
+        print_line(out, f"not copied: {line}")
     if not report.verified:
         print_line(
             out,
@@ -238,7 +291,8 @@ def _print_report(out: Console, report: ConvertReport) -> None:
         )
     if report.inexact:
         print_line(out, f"calculated, with rounding, {len(report.inexact)}: {some(report.inexact)}")
-    for name, count in report.overflowed.items():
-        print_line(out, f"warning: {name}: {count} finite elements became infinite or NaN by the cast")
+    lost = "finite elements became infinite or NaN by the cast"
+    for line in grouped((name, f"{count} {lost}") for name, count in report.overflowed.items()):
+        print_line(out, f"warning: {line}")
     if report.dropped:
         print_line(out, f"dropped {len(report.dropped)}: {some(report.dropped, _ASKED_FOR)}")

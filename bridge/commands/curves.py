@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand
 
 from bridge.commands.options import JsonOption, user_errors
-from bridge.commands.output import print_json, print_line, print_table
+from bridge.commands.output import Console, print_json, print_line, print_table
 
 _AGAINST = "--against"
 
@@ -71,7 +70,7 @@ def curves_command(
     from bridge.parity.curves.compare import compare_runs
     from bridge.parity.curves.series import MetricsError
 
-    with user_errors(MetricsError):
+    with user_errors(MetricsError, json=json):
         report = compare_runs(a, against, metric, alpha=alpha, window=window, rtol=rtol)
         if out is not None:
             report.plot(out)

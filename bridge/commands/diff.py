@@ -6,9 +6,9 @@ import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from bridge.checkpoints.ulp import LARGEST_ULP
+from bridge.commands.grouping import grouped
 from bridge.commands.options import (
     SHOWN,
     AnyModelOption,
@@ -25,7 +25,7 @@ from bridge.commands.options import (
     some,
     user_errors,
 )
-from bridge.commands.output import byte_progress, print_json, print_line, print_table
+from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from bridge.checkpoints.diff import DiffReport, TensorDiff
@@ -120,7 +120,7 @@ def diff(
         tolerance = Tolerance(max_ulp, rtol, atol, max_error)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    with user_errors(), byte_progress(progress_console(), "diff") as progress:
+    with user_errors(json=json), byte_progress(progress_console(), "diff") as progress:
         report = run(
             a,
             b,
@@ -186,12 +186,14 @@ def _print(out: Console, report: DiffReport, all_: bool, histogram: bool) -> Non
     for title, names in only:
         if names:
             print_line(out, f"{title}: {some(names)}")
-    for name, text in (*report.mismatched, *report.structure):
-        print_line(out, f"{name}: {text}")
-    for name, left, right in report.objects:
+    for line in grouped((*report.mismatched, *report.structure)):
+        print_line(out, line)
+    for name, left, right in report.objects if all_ else report.objects[:SHOWN]:
         print_line(out, f"{name}: {left!r} in a, {right!r} in b")
-    for name, reason in report.unreadable:
-        print_line(out, f"{name} cannot be compared: {reason}")
+    if not all_ and len(report.objects) > SHOWN:
+        print_line(out, f"... and {len(report.objects) - SHOWN} more values that differ (--all lists them)")
+    for line in grouped((name, f"cannot be compared: {reason}") for name, reason in report.unreadable):
+        print_line(out, line)
     total, tolerance = report.total, report.tolerance
     rounded = sum(tensor.dtype_a != tensor.dtype_b for tensor in report.tensors)
     found = f"largest distance {total.max_ulp} ULP" if total.differing else "all bits agree"

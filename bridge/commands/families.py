@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from bridge.commands.options import JsonOption
-from bridge.commands.output import print_json, print_table
+from bridge.commands.output import Console, print_json, print_table
 from bridge.mapping.rules import family_names, load_mapping
 
 
@@ -24,15 +22,17 @@ def families(json: JsonOption = False) -> None:
     if json:
         print_json(
             console,
-            [
-                {
-                    "family": table.name,
-                    "conventions": list(table.conventions),
-                    "axes": list(table.config),
-                    "models": list(table.models),
-                }
-                for table in tables
-            ],
+            {
+                "families": [
+                    {
+                        "family": table.name,
+                        "conventions": list(table.conventions),
+                        "axes": list(table.config),
+                        "models": list(table.models),
+                    }
+                    for table in tables
+                ]
+            },
         )
         return
     rows = [

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from bridge.commands.options import JsonOption, user_errors
-from bridge.commands.output import print_json, print_line, print_table
+from bridge.commands.output import Console, print_json, print_line, print_table
 from bridge.formats.base import CheckpointError
+from bridge.formats.stores.hub import hub_hint
 from bridge.formats.stores.store import place_of
 from bridge.sharding.drawing import MAX_RANKS
 from bridge.sharding.layout import SLOT_FIELDS, Layout
 from bridge.text import human_bytes
+
+if TYPE_CHECKING:
+    from bridge.checkpoints.summary import Summary
 
 
 def inspect(
@@ -29,12 +32,24 @@ def inspect(
         Path | None,
         typer.Option("--picture", metavar="FILE", help="With --layout: also draw a .png, .svg or .pdf."),
     ] = None,
+    tree: Annotated[
+        bool | None,
+        typer.Option(
+            "--tree/--list", help="A tree, or a row for each tensor; default: a tree on a terminal."
+        ),
+    ] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option("--depth", min=0, metavar="N", help="A tree of the first N levels of names only."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """List what a checkpoint holds.
 
-    The list has every tensor with its shape, dtype, size and number of stored chunks, totals by group, and the values
-    that are not tensors. It also says whether there is a manifest, by which `twinshard verify` detects changes.
+    Every tensor has its shape, dtype, size and number of stored chunks. On a terminal they are a tree, with counts and
+    bytes of each group, in which layers that are alike are one branch, {0..31}. In a pipe there is a row for each
+    tensor, with its whole name, and totals by group. Values that are not tensors follow. The first line says whether
+    there is a manifest, by which `twinshard verify` detects changes.
 
     With --layout, the command draws to scale instead. For a checkpoint the drawing shows which chunk stores which
     rows. For a layout file (the JSON of a planned layout) it shows what every rank holds, with dots for padding.
@@ -42,16 +57,24 @@ def inspect(
     \b
     Example:
       twinshard inspect runs/torch/step_40
+      twinshard inspect runs/torch/step_40 --depth 2
+      twinshard inspect runs/torch/step_40 --list | grep exp_avg
       twinshard inspect layout.json --layout --picture layout.png
     """
     from bridge.checkpoints.picture import PictureError, chunks_figure, save_picture
     from bridge.checkpoints.summary import chunk_lines
     from bridge.checkpoints.summary import inspect as run
+    from bridge.checkpoints.tensor_tree import tensor_tree
+    from bridge.commands.tree import print_tree
 
+    if depth is not None and tree is False:
+        raise typer.BadParameter("--depth is of a tree: expected no --list beside it")
+    if layout and (tree is not None or depth is not None):
+        raise typer.BadParameter("--layout draws chunks: expected no --tree, --list or --depth beside it")
     if picture is not None and not layout:
         raise typer.BadParameter("--picture needs --layout")
     out = Console()
-    with user_errors(PictureError):
+    with user_errors(PictureError, json=json):
         place = place_of(path)
         if layout and isinstance(place, Path) and not place.is_dir() and place.suffix != ".safetensors":
             _inspect_layout_file(out, place, picture, json)
@@ -75,22 +98,20 @@ def inspect(
             out, {**vars(summary), "bytes": summary.bytes, "num_chunks": summary.chunks, "tensors": tensors}
         )
         return
-    print_line(
-        out,
+    title = (
         f"{summary.path}: {summary.format}, {len(summary.tensors)} tensors in {summary.chunks} chunks, "
-        f"{human_bytes(summary.bytes)}, {'with its' if summary.manifest else 'no'} manifest",
+        f"{human_bytes(summary.bytes)}, {'with its' if summary.manifest else 'no'} manifest"
     )
     if layout:
+        print_line(out, title)
         for line in chunk_lines(summary.tensors):
             print_line(out, line)
         return
-    rows = [
-        (t.name, t.dtype.name, str(list(t.shape)), human_bytes(t.nbytes), str(len(t.chunks)))
-        for t in summary.tensors
-    ]
-    print_table(out, ("tensor", "dtype", "shape", "size", "chunks"), rows, left=2)
-    totals = [(g.name, str(g.tensors), str(g.elements), human_bytes(g.bytes)) for g in summary.groups]
-    print_table(out, ("group", "tensors", "elements", "size"), totals)
+    if tree or depth is not None or (tree is None and out.is_terminal):
+        print_tree(out, title, tensor_tree(summary.tensors), depth)
+    else:
+        print_line(out, title)
+        _print_list(out, summary)
     for name, kind in summary.key_types.items():
         print_line(out, f"{name} is a typed PRNG key, key<{kind}>")
     for name, value in summary.objects.items():
@@ -99,12 +120,24 @@ def inspect(
         print_line(out, f"{name} cannot be read: {reason}")
 
 
+def _print_list(out: Console, summary: Summary) -> None:
+    rows = [
+        (t.name, t.dtype.name, str(list(t.shape)), human_bytes(t.nbytes), str(len(t.chunks)))
+        for t in summary.tensors
+    ]
+    print_table(out, ("tensor", "dtype", "shape", "size", "chunks"), rows, left=2)
+    # Flat names make a group of each tensor: that would be the same table again.
+    if any(group.tensors > 1 for group in summary.groups):
+        totals = [(g.name, str(g.tensors), str(g.elements), human_bytes(g.bytes)) for g in summary.groups]
+        print_table(out, ("group", "tensors", "elements", "size"), totals)
+
+
 def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: bool) -> None:
     from bridge.checkpoints.picture import layout_figure, save_picture
 
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} does not exist: expected a layout file or a checkpoint directory there"
+            f"{path} does not exist: expected a layout file or a checkpoint directory there{hub_hint(path)}"
         )
     try:
         layout = Layout.from_json(path.read_bytes())

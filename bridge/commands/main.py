@@ -1,18 +1,19 @@
 """The `twinshard` command.
 
 Exit status: 0 for success, 1 when the answer is no (checkpoints or curves differ, a relay promise is broken), 2 for an
-error, which is one message on standard error. Results go to standard output, progress to standard error.
+error, which is one message on standard error, 128 + n after signal n, also where a reader closed the pipe (141).
+Results go to standard output, progress to standard error. With `--json` standard output is one document in any case:
+for an error {"version": 1, "error": {"kind": ..., "message": ..., "status": 2}}.
 """
 
 from __future__ import annotations
 
 import gc
-import signal
+import sys
 import warnings
 from typing import Annotated, TextIO
 
 import typer
-from rich.console import Console
 
 import bridge
 from bridge.commands.convert import convert
@@ -21,10 +22,11 @@ from bridge.commands.diff import diff
 from bridge.commands.families import families
 from bridge.commands.inspect import inspect
 from bridge.commands.map import map_
-from bridge.commands.output import print_line
+from bridge.commands.output import Console, print_failure, print_line
 from bridge.commands.parity import parity
 from bridge.commands.plan import plan
 from bridge.commands.relay import relay
+from bridge.commands.stopping import Stopped, stop_on_signals
 from bridge.commands.verify import verify
 
 app = typer.Typer(
@@ -76,23 +78,31 @@ def _show_warning(
     print_line(Console(stderr=True), f"warning: {message}")
 
 
-def _terminate(signal_number: int, _: object) -> None:
-    # A closing terminal may send its signal twice, and a second signal must not interrupt the cleaning up.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    # An exception unwinds the stack, which removes a half-written destination.
-    raise SystemExit(128 + signal_number)
+# What typer raises for wrong usage; of these classes only this one's subclass has a public name in all versions.
+_WrongUsage: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 def main() -> None:
     """Entry point of the `twinshard` command."""
     warnings.showwarning = _show_warning
-    signal.signal(signal.SIGTERM, _terminate)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
-        signal.signal(signal.SIGHUP, _terminate)
+    stop_on_signals()
     # The metadata of thousands of tensors lives until the end; scanning it again and again takes a fifth of the time.
     gc.set_threshold(100_000)
-    app()
+    json = "--json" in sys.argv[1:]
+    try:
+        status = app(standalone_mode=False)
+    except Stopped as stopped:
+        print_failure(stopped, str(stopped), int(str(stopped.code)), json=json)
+        raise
+    except _WrongUsage as error:
+        error.show()  # type: ignore[attr-defined]  # all of typer's errors of usage have it
+        if json:
+            print_failure(error, error.format_message(), 2, json=True, told=True)  # type: ignore[attr-defined]
+        raise SystemExit(2) from None
+    except typer.Abort:
+        print_line(Console(stderr=True), "stopped: the question was not answered")
+        raise SystemExit(1) from None
+    raise SystemExit(status if isinstance(status, int) else 0)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from bridge.commands.options import JsonOption, some, user_errors
-from bridge.commands.output import print_json, print_line
+from bridge.commands.output import Console, print_json, print_line
 
 
 def map_(
@@ -43,7 +42,7 @@ def map_(
         raise typer.BadParameter(
             f"{out} exists already: expected a new file for --out; remove the old one, or choose another name"
         )
-    with user_errors():
+    with user_errors(json=json):
         proposal = propose(a, b, values=values)
         if out is not None:
             with open(out, "x", encoding="utf-8") as file:

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
-from bridge.commands.output import print_line
+from bridge.commands.output import Console, print_failure
 from bridge.formats.base import CheckpointError
 
 SHOWN = 20
@@ -54,13 +53,16 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 
 @contextmanager
-def user_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn the errors a user can cause into one message and exit status 2; other errors keep their traceback."""
+def user_errors(*kinds: type[Exception], json: bool = False) -> Iterator[None]:
+    """Turn the errors a user can cause into one message and exit status 2; other errors keep their traceback.
+
+    json: the message is also a document on standard output.
+    """
     expected: tuple[type[Exception], ...] = (CheckpointError, OSError, *kinds)
     try:
         yield
     except expected as error:
-        print_line(Console(stderr=True), f"error: {explained(error)}")
+        print_failure(error, f"error: {explained(error)}", 2, json=json)
         raise typer.Exit(2) from None
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console as RichConsole
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -27,18 +29,46 @@ PLAIN_SECONDS = 10.0
 """In a pipe, progress is a line at most this often."""
 
 
-def print_json(console: Console, value: object) -> None:
-    """Print one indented JSON document, at any width of the terminal."""
-    console.out(json.dumps(plain_json(value), indent=1, allow_nan=False), highlight=False)
+JSON_VERSION = 1
+"""Of the documents of `--json`: it grows when a key is renamed, removed, or means something else; keys may be added."""
+_BROKEN_PIPE = 141  # 128 + SIGPIPE, as of a program that the signal ends
 
 
-def print_line(console: Console, text: str = "") -> None:
+class Console(RichConsole):
+    """A console of which a pipe's reader may take a part only, as in `| head`: then the command ends without a word."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        # What Python still flushes at its end goes nowhere.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno() if self.stderr else sys.stdout.fileno())
+        raise SystemExit(_BROKEN_PIPE)
+
+
+def print_json(console: RichConsole, value: object) -> None:
+    """Print one indented JSON document, at any width of the terminal. Its first key is its version."""
+    document = {"version": JSON_VERSION, **plain_json(value)}
+    console.out(json.dumps(document, indent=1, allow_nan=False), highlight=False)
+
+
+def print_failure(
+    error: BaseException, message: str, status: int, *, json: bool = False, told: bool = False
+) -> None:
+    """Print an error's message on standard error, unless that was ``told``, and as a document with ``json``."""
+    if not told:
+        print_line(Console(stderr=True), message)
+    if json:
+        found = {"kind": type(error).__name__, "message": message.removeprefix("error: "), "status": status}
+        print_json(Console(), {"error": found})
+
+
+def print_line(console: RichConsole, text: str = "") -> None:
     """Print a line of text. Characters that would control the terminal are escaped."""
     console.out(printable(text), highlight=False)
 
 
 def print_table(
-    console: Console,
+    console: RichConsole,
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     left: int = 1,
@@ -78,7 +108,9 @@ def _too_wide(width: int, columns: Sequence[str], rows: Sequence[Sequence[str]],
     return names + sum(lengths[left:]) + 3 * len(columns) + 1 > width
 
 
-def _print_blocks(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> None:
+def _print_blocks(
+    console: RichConsole, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int
+) -> None:
     margin = max(len(name) for name in columns[left:])
     blocks = [
         "\n".join(
@@ -97,7 +129,7 @@ def _print_blocks(console: Console, columns: Sequence[str], rows: Sequence[Seque
 
 
 @contextmanager
-def byte_progress(console: Console, title: str) -> Iterator[Callable[[int, int, str], None]]:
+def byte_progress(console: RichConsole, title: str) -> Iterator[Callable[[int, int, str], None]]:
     """A callback for bytes done, bytes in all and the tensor's name, shown on ``console`` while the block runs."""
     # A dumb terminal is not interactive: it cannot go back in a line.
     if console.is_interactive:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from bridge.commands.options import (
     AxisOption,
@@ -17,7 +16,7 @@ from bridge.commands.options import (
     progress_console,
     user_errors,
 )
-from bridge.commands.output import print_json, print_line, print_table
+from bridge.commands.output import Console, print_json, print_line, print_table
 from bridge.mapping import MappingError
 
 
@@ -61,7 +60,7 @@ def parity(
     def say(text: str) -> None:
         print_line(progress, f"parity: {text}")
 
-    with user_errors(RunFileError, TraceError, MappingError, ValueError):
+    with user_errors(RunFileError, TraceError, MappingError, ValueError, json=json):
         if len(runs) == 2 and all(map(is_trace, runs)):
             if mapping is None:
                 raise ValueError("two traces: expected --mapping, which relates their parameters, got none")

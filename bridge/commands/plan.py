@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from bridge.commands.output import print_json, print_line, print_table
+from bridge.commands.output import Console, print_failure, print_json, print_line, print_table
 from bridge.commands.plan_options import (
     AttentionOption,
     BatchShapesOption,
@@ -264,7 +263,7 @@ def plan(
             )
         write_pictures(chart, page, comparison, steps, findings or ())
     except (PlanError, PictureError, OSError) as error:
-        print_line(Console(stderr=True), f"error: {explained(error)}")
+        print_failure(error, f"error: {explained(error)}", 2, json=json)
         raise typer.Exit(2) from None
     if json:
         found = {**document(comparison), "compiled": [check.as_dict() for check in checks]}

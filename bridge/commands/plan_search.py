@@ -6,9 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
-from bridge.commands.output import print_line, print_table
+from bridge.commands.output import Console, print_line, print_table
 from bridge.commands.plan_pictures import write_whole
 from bridge.planning.comparison import Comparison
 from bridge.planning.cost import Plan, Workload, make_plan

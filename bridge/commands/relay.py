@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from bridge.commands.options import JsonOption, progress_console, user_errors
-from bridge.commands.output import print_json, print_line, print_table
+from bridge.commands.output import Console, print_json, print_line, print_table
 
 
 def relay(
@@ -49,7 +48,7 @@ def relay(
         return loaded if repeats is None else replace(loaded, repeats=repeats)
 
     folder = out or Path("runs") / time.strftime("relay-%Y%m%d-%H%M%S")
-    with user_errors(ConfigError, RelayError):
+    with user_errors(ConfigError, RelayError, json=json):
         report = run(configured(), folder, progress_console())
     console = Console()
     if json:

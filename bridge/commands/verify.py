@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from bridge.commands.grouping import grouped
 from bridge.commands.options import SHOWN, JsonOption, progress_console, user_errors
-from bridge.commands.output import byte_progress, print_json, print_line, print_table
+from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 from bridge.text import human_bytes
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def verify(
     """
     from bridge.checkpoints.verify import verify as run
 
-    with user_errors(), byte_progress(progress_console(), "verify") as progress:
+    with user_errors(json=json), byte_progress(progress_console(), "verify") as progress:
         report = run(path, finite=finite, workers=workers, progress=progress)
     out = Console()
     if json:
@@ -48,8 +48,8 @@ def verify(
 
 
 def _print(out: Console, report: VerifyReport) -> None:
-    for problem in report.problems:
-        print_line(out, f"{problem.where}: {problem.text}")
+    for line in grouped((problem.where, problem.text) for problem in report.problems):
+        print_line(out, line)
     if not report.opened:
         return
     if report.not_finite:

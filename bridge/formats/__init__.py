@@ -31,6 +31,7 @@ from bridge.formats.files.mapped import Fetch
 from bridge.formats.files.working import Attempt
 from bridge.formats.orbax.item import is_unfinished
 from bridge.formats.safetensors.files import holds_safetensors
+from bridge.formats.stores.hub import hub_hint
 from bridge.formats.stores.store import is_url
 
 __all__ = [
@@ -63,7 +64,7 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     """
     place = Path(path)
     if not place.exists():
-        raise FileNotFoundError(f"{place} does not exist: expected a checkpoint there")
+        raise FileNotFoundError(f"{place} does not exist: expected a checkpoint there{hub_hint(path)}")
     if is_unfinished(Path(os.path.abspath(place))):
         raise CheckpointError(
             f"{place} is a checkpoint that was never finished (its writer stopped half-way): remove it, and use an "
@@ -101,6 +102,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
     Errors as in `detect_format`, or CheckpointError; OSError when the store at the URL fails.
     """
     if is_url(path):
+        if hint := hub_hint(path):
+            raise CheckpointError(f"{path} is a page: expected the address of a checkpoint's files{hint}")
         from bridge.formats.stores.reader import StoredReader
 
         return StoredReader(str(path), lambda mirror: _open(mirror.path, mirror.fetch, verify))

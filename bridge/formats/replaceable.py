@@ -1,6 +1,7 @@
 """Whether a path holds one checkpoint and nothing else. Only then may it be replaced: replacing removes all of it.
 
 runs/step_1/.metadata, __0_0.distcp              may be replaced
+runs/step_1/.metadata, __0_0.distcp, config.json may be replaced: config.json stays, or becomes the new one's
 runs/step_1/.metadata, __0_0.distcp, notes.txt   not: notes.txt would be lost
 runs            (step_1, step_2 and others)      not: they are several checkpoints
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from bridge.formats.base import CheckpointError
+from bridge.formats.companions import Companions, is_companion
 from bridge.formats.dcp.metadata import metadata_files
 from bridge.formats.files.journal import JOURNAL_FILE
 from bridge.formats.files.manifest import MANIFEST_FILE
@@ -68,7 +70,8 @@ def _foreign(path: Path) -> list[str]:
     names = sorted(child.name for child in path.iterdir())
     if any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
         files = find_files(path)
-        return sorted(set(names) - {*files.names, files.index, *_OURS})
+        ours = {*files.names, files.index, *_OURS}
+        return sorted(name for name in names if name not in ours and not _stays(path / name))
     shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     raise CheckpointError(
         f"{path} is no checkpoint: expected one to replace, with its files directly in the directory, found "
@@ -94,5 +97,10 @@ def _others(path: Path, patterns: Iterable[str]) -> list[str]:
     return sorted(
         child.name
         for child in path.iterdir()
-        if not any(fnmatch.fnmatchcase(child.name, pattern) for pattern in known)
+        if not any(fnmatch.fnmatchcase(child.name, pattern) for pattern in known) and not _stays(child)
     )
+
+
+def _stays(child: Path) -> bool:
+    """Whether replacing keeps this file; see `Companions.place`."""
+    return is_companion(child.name) and child.name in Companions.beside(child.parent).files

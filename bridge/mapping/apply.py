@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from bridge.formats.base import TensorInfo, is_whole
-from bridge.mapping.entries import HALF, PAIR, Entry, Rule
+from bridge.mapping.entries import PAIR, Entry, Rule
 from bridge.mapping.errors import MappingError
-from bridge.mapping.expression import Affine, Alternative, Undetermined
+from bridge.mapping.expression import Affine, Alternative
+from bridge.mapping.open_axes import OpenAxes, equations_of, named
 from bridge.mapping.operations import Change, ChangedView, change
 from bridge.mapping.relation import Block, TensorView, identity
 from bridge.mapping.scales import scale_view
@@ -36,13 +37,14 @@ class Axes:
     """Axis sizes that are known without the source's shapes.
 
     absent: why an axis of the table has no size, by axis. wanted: target tensors whose shapes are known, by weight;
-    they give sizes that stay open otherwise.
+    they give sizes that stay open otherwise. asked: axes that the mapping's tables name, of which errors speak first.
     """
 
     sizes: Mapping[str, int]
     alias: Mapping[str, str]
     absent: Mapping[str, str]
     wanted: Mapping[str, TensorInfo] = field(default_factory=dict)
+    asked: tuple[str, ...] = ()
 
 
 def apply_rule(
@@ -155,6 +157,7 @@ class _Instance:
             yield self.outputs_[0].path.format(self.at), *self._finished(view, changes)
             return
         sizes = self._sizes(infos)
+        self._require_sizes(infos, sizes)
         parts = dict(self._parts(self.inputs_, sizes))
         for entry in self.outputs_:
             assert entry.expression is not None
@@ -267,21 +270,27 @@ class _Instance:
     ) -> Iterator[tuple[frozenset[str], tuple[Entry, Alternative]]]:
         for entry in entries:
             assert entry.expression is not None
-            try:
-                alternatives = entry.expression.alternatives(sizes)
-            except Undetermined as error:
-                axis = error.axes[0]
-                name = axis if axis.startswith("{") else self.axes.alias.get(axis, axis)
-                name, shown = (text.removesuffix(PAIR).removesuffix(HALF) for text in (name, axis))
-                absent = f" ({self.axes.absent[name]})" if name in self.axes.absent else ""
-                raise self._error(
-                    f"the size of axis {shown} does not follow from the shapes{absent}; give it in the mapping's "
-                    f"[axes] table or on the command line as --axis {name}=SIZE, in a program by "
-                    f"load_mapping(...).with_axes({{{name!r}: SIZE}})"
-                ) from error
+            alternatives = entry.expression.alternatives(sizes)
             yield from zip(
                 entry.axis_sets(), ((entry, alternative) for alternative in alternatives), strict=True
             )
+
+    def _require_sizes(self, infos: list[list[TensorInfo]], sizes: Values) -> None:
+        """Raise OpenAxes unless all sizes are known."""
+        expressions = [e.expression for e in (*self.inputs_, *self.outputs_) if e.expression is not None]
+        if all(expression.axes() <= sizes.keys() for expression in expressions):
+            return
+        shapes = [(e, members[0]) for e, members in zip(self.inputs_, infos, strict=True)]
+        equations = [
+            equation
+            for entry, info in (*shapes, *self.beside)
+            if entry.expression is not None
+            for equation in equations_of(entry.expression, info.shape, sizes, self.axes.alias)
+        ]
+        missing = {axis for expression in expressions for axis in expression.axes() if axis not in sizes}
+        needed = frozenset(named(axis, self.axes.alias) for axis in missing)
+        absent = {axis: why for axis, why in self.axes.absent.items() if axis in needed}
+        raise OpenAxes(self.rule, needed, equations, self.axes.asked, absent)
 
     def _block(
         self,

@@ -78,7 +78,7 @@ def known_sizes(reader: CheckpointReader, mapping: MappingTable) -> Axes:
                     f"positions, got {size}"
                 )
             sizes[axis + PAIR] = size // 2
-    return Axes(sizes, alias, absent)
+    return Axes(sizes, alias, absent, asked=(*mapping.config, *absent))
 
 
 def _scalar(reader: CheckpointReader, mapping: MappingTable, axis: str, info: TensorInfo) -> int:

@@ -20,6 +20,7 @@ from bridge.mapping.apply import View
 from bridge.mapping.conventions import ADAM, BY_WEIGHT, SCALES, Convention, Section, State, tree_places
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import Found, Tensors
+from bridge.mapping.problems import NAMES, Problems
 from bridge.mapping.relation import identity
 
 _SHOWN = 10
@@ -28,7 +29,7 @@ Content = View | np.ndarray
 Outputs = Mapping[Section, Mapping[str, View]]
 
 
-def merged(found: Found, problems: list[str]) -> dict[Section, Tensors]:
+def merged(found: Found, problems: Problems) -> dict[Section, Tensors]:
     """Moments and scales of all states by section and weight. Two of a kind for a weight are added to the problems."""
     sections: dict[Section, Tensors] = {section: {} for section in (*BY_WEIGHT, "step")}
     for state in found.states:
@@ -36,13 +37,14 @@ def merged(found: Found, problems: list[str]) -> dict[Section, Tensors]:
             for weight, info in tensors.items():
                 other = sections[section].setdefault(weight, info)
                 if other is not info:
-                    problems.append(
-                        f"expected one {section} of weight {weight}, got {other.name} and {info.name}"
+                    problems.add(
+                        f"expected one {section} of a weight, got two of {NAMES}",
+                        f"{weight} ({other.name}, {info.name})",
                     )
     return sections
 
 
-def require_whole(found: Found, usual: Convention, where: str, problems: list[str]) -> None:
+def require_whole(found: Found, usual: Convention, where: str, problems: Problems) -> None:
     """Check that each state is whole: scales with their moment, and Adam's with both and, where steps are kept, a step.
 
     usual: the convention with its usual places, where a step count without moments may be.
@@ -108,7 +110,7 @@ class StatePlan:
     outputs: Outputs
     kept: bool
 
-    def tensors(self, problems: list[str]) -> Iterator[tuple[Section, str, int, Content]]:
+    def tensors(self, problems: Problems) -> Iterator[tuple[Section, str, int, Content]]:
         """Each as (section, weight, number of the state, content). A step count for a whole state has no weight."""
         origin: dict[str, tuple[int, str]] = {}
         for number, state in enumerate(self.found.states):
@@ -124,23 +126,23 @@ class StatePlan:
                 yield section, weight, self._state(weight, found, problems), view
         yield from self._steps(sources, problems)
 
-    def _state(self, weight: str, sources: Sequence[tuple[int, str]], problems: list[str]) -> int:
+    def _state(self, weight: str, sources: Sequence[tuple[int, str]], problems: Problems) -> int:
         if not self.kept:
             return self.target.state_of(weight)
         numbers = sorted({number for number, _ in sources})
         if len(numbers) > 1:
             names = " and ".join(self.found.convention.name_of("exp_avg", "*", number) for number in numbers)
-            problems.append(
-                f"expected the moments of {weight} from one optimizer state, got them from {names}"
+            problems.add(
+                f"expected the moments of {NAMES} from one optimizer state, got them from {names}", weight
             )
         return numbers[0] if numbers else 0
 
     def _steps(
-        self, sources: Mapping[str, Mapping[tuple[int, str], None]], problems: list[str]
+        self, sources: Mapping[str, Mapping[tuple[int, str], None]], problems: Problems
     ) -> Iterator[tuple[Section, str, int, Content]]:
         due: dict[tuple[int, str], dict[str, TensorInfo]] = {}
         for weight, found in sources.items():
-            number = self._state(weight, list(found), [])
+            number = self._state(weight, list(found), Problems())
             key = (number, "" if self.target.one_step else weight)
             infos = due.setdefault(key, {})
             for state, source in found:
@@ -153,7 +155,7 @@ class StatePlan:
             try:
                 yield "step", weight, number, self._content(list(infos.values()), number, weight)
             except MappingError as error:
-                problems.append(str(error))
+                problems.raised(error)
 
     def _step(self, state: int, weight: str) -> TensorInfo | None:
         found = self.found.states[state]

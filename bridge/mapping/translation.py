@@ -6,7 +6,7 @@ reveal, so a conversion that does not fit fails before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
@@ -32,6 +32,7 @@ from bridge.mapping.found import NameIndex, Tensors, find
 from bridge.mapping.hyperparameters import followed
 from bridge.mapping.notes import PLACES, note, noted, read_notes
 from bridge.mapping.plan import Plan, PlannedTensor
+from bridge.mapping.problems import NAMES, Problems
 from bridge.mapping.relation import identity
 from bridge.mapping.rules import MappingTable
 from bridge.mapping.scales import of_whole_rows
@@ -107,7 +108,7 @@ class _Planner:
         self.index, self.moments_index = (
             NameIndex(mapping.rules, self.source.name, moments=moments) for moments in (False, True)
         )
-        self.problems: list[str] = []
+        self.problems = Problems()
 
     def plan(self) -> Plan:
         found, planned = self.found, []
@@ -131,7 +132,7 @@ class _Planner:
         ]
         if unmatched or idle:
             self.problems.append(self._misfit(unmatched, idle))
-        self.problems += self._uneven(owners)
+        self._uneven(owners)
         outputs: dict[Section, dict[str, View]] = {section: {} for section in BY_WEIGHT}
         for moment in MOMENTS:
             owned = self._owners(moment, sections[moment])
@@ -152,7 +153,7 @@ class _Planner:
         if any(outputs.values()):
             values = values | self._empty_parts()
         if self.problems:
-            problems = list(dict.fromkeys(self.problems))
+            problems = self.problems.texts(self.mapping.name)
             shown = problems[:_MAX_PROBLEMS]
             more = len(problems) - len(shown)
             raise MappingError("\n".join([*shown, *([f"... and {more} more problems"] if more else [])]))
@@ -236,12 +237,13 @@ class _Planner:
         for weight, info in tensors.items():
             rules = index.rules_of(weight)
             if len(rules) > 1:
-                self.problems.append(f"tensor {info.name} matches two rules: {rules[0]} and {rules[1]}")
+                self.problems.add(f"tensor {NAMES} matches two rules: {rules[0]} and {rules[1]}", info.name)
             owners[weight] = rules[0]
             if section == "weights" and not rules[0].entries(self.target.name):
-                self.problems.append(
-                    f"tensor {info.name} has no counterpart in convention {self.target.name}: drop it, or add one to "
-                    f"rule {rules[0]}"
+                self.problems.add(
+                    f"tensor {NAMES} has no counterpart in convention {self.target.name}: drop it, or add one to rule "
+                    f"{rules[0]}",
+                    info.name,
                 )
         return owners
 
@@ -274,16 +276,17 @@ class _Planner:
             found: list[_Made] = self._try(partial(list[_Made], made)) or []
             for weight, view, scale in found:
                 if weight in makers:
-                    self.problems.append(
-                        f"{self.target.name} {weight} is made by two rules, and only one can be written: "
-                        f"{makers[weight]} and {rule}"
+                    self.problems.add(
+                        f"{self.target.name} {NAMES} is made by two rules, and only one can be written: "
+                        f"{makers[weight]} and {rule}",
+                        weight,
                     )
                 makers[weight], views[weight] = rule, view
                 if scale is not None:
                     scale_views[weight] = of_whole_rows(scale, self.reader)
         return views, scale_views
 
-    def _uneven(self, owners: Mapping[str, Rule]) -> Iterator[str]:
+    def _uneven(self, owners: Mapping[str, Rule]) -> None:
         """Find rules without a tensor for a number that other rules have. No other check misses the last layer's."""
         rules = {id(rule): rule for rule in owners.values() if not rule.optional}
         # Numbers are grouped by the text before them, so that layers and blocks are counted separately.
@@ -297,9 +300,10 @@ class _Planner:
             everything = set().union(*by_rule.values())
             for key, values in by_rule.items():
                 if missing := sorted(everything - values):
-                    yield (
-                        f"rule {rules[key]}: expected a tensor for each {place} that other rules have, found none for "
-                        f"{', '.join(map(str, missing[:_SHOWN]))}; if the model is like that, mark the rule optional"
+                    self.problems.add(
+                        f"rule {NAMES}: expected a tensor for each {place} that other rules have, found none for "
+                        f"{', '.join(map(str, missing[:_SHOWN]))}; if the model is like that, mark the rule optional",
+                        str(rules[key]),
                     )
 
     def _try(self, work: Callable[[], T]) -> T | None:
@@ -307,7 +311,7 @@ class _Planner:
         try:
             return work()
         except MappingError as error:
-            self.problems.append(str(error))
+            self.problems.raised(error)
             return None
 
     @cached_property

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bridge.dtype_names import full_name
 from bridge.parity.corpus import VOCABULARY
 from bridge.sharding import PolicyError, ShardingPolicy
 
@@ -215,6 +216,9 @@ class Leg:
         )
         for name in ("ranks", "steps", "microbatches"):
             _whole(f"[[leg]] {name}", getattr(self, name))
+        for name, dtypes in (("moments", MOMENTS), ("precision", PRECISIONS)):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, full_name(getattr(self, name), dtypes))
         _require(self.moments in MOMENTS, "[[leg]] moments", f"one of {', '.join(MOMENTS)}", self.moments)
         share = self.offload
         part = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1

@@ -14,6 +14,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from bridge.dtype_names import full_name
 from bridge.planning.dtypes import BYTES
 from bridge.planning.errors import PlanError
 
@@ -55,6 +56,8 @@ def _array(place: str, entry: object) -> BatchArray:
     sizes = shape if isinstance(shape, list) else []
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise PlanError(f"{place}: shape: expected a list of ints >= 1, rows first, got {shape!r}")
+    if isinstance(dtype, str):
+        dtype = full_name(dtype, BYTES)
     if dtype not in BYTES:
         raise PlanError(f"{place}: dtype: expected one of {', '.join(BYTES)}, got {dtype!r}")
     return BatchArray(tuple(sizes), dtype)

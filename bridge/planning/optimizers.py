@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from bridge.dtype_names import full_name
 from bridge.planning.errors import PlanError
 from bridge.planning.runtimes import framework
 
@@ -42,6 +43,8 @@ class Optimizer:
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise PlanError(f"--optimizer: expected one of {', '.join(NAMES)}, got {self.name!r}")
+        full = (one if one is None else full_name(one, MOMENT_BYTES) for one in self.moments)
+        object.__setattr__(self, "moments", tuple(full))
         for dtype in self.moments:
             if dtype is not None and dtype not in MOMENT_BYTES:
                 raise PlanError(f"--moments: expected one of {', '.join(MOMENT_BYTES)}, got {dtype!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bridge.dtype_names import full_name
 from bridge.sharding.float8 import FORMATS
 from bridge.sharding.policy_error import require
 
@@ -15,6 +16,8 @@ MAIN_DTYPES = ("float32", "float64", "bfloat16", "float16", GIVEN)
 @dataclass(frozen=True)
 class PrecisionPolicy:
     """Names of dtypes; None takes the default, which the properties give. Raises PolicyError naming the field.
+
+    Short names ("bf16", "fp32", "half") stand for the full ones, which the fields then have.
 
     main: of the main weights of trainable parameters. "float32": also where parameters were given in bfloat16 or
         float16. "bfloat16" or "float16": parameters given otherwise are rounded once, when they are sharded. "float64":
@@ -39,6 +42,9 @@ class PrecisionPolicy:
 
     def __post_init__(self) -> None:
         choices = {"main": MAIN_DTYPES, "gather": FORMATS}
+        for key, value in vars(self).items():
+            if isinstance(value, str):
+                object.__setattr__(self, key, full_name(value, choices.get(key, DTYPES)))
         given = (self.main, self.compute, self.gather)
         for key, value in vars(self).items():
             if key == "store_param_remainders":

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from bridge.dtype_names import full_name
 from jax_impl.comm.collectives import divide_exactly, round_to
 from jax_impl.runtime.precision import update_dtype
 
@@ -71,7 +72,9 @@ class MomentFormat:
 
     @classmethod
     def of(cls, option: str, dtype: Any, *, positive: bool = False) -> MomentFormat:
-        """``dtype``: a dtype or its name; None: float32."""
+        """``dtype``: a dtype or its name, also a short one; None: float32."""
+        if isinstance(dtype, str):
+            dtype = full_name(dtype, (*_UNSCALED, *_SCALED))
         try:
             known = np.dtype(jnp.float32 if dtype is None else jnp.dtype(dtype))
         except TypeError:

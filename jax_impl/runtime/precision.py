@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from bridge.dtype_names import full_name
 from bridge.sharding.float8 import FORMATS
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -42,6 +43,9 @@ class Precision:
     def __post_init__(self) -> None:
         for field, name in vars(self).items():
             known = FORMATS if field == "gather_dtype" else _DTYPES
+            if isinstance(name, str):
+                name = full_name(name, known)
+                object.__setattr__(self, field, name)
             if name is not None and name not in known:
                 raise ValueError(f"{field}: expected None or one of {list(known)}, got {name!r}")
             if name == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:

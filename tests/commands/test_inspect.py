@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -10,11 +11,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import typer
+from rich.console import Console
 from safetensors.numpy import save_file
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from bridge.checkpoints.summary import inspect
+from bridge.checkpoints.tensor_tree import tensor_tree
 from bridge.commands.inspect import inspect as inspect_command
+from bridge.commands.tree import print_tree
+from bridge.formats import open_checkpoint
 from bridge.formats.base import Box
 from tests.checkpoints.test_convert import HYPERPARAMETERS, write
 from tests.support.bridge.decoder_trees import dcp_arrays
@@ -108,3 +113,82 @@ def test_five_thousand_tensors_are_listed(tmp_path: Path) -> None:
     state = {"model": {f"layers.{i}.w": torch.full((4, 4), float(i)) for i in range(5000)}}
     dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
     assert len(inspect(tmp_path / "a").tensors) == 5000
+
+
+def layered(path: Path) -> Path:
+    arrays = {"model.embed.weight": np.zeros((5, 4), np.float32), "lm_head": np.zeros(3, np.float32)}
+    for i in range(12):
+        arrays[f"model.layers.{i}.mlp.w"] = np.zeros((4, 4), np.float32)
+        arrays[f"model.layers.{i}.norm"] = np.zeros(7 if i % 4 == 3 else 6, np.float32)
+    save_file(arrays, path)
+    return path
+
+
+def call(*arguments: object, **environment: str) -> Result:
+    app = typer.Typer()
+    app.command()(inspect_command)
+    return CliRunner().invoke(app, [str(one) for one in arguments], env=environment)
+
+
+def test_a_tree_has_groups_with_counts_and_bytes_and_layers_that_are_alike_once(tmp_path: Path) -> None:
+    shown = call(layered(tmp_path / "m.safetensors"), "--tree").stdout.splitlines()
+    assert shown[0].endswith("26 tensors in 26 chunks, 1.16 kB, no manifest")
+    assert [line.rstrip() for line in shown[1:]] == [
+        "├── lm_head  float32 [3], 12 B",
+        "└── model  25 tensors, 1.15 kB",
+        "    ├── embed.weight  float32 [5, 4], 80 B",
+        "    └── layers  24 tensors, 1.07 kB",
+        "        ├── {0..2, 4..6, 8..10}  9 alike, 18 tensors, 792 B",
+        "        │   ├── mlp.w  float32 [4, 4], 64 B",
+        "        │   └── norm  float32 [6], 24 B",
+        "        └── {3, 7, 11}  3 alike, 6 tensors, 276 B",
+        "            ├── mlp.w  float32 [4, 4], 64 B",
+        "            └── norm  float32 [7], 28 B",
+    ]
+
+
+def test_a_tree_ends_at_the_depth_that_is_asked_for(tmp_path: Path) -> None:
+    path = layered(tmp_path / "m.safetensors")
+    for depth, lines in ((0, 1), (1, 3), (2, 5), (3, 7), (9, 11)):
+        assert len(call(path, "--depth", depth).stdout.splitlines()) == lines
+    assert call(path, "--depth", 1, "--list").exit_code == 2
+    assert call(path, "--depth", 1, "--layout").exit_code == 2
+    assert call(path, "--depth", -1).exit_code == 2
+
+
+def test_no_table_is_there_twice(tmp_path: Path) -> None:
+    path = layered(tmp_path / "m.safetensors")
+    listed = call(path).stdout
+    assert listed == call(path, "--list").stdout
+    assert listed.count("model.layers.3.norm") == 1
+    assert "group" not in listed
+    write(tmp_path / "a", "dcp", dcp_arrays(), HYPERPARAMETERS)
+    assert "\ngroup " in call(tmp_path / "a").stdout
+
+
+def test_names_are_whole_in_a_tree_whatever_the_width_and_never_control_the_terminal(tmp_path: Path) -> None:
+    name = "model." + "a_rather_long_name" * 12
+    save_file({name: np.zeros(1), "w[bold]\x1b[2J.:smile:": np.zeros(1)}, tmp_path / "m.safetensors")
+    shown = call(tmp_path / "m.safetensors", "--tree", COLUMNS="20").stdout
+    assert f"{name}  float64 [1], 8 B" in shown
+    assert "w[bold]\\x1b[2J.:smile:" in shown
+    assert "\x1b" not in shown
+
+
+def test_a_name_that_is_a_tensor_and_a_group_is_both(tmp_path: Path) -> None:
+    save_file({"a": np.zeros(2), "a.b": np.zeros(1), "a.c": np.zeros(1)}, tmp_path / "m.safetensors")
+    lines = [line.rstrip() for line in call(tmp_path / "m.safetensors", "--tree").stdout.splitlines()[1:]]
+    assert lines == [
+        "└── a  float64 [2]; 3 tensors, 32 B",
+        "    ├── b  float64 [1], 8 B",
+        "    └── c  float64 [1], 8 B",
+    ]
+
+
+def test_a_terminal_gets_a_tree(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, color_system=None, width=20)
+    with open_checkpoint(layered(tmp_path / "m.safetensors")) as reader:
+        print_tree(terminal, "title", tensor_tree(reader.tensors.values()), None)
+    assert "├── lm_head" in screen.getvalue()
+    assert max(map(len, screen.getvalue().splitlines())) <= 20

@@ -18,7 +18,7 @@ from bridge.mapping.rules import mapping_table
 from bridge.mapping.sizes import with_config_fields
 from bridge.parity.pair.compare import Progress, compare_sides
 from bridge.parity.pair.probe import matched_probes
-from bridge.parity.pair.recording import Leaves, Side, check_choices
+from bridge.parity.pair.recording import Leaves, Side, checked_dtype
 from bridge.parity.pair.report import ParityReport
 from bridge.parity.pair.sensitivity import planted
 from bridge.parity.pair.store import Store
@@ -70,7 +70,7 @@ def parity(
     Neither model is changed. Raises ``MappingError`` where the mapping does not fit, ``TypeError`` for what is no
     model, ``ValueError`` for anything else that cannot be compared.
     """
-    check_choices(dtype, steps)
+    dtype = checked_dtype(dtype, steps)
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale: expected a number above 0, got {scale}")
     torch, jax = sides_of(torch_model, jax_model, loss, torch_optimizer, jax_optimizer)

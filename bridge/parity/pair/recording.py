@@ -22,19 +22,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bridge.dtype_names import full_name
+
 Leaves = Mapping[str, np.ndarray]
 """Arrays of a call by their place in its arguments or its output."""
 
 COMPUTE_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
-def check_choices(dtype: str, steps: int) -> None:
-    """Raise ``ValueError`` unless ``dtype`` can be tested, which float64 cannot, and ``steps`` is 0 or more."""
+def checked_dtype(dtype: str, steps: int) -> str:
+    """The full name of ``dtype``. ValueError unless it can be tested, as float64 cannot, or for ``steps`` below 0."""
+    dtype = full_name(dtype, COMPUTE_DTYPES)
     if dtype not in COMPUTE_DTYPES or dtype == "float64":
         choices = ", ".join(one for one in COMPUTE_DTYPES if one != "float64")
         raise ValueError(f"dtype: expected one of {choices}, got {dtype!r}")
     if steps < 0:
         raise ValueError(f"steps: expected 0 or more, got {steps}")
+    return dtype
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from bridge.dtype_names import full_name
 from bridge.parity.pair.recording import (
+    COMPUTE_DTYPES,
     Call,
     Leaves,
     Recording,
     Replacements,
     Rerun,
     Training,
-    check_choices,
+    checked_dtype,
 )
 from bridge.parity.pair.torch_calls import Recorder
 from bridge.parity.pair.torch_copies import device_of, running
@@ -65,9 +67,10 @@ def capture_sharded(
     where it happens; the other ranks fail when that process ends. No trace is written then.
     """
     ranks = Ranks.of(batch)
+    dtype = full_name(dtype, COMPUTE_DTYPES)
 
     def checked() -> None:
-        check_choices(dtype, steps)
+        checked_dtype(dtype, steps)
         if ranks.rank == 0:
             check_new(path)
         _check(model, loss, reference)

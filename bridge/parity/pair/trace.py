@@ -31,7 +31,7 @@ from bridge.parity.pair.recording import (
     Rerun,
     Side,
     Training,
-    check_choices,
+    checked_dtype,
 )
 from bridge.parity.pair.samples import Sampling, statistics
 from bridge.text import plain_json
@@ -64,7 +64,7 @@ def write_trace(
     ``steps``: of training, 0 for none. ``samples``: see ``Sampling``. Raises ``TraceError`` where ``path`` exists,
     ``ValueError`` for a dtype that is none of those that can be tested, and as ``Sampling.of``.
     """
-    check_choices(dtype, steps)
+    dtype = checked_dtype(dtype, steps)
     check_new(path)
     taken = Taken.of(side, batch, ("float64", dtype), steps, samples)
     taken.write(path, dict(batch_leaves(batch)))

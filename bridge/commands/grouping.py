@@ -1,0 +1,36 @@
+"""Many findings of one kind as one line: the sentence, how many there are, and the first names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_NAMED = 3
+_NUMBER = re.compile(r"\b(?:[0-9a-f]{8}|[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\b")
+_NUMBERS = re.compile(r"#(?:,? #)*,?")
+
+
+def grouped(findings: Iterable[tuple[str, str]], most: int = _NAMED) -> list[str]:
+    """Lines ``name: text``. More than ``most`` whose texts differ in names and numbers only become one line.
+
+        x: chunk at (0,): expected CRC-32C 2fa5ad7d, got 8cd292ef     (2 such, a line each)
+        a, b, c and 57 more (60 in all), of the first: chunk at (0,): ...      (60 such)
+
+    ``--json`` has all of them.
+    """
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    for name, text in findings:
+        kind = _NUMBERS.sub("#", _NUMBER.sub("#", text.replace(name, "\0") if name else text))
+        kinds.setdefault(kind, []).append((name, text))
+    lines = []
+    for members in kinds.values():
+        if len(members) <= most:
+            lines += [f"{name}: {text}" for name, text in members]
+            continue
+        names = list(dict.fromkeys(name for name, _ in members))
+        shown = ", ".join(names[:_NAMED]) + (
+            f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        )
+        alike = len({text for _, text in members}) == 1
+        lines.append(f"{shown} ({len(members)} in all){'' if alike else ', of the first'}: {members[0][1]}")
+    return lines

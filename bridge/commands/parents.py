@@ -1,0 +1,38 @@
+"""Directories above a destination that do not exist: a mistyped path must not become a place.
+
+On a terminal the command asks. A script has nobody to ask, so the command refuses, and names `--parents`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import typer
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.stores.store import is_url
+
+
+def missing_parent(destination: str) -> Path | None:
+    """The topmost directory above ``destination`` that does not exist; None where all do, and in a store."""
+    if is_url(destination):
+        return None
+    missing = [parent for parent in Path(os.path.abspath(destination)).parents if not os.path.lexists(parent)]
+    return missing[-1] if missing else None
+
+
+def ask_for_parents(missing: Path, destination: str) -> None:
+    """Return where the user wants the directories. CheckpointError where not, or where nobody can be asked."""
+    wanted = os.path.dirname(os.path.abspath(destination))
+    if sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
+        if typer.confirm(f"{missing} does not exist. Create {wanted}?", err=True):
+            return
+        raise CheckpointError(
+            f"{missing} does not exist, and was not to be created: give another destination"
+        )
+    raise CheckpointError(
+        f"{missing} does not exist: expected the directory that is to hold {destination}; correct the path, or let the "
+        "command create it (--parents)"
+    )

@@ -1,0 +1,73 @@
+"""The names that people type for dtypes: ``bf16``, ``fp32``, ``half``, ``torch.bfloat16``, ``F8_E4M3``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Container, Iterable
+
+_SHORT = {
+    "double": "float64",
+    # As PyTorch means it; NumPy and Python mean float64.
+    "float": "float32",
+    "single": "float32",
+    "half": "float16",
+    "brain": "bfloat16",
+    "long": "int64",
+    "short": "int16",
+    "byte": "uint8",
+    "char": "int8",
+    "boolean": "bool",
+    "c64": "complex64",
+    "c128": "complex128",
+    "cfloat": "complex64",
+    "cdouble": "complex128",
+    # Both PyTorch's and safetensors' float8 of 4 and 3 bits is the finite one.
+    "float8_e4m3": "float8_e4m3fn",
+    "float8_e8m0": "float8_e8m0fnu",
+    "float4_e2m1": "float4_e2m1fn",
+    "float4": "float4_e2m1fn",
+}
+_BITS = {
+    **{f"{prefix}{bits}": f"float{bits}" for prefix in ("f", "fp") for bits in (16, 32, 64)},
+    **{prefix + "16": "bfloat16" for prefix in ("bf", "bfp", "b")},
+    **{f"i{bits}": f"int{bits}" for bits in (2, 4, 8, 16, 32, 64)},
+    **{f"{prefix}{bits}": f"uint{bits}" for prefix in ("u", "ui") for bits in (8, 16, 32, 64)},
+}
+_MODULES = ("torch.", "jnp.", "jax.numpy.", "np.", "numpy.", "ml_dtypes.", "dtypes.", "tf.")
+
+
+def full_name(text: str, known: Container[str] = ()) -> str:
+    """The name that PyTorch and NumPy use for the dtype that ``text`` means; ``text`` itself where none is known.
+
+    Names in ``known`` stay as they are. Neither case nor a module before the name matters. ``fp8`` alone stands for
+    none, since there are several.
+    """
+    if text in known:
+        return text
+    name = text.strip().lower().replace("-", "_")
+    for module in _MODULES:
+        name = name.removeprefix(module)
+    if name in known:
+        return name
+    for width in ("8", "4"):
+        # f8e4m3, fp8_e4m3fn, F8_E5M2, float8e5m2, e4m3
+        for prefix in (f"float{width}", f"fp{width}", f"f{width}"):
+            rest = name.removeprefix(prefix).removeprefix("_")
+            if name.startswith(prefix) and rest.startswith("e"):
+                name = f"float{width}_{rest}"
+    if name.startswith("e") and "m" in name:
+        name = f"float{4 if name.startswith('e2m1') else 8}_{name}"
+    name = _BITS.get(name, name)
+    name = _SHORT.get(name, name)
+    looks_right = name.startswith(("float", "bfloat", "int", "uint", "complex", "bool"))
+    return name if looks_right and (not known or name in known) else text
+
+
+def hint(text: str, known: Iterable[str]) -> str:
+    """A sentence's end with the names of ``known`` that are nearest to ``text``; empty where none is near."""
+    name = full_name(text)
+    if name in ("fp8", "f8", "float8"):
+        near = [one for one in known if one in ("float8_e4m3fn", "float8_e5m2")]
+    else:
+        near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.75)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

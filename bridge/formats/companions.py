@@ -1,0 +1,89 @@
+"""Companions: small files beside weights without which programs cannot use them, such as config.json and a tokenizer.
+
+    hf_folder/config.json, tokenizer.json, model.safetensors   ->   flax/config.json, tokenizer.json, _METADATA, d/ ...
+
+They travel byte for byte, whatever the conversion does to names, layouts and dtypes: a later conversion reads sizes of
+axes from the same `config.json`. Code (*.py), notes and licences are no companions.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.files.mapped import MAX_SMALL_FILE, regular_file, small_file
+
+CONFIG_FILE: Final = "config.json"
+_NAMES: Final = (
+    *(CONFIG_FILE, "*_config.json", "params.json", "preprocessor.json", "modules.json"),
+    *("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "normalizer.json", "tekken.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "vocab.bpe", "encoder.json", "chat_template.json", "*.jinja"),
+    *(
+        "tokenizer.model",
+        "tokenizer.model.v*",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "*.spm",
+        "*.tiktoken",
+    ),
+)
+
+
+def is_companion(name: str) -> bool:
+    """Whether a file of this name beside a checkpoint belongs to its model."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _NAMES)
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The companions of a source, which go along to its copy.
+
+    files: by name. refused: why others of these names do not go along. kept: names of those of a replaced checkpoint
+    that stay, since the source has none of their name; filled by `place`.
+    """
+
+    files: Mapping[str, Path] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def beside(path: Path) -> Companions:
+        """Those of the checkpoint at ``path``, a directory or one file.
+
+        Files beside one file are a model's only where a `config.json` is among them: the directory may be anybody's.
+        """
+        directory = path if path.is_dir() else path.parent
+        if directory != path and not (directory / CONFIG_FILE).is_file():
+            return Companions()
+        files: dict[str, Path] = {}
+        refused: dict[str, str] = {}
+        for name in sorted(name for name in os.listdir(directory) if is_companion(name)):
+            try:
+                file, size = regular_file(directory, name, name)
+                if size > MAX_SMALL_FILE:
+                    raise CheckpointError(f"{file}: expected at most {MAX_SMALL_FILE} bytes, got {size}")
+                files[name] = file
+            except CheckpointError as error:
+                refused[name] = str(error)
+        return Companions(files, refused)
+
+    def place(self, working: Path, target: Path) -> None:
+        """Write them into the directory in which the checkpoint that is to be at ``target`` is complete.
+
+        Those of a checkpoint that is there now, and is replaced, are written as well, unless the source has them.
+        """
+        old = Companions.beside(target).files if target.is_dir() else {}
+        for name, file in {**old, **self.files}.items():
+            data = small_file(file.parent, name, name)
+            # A link of this name, from an attempt that was killed, would lead elsewhere.
+            (working / name).unlink(missing_ok=True)
+            with open(working / name, "xb") as copy:
+                copy.write(data)
+                copy.flush()
+                os.fsync(copy.fileno())
+        self.kept[:] = [name for name in old if name not in self.files]

@@ -1,0 +1,35 @@
+"""Names of the Hugging Face Hub that lack `hf://`: what is meant by one, for errors."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(?:@[\w./-]+)?")
+_PAGE = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[^/]+/[^/]+?)(?:/(?:tree|blob)/(?P<revision>[^/]+).*)?/?"
+)
+_SHORT = re.compile(r"hf:/?(?P<id>[^/].*)")
+
+
+def hub_hint(path: str | os.PathLike[str]) -> str:
+    """The end of an error about ``path``, where nothing is: how to write the Hub's repository that may be meant.
+
+    `org/name` may be one where there is no local folder `org`, and so may the address of its page. Empty for others.
+    """
+    text = os.fspath(path)
+    if (page := _PAGE.fullmatch(text)) is not None:
+        revision = f"@{page['revision']}" if page["revision"] not in (None, "main") else ""
+        name = page["id"] + revision
+    elif (short := _SHORT.fullmatch(text)) is not None:
+        name = short["id"]
+    elif (
+        _ID.fullmatch(text)
+        and not Path(text).parent.exists()
+        and not text.endswith((".safetensors", ".toml"))
+    ):
+        name = text
+    else:
+        return ""
+    return f"; for a repository of the Hugging Face Hub, write hf://{name}"

@@ -1,0 +1,158 @@
+"""Axes whose sizes the shapes leave open: which of them have to be given, all at once, and what the shapes allow.
+
+(h d) m        [4096, 4096]      of h and d one has to be given, and the other follows
+(kv d) m       [1024, 4096]      d divides both 4096 and 1024
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bridge.mapping.entries import HALF, PAIR
+from bridge.mapping.errors import MappingError
+from bridge.mapping.expression import Axis, Concatenation, Expression, Node, Product
+
+_USUAL = (128, 64, 256, 96, 80, 32, 192, 512, 16)
+"""Sizes of attention heads, the most usual ones first."""
+_PROPOSED = 3
+_FEW = 4
+
+
+@dataclass(frozen=True)
+class Equation:
+    """One axis of a tensor: ``unknown`` axes make its size. multiples: for those that divide a number, that number."""
+
+    unknown: frozenset[str]
+    multiples: Mapping[str, int]
+
+
+class OpenAxes(MappingError):
+    """The shapes do not tell the sizes of these axes. asked: those that a mapping's tables name, to be asked first."""
+
+    def __init__(
+        self,
+        rule: str,
+        needed: frozenset[str],
+        equations: Sequence[Equation],
+        asked: Iterable[str],
+        absent: Mapping[str, str],
+    ) -> None:
+        self.rule, self.needed, self.equations = rule, needed, tuple(equations)
+        self.asked, self.absent = tuple(asked), absent
+        super().__init__(together("", [self]))
+
+
+def named(axis: str, alias: Mapping[str, str]) -> str:
+    """The axis that is to be given: without the ends that rotary positions add, and not another one's equal."""
+    if axis.startswith("{"):
+        return axis
+    axis = axis.removesuffix(PAIR).removesuffix(HALF)
+    return alias.get(axis, axis)
+
+
+def equations_of(
+    expression: Expression, shape: Sequence[int], sizes: Mapping[str, int], alias: Mapping[str, str]
+) -> list[Equation]:
+    """The equations of a tensor's axes in which something is unknown."""
+    found = []
+    for node, size in zip(expression.dims, shape, strict=False):
+        axes = [axis for axis in _axes(node) if axis not in sizes]
+        if not axes:
+            continue
+        known, factors = _factors(node, sizes)
+        multiples = {}
+        for axis in factors:
+            # Half of a rotary axis is a factor by itself, and stands for the whole together with 2.
+            number = size * (1 if not axis.endswith(PAIR) else 2)
+            if known and number % known == 0:
+                multiples[named(axis, alias)] = number // known
+        found.append(Equation(frozenset(named(axis, alias) for axis in axes), multiples))
+    return found
+
+
+def together(mapping: str, errors: Sequence[OpenAxes]) -> str:
+    """One sentence for the rules of a mapping that lack sizes: all that have to be given, with what shapes allow."""
+    asked = _to_ask(errors)
+    multiples: dict[str, int] = {}
+    for error in errors:
+        for equation in error.equations:
+            for axis, number in equation.multiples.items():
+                multiples[axis] = math.gcd(multiples.get(axis, 0), number)
+    absent = {axis: reason for error in errors for axis, reason in error.absent.items()}
+    shown = [f"{axis}{_allowed(multiples.get(axis, 0), absent.get(axis))}" for axis in asked]
+    rules = list(dict.fromkeys(error.rule for error in errors))
+    more = f" and {len(rules) - 1} more" if len(rules) > 1 else ""
+    what = f"size of axis {shown[0]} does" if len(asked) == 1 else f"sizes of axes {', '.join(shown)} do"
+    options = " ".join(f"--axis {axis}=SIZE" for axis in asked)
+    values = ", ".join(f"{axis!r}: SIZE" for axis in asked)
+    where = f"mapping {mapping}: " if mapping else ""
+    return (
+        f"{where}the {what} not follow from the shapes, and rule {rules[0]}{more} need{'' if more else 's'} "
+        f"{'it' if len(asked) == 1 else 'them'}: expected a config.json beside the checkpoint that tells, or the "
+        f"mapping's [axes] table, or {options} on the command line, in a program "
+        f"load_mapping(...).with_axes({{{values}}})"
+    )
+
+
+def _to_ask(errors: Sequence[OpenAxes]) -> list[str]:
+    """As few axes as the order of asking gives that settle all others."""
+    asked: list[str] = []
+    while True:
+        left = [axis for error in errors for axis in error.needed - _settled(error, asked)]
+        if not left:
+            # One that was asked for early may follow from those asked for later.
+            return [
+                one
+                for one in asked
+                if any(e.needed - _settled(e, [a for a in asked if a != one]) for e in errors)
+            ]
+        first = {axis for error in errors for axis in error.asked}
+        asked.append(min(set(left), key=lambda axis: (axis not in first, -left.count(axis), axis)))
+
+
+def _settled(error: OpenAxes, given: Sequence[str]) -> set[str]:
+    known = set(given)
+    while True:
+        solved = {
+            axis for one in error.equations for axis in one.unknown if len(one.unknown - known) == 1
+        } - known
+        if not solved:
+            return known
+        known |= solved
+
+
+def _allowed(multiple: int, absent: str | None) -> str:
+    notes = [absent] if absent else []
+    if multiple == 1:
+        notes.append("by the shapes 1")
+    elif multiple > 1:
+        fitting = [size for size in _USUAL if multiple % size == 0 and size <= multiple]
+        divisors = [n for n in range(1, min(multiple, 64) + 1) if multiple % n == 0]
+        if len(divisors) <= _FEW and multiple <= 64:
+            notes.append(f"by the shapes one of {', '.join(map(str, divisors))}")
+        else:
+            such = f", such as {' or '.join(map(str, fitting[:_PROPOSED]))}" if fitting else ""
+            notes.append(f"by the shapes a divisor of {multiple}{such}")
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+def _axes(node: Node) -> list[str]:
+    match node:
+        case Axis(name):
+            return [name]
+        case Product(nodes) | Concatenation(nodes):
+            return [name for inner in nodes for name in _axes(inner)]
+
+
+def _factors(node: Node, sizes: Mapping[str, int]) -> tuple[int, list[str]]:
+    """The product of the known factors, and the unknown ones; those inside of a concatenation are neither."""
+    match node:
+        case Axis(name):
+            return (sizes[name], []) if name in sizes else (1, [name])
+        case Product(nodes):
+            parts = [_factors(inner, sizes) for inner in nodes]
+            return math.prod(known for known, _ in parts), [axis for _, axes in parts for axis in axes]
+        case Concatenation():
+            return 1, []
