@@ -30,7 +30,7 @@ _MAX_BYTES = 1 << 20
 _FIELD = r"[A-Za-z_][\w.]*"
 _SIZE = re.compile(
     rf"\s*(?:(?P<number>\d+)|(?P<over>{_FIELD})(?:\s*/\s*(?P<under>{_FIELD}))?)"
-    rf"(?:\s+if(?P<no>\s+not)?\s+(?P<condition>{_FIELD}))?\s*"
+    rf"(?:\s+if(?P<no>\s+not)?\s+(?P<condition>(?!not\b){_FIELD}))?\s*"
 )
 
 
@@ -160,8 +160,8 @@ def _config_value(text: str, fields: Mapping[str, object], file: str) -> int | N
     match = _SIZE.fullmatch(text)
     if match is None:
         raise MappingError(
-            f"expected a field of {CONFIG_FILE}, a quotient of two such as 'hidden_size / num_heads', or a number, with "
-            f"or without a condition such as 'if grouped' or 'if not grouped', got {text!r}"
+            f"expected a field of {CONFIG_FILE}, a quotient of two such as 'hidden_size / num_heads', or a number, "
+            f"with or without a condition such as 'if grouped' or 'if not grouped', got {text!r}"
         )
     condition = match["condition"]
     if condition is not None and field_of(fields, condition) is not (match["no"] is None):
