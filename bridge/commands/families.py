@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bridge.commands.options import JsonOption
-from bridge.commands.output import Console, print_json, print_table
+from bridge.commands.output import Console, print_json, print_line, print_table
 from bridge.mapping.rules import family_names, load_mapping
 
 
@@ -40,3 +40,8 @@ def families(json: JsonOption = False) -> None:
         for table in tables
     ]
     print_table(console, ("family", "conventions", "axes", "models"), rows, left=4)
+    print_line(
+        console,
+        "--into and --from take flax for jax and jax for flax, and hf for torch and torch for hf, where a family has "
+        "one of the two.",
+    )

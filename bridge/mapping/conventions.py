@@ -12,7 +12,7 @@ by "/" or by ".".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
@@ -39,6 +39,8 @@ BY_WEIGHT: tuple[Section, ...] = (*MOMENTS, *SCALES.values())
 """What optimizers keep for each element or row of a weight."""
 
 SECTIONS: tuple[Section, ...] = ("weights", *BY_WEIGHT, "step")
+_FLAT = frozenset({"dcp", "safetensors"})
+_OWN = frozenset({"jax", "flax"})
 WEIGHT = "{w}"
 MODEL_WEIGHTS = f"model.{WEIGHT}"
 
@@ -157,6 +159,18 @@ class Convention:
         if not self.is_tree:
             return tuple(parts)
         return tuple(int(part) if part.isdecimal() else part.strip("'") for part in parts)
+
+
+def usual_in(format: str, conventions: Sequence[Convention]) -> list[Convention]:
+    """Of ``conventions`` those that one expects in a checkpoint of this format; one, where that is clear.
+
+    Of several trees the one of our own models, which other JAX programs than MaxText have, too.
+    """
+    fitting = [c for c in conventions if c.format == format]
+    if not fitting and format in _FLAT:
+        fitting = [c for c in conventions if c.format in _FLAT]
+    own = [c for c in fitting if c.name in _OWN]
+    return own if len(own) == 1 else fitting
 
 
 def path_of_scales(path: TreePath) -> TreePath | None:

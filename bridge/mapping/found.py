@@ -115,11 +115,14 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
     are in two places.
     """
     tensors = list(tensors)
-    names = [only] if only is not None else list(mapping.conventions)
-    if only is not None and only not in mapping.conventions:
-        raise MappingError(
-            f"expected a convention of mapping {mapping.name} ({', '.join(mapping.conventions)}), got {only!r}"
-        )
+    names = list(mapping.conventions)
+    if only is not None:
+        known = mapping.convention_of(only)
+        if known is None:
+            raise MappingError(
+                f"expected a convention of mapping {mapping.name} ({', '.join(mapping.conventions)}), got {only!r}"
+            )
+        names = [known]
     found = {name: _as(tensors, mapping, mapping.conventions[name], where) for name in names}
     # Where names tell nothing, such as "w", the usual place decides. Then the convention wins whose names are longer
     # and leave less to a root, as with "transformer.wte" and "wte". Some differ in their optimizer state alone.
@@ -135,7 +138,7 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
     }
     best = max(ranks.values())
     chosen = [name for name, rank in ranks.items() if rank == best]
-    if len(chosen) > 1 and best[1] and not _alike(chosen, mapping.rules):
+    if len(chosen) > 1 and best[1] and not _alike(chosen, mapping.rules, found[chosen[0]].weights):
         raise MappingError(
             f"mapping {mapping.name}: the names in {where} fit the conventions {' and '.join(chosen)} equally "
             "well; choose one (--from)"
@@ -143,10 +146,12 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
     return found[chosen[0]]
 
 
-def _alike(conventions: Sequence[str], rules: Iterable[Rule]) -> bool:
-    """Whether these conventions have the same weights, so that the weights alone are read in the same way."""
+def _alike(conventions: Sequence[str], rules: Iterable[Rule], weights: Iterable[str]) -> bool:
+    """Whether these conventions know these weights by the same entries, so that they read them in the same way."""
     first, *others = conventions
-    return all(rule.entries(other) == rule.entries(first) for rule in rules for other in others)
+    index = NameIndex(rules, first)
+    used = {id(rule): rule for weight in weights for rule in index.rules_of(weight)}
+    return all(rule.entries(other) == rule.entries(first) for rule in used.values() for other in others)
 
 
 def _fits(found: Found, mapping: MappingTable) -> bool:

@@ -4,6 +4,7 @@
     attention_bias = [false, "absent"]         # a field that would make it another model: the values at which it is not
     [models.mistral]
     sliding_window = ["null"]                  # TOML has no null
+    "text_config.hidden_act" = ["silu"]        # a field of a table inside
 
 The same names and shapes may belong to models that compute something else: Granite multiplies, Helium turns other
 pairs of elements, SmolLM3 leaves positions out of some layers.
@@ -48,11 +49,22 @@ def mismatch(models: Models, config: Mapping[str, object]) -> str | None:
     if not isinstance(kind, str) or kind not in models:
         return f"expected {MODEL_TYPE} {' or '.join(map(repr, models))}, found {kind!r:.100}"
     for field, allowed in models[kind].items():
-        if not _allowed(config, field, allowed):
+        value = field_of(config, field, _ABSENT)
+        if not _allowed(value, allowed):
             expected = " or ".join(_shown(value) for value in allowed if value != _ABSENT)
-            found = _shown(config[field]) if field in config else "none"
+            found = "none" if value is _ABSENT else _shown(value)
             return f"expected {field} {expected}, found {found:.100} ({MODEL_TYPE} {kind!r})"
     return None
+
+
+def field_of(config: Mapping[str, object], field: str, absent: object = None) -> object:
+    """The value of a field, such as "head_dim" or "text_config.head_dim"; ``absent`` where there is none."""
+    found: object = config
+    for key in field.split("."):
+        if not isinstance(found, Mapping) or key not in found:
+            return absent
+        found = found[key]
+    return found
 
 
 def _is_model(fields: object) -> bool:
@@ -62,10 +74,7 @@ def _is_model(fields: object) -> bool:
     )
 
 
-def _allowed(config: Mapping[str, object], field: str, allowed: Sequence[Value]) -> bool:
-    if field not in config:
-        return _ABSENT in allowed
-    found = config[field]
+def _allowed(found: object, allowed: Sequence[Value]) -> bool:
     if found is None:
         return _NULL in allowed
     return found in allowed

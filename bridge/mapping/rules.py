@@ -71,6 +71,8 @@ from bridge.mapping.model_types import Models, parse_models
 Tied = Literal["once", "both"]
 """How often a target stores a weight that has two names."""
 
+# A mapping that has both names of a pair means two things.
+_SYNONYMS = {"jax": "flax", "flax": "jax", "hf": "torch", "torch": "hf"}
 _ROTARY = re.compile(r"interleaved\(\s*(\w+)\s*\)")
 
 
@@ -118,6 +120,16 @@ class MappingTable:
                 return rule
         raise MappingError(f"expected the path of a rule of mapping {self.name} for tied_to, got {path!r}")
 
+    def convention_of(self, name: str) -> str | None:
+        """The mapping's name of a convention, for this name or another one of the same thing; None if it has none.
+
+        "flax" and "jax" are two names of the tree of our own models, "hf" and "torch" of the class of transformers.
+        """
+        if name in self.conventions:
+            return name
+        other = _SYNONYMS.get(name)
+        return other if other in self.conventions else None
+
     def drops(self, name: str) -> bool:
         """Whether the tensor or object of this full name may be left behind."""
         return any(_drop_regex(pattern).fullmatch(name) for pattern in self.drop)
@@ -136,13 +148,13 @@ class MappingTable:
 
     def between(self, *conventions: str) -> MappingTable:
         """The table with these conventions alone. Raises MappingError for one that the mapping has not."""
-        unknown = [name for name in conventions if name not in self.conventions]
-        if unknown or len(set(conventions)) < 2:
+        names = [self.convention_of(name) for name in conventions]
+        kept = {name: self.conventions[name] for name in names if name is not None}
+        if None in names or len(kept) < 2:
             raise MappingError(
                 f"expected two conventions or more of mapping {self.name} ({', '.join(self.conventions)}), got "
                 f"{', '.join(conventions) or 'none'}"
             )
-        kept = {name: self.conventions[name] for name in conventions}
         rules = []
         for rule in self.rules:
             if len(kept.keys() & rule.sides.keys()) < 2:

@@ -1,10 +1,12 @@
 """What a mapping takes from `config.json`: sizes of axes that the shapes of weights leave open, and which model it is.
 
     from scalars of the checkpoint     [axes]    vocab = "train/vocab_size"
-    from `config.json` beside it       [config]  d = ["head_dim", "hidden_size / num_attention_heads"]
+    from `config.json` beside it       [config]  d = ["head_dim", "text_config.head_dim", "hidden_size / num_heads"]
+                                                 r = ["num_heads / num_kv_heads if grouped", "1 if not multi_query"]
 
-The first field that `config.json` has gives the size. It counts only where neither the caller nor the mapping's [axes]
-gives one. A mapping that is for some models (`model_types.py`) refuses the others.
+The first text that `config.json` can answer gives the size: a number, a field, or a quotient of two fields; with "if",
+where that field is true, and with "if not", where the field is there and false. The size counts only where neither the
+caller nor the mapping's [axes] gives one. A mapping that is for some models (`model_types.py`) refuses the others.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ from bridge.formats.stores.reader import StoredReader
 from bridge.mapping.apply import Axes
 from bridge.mapping.entries import HALF, PAIR
 from bridge.mapping.errors import MappingError
-from bridge.mapping.model_types import MODEL_TYPE, mismatch
+from bridge.mapping.model_types import field_of, mismatch
 from bridge.mapping.rules import MappingTable, family_names, load_mapping
 
 CONFIG_FILE = "config.json"
 _MAX_BYTES = 1 << 20
-_QUOTIENT = re.compile(r"\s*(\w+)\s*(?:/\s*(\w+)\s*)?")
+_FIELD = r"[A-Za-z_][\w.]*"
+_SIZE = re.compile(
+    rf"\s*(?:(?P<number>\d+)|(?P<over>{_FIELD})(?:\s*/\s*(?P<under>{_FIELD}))?)"
+    rf"(?:\s+if(?P<no>\s+not)?\s+(?P<condition>(?!not\b){_FIELD}))?\s*"
+)
 
 
 def with_stored_sizes(mapping: MappingTable, reader: CheckpointReader) -> MappingTable:
@@ -124,12 +130,12 @@ def require_model(table: MappingTable, fields: Mapping[str, object], where: str)
     wrong = mismatch(table.models, fields)
     if wrong is None:
         return
-    kind = str(fields[MODEL_TYPE])
-    fitting = [name for name in family_names() if kind in load_mapping(name).models]
-    others = " or ".join(f"--mapping {name}" for name in fitting if name != table.name)
+    others = {name: load_mapping(name).models for name in family_names()}
+    fitting = [name for name, models in others.items() if models and mismatch(models, fields) is None]
+    better = " or ".join(f"--mapping {name}" for name in fitting if name != table.name)
     raise MappingError(
         f"{where}: mapping {table.name} is not for this model: {wrong}. The names of the weights may be the same, but "
-        f"the model computes something else from them. Choose a mapping for it{f' ({others})' if others else ''}, or, "
+        f"the model computes something else from them. Choose a mapping for it{f' ({better})' if better else ''}, or, "
         "if you know that its weights are to be translated by this one, insist (--any-model; in a program "
         f"load_mapping({table.name!r}).for_any_model())"
     )
@@ -150,13 +156,20 @@ def with_config_fields(table: MappingTable, fields: Mapping[str, object], where:
 
 
 def _config_value(text: str, fields: Mapping[str, object], file: str) -> int | None:
-    """The value of a field or of a quotient of two fields; None where a field is missing or null."""
-    match = _QUOTIENT.fullmatch(text)
+    """The size that a text of [config] stands for; None where a field is missing or null, or the condition fails."""
+    match = _SIZE.fullmatch(text)
     if match is None:
         raise MappingError(
-            f"expected a field of {CONFIG_FILE} or a quotient of two such as 'hidden_size / num_heads', got {text!r}"
+            f"expected a field of {CONFIG_FILE}, a quotient of two such as 'hidden_size / num_heads', or a number, "
+            f"with or without a condition such as 'if grouped' or 'if not grouped', got {text!r}"
         )
-    numbers = [fields.get(name) for name in match.groups() if name is not None]
+    condition = match["condition"]
+    if condition is not None and field_of(fields, condition) is not (match["no"] is None):
+        return None
+    if match["number"] is not None:
+        return int(match["number"])
+    names = [name for name in (match["over"], match["under"]) if name is not None]
+    numbers = [field_of(fields, name) for name in names]
     if None in numbers:
         return None
     if not all(type(number) is int and number > 0 for number in numbers):

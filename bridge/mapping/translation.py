@@ -25,6 +25,7 @@ from bridge.mapping.conventions import (
     WEIGHT,
     Convention,
     Section,
+    usual_in,
 )
 from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
@@ -165,18 +166,16 @@ class _Planner:
         """The convention to translate to: the one asked for, the only other one, or the usual one of the format."""
         conventions = self.mapping.conventions
         if into is not None:
-            if into not in conventions or into == self.source.name:
+            known = self.mapping.convention_of(into)
+            if known is None or known == self.source.name:
                 others = [name for name in conventions if name != self.source.name]
                 raise MappingError(
                     f"expected another convention of mapping {self.mapping.name} than {self.source.name}, which "
                     f"{self.reader.path} has: {', '.join(others)}; got {into!r}"
                 )
-            return conventions[into]
+            return conventions[known]
         left = [c for name, c in conventions.items() if name != self.source.name]
-        fitting = [c for c in left if c.format == self.to]
-        flat = {"dcp", "safetensors"}
-        if not fitting and self.to in flat:
-            fitting = [c for c in left if c.format in flat]
+        fitting = usual_in(self.to, left)
         if len(fitting) == 1:
             return fitting[0]
         if len(conventions) == 2:

@@ -13,7 +13,7 @@ from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError
 from bridge.mapping.errors import MappingError
 from bridge.mapping.rules import MappingTable, parse_mapping
-from bridge.mapping.sizes import with_config
+from bridge.mapping.sizes import with_config, with_config_fields
 
 TABLE = """
 [config]
@@ -55,6 +55,45 @@ def test_the_first_fields_that_are_there_give_the_size(tmp_path: Path, config: o
         convert(path, tmp_path / "out" / path.stem, mapping=table())
         with open_checkpoint(tmp_path / "out" / path.stem) as reader:
             assert reader.tensors["params/x/w"].shape == shape
+
+
+@pytest.mark.parametrize(
+    ("texts", "config", "heads"),
+    [
+        (["inner.heads"], {"inner": {"heads": 2}, "heads": 3}, 2),
+        (["inner.heads", "heads"], {"inner": 4, "heads": 3}, 3),
+        (["inner.width / inner.size"], {"inner": {"width": 12, "size": 3}}, 4),
+        (["heads", "6"], {}, 6),
+        (
+            ["heads / groups if grouped", "1 if not shared", "heads"],
+            {"heads": 6, "groups": 3, "grouped": True},
+            2,
+        ),
+        (
+            ["heads / groups if grouped", "1 if not shared", "heads"],
+            {"heads": 6, "groups": 3, "grouped": False},
+            6,
+        ),
+        (["heads / groups if grouped", "1 if not shared", "heads"], {"heads": 6, "shared": False}, 1),
+        (["heads / groups if grouped", "1 if not shared", "heads"], {"heads": 6, "shared": None}, 6),
+        (["heads if inner.grouped", "4"], {"heads": 6, "inner": {"grouped": 1}}, 4),
+    ],
+)
+def test_fields_inside_of_tables_conditions_and_numbers(texts: list[str], config: dict, heads: int) -> None:
+    """A condition wants true or false themselves; "if not" a field that is there."""
+    mapping = parse_mapping(
+        TABLE.replace('d = ["head", "width / heads"]', f"h = {json.dumps(texts)}"), "test"
+    )
+    assert with_config_fields(mapping, config, "config.json").axes == {"h": heads}
+
+
+@pytest.mark.parametrize(
+    "text", ["heads if", "if grouped", "a / b / c", "a if b if c", "2 / a", "a.b if not"]
+)
+def test_a_text_of_another_kind_is_refused(text: str) -> None:
+    mapping = parse_mapping(TABLE.replace('"head", ', f'"{text}", '), "test")
+    with pytest.raises(MappingError, match=r"expected a field of config\.json, a quotient"):
+        with_config_fields(mapping, {"heads": 1}, "config.json")
 
 
 def test_what_the_caller_or_the_table_says_goes_first(tmp_path: Path) -> None:

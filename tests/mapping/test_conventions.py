@@ -268,14 +268,6 @@ def test_all_that_does_not_fit_is_said_at_once() -> None:
     ("into", "from_", "to", "message"),
     [
         (
-            None,
-            None,
-            "orbax",
-            r"the names of hf, is not clear; choose one \(--into\): torchtitan, torchtitan_unfused, "
-            r"torchtitan_fused, torchtitan_0_2, flax, maxtext, maxtext_unscanned; in a program, "
-            r"load_mapping\('.*'\).between\('hf', NAME\)",
-        ),
-        (
             "hf",
             None,
             "dcp",

@@ -1,0 +1,65 @@
+"""Names of conventions: two names of one thing, and which convention is meant where none is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.diff import diff
+from bridge.mapping import MappingError, load_mapping, make_plan, parse_mapping
+from bridge.mapping.conventions import usual_in
+from bridge.mapping.rules import family_names
+from tests.support.bridge.family_checkpoints import flat, orbax_tree, same_bits
+from tests.support.bridge.family_models import flax_weights, hf_model
+from tests.support.bridge.memory_reader import MemoryReader
+
+HUB = [name for name in family_names() if load_mapping(name).models]
+
+
+@pytest.mark.parametrize("family", HUB)
+def test_each_family_has_one_tree_that_is_meant_and_one_file_of_the_hub(family: str) -> None:
+    conventions = load_mapping(family).conventions
+    (tree,) = usual_in("orbax", list(conventions.values()))
+    assert tree.name in ("jax", "flax")
+    assert len(usual_in("safetensors", [c for c in conventions.values() if c is not tree])) == 1
+
+
+@pytest.mark.parametrize("family", HUB)
+def test_flax_and_jax_are_one_convention_in_every_family_and_so_are_hf_and_torch(family: str) -> None:
+    table = load_mapping(family)
+    assert table.convention_of("flax") == table.convention_of("jax")
+    assert {table.convention_of("hf"), table.convention_of("torch")} <= set(table.conventions)
+    assert table.convention_of("mlx") is None
+    assert table.between("hf", "flax").conventions.keys() == table.between("hf", "jax").conventions.keys()
+
+
+def test_a_llama_from_the_hub_and_back_without_into(tmp_path: Path) -> None:
+    model = hf_model("llama", num_hidden_layers=1)
+    model.save_pretrained(tmp_path / "hub")
+    for into in (None, "jax", "flax"):
+        convert(tmp_path / "hub", tmp_path / f"{into}", mapping="llama", into=into)
+        same_bits(dict(flat(orbax_tree(tmp_path / f"{into}")["params"])), flax_weights(model))
+    for from_ in (None, "jax"):
+        back = tmp_path / f"back-{from_}"
+        convert(tmp_path / "jax", back, to="safetensors", mapping="llama", from_=from_, axes={"d": 10})
+        assert diff(tmp_path / "hub", back).max_ulp == 0
+    with pytest.raises(MappingError, match=r"expected another convention.* than hf.*; got 'torch'"):
+        convert(tmp_path / "hub", tmp_path / "no", mapping="llama", into="torch")
+
+
+def test_both_names_of_a_pair_in_one_mapping_are_two_things() -> None:
+    table = parse_mapping(
+        "[convention.hf]\n[convention.jax]\n[convention.flax]\n"
+        '[[rule]]\nhf = "w.a : x"\njax = "j/a : x"\nflax = "f/a : x"\n',
+        "test",
+    )
+    reader = MemoryReader("dcp", {"model.w.a": np.arange(3.0)})
+    for into in ("jax", "flax"):
+        assert list(make_plan(reader, "orbax", table, into=into).tensors) == [f"params/{into[0]}/a"]
+    with pytest.raises(MappingError, match=r"of hf, is not clear; choose one \(--into\): jax, flax; in"):
+        make_plan(reader, "orbax", table)
+    with pytest.raises(MappingError, match="expected two conventions or more of mapping test"):
+        table.between("hf", "torch")

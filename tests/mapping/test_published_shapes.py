@@ -1,0 +1,61 @@
+"""Families against published models by shapes alone: the class on the meta device, planned there and back."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from bridge.formats.base import Box, TensorInfo, TreePath
+from bridge.mapping import load_mapping, make_plan
+from bridge.mapping.running import RunState
+from bridge.mapping.sizes import require_model, with_config_fields
+from tests.support.bridge.published_decoders import PUBLISHED
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def without_values(format: str, paths: Mapping[TreePath, tuple[int, ...]]) -> RunState:
+    """A checkpoint whose tensors nobody can read."""
+    between = "/" if format == "orbax" else "."
+    named = {between.join(map(str, path)): (path, shape) for path, shape in paths.items()}
+    dtype = np.dtype(np.float32)
+    infos = {n: TensorInfo(n, p, s, dtype, (Box.whole(s),)) for n, (p, s) in named.items()}
+    return RunState(format, "the model", infos, {}, {}, lambda name: None)
+
+
+def class_shapes(kind: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    model_class = getattr(transformers, kind)
+    with torch.device("meta"):
+        model = model_class(model_class.config_class(**copy.deepcopy(dict(config))))
+    state = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return state
+
+
+@pytest.mark.fast_cases("tiiuae/falcon-40b", "microsoft/phi-4")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_by_its_shapes(name: str) -> None:
+    published = PUBLISHED[name]
+    shapes = class_shapes(published.kind, published.config)
+    count = sum(map(math.prod, shapes.values()))
+    assert published.parameters in (count, None)
+    table = load_mapping(published.family)
+    require_model(table, published.config, "config.json")
+    table = with_config_fields(table, published.config, "config.json")
+    torch_state = without_values("dcp", {("model", weight): shape for weight, shape in shapes.items()})
+    there = make_plan(torch_state, "orbax", table)
+    tree = {t.path[1:]: t.shape for t in there.tensors.values()}
+    assert sum(map(math.prod, tree.values())) == count
+    found = {"/".join(map(str, path)): shape for path, shape in tree.items()}
+    assert published.shapes.items() <= found.items()
+    paths = {("params", *path): shape for path, shape in tree.items()}
+    back = make_plan(without_values("orbax", paths), "dcp", table, into="torch")
+    assert {t.path[1]: t.shape for t in back.tensors.values()} == shapes

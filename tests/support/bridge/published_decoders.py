@@ -1,0 +1,185 @@
+"""Configurations of published dense decoders, as `config.json` on the Hub has them, without fields of the tokenizer.
+
+Each is named by its repository there. Parameters: the number that the repository's safetensors files hold, or that the
+paper gives ("GPT-NeoX-20B", arXiv 2204.06745, table 1); None where we know neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Published:
+    """family: the mapping. kind: the class. shapes: of some tensors in the family's tree."""
+
+    family: str
+    kind: str
+    config: dict[str, Any]
+    parameters: int | None
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def _attention(layer: str, m: int, heads: int, groups: int, size: int) -> dict[str, tuple[int, ...]]:
+    at = f"{layer}/attention/"
+    return {
+        at + "query/kernel": (m, heads, size),
+        at + "key/kernel": (m, groups, size),
+        at + "value/kernel": (m, groups, size),
+        at + "out/kernel": (heads, size, m),
+    }
+
+
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attn_logit_softcapping": None}
+_GEMMA |= {"final_logit_softcapping": None, "rms_norm_eps": 1e-6, "use_cache": True}
+
+PUBLISHED = {
+    "mistralai/Mistral-7B-v0.1": Published(
+        "mistral",
+        "MistralForCausalLM",
+        {"model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336}
+        | {"max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32}
+        | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "sliding_window": 4096}
+        | {"tie_word_embeddings": False, "vocab_size": 32000},
+        7241732096,
+        _attention("layers/31", 4096, 32, 8, 128),
+    ),
+    "mistralai/Mistral-Nemo-Base-2407": Published(
+        "mistral",
+        "MistralForCausalLM",
+        # Heads are narrower than hidden_size / num_attention_heads.
+        {"model_type": "mistral", "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 14336}
+        | {"max_position_embeddings": 128000, "num_attention_heads": 32, "num_hidden_layers": 40}
+        | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None}
+        | {"head_dim": 128, "tie_word_embeddings": False, "vocab_size": 131072},
+        12247782400,
+        _attention("layers/39", 5120, 32, 8, 128),
+    ),
+    "ibm-granite/granite-3.0-8b-instruct": Published(
+        "granite",
+        "GraniteForCausalLM",
+        {
+            "model_type": "granite",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "attention_multiplier": 0.0078125,
+        }
+        | {"embedding_multiplier": 12.0, "logits_scaling": 16.0, "residual_multiplier": 0.22}
+        | {"hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12800}
+        | {"max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 40}
+        | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000, "rope_scaling": None}
+        | {"tie_word_embeddings": True, "vocab_size": 49155},
+        8170848256,
+        _attention("layers/39", 4096, 32, 8, 128),
+    ),
+    "allenai/OLMo-2-1124-7B": Published(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        {"model_type": "olmo2", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096}
+        | {"intermediate_size": 11008, "max_position_embeddings": 4096, "num_attention_heads": 32}
+        | {"num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-6, "rope_theta": 500000}
+        | {"rope_scaling": None, "tie_word_embeddings": False, "vocab_size": 100352},
+        7298617344,
+        _attention("layers/31", 4096, 32, 32, 128) | {"layers/0/attention/query_norm/scale": (32, 128)},
+    ),
+    "google/gemma-3-1b-pt": Published(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        {"model_type": "gemma3_text", "head_dim": 256, "hidden_size": 1152, "intermediate_size": 6912}
+        | {"max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26}
+        | {"num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000}
+        | {"rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6}
+        | {"vocab_size": 262144}
+        | _GEMMA,
+        999885952,
+        _attention("layers/25", 1152, 4, 1, 256),
+    ),
+    "google/gemma-3-4b-pt": Published(
+        "gemma3_multimodal",
+        "Gemma3ForConditionalGeneration",
+        # What is absent here has the values of the class: heads of 256, for one.
+        {"model_type": "gemma3", "mm_tokens_per_image": 256, "image_token_index": 262144}
+        | {
+            "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text"}
+            | {"num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+            | {"sliding_window": 1024},
+            "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304}
+            | {"model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27}
+            | {"patch_size": 14, "vision_use_head": False},
+        },
+        4300079472,
+        _attention("layers/33", 2560, 8, 4, 256)
+        | _attention("vision/layers/26", 1152, 16, 16, 72)
+        | {"vision/patches/kernel": (14, 14, 3, 1152), "projector/kernel": (1152, 2560)},
+    ),
+    "microsoft/Phi-3-mini-4k-instruct": Published(
+        "phi3",
+        "Phi3ForCausalLM",
+        {"model_type": "phi3", "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192}
+        | {"max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}
+        | {"num_key_value_heads": 32, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+        | {"rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "vocab_size": 32064}
+        | {"tie_word_embeddings": False, "attention_bias": False},
+        3821079552,
+        _attention("layers/31", 3072, 32, 32, 96) | {"layers/0/mlp/up/kernel": (3072, 8192)},
+    ),
+    "microsoft/phi-4": Published(
+        "phi3",
+        "Phi3ForCausalLM",
+        {"model_type": "phi3", "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 17920}
+        | {"max_position_embeddings": 16384, "num_attention_heads": 40, "num_hidden_layers": 40}
+        | {"num_key_value_heads": 10, "original_max_position_embeddings": 16384, "rms_norm_eps": 1e-5}
+        | {"rope_scaling": None, "rope_theta": 250000, "sliding_window": None, "vocab_size": 100352}
+        | {"tie_word_embeddings": False, "attention_bias": False},
+        14659507200,
+        _attention("layers/39", 5120, 40, 10, 128),
+    ),
+    "EleutherAI/gpt-neox-20b": Published(
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        {"model_type": "gpt_neox", "hidden_act": "gelu_fast", "hidden_size": 6144, "intermediate_size": 24576}
+        | {"layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "num_attention_heads": 64}
+        | {"num_hidden_layers": 44, "rotary_emb_base": 10000, "rotary_pct": 0.25, "vocab_size": 50432}
+        | {"tie_word_embeddings": False, "use_parallel_residual": True},
+        20554567680,
+        _attention("layers/43", 6144, 64, 64, 96) | {"layers/0/attention/key/bias": (64, 96)},
+    ),
+    "tiiuae/falcon-7b": Published(
+        "falcon",
+        "FalconForCausalLM",
+        {"model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 4544, "multi_query": True}
+        | {"layer_norm_epsilon": 1e-5, "new_decoder_architecture": False, "num_attention_heads": 71}
+        | {"num_hidden_layers": 32, "num_kv_heads": 71, "parallel_attn": True, "vocab_size": 65024},
+        6921720704,
+        _attention("layers/31", 4544, 71, 1, 64),
+    ),
+    "tiiuae/falcon-40b": Published(
+        "falcon",
+        "FalconForCausalLM",
+        {"model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 8192, "multi_query": True}
+        | {"layer_norm_epsilon": 1e-5, "new_decoder_architecture": True, "num_attention_heads": 128}
+        | {"num_hidden_layers": 60, "num_kv_heads": 8, "parallel_attn": True, "vocab_size": 65024},
+        41303293952,
+        _attention("layers/59", 8192, 128, 8, 64),
+    ),
+    "tiiuae/falcon-11B": Published(
+        "falcon",
+        "FalconForCausalLM",
+        {"model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 4096, "multi_query": True}
+        | {"layer_norm_epsilon": 1e-5, "new_decoder_architecture": True, "num_attention_heads": 32}
+        | {"num_hidden_layers": 60, "num_kv_heads": 8, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 16384}
+        | {"parallel_attn": True, "vocab_size": 65024, "tie_word_embeddings": False, "ff_factor": 4},
+        None,
+        _attention("layers/59", 4096, 32, 8, 128),
+    ),
+    "tiiuae/falcon-rw-1b": Published(
+        "falcon",
+        "FalconForCausalLM",
+        {"model_type": "falcon", "alibi": True, "bias": True, "hidden_size": 2048, "multi_query": False}
+        | {"layer_norm_epsilon": 1e-5, "new_decoder_architecture": False, "num_attention_heads": 32}
+        | {"num_hidden_layers": 24, "num_kv_heads": 32, "parallel_attn": False, "vocab_size": 50304},
+        1311625216,
+        _attention("layers/23", 2048, 32, 32, 64),
+    ),
+}
