@@ -37,7 +37,7 @@ from bridge.mapping.rules import MappingTable
 from bridge.mapping.scales import of_whole_rows
 from bridge.mapping.sizes import known_sizes
 from bridge.mapping.states import StatePlan, like_source, merged, require_whole
-from bridge.mapping.tied import one_of_two, second_of_two
+from bridge.mapping.tied import one_of_two, second_of_two, under_first_names
 
 T = TypeVar("T")
 _Made = tuple[str, View, View | None]
@@ -119,15 +119,20 @@ class _Planner:
                 planned.append(PlannedTensor(_join(info.path, self.to), info.path, view))
             else:
                 unmatched.append(info.name)
+        under_first_names(self.mapping, found)
         sections = merged(found, self.problems)
         twice = self._try(lambda: one_of_two(self.reader, self.mapping, found, self._axes)) or []
         dropped = (*self.dropped, *(found.weights.pop(weight).name for weight in twice))
         owners = self._owners("weights", found.weights)
         used = {id(rule) for rule in owners.values()}
+        parts = {rule.part for rule in owners.values() if rule.part}
         idle = [
             rule
             for rule in self.mapping.rules
-            if not rule.optional and rule.entries(self.source.name) and id(rule) not in used
+            if (not rule.optional or rule.part in parts)
+            and rule.entries(self.source.name)
+            and not rule.is_second_name
+            and id(rule) not in used
         ]
         if unmatched or idle:
             self.problems.append(self._misfit(unmatched, idle))
@@ -139,9 +144,11 @@ class _Planner:
             made = self._outputs(moment, sections[moment], owned, scales)
             outputs[moment], outputs[SCALES[moment]] = made
         weights, _ = self._outputs("weights", found.weights, owners, {})
-        weights |= (
-            self._try(lambda: dict(second_of_two(self.mapping, found, self.target.name, self._axes))) or {}
+        # A state dict of PyTorch has all names of its tensors.
+        named = partial(
+            second_of_two, self.mapping, found, self.target.name, self._axes, parts, every=self.to == "dcp"
         )
+        weights |= self._try(lambda: dict(named())) or {}
         require_whole(found, self.usual, str(self.reader.path), self.problems)
         planned += [self._tensor("weights", weight, view) for weight, view in weights.items()]
         states = StatePlan(self.reader, found, self.target, outputs, self.kept)
@@ -176,6 +183,8 @@ class _Planner:
         flat = {"dcp", "safetensors"}
         if not fitting and self.to in flat:
             fitting = [c for c in left if c.format in flat]
+        # A model without its heads becomes one without.
+        fitting = [c for c in fitting if c.without == self.source.without] or fitting
         if len(fitting) == 1:
             return fitting[0]
         if len(conventions) == 2:
@@ -285,7 +294,7 @@ class _Planner:
 
     def _uneven(self, owners: Mapping[str, Rule]) -> Iterator[str]:
         """Find rules without a tensor for a number that other rules have. No other check misses the last layer's."""
-        rules = {id(rule): rule for rule in owners.values() if not rule.optional}
+        rules = {id(rule): rule for rule in owners.values() if rule.part or not rule.optional}
         # Numbers are grouped by the text before them, so that layers and blocks are counted separately.
         seen: dict[str, dict[int, set[int]]] = {}
         for weight, rule in owners.items():
