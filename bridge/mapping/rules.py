@@ -150,7 +150,7 @@ class MappingTable:
         rules = []
         for rule in self.rules:
             tied = self.rule_of(rule.tied_to) if rule.tied_to else None
-            both = rule.sides | tied.sides if tied and rule.is_second_name else rule.sides
+            both = {**rule.sides, **(tied.sides if tied and rule.is_second_name else {})}
             if len(kept.keys() & both.keys()) < 2 or not kept.keys() & rule.sides.keys():
                 continue
             paths = [e.path.text for name in kept for e in (tied.entries(name) if tied else ())]
