@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
+from bridge.formats.quantized import quantized
 from bridge.mapping import beside_weights
 from bridge.mapping.apply import Axes, View, apply_with_scales
 from bridge.mapping.conventions import (
@@ -326,6 +327,18 @@ class _Planner:
     def _misfit(self, unmatched: list[str], idle: list[Rule]) -> str:
         side = self.source.name
         rules = [rule for rule in self.mapping.rules if rule.entries(side)]
+        if (found := quantized(unmatched)) is not None:
+            name, kind, readable = found
+            remedy = (
+                "decode them to bfloat16 on the way (convert --dequantize; in a program dequantize=True)"
+                if readable
+                else "decode them first, with the program that made them"
+            )
+            return (
+                f"{name} of {self.reader.path} is of quantized weights ({kind}), and {len(unmatched)} of "
+                f"{len(self.tensors)} tensors match no rule of mapping {self.mapping.name}, whose rules are for plain "
+                f"weights: {remedy}, or leave the mapping out to keep names and bytes"
+            )
         lines = [f"mapping {self.mapping.name} does not fit {self.reader.path}; is this another model?"]
         if len(self.mapping.conventions) > 2:
             lines.append(f"Of its conventions ({', '.join(self.mapping.conventions)}) {side} is the nearest.")

@@ -25,8 +25,13 @@ from tests.support.bridge.family_checkpoints import (
 )
 from tests.support.bridge.family_models import hf_logits, tokens
 
-SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 6}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 20, "num_local_experts": 5}
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 64, "num_local_experts": 5}
 SIZES |= {"num_experts_per_tok": 2, "sliding_window": 7, "pad_token_id": 0, "eos_token_id": 1}
 
 
