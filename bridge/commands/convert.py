@@ -61,6 +61,14 @@ def convert(
     axis: AxisOption = None,
     tied: TiedOption = None,
     any_model: AnyModelOption = False,
+    dequantize: Annotated[
+        bool,
+        typer.Option(
+            "--dequantize",
+            help="Take MXFP4 weights (GPT-OSS) and float8 weights with scales of blocks (DeepSeek-V3) as the bfloat16 "
+            "numbers that they stand for.",
+        ),
+    ] = False,
     select: Annotated[
         list[str] | None,
         typer.Option(
@@ -152,6 +160,7 @@ def convert(
             verify,
             any_model,
             companions=companions,
+            dequantize=dequantize,
         )
         with user_errors(json=json), planned(src, options) as (conversion, _):
             if json:
@@ -182,6 +191,7 @@ def convert(
             verify=verify,
             any_model=any_model,
             companions=companions,
+            dequantize=dequantize,
             replace=replace,
             resume=resume,
             progress=progress,

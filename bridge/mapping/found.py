@@ -158,9 +158,21 @@ def _fits(found: Found, mapping: MappingTable) -> bool:
     """Whether every rule that the convention requires has a tensor."""
     index = NameIndex(mapping.rules, found.convention.name)
     used = {id(rule) for weight in found.weights for rule in index.rules_of(weight)}
-    return all(
-        rule.optional or id(rule) in used for rule in mapping.rules if rule.entries(found.convention.name)
-    )
+    return _whole(used, _needed(mapping, found.convention.name))
+
+
+def _needed(mapping: MappingTable, convention: str) -> dict[str, set[int]]:
+    """The rules of a convention that are needed, by the part of the model that needs them; "": any model does."""
+    needed: dict[str, set[int]] = {"": set()}
+    for rule in mapping.rules:
+        if rule.entries(convention) and not rule.is_second_name and (rule.part or not rule.optional):
+            needed.setdefault(rule.part, set()).add(id(rule))
+    return needed
+
+
+def _whole(used: set[int], needed: Mapping[str, set[int]]) -> bool:
+    """Whether all rules that a model needs have tensors, and all of a part where one has some."""
+    return all(used >= rules or (part and not used & rules) for part, rules in needed.items())
 
 
 def _as(tensors: Sequence[TensorInfo], mapping: MappingTable, convention: Convention, where: str) -> Found:
@@ -178,9 +190,9 @@ def _as(tensors: Sequence[TensorInfo], mapping: MappingTable, convention: Conven
                 # Shorter names are those of other weights with the same ending.
                 kept[seen.node, seen.inner, seen.after][seen.section][seen.weight] = info
                 break
-    required = [rule for rule in mapping.rules if rule.entries(convention.name) and not rule.optional]
+    needed = _needed(mapping, convention.name)
     usual = cast(tuple[str, str], tuple(convention.places["weights"].split(WEIGHT)))
-    before, after = _place(weights, usual, index, required, mapping, where)
+    before, after = _place(weights, usual, index, needed, mapping, where)
     places, states = [], []
     for place, sections in _states(kept, convention):
         paths = (info.path for tensors in sections.values() for info in tensors.values())
@@ -255,7 +267,7 @@ def _place(
     places: Mapping[tuple[str, str], Tensors],
     usual: tuple[str, str],
     index: NameIndex,
-    required: Sequence[Rule],
+    needed: Mapping[str, set[int]],
     mapping: MappingTable,
     where: str,
 ) -> tuple[str, str]:
@@ -263,7 +275,7 @@ def _place(
     whole = [
         place
         for place, weights in places.items()
-        if {id(rule) for weight in weights for rule in index.rules_of(weight)} >= {id(r) for r in required}
+        if _whole({id(rule) for weight in weights for rule in index.rules_of(weight)}, needed)
     ]
     if usual in whole:
         return usual

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
+from bridge.formats.quantized import quantized
 from bridge.mapping import beside_weights
 from bridge.mapping.apply import Axes, View, apply_with_scales
 from bridge.mapping.conventions import (
@@ -39,7 +40,7 @@ from bridge.mapping.rules import MappingTable
 from bridge.mapping.scales import of_whole_rows
 from bridge.mapping.sizes import known_sizes
 from bridge.mapping.states import StatePlan, like_source, merged, require_whole
-from bridge.mapping.tied import one_of_two, second_of_two
+from bridge.mapping.tied import one_of_two, second_of_two, under_first_names
 
 T = TypeVar("T")
 _Made = tuple[str, View, View | None]
@@ -121,15 +122,20 @@ class _Planner:
                 planned.append(PlannedTensor(_join(info.path, self.to), info.path, view))
             else:
                 unmatched.append(info.name)
+        under_first_names(self.mapping, found)
         sections = merged(found, self.problems)
         twice = self._try(lambda: one_of_two(self.reader, self.mapping, found, self._axes)) or []
         dropped = (*self.dropped, *(found.weights.pop(weight).name for weight in twice))
         owners = self._owners("weights", found.weights)
         used = {id(rule) for rule in owners.values()}
+        parts = {rule.part for rule in owners.values() if rule.part}
         idle = [
             rule
             for rule in self.mapping.rules
-            if not rule.optional and rule.entries(self.source.name) and id(rule) not in used
+            if (not rule.optional or rule.part in parts)
+            and rule.entries(self.source.name)
+            and not rule.is_second_name
+            and id(rule) not in used
         ]
         if unmatched or idle:
             self.problems.append(self._misfit(unmatched, idle))
@@ -141,9 +147,11 @@ class _Planner:
             made = self._outputs(moment, sections[moment], owned, scales)
             outputs[moment], outputs[SCALES[moment]] = made
         weights, _ = self._outputs("weights", found.weights, owners, {})
-        weights |= (
-            self._try(lambda: dict(second_of_two(self.mapping, found, self.target.name, self._axes))) or {}
+        # A state dict of PyTorch has all names of its tensors.
+        named = partial(
+            second_of_two, self.mapping, found, self.target.name, self._axes, parts, every=self.to == "dcp"
         )
+        weights |= self._try(lambda: dict(named())) or {}
         require_whole(found, self.usual, str(self.reader.path), self.problems)
         planned += [self._tensor("weights", weight, view) for weight, view in weights.items()]
         states = StatePlan(self.reader, found, self.target, outputs, self.kept)
@@ -175,7 +183,9 @@ class _Planner:
                 )
             return conventions[known]
         left = [c for name, c in conventions.items() if name != self.source.name]
-        fitting = usual_in(self.to, left)
+        # A model without its heads becomes one without.
+        alike = [c for c in left if c.without == self.source.without]
+        fitting = usual_in(self.to, alike) or usual_in(self.to, left)
         if len(fitting) == 1:
             return fitting[0]
         if len(conventions) == 2:
@@ -287,7 +297,7 @@ class _Planner:
 
     def _uneven(self, owners: Mapping[str, Rule]) -> None:
         """Find rules without a tensor for a number that other rules have. No other check misses the last layer's."""
-        rules = {id(rule): rule for rule in owners.values() if not rule.optional}
+        rules = {id(rule): rule for rule in owners.values() if rule.part or not rule.optional}
         # Numbers are grouped by the text before them, so that layers and blocks are counted separately.
         seen: dict[str, dict[int, set[int]]] = {}
         for weight, rule in owners.items():
@@ -320,6 +330,18 @@ class _Planner:
     def _misfit(self, unmatched: list[str], idle: list[Rule]) -> str:
         side = self.source.name
         rules = [rule for rule in self.mapping.rules if rule.entries(side)]
+        if (found := quantized(unmatched)) is not None:
+            name, kind, readable = found
+            remedy = (
+                "decode them to bfloat16 on the way (convert --dequantize; in a program dequantize=True)"
+                if readable
+                else "decode them first, with the program that made them"
+            )
+            return (
+                f"{name} of {self.reader.path} is of quantized weights ({kind}), and {len(unmatched)} of "
+                f"{len(self.tensors)} tensors match no rule of mapping {self.mapping.name}, whose rules are for plain "
+                f"weights: {remedy}, or leave the mapping out to keep names and bytes"
+            )
         lines = [f"mapping {self.mapping.name} does not fit {self.reader.path}; is this another model?"]
         if len(self.mapping.conventions) > 2:
             lines.append(f"Of its conventions ({', '.join(self.mapping.conventions)}) {side} is the nearest.")
