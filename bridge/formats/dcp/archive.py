@@ -193,8 +193,11 @@ def _zip64_fields(extra: bytes, values: list[int], what: str) -> tuple[int, int,
     return stored, size, local
 
 
-def verify_record(file: mmap.mmap, record: Record, what: str) -> None:
-    """Compare a record's bytes with their checksum, holding no more than a block of them in memory."""
+def verify_record(file: mmap.mmap, record: Record, what: str, *, keep: bool = False) -> None:
+    """Compare a record's bytes with their checksum, holding no more than a block of them in memory.
+
+    keep: its last block stays there, since it is to be read next.
+    """
     if record.crc is None:
         return
     crc = 0
@@ -203,7 +206,8 @@ def verify_record(file: mmap.mmap, record: Record, what: str) -> None:
             stop = min(start + BLOCK, record.start + record.size)
             with view[start:stop] as block:
                 crc = zlib.crc32(block, crc)
-            drop_pages(file, start, stop)
+            if not keep or stop < record.start + record.size:
+                drop_pages(file, start, stop)
     if crc != record.crc:
         raise CheckpointError(
             f"{what}: the data is damaged: expected CRC-32 {record.crc:08x} of {record.size} bytes, got {crc:08x}"

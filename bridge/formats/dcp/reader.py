@@ -232,7 +232,7 @@ class DcpReader(ClosedAtEnd):
         file = _file_of(self._files, extent)
         if self._verify and extent not in self._verified:
             if stored.record is not None:
-                verify_record(file, stored.record, self._what(info, chunk, extent))
+                verify_record(file, stored.record, self._what(info, chunk, extent), keep=common == chunk)
             for copy in self._metadata.copies.get((info.name, index), ()):
                 self._require_same(info, chunk, extent, stored, copy)
             self._verified.add(extent)

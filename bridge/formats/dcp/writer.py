@@ -137,6 +137,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
         try:
             self._require_open()
             self._record.require_complete()
+            self._record.flush()
             extents = self._sink.extents
             metadata = DcpMetadata(self._record.infos, extents, self._objects, self._object_paths)
             folder = self._directory.temporary
