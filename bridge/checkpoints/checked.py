@@ -104,7 +104,8 @@ class CheckedReader(WrappingReader):
         if name not in self._listed:
             # With the manifest's chunks, which need not be those of the file.
             chunks = () if self._own(name) else tuple(self._manifest.tensors[name].chunks)
-            self._listed[name] = dataclasses.replace(self.tensors[name], chunks=chunks)
+            info = self.tensors[name]
+            self._listed[name] = info if info.chunks == chunks else dataclasses.replace(info, chunks=chunks)
         info = self._listed[name]
         for index in self._chunks.touching(info, box) if info.chunks else ():
             if (name, index) in self._compared:

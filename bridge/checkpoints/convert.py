@@ -43,6 +43,7 @@ from bridge.formats.replaceable import require_replaceable
 from bridge.formats.stores.reader import StoredReader
 from bridge.formats.stores.store import is_url, local_path, place_of, without_end
 from bridge.formats.stores.upload import Upload
+from bridge.mapping.relation import whole_source
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
 from bridge.mapping.sizes import with_config, with_stored_sizes
 from bridge.mapping.translation import make_plan
@@ -116,7 +117,11 @@ class Conversion:
         """A digest of the plan: two that are equal write the same, given the same source."""
         digest = hashlib.sha256()
         for output in self.outputs.values():
-            digest.update(f"{output.name} {output.path} {output.dtype} {output.planned.content!r}\n".encode())
+            content = output.planned.content
+            # Of a tensor that goes along as it is, the whole text would take longer than small elements.
+            source = whole_source(content)
+            text = f"all of {source} {content.shape} {content.dtype}" if source is not None else repr(content)
+            digest.update(f"{output.name} {output.path} {output.dtype} {text}\n".encode())
         for name, (path, value) in self.objects.items():
             digest.update(f"{name} {path} {value!r}\n".encode())
         digest.update(f"{sorted(self.kinds.items())}".encode())

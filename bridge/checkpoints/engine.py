@@ -24,6 +24,9 @@ from bridge.mapping.relation import TensorView
 RUN_BYTES = 256 << 20
 """Regions of one tensor, in bytes, that go to one worker."""
 
+TOGETHER_BYTES = 8 << 20
+"""Small tensors go to one worker up to so many bytes: they lie side by side, and are read and written together."""
+
 _MAX_LOOKED_AT = 4096
 """Chunks of a source tensor that are looked through for each chunk written; readers have better ways with more."""
 
@@ -44,22 +47,25 @@ def runs(
     """The regions to copy, without the chunks that a resumed writer has.
 
     A run is of neighbouring regions, for one worker: a large stored chunk is verified as a whole when it is first
-    touched, and two workers would do so twice.
+    touched, and two workers would do so twice. Small tensors share one.
     """
+    run: list[Region] = []
+    nbytes = 0
     for tensor in tensors:
         name = names[tensor.name]
         stored = writer.stored(name)
         left = (box for box in writer.chunks(name) if box not in stored)
-        run: list[Region] = []
-        nbytes = 0
         for box, chunks in group_boxes(left, tensor.dtype.itemsize):
             run.append(Region(tensor, name, box, chunks))
             nbytes += box.numel * tensor.dtype.itemsize
             if nbytes >= RUN_BYTES:
                 yield run
                 run, nbytes = [], 0
-        if run:
+        if nbytes >= TOGETHER_BYTES:
             yield run
+            run, nbytes = [], 0
+    if run:
+        yield run
 
 
 class Copier:
@@ -147,10 +153,13 @@ def lend(tensor: Output, reader: CheckpointReader, chunk: Box) -> list[Loan]:
     chunks = reader.tensors[block.source].chunks
     if block.source_index != block.target_index or len(chunks) > _MAX_LOOKED_AT:
         return []
-    pieces = [piece for stored in chunks if (piece := stored.intersect(chunk)) is not None]
-    pieces.sort(key=lambda piece: piece.offsets)
-    if not all(_is_run(piece, chunk) for piece in pieces):
-        return []
+    if len(chunks) == 1 and chunks[0] == chunk:
+        pieces = [chunk]
+    else:
+        pieces = [piece for stored in chunks if (piece := stored.intersect(chunk)) is not None]
+        pieces.sort(key=lambda piece: piece.offsets)
+        if not all(_is_run(piece, chunk) for piece in pieces):
+            return []
     loans: list[Loan] = []
     for piece in pieces:
         loan = reader.lend(block.source, piece)

@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add, le
 from pathlib import Path
 from types import EllipsisType, MappingProxyType, TracebackType
 from typing import Protocol, Self, TypeAlias
@@ -106,6 +107,9 @@ ORBAX_DTYPES: Mapping[str, np.dtype] = MappingProxyType(
 """DTYPES and what JAX has besides. Orbax stores these, an element a byte; PyTorch and safetensors lack them."""
 
 
+_NAMES = {dtype: name for name, dtype in ORBAX_DTYPES.items()}
+
+
 def is_whole(dtype: np.dtype) -> bool:
     """Whether elements are integers or booleans. NumPy counts ml_dtypes' integers among its unknown kinds."""
     return dtype.kind in "biu" or dtype.type in _NARROW_INTEGERS
@@ -124,9 +128,11 @@ def dtype_from_name(name: str) -> np.dtype:
 def dtype_name(dtype: np.dtype, known: Mapping[str, np.dtype] = ORBAX_DTYPES) -> str:
     """The name PyTorch and JAX use for `dtype`. CheckpointError for one that is not known (e.g. strings)."""
     dtype = np.dtype(dtype)
-    if known.get(dtype.name) != dtype:
+    # NumPy makes a dtype's name anew whenever it is asked for, which takes longer than all else here.
+    name = _NAMES.get(dtype)
+    if name is None or name not in known:
         raise CheckpointError(f"expected a little-endian dtype out of {', '.join(known)}, got {dtype!r}")
-    return dtype.name
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +161,17 @@ class Box:
     @property
     def stops(self) -> tuple[int, ...]:
         """The first index after the box, per axis."""
-        return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
+        return tuple(map(add, self.offsets, self.sizes))
 
     def inside(self, shape: Sequence[int]) -> bool:
         """Whether the box has the rank of `shape` and lies within it."""
-        return len(self.sizes) == len(shape) and all(b <= n for b, n in zip(self.stops, shape, strict=True))
+        # By `map`: a generator takes longer than what it computes, and there may be 100,000 tensors.
+        return len(self.sizes) == len(shape) and all(map(le, self.stops, shape))
 
     def intersect(self, other: Box) -> Box | None:
         """The elements in both boxes, or None if there are none (also when either box is empty)."""
+        if self == other:
+            return None if 0 in self.sizes else self
         low = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(b - a for a, b in zip(low, map(min, self.stops, other.stops), strict=True))
         return Box(low, sizes) if all(s > 0 for s in sizes) else None

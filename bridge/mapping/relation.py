@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -135,9 +135,27 @@ class TensorView:
 
 def identity(source: str, shape: tuple[int, ...], dtype: np.dtype) -> TensorView:
     """A view of all of tensor ``source``, unchanged."""
-    index = tuple(Affine(0, ((str(axis), 1),)) for axis in range(len(shape)))
-    sizes = {str(axis): size for axis, size in enumerate(shape)}
+    index, sizes = _identity(shape)
     return TensorView(shape, dtype, (Block(source, index, index, sizes),))
+
+
+def whole_source(view: object) -> str | None:
+    """The tensor that this is all of, as `identity` makes it; None for other views, and for some that are equal."""
+    if not isinstance(view, TensorView) or len(view.blocks) != 1:
+        return None
+    (block,) = view.blocks
+    index, sizes = _identity(view.shape)
+    return (
+        block.source
+        if (block.source_index, block.target_index, block.sizes) == (index, index, sizes)
+        else None
+    )
+
+
+@lru_cache(maxsize=4096)
+def _identity(shape: tuple[int, ...]) -> tuple[Alternative, Mapping[str, int]]:
+    index = tuple(Affine(0, ((str(axis), 1),)) for axis in range(len(shape)))
+    return index, {str(axis): size for axis, size in enumerate(shape)}
 
 
 def dense_pieces(block: Block, box: Box) -> Iterator[Ranges]:

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, TypeGuard
+from typing import Final, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -102,11 +102,26 @@ class StoredTensor:
         )
 
 
+class PlacedRecord(NamedTuple):
+    """A record, and where in the archive its own header and its entry in the directory are."""
+
+    record: Record
+    header: int
+    entry: int
+
+
 def find_records(file: mmap.mmap, offset: int, length: int, what: str) -> dict[str, Record]:
     """The records of the archive in bytes [offset, offset + length) of the file, by name without their folder.
 
     CheckpointError, beginning with `what`, when this is no such archive or anything points outside it.
     """
+    return {name: found.record for name, found in records_and_places(file, offset, length, what)[0].items()}
+
+
+def records_and_places(
+    file: mmap.mmap, offset: int, length: int, what: str
+) -> tuple[dict[str, PlacedRecord], tuple[int, int, int]]:
+    """The same with their places, and where the directory begins and ends, and the end records begin."""
 
     def need(holds: bool, why: str) -> None:
         if not holds:
@@ -122,12 +137,14 @@ def find_records(file: mmap.mmap, offset: int, length: int, what: str) -> dict[s
     end = at(length - END.size, END, b"PK\5\6", "end record")
     need(end[-1] == 0, "it has a comment")
     locator = at(length - END.size - END64_LOCATOR.size, END64_LOCATOR, b"PK\6\7", "zip64 locator")
-    *_, entries, directory_size, position = at(locator[2], END64, b"PK\6\6", "zip64 end record")
+    *_, entries, directory_size, directory = at(locator[2], END64, b"PK\6\6", "zip64 end record")
     need(entries <= _MAX_ENTRIES, f"it has {entries} records")
-    need(position + directory_size <= length, "its directory lies outside")
+    need(directory + directory_size <= length, "its directory lies outside")
 
-    records: dict[str, Record] = {}
+    position = directory
+    records: dict[str, PlacedRecord] = {}
     for _ in range(entries):
+        entry = position
         fields = at(position, ENTRY, b"PK\1\2", "directory")
         flags, method, crc, stored, size = fields[3], fields[4], *fields[7:10]
         name_length, extra_length, comment_length, local = *fields[10:13], fields[16]
@@ -148,9 +165,14 @@ def find_records(file: mmap.mmap, offset: int, length: int, what: str) -> dict[s
         )
         name = raw_name.decode("utf-8", "replace").partition("/")[2]
         need(name not in records, "a record occurs twice")
-        # torch.save can be told to skip checksums and then leaves 0.
-        records[name] = Record(offset + data, size, crc if crc or not size else None)
-    return records
+        records[name] = PlacedRecord(Record(offset + data, size, checked_crc(crc, size)), local, entry)
+    return records, (directory, position, locator[2])
+
+
+def checked_crc(crc: int, size: int) -> int | None:
+    """A record's checksum, None where its writer computed none."""
+    # torch.save can be told to skip checksums and then leaves 0.
+    return crc if crc or not size else None
 
 
 def _zip64_fields(extra: bytes, values: list[int], what: str) -> tuple[int, int, int]:
@@ -171,8 +193,11 @@ def _zip64_fields(extra: bytes, values: list[int], what: str) -> tuple[int, int,
     return stored, size, local
 
 
-def verify_record(file: mmap.mmap, record: Record, what: str) -> None:
-    """Compare a record's bytes with their checksum, holding no more than a block of them in memory."""
+def verify_record(file: mmap.mmap, record: Record, what: str, *, keep: bool = False) -> None:
+    """Compare a record's bytes with their checksum, holding no more than a block of them in memory.
+
+    keep: its last block stays there, since it is to be read next.
+    """
     if record.crc is None:
         return
     crc = 0
@@ -181,7 +206,8 @@ def verify_record(file: mmap.mmap, record: Record, what: str) -> None:
             stop = min(start + BLOCK, record.start + record.size)
             with view[start:stop] as block:
                 crc = zlib.crc32(block, crc)
-            drop_pages(file, start, stop)
+            if not keep or stop < record.start + record.size:
+                drop_pages(file, start, stop)
     if crc != record.crc:
         raise CheckpointError(
             f"{what}: the data is damaged: expected CRC-32 {record.crc:08x} of {record.size} bytes, got {crc:08x}"
@@ -211,7 +237,11 @@ def find_tensor(file: mmap.mmap, offset: int, length: int, what: str) -> StoredT
 
     CheckpointError, beginning with `what`, for anything but one strided tensor of a known dtype inside its record.
     """
-    records = find_records(file, offset, length, what)
+    return tensor_in(file, find_records(file, offset, length, what), what)
+
+
+def tensor_in(file: mmap.mmap, records: Mapping[str, Record], what: str) -> StoredTensor:
+    """The tensor of an archive with these records; see `find_tensor`."""
     if "byteorder" in records:
         order = _small_record(file, records, "byteorder", 16, what)
         if order != b"little":
@@ -275,4 +305,4 @@ def is_index(value: object) -> TypeGuard[tuple[int, ...]]:
     """Whether this is a tuple of at most 64 ints in [0, 2**63)."""
     if not isinstance(value, tuple) or len(value) > 64:
         return False
-    return all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+    return not value or (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 1 << 63)

@@ -39,6 +39,7 @@ from bridge.formats.plain import plain_value
 
 ALIGNMENT: Final = 64
 WIDE: Final = MAX32  # record sizes from here on are written with 64 bits
+_CRC: Final = struct.Struct("<L")
 _PADDING_FIELD = 0x4246  # "FB", what torch.save uses for its padding
 
 
@@ -53,19 +54,41 @@ def value_archive(value: object, offset: int, what: str) -> bytes:
 
 def tensor_archive(dtype: np.dtype, sizes: tuple[int, ...], offset: int, crc: int) -> tuple[bytes, bytes]:
     """The bytes before and after the data of a chunk in row-major order; crc: the CRC-32 of the data."""
-    nbytes = math.prod(sizes) * dtype.itemsize
-    return _around({"data.pkl": _description(dtype_name(dtype), sizes)}, nbytes, crc, offset)
+    before, in_before, after, in_after = _template(dtype_name(dtype), sizes, offset % ALIGNMENT)
+    check = _CRC.pack(crc)
+    return (
+        before[:in_before] + check + before[in_before + _CRC.size :],
+        after[:in_after] + check + after[in_after + _CRC.size :],
+    )
 
 
 def tensor_archive_length(dtype: np.dtype, sizes: tuple[int, ...], offset: int) -> int:
     """Bytes of the whole archive."""
-    around = _length_around(dtype_name(dtype), sizes, offset % ALIGNMENT)
-    return around + math.prod(sizes) * dtype.itemsize
+    before, _, after, _ = _template(dtype_name(dtype), sizes, offset % ALIGNMENT)
+    return len(before) + math.prod(sizes) * dtype.itemsize + len(after)
+
+
+def data_start(dtype: np.dtype, sizes: tuple[int, ...], offset: int) -> int:
+    """The byte of the file at which the data of the archive at `offset` begins."""
+    return offset + len(_template(dtype_name(dtype), sizes, offset % ALIGNMENT)[0])
 
 
 @lru_cache(maxsize=4096)
-def _length_around(name: str, sizes: tuple[int, ...], place: int) -> int:
-    return sum(map(len, tensor_archive(dtype_from_name(name), sizes, place, 0)))
+def _template(name: str, sizes: tuple[int, ...], place: int) -> tuple[bytes, int, bytes, int]:
+    """What is around the data, but for its checksum, and where in each half the checksum belongs.
+
+    Chunks of one shape differ by nothing else, and a model has thousands of them.
+    """
+    dtype = dtype_from_name(name)
+    head = {"data.pkl": _description(name, sizes)}
+    nbytes = math.prod(sizes) * dtype.itemsize
+    (before, after), others = (_around(head, nbytes, crc, place) for crc in (0, MAX32))
+    # Where the two differ, four bytes each.
+    in_before, in_after = (
+        next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+        for one, other in zip((before, after), others, strict=True)
+    )
+    return before, in_before, after, in_after
 
 
 @lru_cache(maxsize=4096)

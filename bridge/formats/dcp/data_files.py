@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bridge.formats.dcp.archive import find_tensor
+from bridge.formats.dcp.archives import Archives
 from bridge.formats.files.manifest import ManifestFile, rest_checksum
 
 
@@ -23,10 +23,11 @@ def data_file_entry(path: Path, chunks: Sequence[StoredChunk]) -> ManifestFile:
     """The entry of a file with the archives of these chunks; reads what is no element. CheckpointError if damaged."""
     size = path.stat().st_size
     ranges = []
+    archives = Archives()
     if chunks:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             for chunk in chunks:
-                stored = find_tensor(mapped, chunk.offset, chunk.length, str(path))
+                stored = archives.find(mapped, chunk.offset, chunk.length, str(path))
                 start = stored.record.start + stored.first * stored.dtype.itemsize
                 ranges.append((start, start + chunk.nbytes))
     return ManifestFile(size, None, rest_checksum(path, ranges))

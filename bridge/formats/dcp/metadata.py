@@ -33,7 +33,7 @@ from bridge.formats.base import (
 from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.archive import is_index
 from bridge.formats.dcp.pickle import Call, Instance, Name, Vocabulary, read_pickle
-from bridge.formats.dcp.pickle_writer import write_pickle
+from bridge.formats.dcp.pickle_writer import Repeated, write_pickle
 from bridge.formats.files.mapped import is_plain_name
 
 METADATA_FILE: Final = ".metadata"
@@ -232,10 +232,10 @@ def _state(value: object, kind: str, what: str) -> dict[object, object]:
 
 
 def _size(value: object, what: str) -> tuple[int, ...]:
-    match value:
-        case Call(name="torch.Size", args=()):
+    if isinstance(value, Call) and value.name == _SIZE:
+        if value.args == ():
             return ()
-        case Call(name="torch.Size", args=(sizes,)) if is_index(sizes):
+        if len(value.args) == 1 and is_index(sizes := value.args[0]):
             return sizes
     raise CheckpointError(f"{what}: expected a torch.Size of up to 64 ints of at least 0, got something else")
 
@@ -340,21 +340,26 @@ def format_metadata(metadata: DcpMetadata) -> bytes:
     entries: dict[object, object] = {}
     paths: dict[object, object] = {}
     storage: dict[object, object] = {}
+    alike: dict[tuple[np.dtype, tuple[int, ...], tuple[Box, ...]], Repeated] = {}
+    sizes: dict[tuple[int, ...], Repeated] = {}
+
+    def size(of: tuple[int, ...]) -> Repeated:
+        if of not in sizes:
+            sizes[of] = Repeated(Call(_SIZE, (of,)))
+        return sizes[of]
+
     for name, info in metadata.tensors.items():
-        entries[name] = Instance(
-            _TENSOR,
-            {
-                "properties": _properties(info),
-                "size": Call(_SIZE, (info.shape,)),
-                "chunks": [
-                    Instance(_CHUNK, {"offsets": Call(_SIZE, (c.offsets,)), "sizes": Call(_SIZE, (c.sizes,))})
-                    for c in info.chunks
-                ],
-            },
-        )
+        key = info.dtype, info.shape, info.chunks
+        if key not in alike:
+            chunks = [
+                Instance(_CHUNK, {"offsets": size(c.offsets), "sizes": size(c.sizes)}) for c in info.chunks
+            ]
+            state = {"properties": _properties(info), "size": size(info.shape), "chunks": chunks}
+            alike[key] = Repeated(Instance(_TENSOR, state))
+        entries[name] = alike[key]
         paths[name] = info.path
         for index, (chunk, extent) in enumerate(zip(info.chunks, metadata.extents[name], strict=True)):
-            storage[_index(name, Call(_SIZE, (chunk.offsets,)), index)] = _storage_info(extent)
+            storage[_index(name, size(chunk.offsets), index)] = _storage_info(extent)
     for name, extent in metadata.objects.items():
         entries[name] = Instance(_BYTES, {})
         paths[name] = metadata.object_paths[name]

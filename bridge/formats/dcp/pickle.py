@@ -128,8 +128,39 @@ class _Interpreter:
         budget = MAX_NODES + len(data) // 4
         # None of the files that could not hold so many at all is counted, which costs a tenth of the time.
         making = _MAKING if sum(data.count(code) for code in _MAKING) > budget else frozenset()
+        stack, memo = self.stack, self.memo
         while (code := data[self.position]) != _STOP:
             self.position += 1
+            # Two thirds of what DCP writes are these, which are done here without a call.
+            if not making:
+                if code == _BINGET:
+                    stack.append(memo[data[self.position]])
+                    self.position += 1
+                    continue
+                if code == _LONG_BINGET:
+                    stack.append(memo[int.from_bytes(data[self.position : self.position + 4], "little")])
+                    self.position += 4
+                    continue
+                if code == _BININT1:
+                    stack.append(data[self.position])
+                    self.position += 1
+                    continue
+                if code == _MEMOIZE:
+                    memo[len(memo)] = stack[-1]
+                    continue
+                if code == _BINPUT:
+                    memo[data[self.position]] = stack[-1]
+                    self.position += 1
+                    continue
+                if code == _MARK:
+                    self.marks.append(len(stack))
+                    continue
+                if code == _TUPLE:
+                    start = self.marks.pop()
+                    items = tuple(stack[start:])
+                    del stack[start:]
+                    stack.append(items)
+                    continue
             operation = _OPERATIONS.get(code)
             if operation is None:
                 _refuse(f"opcode {code:#04x} at byte {self.position - 1} is not one that DCP writes")
@@ -248,6 +279,8 @@ class _Interpreter:
 
 
 _STOP: Final = 0x2E
+_BINGET, _LONG_BINGET, _BININT1, _MEMOIZE, _BINPUT = 0x68, 0x6A, 0x4B, 0x94, 0x71
+_MARK, _TUPLE = 0x28, 0x74
 _ORDERED_DICT: Final = "collections.OrderedDict"
 _GETATTR: Final = "builtins.getattr"
 

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from bridge.formats.dcp.pickle import Call, Instance, Name, Persistent
+
+
+@dataclass(eq=False, slots=True)
+class Repeated:
+    """A description that occurs in many places, such as the shape of thousands of tensors; it is not changed."""
+
+    value: object
+    times: int = 0
+    written: bytes = b""
 
 
 def write_pickle(value: object, protocol: int) -> bytes:
     """The inverse of `read_pickle`: a pickle (protocol 2 or 4) that Python's unpickler turns into the real objects.
 
-    Takes what `read_pickle` returns, without cycles.
+    Takes what `read_pickle` returns, without cycles, and `Repeated` parts of it, in one pickle only.
     """
     emitter = _Emitter(protocol)
     emitter.emit(value)
@@ -26,7 +36,10 @@ class _Emitter:
 
     def emit(self, value: object) -> None:
         put = self.parts.append
-        if value is None:
+        # First what most of a checkpoint's metadata is made of.
+        if isinstance(value, str | Name):
+            self.emit_shared(value)
+        elif value is None:
             put(b"N")
         elif isinstance(value, bool):
             put(b"\x88" if value else b"\x89")
@@ -34,8 +47,6 @@ class _Emitter:
             put(_integer(value))
         elif isinstance(value, float):
             put(b"G" + struct.pack(">d", value))
-        elif isinstance(value, str | Name):
-            self.emit_shared(value)
         elif isinstance(value, bytes):
             # As protocol 2 has it, which lacks bytes; torch.load(weights_only=True) knows it.
             self.emit(Call("_codecs.encode", (value.decode("latin1"), "latin1")))
@@ -65,8 +76,21 @@ class _Emitter:
         elif isinstance(value, Persistent):
             self.emit(value.id)
             put(b"Q")
+        elif isinstance(value, Repeated):
+            self.emit_repeated(value)
         else:
             raise TypeError(f"expected a plain value or a description, got {type(value).__name__}")
+
+    def emit_repeated(self, value: Repeated) -> None:
+        """The first time its names are written, from the second time on all is the same bytes."""
+        if value.written:
+            self.parts.append(value.written)
+            return
+        start = len(self.parts)
+        self.emit(value.value)
+        value.times += 1
+        if value.times > 1:
+            value.written = b"".join(self.parts[start:])
 
     def emit_all(self, values: Sequence[object]) -> None:
         for value in values:

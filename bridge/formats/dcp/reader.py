@@ -15,7 +15,8 @@ import numpy as np
 
 from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
-from bridge.formats.dcp.archive import Record, StoredTensor, find_tensor, read_value, verify_record
+from bridge.formats.dcp.archive import Record, StoredTensor, read_value, verify_record
+from bridge.formats.dcp.archives import Archives
 from bridge.formats.dcp.metadata import (
     METADATA_FILE,
     DcpMetadata,
@@ -82,6 +83,8 @@ class DcpReader(ClosedAtEnd):
         self._chunks = ChunkIndex()
         self._headers: dict[tuple[str, int], Header] = {}
         self._archives: dict[Extent, StoredTensor] = {}
+        self._forms = Archives()
+        self._names = {name: str(self.path / name) for name in self._data_files}
         self._lock = threading.Lock()
 
     @property
@@ -229,7 +232,7 @@ class DcpReader(ClosedAtEnd):
         file = _file_of(self._files, extent)
         if self._verify and extent not in self._verified:
             if stored.record is not None:
-                verify_record(file, stored.record, self._what(info, chunk, extent))
+                verify_record(file, stored.record, self._what(info, chunk, extent), keep=common == chunk)
             for copy in self._metadata.copies.get((info.name, index), ()):
                 self._require_same(info, chunk, extent, stored, copy)
             self._verified.add(extent)
@@ -241,12 +244,12 @@ class DcpReader(ClosedAtEnd):
         return source, file, stored.start + skipped
 
     def _what(self, info: TensorInfo, chunk: Box, extent: Extent) -> str:
-        return f"{self.path / extent.file}: tensor {info.name!r}, chunk at {chunk.offsets}"
+        return f"{self._names[extent.file]}: tensor {info.name!r}, chunk at {chunk.offsets}"
 
     def _find(self, info: TensorInfo, chunk: Box, extent: Extent) -> _Stored:
         what = self._what(info, chunk, extent)
         file = _file_of(self._files, extent)
-        if self._is_safetensors(extent):
+        if extent not in self._archives and self._is_safetensors(extent):
             array = self._header(extent, what).arrays.get(info.name)
             if array is None:
                 raise CheckpointError(
@@ -274,7 +277,7 @@ class DcpReader(ClosedAtEnd):
     def _archive(self, file: mmap.mmap, extent: Extent, what: str) -> StoredTensor:
         found = self._archives.get(extent)
         if found is None:
-            found = find_tensor(file, extent.offset, extent.length, what)
+            found = self._forms.find(file, extent.offset, extent.length, what)
             if len(self._archives) < _MAX_KEPT:
                 self._archives[extent] = found
         return found

@@ -6,12 +6,15 @@ order and by several threads, and the same tensors always make the same file.
 
 from __future__ import annotations
 
+import heapq
 import os
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 
 from bridge.formats.base import (
@@ -23,9 +26,13 @@ from bridge.formats.base import (
     flat_name,
     grid_of_chunks,
 )
-from bridge.formats.dcp.archive_writer import tensor_archive, tensor_archive_length, value_archive
+from bridge.formats.dcp.archive_writer import (
+    data_start,
+    tensor_archive,
+    tensor_archive_length,
+    value_archive,
+)
 from bridge.formats.dcp.metadata import DcpMetadata, Extent, format_metadata
-from bridge.formats.dcp.reader import DcpReader
 from bridge.formats.files.atomic import CommitOrAbort
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.manifest import (
@@ -35,7 +42,6 @@ from bridge.formats.files.manifest import (
     file_checksum,
     object_checksum,
     render_manifest,
-    rest_checksum,
 )
 from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
 from bridge.formats.files.working import Attempt, WorkingDirectory
@@ -131,6 +137,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
         try:
             self._require_open()
             self._record.require_complete()
+            self._record.flush()
             extents = self._sink.extents
             metadata = DcpMetadata(self._record.infos, extents, self._objects, self._object_paths)
             folder = self._directory.temporary
@@ -139,7 +146,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
                 ".metadata": ManifestFile(
                     (folder / ".metadata").stat().st_size, file_checksum(folder / ".metadata")
                 ),
-                _DATA_FILE: ManifestFile(self._data.path.stat().st_size, None, self._rest(folder)),
+                _DATA_FILE: ManifestFile(self._data.path.stat().st_size, None, self._rest()),
             }
             manifest = Manifest(self.format, self._record.manifest(), self._object_checksums, files)
             (folder / MANIFEST_FILE).write_bytes(render_manifest(manifest))
@@ -149,9 +156,14 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
             self.abort()
             raise
 
-    def _rest(self, folder: Path) -> int:
-        with DcpReader(folder) as written:
-            return rest_checksum(folder / _DATA_FILE, written.data_ranges().get(_DATA_FILE, ()))
+    def _rest(self) -> int:
+        """CRC-32C of what is around the elements in the data file, as it was meant to be written."""
+        objects = ((e.offset, self._data.read(e.offset, e.length)) for e in self._objects.values())
+        crc = 0
+        # Not read back: a few hundred bytes beside small elements would cost as much as all of these.
+        for _, part in heapq.merge(objects, self._sink.around(self._record.infos), key=itemgetter(0)):
+            crc = google_crc32c.extend(crc, part)
+        return int(crc)
 
     def abort(self) -> None:
         """Remove everything written. Does nothing after commit or abort."""
@@ -169,6 +181,7 @@ class _Archives:
     def __init__(self, data: DataFile) -> None:
         self._data = data
         self.extents: dict[str, tuple[Extent, ...]] = {}
+        self._crcs: dict[int, int] = {}
 
     def reserve(self, info: TensorInfo) -> None:
         """Lay out the chunks of a tensor. Not for several threads at once."""
@@ -190,13 +203,25 @@ class _Archives:
         for part in parts:
             crc32 = zlib.crc32(part.data, crc32)
         offset = self.extents[info.name][number].offset
+        self._crcs[offset] = crc32
         before, after = tensor_archive(info.dtype, info.chunks[number].sizes, offset, crc32)
         return [before, *(part.data for part in parts), after]
 
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
         extent, box = self.extents[info.name][number], info.chunks[number]
-        start = len(tensor_archive(info.dtype, box.sizes, extent.offset, 0)[0])
+        start = data_start(info.dtype, box.sizes, extent.offset) - extent.offset
         elements = data[start : start + box.numel * info.dtype.itemsize]
-        before, after = tensor_archive(info.dtype, box.sizes, extent.offset, zlib.crc32(elements))
+        crc32 = self._crcs[extent.offset] = zlib.crc32(elements)
+        before, after = tensor_archive(info.dtype, box.sizes, extent.offset, crc32)
         whole = data.startswith(before) and data.endswith(after) and len(data) == extent.length
         return np.frombuffer(elements, np.uint8) if whole else None
+
+    def around(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[int, bytes]]:
+        """What stands around the elements of all chunks, once they are written, and where: (offset, bytes)."""
+        for name, info in infos.items():
+            for box, extent in zip(info.chunks, self.extents[name], strict=True):
+                before, after = tensor_archive(
+                    info.dtype, box.sizes, extent.offset, self._crcs[extent.offset]
+                )
+                yield extent.offset, before
+                yield extent.offset + extent.length - len(after), after

@@ -16,7 +16,7 @@ import mmap
 import os
 import resource
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -65,14 +65,20 @@ class DataFile:
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Fill a reserved place, or a part of one. OSError when the disk is full, ValueError after `close`."""
+        self._write(offset, memoryview(data), self._write_blocks)
+
+    def write_aligned(self, offset: int, data: memoryview) -> None:
+        """The same for data that is as far from a multiple of BLOCK in memory as in the file: it is not copied."""
+        self._write(offset, data, self._write_piece)
+
+    def _write(self, offset: int, view: memoryview, blocks: Callable[[int, memoryview], None]) -> None:
         if self._descriptor < 0:
             raise ValueError(f"expected an open file {self.path}, got one that was closed")
-        view = memoryview(data)
         try:
             if len(view) >= _DIRECT_BYTES and self._direct is not None:
                 first, last = -offset % BLOCK, len(view) - (offset + len(view)) % BLOCK
                 _pwrite(self._descriptor, view[:first], offset)
-                self._write_blocks(offset + first, view[first:last])
+                blocks(offset + first, view[first:last])
                 _pwrite(self._descriptor, view[last:], offset + last)
             else:
                 _pwrite(self._descriptor, view, offset)

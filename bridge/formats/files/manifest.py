@@ -39,6 +39,8 @@ _MARK = "twinshard_manifest"
 _VERSION = 1
 _MAX_BYTES = 1 << 30
 _BLOCK = 8 << 20
+_MAX_SIZE = 1 << 63
+_HEX = re.compile("[0-9a-f]{8}").fullmatch
 
 
 @dataclass(frozen=True)
@@ -198,13 +200,14 @@ def _tensor(entry: Any) -> ManifestTensor:
 
 
 def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(_size(value) for value in values)
+    sizes = tuple(values)
+    if sizes and (set(map(type, sizes)) != {int} or min(sizes) < 0 or max(sizes) >= _MAX_SIZE):
+        raise ValueError(f"expected sizes of at least 0, got {sizes!r:.40}")
+    return sizes
 
 
 def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"expected a size of at least 0, got {value!r:.40}")
-    return value
+    return _sizes((value,))[0]
 
 
 def _text(value: Any) -> str:
@@ -219,7 +222,7 @@ def _hex(crc: int) -> str:
 
 def _crc(value: Any) -> int:
     # As it is written: in capitals it would be the same number, and a flipped bit would go unseen.
-    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8}", value):
+    if not isinstance(value, str) or not _HEX(value):
         raise ValueError(f"expected a checksum of 8 hexadecimal digits in small letters, got {value!r:.40}")
     return int(value, 16)
 

@@ -3,7 +3,8 @@
     declared   the tensor is known, and so are the numbers and boxes of its chunks      declare
     claimed    one caller writes the chunk, and nobody else may                       \
     encoded    the format says where the chunk goes and which bytes go there (`Sink`)  | write
-    written    the bytes are in a data file, perhaps only in the system's cache       /
+    written    the bytes are in a data file, perhaps only in the system's cache, or   /
+               gathered with small neighbours, to go there together
     synced     the disk has them: after every 256 MiB, at the end, and on failure     \\  sync
     noted      the journal names the chunk and the CRC-32C of its elements            /
 
@@ -27,6 +28,7 @@ from bridge.formats.arrays import array_checksum, raw_bytes
 from bridge.formats.base import Box, CheckpointError, Elements, TensorInfo, dtype_name
 from bridge.formats.files.atomic import fsync_directory
 from bridge.formats.files.data_file import DataFile, allow_open_files
+from bridge.formats.files.gathered import SMALL, Gathered
 from bridge.formats.files.journal import Journal
 from bridge.formats.files.manifest import ManifestTensor
 
@@ -74,6 +76,7 @@ class ChunkRecord:
         self._unchecked: set[tuple[str, int]] = set()
         self._claimed: set[tuple[str, int]] = set()
         self._written: list[tuple[str, int, int]] = []
+        self._gathered: dict[int, Gathered] = {}
         self._unsynced = 0
         self._lock = threading.Lock()
         self._files: list[DataFile] = []
@@ -121,7 +124,11 @@ class ChunkRecord:
         try:
             crc = array_checksum(*parts)
             place = sink.place(info, number)
-            place.file.write_parts(place.offset, sink.encode(info, number, parts, crc))
+            data = sink.encode(info, number, parts, crc)
+            if place.length < SMALL:
+                self._gathering().add(place.file, place.offset, data)
+            else:
+                place.file.write_parts(place.offset, data)
             with self._lock:
                 self._claimed.discard((name, number))
                 self._crcs[name][number] = crc
@@ -136,6 +143,21 @@ class ChunkRecord:
         except BaseException as error:
             self.failure = self.failure or error
             raise
+
+    def _gathering(self) -> Gathered:
+        """Small chunks of this thread."""
+        thread = threading.get_ident()
+        if thread not in self._gathered:
+            with self._lock:
+                self._gathered[thread] = Gathered()
+        return self._gathered[thread]
+
+    def flush(self) -> None:
+        """Bring what is written to the data files, or at least to the system's cache of them. OSError from the disk."""
+        with self._lock:
+            gathered = list(self._gathered.values())
+        for one in gathered:
+            one.flush()
 
     def _claim(self, name: str, box: Box, array: Elements) -> tuple[int, list[np.ndarray]]:
         """The number of the chunk, which nobody else may write from here on, and its bytes, in parts."""
@@ -173,6 +195,7 @@ class ChunkRecord:
             with self._lock:
                 written, self._written = self._written, []
             try:
+                self.flush()
                 for file in self._files:
                     file.sync()
                 if not self._entries_synced:
@@ -220,6 +243,7 @@ class ChunkRecord:
             with suppress(OSError):
                 self.sync()
         self._closed = True
+        self._gathered.clear()
         for file in self._files:
             file.close()
 

@@ -15,6 +15,7 @@ Orbax writes the last form with one inner chunk per shard; both that and several
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -107,6 +108,10 @@ class ArrayLayout:
                 raise ValueError(
                     f"array {self.key!r}: expected chunks of rank {len(self.shape)}, got {chunk}"
                 )
+
+    def named(self, key: str) -> ArrayLayout:
+        """The same for another array."""
+        return dataclasses.replace(self, key=key)
 
     @property
     def chunk_bytes(self) -> int:
@@ -275,4 +280,4 @@ def _sizes(value: object, least: int) -> tuple[int, ...]:
 
 def _grid(shape: Iterable[int], chunk: Iterable[int]) -> tuple[int, ...]:
     """How many chunks there are on each axis."""
-    return tuple(-(-n // size) for n, size in zip(shape, chunk, strict=True))
+    return tuple([-(-n // size) for n, size in zip(shape, chunk, strict=True)])

@@ -29,7 +29,7 @@ from bridge.formats.base import Box, CheckpointError, TensorInfo
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.record import Place
 from bridge.formats.orbax.arrays import MANIFEST, ArrayLayout, explain, metadata_key, new_context, store_spec
-from bridge.formats.orbax.ocdbt import OcdbtWriter
+from bridge.formats.orbax.ocdbt import ALIGNMENT, OcdbtWriter
 
 _NUMBERS = struct.Struct("<QQ")
 _CRC = struct.Struct("<I")
@@ -52,12 +52,16 @@ class ChunkStore:
         self._store = OcdbtWriter(directory, open_file)
         self._complete = complete
         self._layouts: dict[str, ArrayLayout] = {}
+        self._metadata: dict[tuple[tuple[int, ...], tuple[int, ...], np.dtype], bytes] = {}
         self._lock = threading.Lock()
 
     def declare(self, name: str, layout: ArrayLayout) -> None:
         """The array of a tensor, whose chunks are to come. Not for several threads at once."""
         self._layouts[name] = layout
-        self._store.put(metadata_key(layout.key, zarr3=True), json.dumps(layout.metadata()).encode())
+        alike = layout.shape, layout.chunk, layout.dtype
+        if alike not in self._metadata:
+            self._metadata[alike] = json.dumps(layout.metadata()).encode()
+        self._store.put(metadata_key(layout.key, zarr3=True), self._metadata[alike])
         if self._complete:
             for key in layout.stored_keys():
                 self._store.reserve(key, layout.chunk_bytes + _TRAILER)
@@ -80,7 +84,9 @@ class ChunkStore:
         if box.sizes != layout.chunk:
             parts = [_padded(parts, box, layout)]
             crc = array_checksum(*parts)
-        return [*(part.data for part in parts), _trailer(layout, crc)]
+        # With the padding behind a value its neighbour follows at once, and both are written together.
+        padding = bytes(-(layout.chunk_bytes + _TRAILER) % ALIGNMENT)
+        return [*(part.data for part in parts), _trailer(layout, crc) + padding]
 
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
         layout, box = self._layouts[info.name], info.chunks[number]

@@ -38,7 +38,8 @@ from bridge.formats.files.record import Place
 
 MANIFEST = "manifest.ocdbt"
 MAX_INLINE = 1024
-_ALIGNMENT = 64
+ALIGNMENT = 64
+"""Values begin at multiples of this number; the bytes before the next one are padding."""
 _NODE_MAGIC = 0x0CDB20DE
 _CONFIG = {
     "max_inline_value_bytes": MAX_INLINE,
@@ -86,7 +87,7 @@ class OcdbtWriter:
 
     def reserve(self, key: str, length: int) -> Place:
         """Room in the data file for a value of so many bytes."""
-        self.places[key] = Place(self._file, self._file.reserve(length, _ALIGNMENT), length)
+        self.places[key] = Place(self._file, self._file.reserve(length, ALIGNMENT), length)
         return self.places[key]
 
     def finish(self, sync: Callable[[], None]) -> None:
@@ -99,7 +100,8 @@ class OcdbtWriter:
         end = self._file.end
         path = f"d/{self._name}"
         node = _leaf_node(path, self._inline, self.places)
-        start = self._file.reserve(len(node))
+        # Behind the last value's padding, which may be written later.
+        start = self._file.reserve(len(node), ALIGNMENT)
         self._file.write(start, node)
         # Before the manifest: it must not lead to a node or to values that the disk does not have.
         sync()
@@ -167,6 +169,8 @@ def _varints(values: Iterable[int]) -> bytes:
 
 def _varint(value: int) -> bytes:
     """Seven bits a byte, the lowest first; the highest bit says that more follow."""
+    if value < 0x80:
+        return bytes((value,))
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)

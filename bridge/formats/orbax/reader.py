@@ -291,13 +291,20 @@ class OrbaxReader(ClosedAtEnd):
             reads = {path: self._store.read(key) for path, key in keys.items() if key.encode() in present}
             values = {path: read.result().value for path, read in reads.items()}
         layouts = {}
+        alike: dict[bytes, ArrayLayout] = {}
         inner = MAX_INNER_CHUNKS
         for path in tree.arrays:
             what = f"{self._item}: tensor {leaf_name(path)!r}"
             if path not in values:
                 raise CheckpointError(f"{what}: expected its metadata under {keys[path]!r}, found none")
-            data = _parse_json(values[path], f"{what}: {keys[path]}")
-            layout = parse_array(storage_key(path), data, zarr3=tree.use_zarr3, what=what, inner=inner)
+            if (like := alike.get(values[path])) is not None:
+                layout = like.named(storage_key(path))
+            else:
+                data = _parse_json(values[path], f"{what}: {keys[path]}")
+                layout = parse_array(storage_key(path), data, zarr3=tree.use_zarr3, what=what, inner=inner)
+                # Whether inner chunks are read one by one depends on how many the arrays before have.
+                if not layout.num_inner:
+                    alike[values[path]] = layout
             inner -= layout.num_inner
             # Counted first: a hostile shape may have more chunks than can be listed.
             missing = (

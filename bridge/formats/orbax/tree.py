@@ -130,12 +130,18 @@ def render_tree(
             children[path[:depth]].add(path[depth])
     # A list position that has no predecessor (it is an object, say) makes stock Orbax fail: such lists become dicts.
     lists = {parent for parent, keys in children.items() if keys == set(range(len(keys)))}
+    entries: dict[TreePath, list[Json]] = {(): []}
+
+    def keys_of(path: TreePath) -> list[Json]:
+        # Of thousands of leaves most have the parent of the one before.
+        if path not in entries:
+            kind = _SEQUENCE if path[:-1] in lists else _MAPPING
+            entries[path] = [*keys_of(path[:-1]), {"key": str(path[-1]), "key_type": kind}]
+        return entries[path]
+
     tree: dict[str, Json] = {}
     for path, value_type in types.items():
-        keys: list[Json] = [
-            {"key": str(key), "key_type": _SEQUENCE if path[:depth] in lists else _MAPPING}
-            for depth, key in enumerate(path)
-        ]
+        keys = keys_of(path)
         tree[str(tuple(map(str, path)))] = {
             "key_metadata": keys,
             "value_metadata": {
@@ -180,29 +186,30 @@ class Claims:
     def add(self, path: TreePath) -> None:
         """Claim a leaf. CheckpointError, naming both leaves, if it collides with an earlier one."""
         text = tuple(map(str, path))
+        name, stored = "/".join(text), ".".join(text)
         if not is_tree_path(path) or "" in text or text[-1].endswith("/"):
             raise CheckpointError(
                 f"{self._what}: expected a leaf path of non-empty keys ({TREE_PATH_KEYS}), the last not ending in '/', "
                 f"got {path!r:.80}"
             )
-        if (length := len(leaf_name(path))) > MAX_NAME:
+        if (length := len(name)) > MAX_NAME:
             raise CheckpointError(
                 f"{self._what}: expected leaf names of at most {MAX_NAME} characters, got one of {length}: "
-                f"{leaf_name(path)[:80]!r}..."
+                f"{name[:80]!r}..."
             )
         prefixes = [text[:depth] for depth in range(1, len(text))]
         other = (
-            self._names.get(leaf_name(path))
-            or self._keys.get(storage_key(path))
+            self._names.get(name)
+            or self._keys.get(stored)
             or self._inner.get(text)
             or next((self._leaves[p] for p in prefixes if p in self._leaves), None)
         )
         if other is not None:
             raise CheckpointError(
-                f"{self._what}: leaves {other} and {path} collide: Orbax stores leaf {path} as {storage_key(path)!r}, "
+                f"{self._what}: leaves {other} and {path} collide: Orbax stores leaf {path} as {stored!r}, "
                 "and every name must belong to one leaf. Rename one of them"
             )
-        self._names[leaf_name(path)] = self._keys[storage_key(path)] = self._leaves[text] = path
+        self._names[name] = self._keys[stored] = self._leaves[text] = path
         for prefix in prefixes:
             self._inner.setdefault(prefix, path)
 

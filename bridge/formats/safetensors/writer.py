@@ -151,6 +151,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         try:
             self._require_open()
             self._record.require_complete()
+            self._record.flush()
             self._laid_out()
             self._write_manifest()
             self._record.close()

@@ -129,7 +129,7 @@ def test_records_with_64_bit_sizes_are_read_here_by_torch_and_by_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dcp_archive_writer, "WIDE", 1)
-    dcp_archive_writer._length_around.cache_clear()
+    dcp_archive_writer._template.cache_clear()
     array = np.arange(100, dtype=np.float32)
     buffer = io.BytesIO()
     length = write_tensor(buffer, array)

@@ -29,6 +29,7 @@ from bridge.formats import CheckpointError, open_checkpoint
 from bridge.formats.base import DTYPES, Box
 from bridge.formats.dcp import metadata as dcp_metadata
 from bridge.formats.dcp import reader as module
+from bridge.formats.dcp.archive import find_tensor
 from bridge.formats.dcp.pickle import PLAIN_VALUES, Instance, plain_from_pickle, read_pickle
 from bridge.formats.dcp.pickle_writer import write_pickle
 from bridge.formats.dcp.reader import DcpReader
@@ -327,7 +328,7 @@ def data_offset(path: Path, name: str) -> tuple[Path, int]:
     """Where the first data byte of a one-chunk tensor is."""
     reader = DcpReader(path)
     (extent,) = reader._metadata.extents[name]
-    stored = module.find_tensor(reader._files.get(extent.file, 0, 0), extent.offset, extent.length, name)
+    stored = find_tensor(reader._files.get(extent.file, 0, 0), extent.offset, extent.length, name)
     return path / extent.file, stored.record.start
 
 
