@@ -30,12 +30,14 @@ from bridge.formats.dcp.metadata import metadata_files
 from bridge.formats.files.mapped import Fetch
 from bridge.formats.files.working import Attempt
 from bridge.formats.orbax.item import is_unfinished
+from bridge.formats.read_only import directory_format, single_file_format
 from bridge.formats.safetensors.files import holds_safetensors
 from bridge.formats.stores.store import is_url
 
 __all__ = [
     "DTYPES",
     "FORMATS",
+    "READ_ONLY_FORMATS",
     "Attempt",
     "Box",
     "CheckpointError",
@@ -52,11 +54,14 @@ __all__ = [
 ]
 
 FORMATS = ("dcp", "orbax", "safetensors")
+READ_ONLY_FORMATS = ("torch", "npz", "msgpack")
+"""Formats that can be read and not written: torch.save, NumPy's archives, flax's serialization."""
+
 _ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "orbax.checkpoint")
 
 
-def detect_format(path: str | os.PathLike[str]) -> str:
-    """One of FORMATS, from the names of the files in the directory, or of the file itself.
+def detect_format(path: str | os.PathLike[str], fetch: Fetch | None = None) -> str:
+    """One of FORMATS or READ_ONLY_FORMATS, from the names of the files in the directory, or of the file itself.
 
     Raises FileNotFoundError (no such path), NotADirectoryError (another file), CheckpointError (half-written, or
     unknown).
@@ -72,8 +77,11 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     if not place.is_dir():
         if holds_safetensors(place):
             return "safetensors"
+        if (found := single_file_format(place, fetch)) is not None:
+            return found
         raise NotADirectoryError(
-            f"{place} is a file of another kind: expected a checkpoint directory or a .safetensors file"
+            f"{place} is a file of another kind: expected a checkpoint directory, a .safetensors file, or one of "
+            "torch.save, NumPy (.npz) or flax (.msgpack)"
         )
     if metadata_files(place):
         return "dcp"
@@ -83,13 +91,15 @@ def detect_format(path: str | os.PathLike[str]) -> str:
             return "orbax"
     if holds_safetensors(place):
         return "safetensors"
+    if (found := directory_format(place)) is not None:
+        return found
     names = sorted(p.name for p in place.iterdir())
     if any(n.endswith(".distcp") for n in names):
         raise CheckpointError(f"{place} is a DCP checkpoint whose save did not finish: it has no .metadata")
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     raise CheckpointError(
-        f"expected a DCP checkpoint (.metadata), an Orbax one (_METADATA) or *.safetensors files in {place}, found "
-        f"{shown or 'an empty directory'}"
+        "expected a DCP checkpoint (.metadata), an Orbax one (_METADATA) or *.safetensors, *.bin, *.pt, *.npz or "
+        f"*.msgpack files in {place}, found {shown or 'an empty directory'}"
     )
 
 
@@ -109,7 +119,19 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
 
 def _open(path: str | os.PathLike[str], fetch: Fetch | None, verify: bool) -> CheckpointReader:
     # Imported here: reading one format must not need the other's dependencies (tensorstore).
-    format = detect_format(path)
+    format = detect_format(path, fetch)
+    if format == "torch":
+        from bridge.formats.torch_save.reader import TorchSaveReader
+
+        return TorchSaveReader(path, verify, fetch=fetch)
+    if format == "npz":
+        from bridge.formats.npz.reader import NpzReader
+
+        return NpzReader(path, verify, fetch=fetch)
+    if format == "msgpack":
+        from bridge.formats.flax_msgpack.reader import MsgpackReader
+
+        return MsgpackReader(path, fetch=fetch)
     if format == "dcp":
         from bridge.formats.dcp.reader import DcpReader
 
