@@ -29,7 +29,9 @@ from bridge.formats import Box, CheckpointError, detect_format, open_checkpoint
 from bridge.formats.arrays import raw_bytes
 from tests.support.bridge.mutants import hostile_pickles
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
+)
 
 
 def state() -> dict[str, Any]:
@@ -44,7 +46,12 @@ def state() -> dict[str, Any]:
     return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "views": [base[10:20], base.view(10, 10).t()[2:, 1:4], base[3].expand(7), base.view(2, 5, 10)[::1, 1::2]],
+        "views": [
+            base[10:20],
+            base.view(10, 10).t()[2:, 1:4],
+            base[3].expand(7),
+            base.view(2, 5, 10)[::1, 1::2],
+        ],
         "tied": base,
         "unsigned": torch.arange(5).to(torch.uint16),
         "float8": torch.randn(4).to(torch.float8_e4m3fn),
@@ -83,7 +90,11 @@ def test_every_tensor_has_the_bits_that_torch_loads(tmp_path: Path, protocol: in
         for name, tensor in expected.items():
             info = reader.tensors[name]
             assert (info.shape, f"torch.{info.dtype.name}") == (tuple(tensor.shape), str(tensor.dtype))
-            whole = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+            whole = (
+                tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                if tensor.numel()
+                else b""
+            )
             assert raw_bytes(reader.read(name)).tobytes() == whole
         assert reader.objects["size"] == (1, 2)
         assert reader.objects["optimizer.param_groups.0.params"] == [0, 1, 2, 3, 4, 5]
@@ -96,7 +107,12 @@ def test_any_box_of_a_view_is_read(saved: Path) -> None:
         for name, tensor in expected.items():
             for _ in range(40):
                 offsets = tuple(int(rng.integers(0, n + 1)) for n in tensor.shape)
-                box = Box(offsets, tuple(int(rng.integers(0, n - o + 1)) for n, o in zip(tensor.shape, offsets, strict=True)))
+                box = Box(
+                    offsets,
+                    tuple(
+                        int(rng.integers(0, n - o + 1)) for n, o in zip(tensor.shape, offsets, strict=True)
+                    ),
+                )
                 assert np.array_equal(reader.read(f"views.{name}", box), tensor.numpy()[box.slices()])
                 loan = reader.lend(f"views.{name}", box)
                 if loan is not None:
@@ -107,11 +123,14 @@ def test_any_box_of_a_view_is_read(saved: Path) -> None:
 def test_names_and_values_are_those_of_torchs_own_conversion(saved: Path, tmp_path: Path) -> None:
     torch_save_to_dcp(saved, tmp_path / "torch")
     convert(saved, tmp_path / "ours", to="dcp")
-    report = diff(tmp_path / "ours", tmp_path / "torch")
+    # Torch pickles a torch.Size there, by its class.
+    report = diff(tmp_path / "ours", tmp_path / "torch", selection=Selection(drop=("size",)))
     assert (report.max_ulp, report.within) == (0, True), report
     assert verify(tmp_path / "ours").good
     with open_checkpoint(tmp_path / "torch") as theirs, open_checkpoint(saved) as reader:
-        assert {n: t.path for n, t in theirs.tensors.items()} == {n: t.path for n, t in reader.tensors.items()}
+        assert {n: t.path for n, t in theirs.tensors.items()} == {
+            n: t.path for n, t in reader.tensors.items()
+        }
         # Torch loses containers without content.
         assert dict(theirs.object_paths) == dict(reader.object_paths)
 
@@ -197,7 +216,9 @@ def test_a_hostile_pickle_is_refused_or_stays_a_description(tmp_path: Path, numb
     assert not (tmp_path / "b").exists()
 
 
-def rewritten(source: Path, target: Path, change: Callable[[str, bytes], bytes | None], **options: Any) -> None:
+def rewritten(
+    source: Path, target: Path, change: Callable[[str, bytes], bytes | None], **options: Any
+) -> None:
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", **options) as new:
         for entry in old.infolist():
             data = change(entry.filename, old.read(entry))
@@ -214,7 +235,9 @@ def described(*, first: int = 0, shape: tuple[int, ...] = (2, 3), strides: tuple
         return b"(" + b"".join(map(number, values)) + b"t"
 
     storage = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpuK\6tQ"
-    arguments = storage + number(first) + numbers(shape) + numbers(strides) + b"\x89ccollections\nOrderedDict\n)R"
+    arguments = (
+        storage + number(first) + numbers(shape) + numbers(strides) + b"\x89ccollections\nOrderedDict\n)R"
+    )
     return b"\x80\x02}X\1\0\0\0wctorch._utils\n_rebuild_tensor_v2\n(" + arguments + b"tRs."
 
 
@@ -237,7 +260,10 @@ def described(*, first: int = 0, shape: tuple[int, ...] = (2, 3), strides: tuple
 def test_tensors_outside_of_their_storage_are_refused(tmp_path: Path, geometry: dict[str, Any]) -> None:
     torch.save({"w": torch.arange(6.0).reshape(2, 3)}, tmp_path / "a.pt")
     for name, text in (("ok", described()), ("bad", described(**geometry))):
-        rewritten(tmp_path / "a.pt", tmp_path / f"{name}.pt", lambda n, d: text if n.endswith("data.pkl") else d)
+        changed = {"data.pkl": text}
+        rewritten(
+            tmp_path / "a.pt", tmp_path / f"{name}.pt", lambda n, d, c=changed: c.get(n.rpartition("/")[2], d)
+        )
     with open_checkpoint(tmp_path / "ok.pt") as reader:
         assert reader.read("w").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     with pytest.raises(CheckpointError, match=r"tensor 'w': expected"):
@@ -258,13 +284,22 @@ OTHERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: torch.save({"a": torch.ones(2)}, p, _use_new_zipfile_serialization=False),
         "found the format before PyTorch 1.6",
     ),
-    "TorchScript": (lambda p: torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), p), "a program of TorchScript"),
-    "a module": (lambda p: torch.save(torch.nn.Linear(2, 2), p), "an object of class torch.nn.modules.linear.Linear"),
+    "TorchScript": (
+        lambda p: torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), p),
+        "a program of TorchScript",
+    ),
+    "a module": (
+        lambda p: torch.save(torch.nn.Linear(2, 2), p),
+        "an object of class torch.nn.modules.linear.Linear",
+    ),
     "one tensor": (lambda p: torch.save(torch.ones(2), p), "found one tensor"),
     "a number": (lambda p: torch.save(3, p), "found a value of type int"),
     "empty": (lambda p: p.write_bytes(b""), "the file is empty"),
     "a pickle": (lambda p: p.write_bytes(b"\x80\x02K\1."), "found a pickle"),
-    "a zip file": (lambda p: zipfile.ZipFile(p, "w").close() or p.write_bytes(b"PK\3\4" + p.read_bytes()), "expected"),
+    "a zip file": (
+        lambda p: zipfile.ZipFile(p, "w").close() or p.write_bytes(b"PK\3\4" + p.read_bytes()),
+        "expected",
+    ),
 }
 
 
@@ -352,7 +387,9 @@ def test_shards_of_a_hub_folder_are_one_checkpoint(tmp_path: Path) -> None:
                 name: array.tolist() for name, array in arrays.items()
             }
     index.write_text(json.dumps({"weight_map": {**weight_map, "d": "pytorch_model-00002-of-00002.bin"}}))
-    with pytest.raises(CheckpointError, match=r"1 is not in that file: 'd' of pytorch_model-00002-of-00002\.bin"):
+    with pytest.raises(
+        CheckpointError, match=r"1 is not in that file: 'd' of pytorch_model-00002-of-00002\.bin"
+    ):
         open_checkpoint(folder)
     index.write_text(json.dumps({"weight_map": {**weight_map, "c": "../c.bin"}}))
     with pytest.raises(CheckpointError, match="expected the name of a file beside the index"):
