@@ -28,6 +28,7 @@ from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo
 from bridge.formats.files.manifest import Manifest, manifest_path, read_manifest
 from bridge.formats.files.mapped import ChunkIndex, Fetch
+from bridge.formats.joined import JoinedReader
 from bridge.formats.regions import split_box
 from bridge.formats.stores.reader import StoredReader
 from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
@@ -40,6 +41,8 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
 
     Raises CheckpointError, naming file, tensor or chunk, where the checkpoint is not what the manifest says.
     """
+    if isinstance(reader, JoinedReader):
+        return reader.replaced(checked)
     fetch: Fetch | None = None
     place = Path(reader.path)
     if isinstance(reader, StoredReader):

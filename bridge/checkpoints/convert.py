@@ -40,6 +40,7 @@ from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.quantized import DequantizedReader
 from bridge.formats.regions import Progress
 from bridge.formats.replaceable import require_replaceable
+from bridge.formats.step_paths import Step, at_step
 from bridge.formats.stores.reader import StoredReader
 from bridge.formats.stores.store import is_url, local_path, place_of, without_end
 from bridge.formats.stores.upload import Upload
@@ -63,7 +64,8 @@ class ConvertOptions:
     manifest and to the checksums of its format, as far as it is read. any_model: use the mapping whatever model the
     source's `config.json` names. companions: copy `config.json`, tokenizer files and the like along. dequantize: take
     MXFP4 weights and float8 weights with scales of blocks as the bfloat16 numbers that they stand for, see
-    `formats/quantized.py`.
+    `formats/quantized.py`. items: of an Orbax source, see `open_checkpoint`. write_items: keys of the tree that become
+    an item each of an Orbax destination.
     """
 
     to: str | None = None
@@ -78,10 +80,14 @@ class ConvertOptions:
     any_model: bool = False
     companions: bool = True
     dequantize: bool = False
+    items: Sequence[str] = ()
+    write_items: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.to is not None and self.to not in FORMATS:
             raise ValueError(f"expected a checkpoint format out of {', '.join(FORMATS)}, got {self.to!r}")
+        if self.write_items and self.to not in (None, "orbax"):
+            raise CheckpointError(f"expected orbax, which has items (--write-item), got {self.to}")
 
 
 @dataclass(frozen=True)
@@ -177,23 +183,28 @@ def convert(
     resume: bool = False,
     progress: Progress | None = None,
     workers: int | None = None,
+    items: Sequence[str] = (),
+    step: Step | None = None,
+    write_items: Sequence[str] = (),
 ) -> ConvertReport:
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.
 
-    to, mapping, into, from_, axes, selection, casts, tied, any_model, companions, dequantize: see `ConvertOptions`.
-    verify: whether checksums of ``src`` are compared; without it, damage goes into ``dst``, whose own checksums then
-    vouch for it. replace: ``dst`` may be a checkpoint, which is kept until the new one is complete. resume: go on where
-    an earlier attempt of the same conversion was killed, and, if this one fails, keep what it has written to be resumed.
-    workers: threads, default by cores; memory grows with it, about 64 MiB each. A checkpoint for a URL is written to a
-    temporary directory first, and replaces nothing.
+    to, mapping, into, from_, axes, selection, casts, tied, any_model, companions, dequantize, items, write_items: see
+    `ConvertOptions`. step: a number or "latest", where ``src`` is a directory of steps. verify: whether checksums of
+    ``src`` are compared; without it, damage goes into ``dst``, whose own checksums then vouch for it. replace: ``dst``
+    may be a checkpoint, which is kept until the new one is complete. resume: go on where an earlier attempt of the same
+    conversion was killed, and, if this one fails, keep what it has written to be resumed. workers: threads, default by
+    cores; memory grows with it, about 64 MiB each. A checkpoint for a URL is written to a temporary directory first,
+    and replaces nothing.
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
     damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1), OSError
     (what the system or a store refuses). After any error, an interruption too, the destination is as it was before.
     """
     started = time.perf_counter()
+    src = at_step(src, step)
     options = ConvertOptions(
-        to or format_by_name(dst),
+        to or format_by_name(dst) or ("orbax" if write_items else None),
         mapping,
         into,
         from_,
@@ -205,6 +216,8 @@ def convert(
         any_model,
         companions=companions,
         dequantize=dequantize,
+        items=items,
+        write_items=write_items,
     )
     workers = default_workers() if workers is None else workers
     if workers < 1:
@@ -254,6 +267,7 @@ def _convert(
             "files": conversion.digest,
             "format": conversion.format,
             "plan": conversion.fingerprint,
+            "items": ",".join(options.write_items),
             "twinshard": __version__,
         }
         beside = conversion.companions
@@ -261,7 +275,9 @@ def _convert(
         with (
             large_buffers_returned(),
             naming(destination),
-            create_checkpoint(destination, conversion.format, attempt=attempt) as writer,
+            create_checkpoint(
+                destination, conversion.format, attempt=attempt, items=options.write_items
+            ) as writer,
         ):
             resumed = _write(reader, writer, conversion, workers, progress)
             # Inside of the block: leaving it by an error is what keeps the mixture from appearing.
@@ -307,7 +323,7 @@ def planned(
     """
     table = mapping_table(options.mapping, options.axes, options.tied, any_model=options.any_model)
     casts = parse_casts(options.casts)
-    with open_checkpoint(source, verify=options.verify) as whole:
+    with open_checkpoint(source, verify=options.verify, items=options.items) as whole:
         reader = held = checked(whole) if options.verify else whole
         if options.dequantize:
             reader = held = DequantizedReader(held)

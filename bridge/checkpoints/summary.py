@@ -12,8 +12,10 @@ from pathlib import Path
 from bridge.formats import detect_format, open_checkpoint
 from bridge.formats.base import Box, CheckpointError, TensorInfo
 from bridge.formats.files.manifest import manifest_path
+from bridge.formats.joined import JoinedReader
 from bridge.formats.leaf_kinds import LEAVES, key_types
 from bridge.formats.orbax.item import find_item
+from bridge.formats.step_paths import Step, at_step
 from bridge.formats.stores.reader import StoredReader
 from bridge.formats.stores.store import place_of
 from bridge.sharding.drawing import MAX_TENSORS, letter, more_tensors
@@ -60,12 +62,13 @@ class Summary:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def inspect(path: str | os.PathLike[str]) -> Summary:
-    """Describe the checkpoint at ``path``, reading no tensor data.
+def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: Step | None = None) -> Summary:
+    """Describe the checkpoint at ``path``, reading no tensor data. items, step: see `open_checkpoint`.
 
     Raises FileNotFoundError, or CheckpointError when its metadata is damaged.
     """
-    with open_checkpoint(path) as reader:
+    path = at_step(path, step)
+    with open_checkpoint(path, items=items) as reader:
         tensors = tuple(reader.tensors.values())
         members: dict[str, list[TensorInfo]] = {}
         for tensor in tensors:
@@ -83,7 +86,12 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
             except CheckpointError as error:
                 unreadable[name] = str(error)
         home = reader.home if isinstance(reader, StoredReader) else Path(path)
-        manifest = manifest_path(manifest_home(home)).is_file()
+        homes = (
+            [Path(part.path) for part in reader.parts.values()]
+            if isinstance(reader, JoinedReader)
+            else [home]
+        )
+        manifest = all(manifest_path(manifest_home(one)).is_file() for one in homes)
         return Summary(
             place_of(path), reader.format, tensors, groups, objects, unreadable, manifest, key_types(reader)
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,9 @@ from bridge.formats.files.manifest import (
     manifest_path,
     read_manifest,
 )
+from bridge.formats.orbax.items import items_of_one_state, named_items
 from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
+from bridge.formats.step_paths import Step, at_step
 from bridge.formats.stores.hub import hub_hint
 from bridge.formats.stores.mirror import Mirror
 from bridge.formats.stores.store import is_url
@@ -90,18 +92,21 @@ def verify(
     finite: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
+    items: Sequence[str] = (),
+    step: Step | None = None,
 ) -> VerifyReport:
-    """Verify a checkpoint of any format, or a directory of steps with exactly one.
+    """Verify a checkpoint of any format, or a directory of steps with exactly one. items, step: see `open_checkpoint`.
 
     finite: NaNs and infinities are problems. workers: threads, some 64 MiB of memory each; default: one per core, at
     most 4. What is at a URL is fetched whole, to a temporary directory. Raises FileNotFoundError if nothing is there,
     ValueError for workers < 1.
     """
     started = time.perf_counter()
+    path = at_step(path, step)
     if is_url(path):
         with Mirror(str(path)) as mirror:
             mirror.fetch_all()
-            report = verify(mirror.path, finite=finite, workers=workers, progress=progress)
+            report = verify(mirror.path, finite=finite, workers=workers, progress=progress, items=items)
             named = tuple(Problem(mirror.renamed(p.where), mirror.renamed(p.text)) for p in report.problems)
         seconds = time.perf_counter() - started
         return dataclasses.replace(report, path=mirror.url, problems=named, seconds=seconds)
@@ -109,6 +114,15 @@ def verify(
     if not place.exists():
         raise FileNotFoundError(f"{place} does not exist: expected a checkpoint there{hub_hint(path)}")
     problems: list[Problem] = []
+    parts = named_items(place, items) if items else items_of_one_state(place)
+    if len(parts) > 1:
+        reports = {
+            name: verify(part, finite=finite, workers=workers, progress=progress)
+            for name, part in parts.items()
+        }
+        return _joined(place, reports, time.perf_counter() - started)
+    if parts:
+        (place,) = parts.values()
     home = manifest_home(place)
     try:
         manifest = read_manifest(home)
@@ -162,6 +176,33 @@ def verify(
             tuple(unreadable(reader)),
             time.perf_counter() - started,
         )
+
+
+def _joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) -> VerifyReport:
+    """The report of several items that are one tree."""
+    found = list(reports.values())
+    protected = [report.protected for report in found]
+    return VerifyReport(
+        place,
+        found[0].format,
+        all(report.opened for report in found),
+        all(report.manifest for report in found),
+        sum(report.tensors for report in found),
+        sum(report.chunks for report in found),
+        sum(report.objects for report in found),
+        sum(report.bytes for report in found),
+        None if None in protected else sum(p for p in protected if p is not None),
+        tuple(
+            Problem(f"{name}/{p.where}", p.text) for name, report in reports.items() for p in report.problems
+        ),
+        tuple(
+            NotFinite(f"{name}/{one.name}", one.nan, one.infinite)
+            for name, report in reports.items()
+            for one in report.not_finite
+        ),
+        tuple(f"{name}/{one}" for name, report in reports.items() for one in report.unread),
+        seconds,
+    )
 
 
 def _objects_problems(reader: CheckpointReader, manifest: Manifest | None) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ with create_checkpoint("copy", "orbax") as target:                  # appears on
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from bridge.formats.base import (
@@ -29,14 +30,19 @@ from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.metadata import metadata_files
 from bridge.formats.files.mapped import Fetch
 from bridge.formats.files.working import Attempt
+from bridge.formats.joined import JoinedReader, require_one_tree
 from bridge.formats.orbax.item import is_unfinished
+from bridge.formats.orbax.items import items_of_one_state, named_items
+from bridge.formats.read_only import directory_format, single_file_format
 from bridge.formats.safetensors.files import holds_safetensors
+from bridge.formats.step_paths import Step, at_step
 from bridge.formats.stores.hub import hub_hint
 from bridge.formats.stores.store import is_url
 
 __all__ = [
     "DTYPES",
     "FORMATS",
+    "READ_ONLY_FORMATS",
     "Attempt",
     "Box",
     "CheckpointError",
@@ -53,11 +59,14 @@ __all__ = [
 ]
 
 FORMATS = ("dcp", "orbax", "safetensors")
+READ_ONLY_FORMATS = ("torch", "npz", "msgpack")
+"""Formats that can be read and not written: torch.save, NumPy's archives, flax's serialization."""
+
 _ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "orbax.checkpoint")
 
 
-def detect_format(path: str | os.PathLike[str]) -> str:
-    """One of FORMATS, from the names of the files in the directory, or of the file itself.
+def detect_format(path: str | os.PathLike[str], fetch: Fetch | None = None) -> str:
+    """One of FORMATS or READ_ONLY_FORMATS, from the names of the files in the directory, or of the file itself.
 
     Raises FileNotFoundError (no such path), NotADirectoryError (another file), CheckpointError (half-written, or
     unknown).
@@ -73,8 +82,11 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     if not place.is_dir():
         if holds_safetensors(place):
             return "safetensors"
+        if (found := single_file_format(place, fetch)) is not None:
+            return found
         raise NotADirectoryError(
-            f"{place} is a file of another kind: expected a checkpoint directory or a .safetensors file"
+            f"{place} is a file of another kind: expected a checkpoint directory, a .safetensors file, or one of "
+            "torch.save, NumPy (.npz) or flax (.msgpack)"
         )
     if metadata_files(place):
         return "dcp"
@@ -84,35 +96,61 @@ def detect_format(path: str | os.PathLike[str]) -> str:
             return "orbax"
     if holds_safetensors(place):
         return "safetensors"
+    if (found := directory_format(place)) is not None:
+        return found
     names = sorted(p.name for p in place.iterdir())
     if any(n.endswith(".distcp") for n in names):
         raise CheckpointError(f"{place} is a DCP checkpoint whose save did not finish: it has no .metadata")
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     raise CheckpointError(
-        f"expected a DCP checkpoint (.metadata), an Orbax one (_METADATA) or *.safetensors files in {place}, found "
-        f"{shown or 'an empty directory'}"
+        "expected a DCP checkpoint (.metadata), an Orbax one (_METADATA) or *.safetensors, *.bin, *.pt, *.npz or "
+        f"*.msgpack files in {place}, found {shown or 'an empty directory'}"
     )
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> CheckpointReader:
+def open_checkpoint(
+    path: str | os.PathLike[str], *, verify: bool = True, items: Sequence[str] = (), step: Step | None = None
+) -> CheckpointReader:
     """Open the checkpoint at a local path or a URL, whatever its format.
 
-    verify: compare chunks with the checksums that the format itself has (DCP, Orbax) when they are read.
+    verify: compare chunks with the checksums that the format itself has (DCP, Orbax, zip files) when they are read.
+    items: of an Orbax step, the items to be read; several are read as one tree, each below its name. Without items the
+    only one is read, or all where their names say that they are one train state, such as params and opt_state. step: a
+    number, or "latest", where `path` is a directory of steps.
 
     Errors as in `detect_format`, or CheckpointError; OSError when the store at the URL fails.
     """
+    path = at_step(path, step)
     if is_url(path):
         if hint := hub_hint(path):
             raise CheckpointError(f"{path} is a page: expected the address of a checkpoint's files{hint}")
         from bridge.formats.stores.reader import StoredReader
 
-        return StoredReader(str(path), lambda mirror: _open(mirror.path, mirror.fetch, verify))
-    return _open(path, None, verify)
+        return StoredReader(str(path), lambda mirror: _open(mirror.path, mirror.fetch, verify, items))
+    return _open(path, None, verify, items)
 
 
-def _open(path: str | os.PathLike[str], fetch: Fetch | None, verify: bool) -> CheckpointReader:
+def _open(
+    path: str | os.PathLike[str], fetch: Fetch | None, verify: bool, items: Sequence[str]
+) -> CheckpointReader:
     # Imported here: reading one format must not need the other's dependencies (tensorstore).
-    format = detect_format(path)
+    format = detect_format(path, fetch)
+    if items and format != "orbax":
+        raise CheckpointError(
+            f"{path}: expected an Orbax checkpoint, which has items (--item), found {format}"
+        )
+    if format == "torch":
+        from bridge.formats.torch_save.reader import TorchSaveReader
+
+        return TorchSaveReader(path, verify, fetch=fetch)
+    if format == "npz":
+        from bridge.formats.npz.reader import NpzReader
+
+        return NpzReader(path, verify, fetch=fetch)
+    if format == "msgpack":
+        from bridge.formats.flax_msgpack.reader import MsgpackReader
+
+        return MsgpackReader(path, fetch=fetch)
     if format == "dcp":
         from bridge.formats.dcp.reader import DcpReader
 
@@ -123,20 +161,40 @@ def _open(path: str | os.PathLike[str], fetch: Fetch | None, verify: bool) -> Ch
         return SafetensorsReader(path, fetch=fetch)
     from bridge.formats.orbax.reader import OrbaxReader
 
+    require_one_tree(path, list(items))
+    parts = named_items(Path(path), items) if items else items_of_one_state(Path(path))
+    if len(parts) > 1:
+        opened: dict[str, CheckpointReader] = {}
+        try:
+            for name, place in parts.items():
+                opened[name] = OrbaxReader(place, verify=verify, fetch=fetch)
+            return JoinedReader(Path(path), format, opened)
+        except BaseException:
+            for reader in opened.values():
+                reader.close()
+            raise
+    if parts:
+        (path,) = parts.values()
     return OrbaxReader(path, verify=verify, fetch=fetch)
 
 
 def create_checkpoint(
-    path: str | os.PathLike[str], format: str, *, attempt: Attempt | None = None
+    path: str | os.PathLike[str], format: str, *, attempt: Attempt | None = None, items: Sequence[str] = ()
 ) -> CheckpointWriter:
     """Start a new checkpoint at `path`, which must not exist unless `attempt` replaces it.
 
-    `format` is one of FORMATS, else ValueError.
+    `format` is one of FORMATS, else ValueError. items: keys of the tree that become an item each, in Orbax only.
     """
+    if items and format != "orbax":
+        raise CheckpointError(f"{path}: expected orbax, which has items (--write-item), got {format}")
     if format == "dcp":
         from bridge.formats.dcp.writer import DcpWriter
 
         return DcpWriter(path, attempt)
+    if items:
+        from bridge.formats.orbax.items_writer import OrbaxItemsWriter
+
+        return OrbaxItemsWriter(path, items, attempt)
     if format == "orbax":
         from bridge.formats.orbax.writer import OrbaxWriter
 

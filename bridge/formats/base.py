@@ -313,6 +313,16 @@ def unreadable(reader: CheckpointReader) -> Mapping[str, str]:
     return found
 
 
+def require_tensor(reader: CheckpointReader, name: str) -> None:
+    """CheckpointError for a tensor that is listed but cannot be read."""
+    reason = unreadable(reader).get(name)
+    if reason is not None:
+        raise CheckpointError(
+            f"{reader.path}: tensor {name!r}: expected a tensor that can be read, found {reason}: leave it out "
+            f"(--drop {name!r})"
+        )
+
+
 class CheckpointWriter(Protocol):
     """A new checkpoint. It appears at `path` on commit, whole, or never.
 

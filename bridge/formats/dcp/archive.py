@@ -26,6 +26,7 @@ from typing import Final, NamedTuple, TypeGuard
 import numpy as np
 
 from bridge.formats.base import DTYPES, CheckpointError
+from bridge.formats.dcp.dtypes import torch_dtype
 from bridge.formats.dcp.pickle import (
     PLAIN_VALUES,
     Call,
@@ -246,7 +247,22 @@ def tensor_in(file: mmap.mmap, records: Mapping[str, Record], what: str) -> Stor
         order = _small_record(file, records, "byteorder", 16, what)
         if order != b"little":
             raise CheckpointError(f"{what}: expected little-endian data, got byte order {order!r}")
-    match _description(_small_record(file, records, "data.pkl", _TENSOR.max_bytes, what), what):
+    description = _description(_small_record(file, records, "data.pkl", _TENSOR.max_bytes, what), what)
+    tensor, reason = describe_tensor(description, records, what)
+    if reason is not None:
+        raise CheckpointError(f"{what}: expected a dtype out of {', '.join(DTYPES)}, got {reason}")
+    return tensor
+
+
+def describe_tensor(
+    description: object, records: Mapping[str, Record], what: str
+) -> tuple[StoredTensor, str | None]:
+    """The tensor that a pickle describes, in one of these records, and why its elements cannot be read, if so.
+
+    CheckpointError, beginning with `what`, for anything but one strided tensor of a dtype of PyTorch's inside its
+    record.
+    """
+    match description:
         case Call(
             name=function, args=(Persistent(id=storage), first, shape, strides, bool(), {**hooks}, *rest)
         ) if not hooks and function in (REBUILD, REBUILD_UNTYPED):
@@ -262,11 +278,12 @@ def tensor_in(file: mmap.mmap, records: Mapping[str, Record], what: str) -> Stor
         case _:
             raise CheckpointError(f"{what}: expected the description of one storage, got something else")
     if kind == UNTYPED and isinstance(dtype_argument, Name):
-        dtype = DTYPES.get(dtype_argument.dotted.removeprefix("torch."))
+        known = torch_dtype(dtype_argument.dotted)
     else:
-        dtype = DTYPES.get(STORAGES.get(kind, "")) if dtype_argument is None else None
-    if dtype is None:
+        known = torch_dtype(STORAGES.get(kind, "")) if dtype_argument is None else None
+    if known is None:
         raise CheckpointError(f"{what}: expected a dtype out of {', '.join(DTYPES)}, got another ({kind})")
+    dtype, reason = known
     record = records.get(f"data/{key}")
     nbytes = count if kind == UNTYPED else count * dtype.itemsize
     if record is None or record.size != nbytes:
@@ -285,7 +302,7 @@ def tensor_in(file: mmap.mmap, records: Mapping[str, Record], what: str) -> Stor
     # Strides that are never taken may be anything, also too large for NumPy.
     strides = tuple(s if n > 1 and numel else 0 for n, s in zip(shape, strides, strict=True))
     first = first if numel else 0
-    return StoredTensor(dtype, shape, strides, first, record)
+    return StoredTensor(dtype, shape, strides, first, record), reason
 
 
 def _description(data: bytes, what: str) -> object:

@@ -32,6 +32,7 @@ from bridge.formats.base import (
 )
 from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.archive import is_index
+from bridge.formats.dcp.dtypes import torch_dtype
 from bridge.formats.dcp.pickle import Call, Instance, Name, Vocabulary, read_pickle
 from bridge.formats.dcp.pickle_writer import Repeated, write_pickle
 from bridge.formats.files.mapped import is_plain_name
@@ -80,14 +81,15 @@ class Extent:
 class DcpMetadata:
     """The contents of a DCP checkpoint and their places. `extents[name][i]` holds `tensors[name].chunks[i]`.
 
-    Further places of a chunk or an object, where several ranks stored it, are in `copies[name, i]` and
-    `object_copies[name]`.
+    unreadable: why a tensor can be listed only, see `dtypes.py`. Further places of a chunk or an object, where several
+    ranks stored it, are in `copies[name, i]` and `object_copies[name]`.
     """
 
     tensors: Mapping[str, TensorInfo]
     extents: Mapping[str, tuple[Extent, ...]]
     objects: Mapping[str, Extent]
     object_paths: Mapping[str, TreePath]
+    unreadable: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[tuple[str, int], Sequence[Extent]] = field(default_factory=dict)
     object_copies: Mapping[str, Sequence[Extent]] = field(default_factory=dict)
 
@@ -108,6 +110,7 @@ class _Claim:
     dtype: np.dtype
     boxes: Sequence[Box]
     extents: Sequence[Extent]
+    unreadable: str | None
 
 
 def metadata_files(directory: Path) -> list[Path]:
@@ -218,7 +221,8 @@ def _join(parts: Sequence[_Part], what: str) -> DcpMetadata:
         check_coverage(claim.shape, boxes, f"{part.what if len(parts) == 1 else what}: tensor {_short(name)}")
         tensors[name] = TensorInfo(name, claim.path, claim.shape, claim.dtype, tuple(boxes))
     whole = {name: tuple(extents.get(name, ())) for name in tensors}
-    return DcpMetadata(tensors, whole, objects, object_paths, copies, object_copies)
+    closed = {name: claim.unreadable for name, (_, claim) in first.items() if claim.unreadable is not None}
+    return DcpMetadata(tensors, whole, objects, object_paths, closed, copies, object_copies)
 
 
 def _short(name: str) -> str:
@@ -304,8 +308,8 @@ def _tensor(
             pass
         case _:
             raise CheckpointError(f"{here}: expected its properties to start with dtype and layout")
-    kind = DTYPES.get(dtype.dotted.removeprefix("torch.")) if isinstance(dtype, Name) else None
-    if kind is None:
+    known = torch_dtype(dtype.dotted) if isinstance(dtype, Name) else None
+    if known is None:
         got = dtype.dotted if isinstance(dtype, Name) else type(dtype).__name__
         raise CheckpointError(f"{here}: expected a dtype out of {', '.join(DTYPES)}, got {got}")
     match layout:
@@ -332,7 +336,7 @@ def _tensor(
             raise CheckpointError(f"{here}: nothing stored for the chunk at {offsets}")
         boxes.append(box)
         extents.append(places[offsets])
-    return _Claim(path, shape, kind, boxes, extents)
+    return _Claim(path, shape, known[0], boxes, extents, known[1])
 
 
 def format_metadata(metadata: DcpMetadata) -> bytes:

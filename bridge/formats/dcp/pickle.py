@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Never
+from typing import Final, Never, TypeGuard
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.plain import MAX_NODES, plain_value
@@ -34,10 +34,11 @@ class Name:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """`name(*args)`, not called."""
+    """`name(*args)`, not called. state: what would have been given to its result."""
 
     name: str
     args: tuple[object, ...]
+    state: object = None
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +62,7 @@ class Vocabulary:
 
     enumerations: of ``calls``, the classes whose members may be named instead: Python before 3.11.4 writes a member as
     ``getattr(enumeration, name)``, later versions as ``enumeration(value)``.
+    foreign: whether other names may occur, too. They stay names: what is made of them is a Call or an Instance.
     """
 
     max_bytes: int
@@ -69,9 +71,12 @@ class Vocabulary:
     constants: re.Pattern[str] | None = None
     persistent: bool = False
     enumerations: frozenset[str] = frozenset()
+    foreign: bool = False
 
     def knows(self, dotted: str) -> bool:
         """Whether this name may occur."""
+        if self.foreign:
+            return True
         if dotted in self.calls or dotted in self.instances or (dotted == _GETATTR and self.enumerations):
             return True
         return self.constants is not None and self.constants.fullmatch(dotted) is not None
@@ -128,6 +133,7 @@ class _Interpreter:
         budget = MAX_NODES + len(data) // 4
         # None of the files that could not hold so many at all is counted, which costs a tenth of the time.
         making = _MAKING if sum(data.count(code) for code in _MAKING) > budget else frozenset()
+        known = _OPERATIONS | _BINARY if self.vocabulary.foreign else _OPERATIONS
         stack, memo = self.stack, self.memo
         while (code := data[self.position]) != _STOP:
             self.position += 1
@@ -161,9 +167,9 @@ class _Interpreter:
                     del stack[start:]
                     stack.append(items)
                     continue
-            operation = _OPERATIONS.get(code)
+            operation = known.get(code)
             if operation is None:
-                _refuse(f"opcode {code:#04x} at byte {self.position - 1} is not one that DCP writes")
+                _refuse(f"opcode {code:#04x} at byte {self.position - 1} is not one that a checkpoint has")
             if code in making:
                 budget -= 1
                 if budget < 0:
@@ -216,12 +222,16 @@ class _Interpreter:
 
     def append(self, items: list[object]) -> None:
         target = self.stack[-1]
+        if self._is_foreign(target):
+            return
         if not isinstance(target, list):
             _refuse("items for something that is not a list")
         target.extend(items)
 
     def set_items(self, items: list[object]) -> None:
         target = self.stack[-1]
+        if self._is_foreign(target):
+            return
         if not isinstance(target, dict):
             _refuse("keys for something that is not a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
@@ -241,9 +251,14 @@ class _Interpreter:
         if isinstance(name, Name) and name.dotted == _GETATTR:
             self.member(args)
             return
-        if not (isinstance(name, Name) and name.dotted in self.vocabulary.calls and isinstance(args, tuple)):
+        allowed = self.vocabulary.foreign or (isinstance(name, Name) and name.dotted in self.vocabulary.calls)
+        if not (isinstance(name, Name) and allowed and isinstance(args, tuple)):
             _refuse("a call of something that is not a known function")
-        self.stack.append({} if name.dotted == _ORDERED_DICT and not args else Call(name.dotted, args))
+        if name.dotted == _SIZE and len(args) == 1 and isinstance(args[0], tuple) and self.vocabulary.foreign:
+            self.stack.append(args[0])
+            return
+        empty = name.dotted == _DEFAULT_DICT or (name.dotted == _ORDERED_DICT and not args)
+        self.stack.append({} if empty else Call(name.dotted, args))
 
     def member(self, args: object) -> None:
         match args:
@@ -254,16 +269,31 @@ class _Interpreter:
 
     def new_object(self) -> None:
         name, args = self.cut(2)
-        if not (isinstance(name, Name) and name.dotted in self.vocabulary.instances and args == ()):
+        known = self.vocabulary.foreign and isinstance(args, tuple)
+        if not (
+            isinstance(name, Name) and (known or (name.dotted in self.vocabulary.instances and args == ()))
+        ):
             _refuse("an instance of something that is not a known class")
         self.stack.append(Instance(name.dotted))
 
     def build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
-        if not isinstance(target, Instance) or target.state is not None:
+        if self.vocabulary.foreign and isinstance(target, dict):
+            return  # attributes of an OrderedDict, such as a state_dict's versions
+        if not (isinstance(target, Instance) or self._is_foreign(target)) or target.state is not None:
             _refuse("a state for something that takes none")
-        target.state = state
+        object.__setattr__(target, "state", state)
+
+    def _is_foreign(self, target: object) -> TypeGuard[Call | Instance]:
+        return self.vocabulary.foreign and isinstance(target, Call | Instance)
+
+    def new_object_with_keys(self) -> None:
+        self.cut(1)
+        self.new_object()
+
+    def frozen_set(self) -> None:
+        self.stack.append(Call("builtins.frozenset", (self.cut_to_mark(),)))
 
     def global_name(self) -> None:
         lines = self.data[self.position : self.position + 2 * _MAX_NAME].split(b"\n", 2)
@@ -282,6 +312,8 @@ _STOP: Final = 0x2E
 _BINGET, _LONG_BINGET, _BININT1, _MEMOIZE, _BINPUT = 0x68, 0x6A, 0x4B, 0x94, 0x71
 _MARK, _TUPLE = 0x28, 0x74
 _ORDERED_DICT: Final = "collections.OrderedDict"
+_SIZE: Final = "torch.Size"
+_DEFAULT_DICT: Final = "collections.defaultdict"
 _GETATTR: Final = "builtins.getattr"
 
 
@@ -346,8 +378,26 @@ _OPERATIONS: dict[int, Callable[[_Interpreter], object]] = {
     0x95: lambda m: m.raw(8),  # FRAME: only a hint for buffering
 }
 
+
+def _bytes(size: int) -> Callable[[_Interpreter], None]:
+    return lambda m: m.stack.append(m.raw(m.unsigned(size)))
+
+
+# What protocols 4 and 5 make of bytes and sets, and of long texts.
+_BINARY: dict[int, Callable[[_Interpreter], object]] = {
+    0x42: _bytes(4),  # BINBYTES
+    0x43: _bytes(1),  # SHORT_BINBYTES
+    0x8E: _bytes(8),  # BINBYTES8
+    0x96: _bytes(8),  # BYTEARRAY8
+    0x8D: _text(8),  # BINUNICODE8
+    0x8F: lambda m: m.stack.append(Call("builtins.set", ())),  # EMPTY_SET
+    0x90: lambda m: m.append(m.cut_to_mark()),  # ADDITEMS
+    0x91: _Interpreter.frozen_set,  # FROZENSET
+    0x92: _Interpreter.new_object_with_keys,  # NEWOBJ_EX
+}
+
 _MAKING: Final = frozenset(
-    {0x5D, 0x7D, 0x85, 0x86, 0x87, 0x74, 0x94, 0x71, 0x72, 0x52, 0x81, 0x51}
+    {0x5D, 0x7D, 0x85, 0x86, 0x87, 0x74, 0x94, 0x71, 0x72, 0x52, 0x81, 0x51, 0x8F, 0x91, 0x92}
 )  # containers, records and memo entries
 
 # What protocol 2 makes of bytes: codecs.encode(text, "latin1"), and bytes() for none.
@@ -360,8 +410,15 @@ def plain_from_pickle(value: object, what: str) -> object:
     return plain_value(value, what, foreign=_bytes_or_name)
 
 
+def is_bytes(node: object) -> bool:
+    """Whether this is the description of bytes."""
+    return isinstance(node, Call) and (node.name in _BYTES or node.name == "_codecs.encode")
+
+
 def _bytes_or_name(node: object) -> bytes | str:
     match node:
+        case bytes():
+            return node
         case Call(name=name, args=()) if name in _BYTES:
             return b""
         case Call(name="_codecs.encode", args=(str(text), "latin1")):

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from bridge.formats.arrays import as_integers
-from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
+from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, require_tensor
 from bridge.formats.dcp.archive import Record, StoredTensor, read_value, verify_record
 from bridge.formats.dcp.archives import Archives
 from bridge.formats.dcp.metadata import (
@@ -78,6 +78,7 @@ class DcpReader(ClosedAtEnd):
         self._verify = verify
         self._files = MappedFiles(self.path, fetch)
         self._metadata = self._read_metadata()
+        self.unreadable: Mapping[str, str] = self._metadata.unreadable
         self._check_files()
         self._verified: set[Extent] = set()
         self._chunks = ChunkIndex()
@@ -112,6 +113,7 @@ class DcpReader(ClosedAtEnd):
         KeyError for an unknown name, ValueError for a box outside the tensor, CheckpointError for damaged data.
         """
         info = self.tensors[name]
+        require_tensor(self, name)
         box = box_of(info, box)
         result = array_for(info, box, self.path)
         for index in self._chunks.touching(info, box):
@@ -123,6 +125,8 @@ class DcpReader(ClosedAtEnd):
     def lend(self, name: str, box: Box) -> Loan | None:
         """A block of one chunk where it is; see `CheckpointReader.lend`."""
         info = self.tensors[name]
+        if name in self.unreadable:
+            return None
         touching = self._chunks.touching(info, box)
         if len(touching) != 1 or info.chunks[touching[0]].intersect(box) != box:
             return None
@@ -134,6 +138,8 @@ class DcpReader(ClosedAtEnd):
 
     def checksummed(self, name: str) -> bool:
         """Whether every chunk of a tensor has a CRC-32, which reading verifies."""
+        if name in self.unreadable:
+            return False
         info = self.tensors[name]
         stored = (
             self._find(info, *pair) for pair in zip(info.chunks, self._metadata.extents[name], strict=True)
@@ -143,7 +149,7 @@ class DcpReader(ClosedAtEnd):
     def data_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
         """For each file, where the elements of chunks are: first byte, and the one after the last."""
         ranges: dict[str, list[tuple[int, int]]] = {}
-        for name, info in self.tensors.items():
+        for name, info in ((n, i) for n, i in self.tensors.items() if n not in self.unreadable):
             for chunk, extent in zip(info.chunks, self._metadata.extents[name], strict=True):
                 start = self._find(info, chunk, extent).start
                 ranges.setdefault(extent.file, []).append((start, start + chunk.numel * info.dtype.itemsize))

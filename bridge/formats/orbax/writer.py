@@ -113,21 +113,9 @@ class OrbaxPart(RecordedChunks):
         leaf, shape, dtype = as_path(path), tuple(shape), np.dtype(dtype)
         name = leaf_name(leaf)
         dtype_name(dtype)
-        if any(n < 0 for n in shape):
-            raise CheckpointError(f"tensor {name!r}: expected no negative dimension, got shape {shape}")
-        if chunk_shape is None:
-            chunk = _row_slab(shape, dtype.itemsize, _CHUNK)
-        else:
-            if len(chunk_shape) != len(shape) or any(n < 1 for n in chunk_shape):
-                raise CheckpointError(
-                    f"tensor {name!r}: expected a chunk shape of {len(shape)} positive sizes, got {tuple(chunk_shape)}"
-                )
-            chunk = _row_slab(tuple(map(min, chunk_shape, shape)), dtype.itemsize, _MAX_CHUNK)
-        array = ArrayLayout(
-            storage_key(leaf), shape, dtype, chunk, chunk, zarr3=True, raw="shard", checksum=True
-        )
+        array = array_layout(leaf, shape, dtype, chunk_shape)
         try:
-            boxes = grid_of_chunks(shape, chunk)
+            boxes = grid_of_chunks(shape, array.chunk)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
         info = TensorInfo(name, leaf, shape, dtype, boxes)
@@ -286,18 +274,8 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
             "commit_timestamp_nsecs": time.time_ns(),
             "custom_metadata": {},
         }
-        arrays = [info.path for info in self._record.infos.values()]
-        leaves = self._leaves()
-        _write_json(self._item / TREE_FILE, render_tree(arrays, self._objects, self._kinds_by_path()))
-        strings = {path: str(self._objects[path]) for path, kind in leaves.items() if kind == STRING}
-        if strings:
-            _write_json(self._item / STRINGS_FILE, render_strings(strings, str(self.path)))
-        keys = {name: key_implementation(self._kinds.get(name)) for name in self._layouts}
-        write_keys(
-            self._item,
-            {self._layouts[name].key: kind for name, kind in keys.items() if kind is not None},
-            {layout.key: layout for layout in self._layouts.values()},
-        )
+        layouts = {info.path: self._layouts[name] for name, info in self._record.infos.items()}
+        write_tree(self._item, str(self.path), layouts, self._objects, self._kinds_by_path())
         _write_json(root / "_CHECKPOINT_METADATA", step)
         if self._layout == "v1":
             (root / "orbax.checkpoint").touch()
@@ -333,6 +311,55 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         objects = {leaf_name(path): object_checksum(value) for path, value in self._objects.items()}
         manifest = Manifest(self.format, tensors, objects, files)
         (root / MANIFEST_FILE).write_bytes(render_manifest(manifest))
+
+
+def write_tree(
+    item: Path,
+    what: str,
+    layouts: Mapping[TreePath, ArrayLayout],
+    objects: Mapping[TreePath, object],
+    kinds: Mapping[TreePath, str],
+) -> None:
+    """Write the metadata of an item beside its arrays: the tree, its strings and typed keys.
+
+    layouts: of all arrays, objects and kinds: of leaves, each by tree path in the item. what: the item, for errors.
+    """
+    _write_json(item / TREE_FILE, render_tree(list(layouts), objects, kinds))
+    leaves = leaves_of(list(layouts), objects, kinds)
+    strings = {path: str(objects[path]) for path, kind in leaves.items() if kind == STRING}
+    if strings:
+        _write_json(item / STRINGS_FILE, render_strings(strings, what))
+    keys = {path: key_implementation(kinds.get(path)) for path in layouts}
+    write_keys(
+        item,
+        {layouts[path].key: kind for path, kind in keys.items() if kind is not None},
+        {layout.key: layout for layout in layouts.values()},
+    )
+
+
+def array_layout(
+    leaf: TreePath, shape: tuple[int, ...], dtype: np.dtype, chunk_shape: Sequence[int] | None
+) -> ArrayLayout:
+    """How a new array of an item is stored. CheckpointError for a wished-for chunk shape that is none."""
+    if any(n < 0 for n in shape):
+        raise CheckpointError(
+            f"tensor {leaf_name(leaf)!r}: expected no negative dimension, got shape {shape}"
+        )
+    if chunk_shape is None:
+        chunk = _row_slab(shape, dtype.itemsize, _CHUNK)
+    else:
+        if len(chunk_shape) != len(shape) or any(n < 1 for n in chunk_shape):
+            raise CheckpointError(
+                f"tensor {leaf_name(leaf)!r}: expected a chunk shape of {len(shape)} positive sizes, got "
+                f"{tuple(chunk_shape)}"
+            )
+        chunk = _row_slab(tuple(map(min, chunk_shape, shape)), dtype.itemsize, _MAX_CHUNK)
+    return ArrayLayout(storage_key(leaf), shape, dtype, chunk, chunk, zarr3=True, raw="shard", checksum=True)
+
+
+def handler_of(layout: Literal["v0", "v1"]) -> str:
+    """The name by which Orbax finds what reads an item."""
+    return _HANDLERS[layout]
 
 
 def _manifest_part(item: Path, process: int) -> Path:

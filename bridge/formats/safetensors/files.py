@@ -11,7 +11,6 @@ dir/shard-00001-model-00001-of-00001.safetensors    PyTorch's HuggingFaceStorage
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,13 +18,12 @@ from pathlib import Path
 from typing import Final
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.mapped import is_plain_name, small_file
+from bridge.formats.files.weight_index import read_weight_map
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
-_MAX_INDEX: Final = 64 << 20
 _RANK_FILE: Final = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
@@ -75,30 +73,6 @@ def find_files(path: Path) -> FileSet:
 
 
 def _indexed(index: Path) -> FileSet:
-    weight_map = _weight_map(index)
+    weight_map = read_weight_map(index)
     names = tuple(dict.fromkeys(weight_map.values()))
-    for tensor, name in weight_map.items():
-        if not is_plain_name(name):
-            raise CheckpointError(
-                f"{index}: tensor {tensor!r:.200}: expected the name of a file beside the index, got {name!r:.200}"
-            )
     return FileSet(index.parent, names, weight_map, index.name)
-
-
-def _weight_map(index: Path) -> Mapping[str, str]:
-    data = small_file(index.parent, index.name, "the index", most=_MAX_INDEX)
-    try:
-        content = json.loads(data, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index}: malformed or truncated JSON: {error!s:.200}") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f'{index}: expected a "weight_map" from names of tensors to names of files')
-    return weight_map
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is given twice")
-    return found

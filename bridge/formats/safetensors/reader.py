@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from bridge.formats.arrays import as_integers
-from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
+from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, require_tensor
 from bridge.formats.coverage import check_coverage
 from bridge.formats.files.mapped import (
     ChunkIndex,
@@ -30,6 +30,7 @@ from bridge.formats.files.mapped import (
     lend_mapped,
     regular_file,
 )
+from bridge.formats.files.weight_index import check_index
 from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, parse_extras
 from bridge.formats.safetensors.files import FileSet, find_files
 from bridge.formats.safetensors.header import (
@@ -47,8 +48,6 @@ FORMAT_VALUE: Final = "pt"
 _SHARDING_KEY: Final = "DCP_SHARDING_INFO"
 HIDDEN_KEYS: Final = frozenset({EXTRAS_KEY, _SHARDING_KEY, "DCP_VERSION"})
 """Texts in a header that are about the file, and are no objects."""
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,9 @@ class SafetensorsReader(ClosedAtEnd):
             for name, header in headers.items()
             if EXTRAS_KEY in header.metadata
         }
-        _check_index(fileset, headers)
+        if fileset.weight_map is not None:
+            stored = ((name, file) for file, header in headers.items() for name in header.arrays)
+            check_index(fileset.directory, fileset.weight_map, stored)
         self._pieces = self._find_pieces(fileset, headers)
         paths = {name: path for extra in extras.values() for name, path in extra.paths.items()}
         self._tensors = {name: self._info(name, paths.get(name, (name,))) for name in self._pieces}
@@ -122,11 +123,7 @@ class SafetensorsReader(ClosedAtEnd):
         KeyError for an unknown name, ValueError for a box outside the tensor, CheckpointError for one of `unreadable`.
         """
         info = self._tensors[name]
-        if name in self.unreadable:
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r}: expected a tensor that can be read, found {self.unreadable[name]}: "
-                f"leave it out (--drop {name!r})"
-            )
+        require_tensor(self, name)
         box = box_of(info, box)
         result = array_for(info, box, self.path)
         for index in self._chunks.touching(info, box):
@@ -262,21 +259,3 @@ def saved_offsets(header: Header, what: str) -> Mapping[str, tuple[int, ...]]:
                 f"{what}: tensor {name!r}: expected {rank} offsets of at least 0 in {_SHARDING_KEY}, got {offset!r:.80}"
             )
     return offsets
-
-
-def _check_index(fileset: FileSet, headers: Mapping[str, Header]) -> None:
-    """CheckpointError, naming all of them, unless every tensor is in the file that the index gives, and no other."""
-    if fileset.weight_map is None:
-        return
-    stored = {(name, file) for file, header in headers.items() for name in header.arrays}
-    listed = set(fileset.weight_map.items())
-    problems = []
-    for wrong, place in ((listed - stored, "not in that file"), (stored - listed, "not in the index")):
-        if wrong:
-            shown = ", ".join(f"{name!r:.200} of {file}" for name, file in sorted(wrong)[:_SHOWN])
-            more = ", ..." if len(wrong) > _SHOWN else ""
-            problems.append(f"{len(wrong)} {'is' if len(wrong) == 1 else 'are'} {place}: {shown}{more}")
-    if problems:
-        raise CheckpointError(
-            f"{fileset.directory}: expected index and files to name the same tensors, but {'; '.join(problems)}"
-        )

@@ -1,0 +1,62 @@
+"""The index of a Hugging Face model in several files: which file holds which tensor.
+
+{"metadata": {"total_size": 123}, "weight_map": {"model.embed.weight": "model-00001-of-00002.safetensors", ...}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.files.mapped import is_plain_name, small_file
+
+INDEX_END: Final = ".index.json"
+_MAX_INDEX: Final = 64 << 20
+_SHOWN = 5
+
+
+def read_weight_map(index: Path) -> Mapping[str, str]:
+    """The file of each tensor. CheckpointError when the index is malformed or names anything but files beside it."""
+    data = small_file(index.parent, index.name, "the index", most=_MAX_INDEX)
+    try:
+        content = json.loads(data, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index}: malformed or truncated JSON: {error!s:.200}") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f'{index}: expected a "weight_map" from names of tensors to names of files')
+    for tensor, name in weight_map.items():
+        if not is_plain_name(name):
+            raise CheckpointError(
+                f"{index}: tensor {tensor!r:.200}: expected the name of a file beside the index, got {name!r:.200}"
+            )
+    return weight_map
+
+
+def check_index(directory: Path, weight_map: Mapping[str, str], stored: Iterable[tuple[str, str]]) -> None:
+    """CheckpointError, naming some, unless every tensor is in the file that the index gives, and no other.
+
+    stored: (tensor, file) of all that is in the files.
+    """
+    found = set(stored)
+    listed = set(weight_map.items())
+    problems = []
+    for wrong, place in ((listed - found, "not in that file"), (found - listed, "not in the index")):
+        if wrong:
+            shown = ", ".join(f"{name!r:.200} of {file}" for name, file in sorted(wrong)[:_SHOWN])
+            more = ", ..." if len(wrong) > _SHOWN else ""
+            problems.append(f"{len(wrong)} {'is' if len(wrong) == 1 else 'are'} {place}: {shown}{more}")
+    if problems:
+        raise CheckpointError(
+            f"{directory}: expected index and files to name the same tensors, but {'; '.join(problems)}"
+        )
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is given twice")
+    return found

@@ -1,0 +1,184 @@
+"""The members of a zip file, from its directory at the end; the data of none is looked at.
+
+    | header, data | header, data | ... | directory | [zip64 end, locator] | end | comment |
+
+Members must lie one after the other: a file whose members overlap claims more data than it has. Where a member's data
+begins is said by the header before it, which is read when the data is wanted: a store need not be asked for all headers
+to list a file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Never
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.files.mapped import MappedFiles
+
+STORED: Final = 0
+DEFLATED: Final = 8
+_END: Final = struct.Struct("<4s4H2LH")
+_LOCATOR: Final = struct.Struct("<4sLQL")
+_END64: Final = struct.Struct("<4sQ2H2L4Q")
+_ENTRY: Final = struct.Struct("<4s6H3L5H2L")
+_HEADER: Final = struct.Struct("<4s5H3L2H")
+_MAX32: Final = 0xFFFFFFFF
+_MAX16: Final = 0xFFFF
+_MAX_DIRECTORY: Final = 256 << 20
+_ZIP64_FIELD: Final = 1
+_UTF8: Final = 1 << 11
+_ENCRYPTED: Final = 1
+ZIP_MAGIC: Final = b"PK\3\4"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A file inside a zip file. stored, size: its bytes there, and once inflated. method: STORED or DEFLATED.
+
+    header: where its header begins. limit: where the next one does, or the directory. crc: CRC-32 of its bytes once
+    inflated.
+    """
+
+    name: str
+    method: int
+    crc: int
+    stored: int
+    size: int
+    header: int
+    limit: int
+
+
+def read_directory(files: MappedFiles, name: str, kind: str) -> dict[str, Member]:
+    """All members by name, folders left out. kind: what errors say that the file should be.
+
+    CheckpointError when the directory is damaged, names a member twice, or has members that overlap, are encrypted or
+    compressed by another method than deflate.
+    """
+    path = files.directory / name
+    size = path.stat().st_size
+
+    def refuse(why: str) -> Never:
+        raise CheckpointError(f"{path}: expected {kind}, but {why}")
+
+    if size < _END.size:
+        refuse(f"the file has {size} bytes")
+    tail = max(0, size - _END.size - _MAX16 - _LOCATOR.size)
+    file = files.get(name, tail, size)
+    if len(file) != size:
+        refuse("the file was changed while it was read")
+    end, count, length, position = _find_end(
+        file, tail, size, lambda start: files.get(name, start, size), refuse
+    )
+    if length > _MAX_DIRECTORY or position + length > end or count * _ENTRY.size > length:
+        refuse("its directory lies outside, or is damaged")
+    files.get(name, position, position + length)
+    stop = position + length
+    members: dict[str, Member] = {}
+    starts: list[tuple[int, int, str]] = []
+    at = position
+    for _ in range(count):
+        if at + _ENTRY.size > stop:
+            refuse("its directory is truncated")
+        magic, _, _, flags, method, _, _, crc, stored, whole, lengths, extra, comment, _, _, _, header = (
+            _ENTRY.unpack_from(file, at)
+        )
+        if magic != b"PK\1\2":
+            refuse("its directory is damaged")
+        raw, at = file[at + _ENTRY.size : at + _ENTRY.size + lengths], at + _ENTRY.size + lengths
+        whole, stored, header = _wide([whole, stored, header], file[at : at + extra], refuse)
+        at += extra + comment
+        try:
+            member = raw.decode("utf-8" if flags & _UTF8 else "ascii")
+        except UnicodeDecodeError:
+            member = raw.decode("cp437")
+        if at > stop or header + _HEADER.size + lengths + stored > position:
+            refuse(f"its member {member!r:.200} lies outside")
+        if flags & _ENCRYPTED or method not in (STORED, DEFLATED) or (method == STORED and stored != whole):
+            refuse(f"its member {member!r:.200} is encrypted, or compressed by a method other than deflate")
+        if member in members:
+            refuse(f"its member {member!r:.200} is there twice")
+        starts.append((header, header + _HEADER.size + lengths + stored, member))
+        members[member] = Member(member, method, crc, stored, whole, header, position)
+    starts.sort()
+    for (_, stop_of_first, first), (start, _, second) in itertools.pairwise(starts):
+        if start < stop_of_first:
+            refuse(f"its members {first!r:.200} and {second!r:.200} overlap")
+        old = members[first]
+        members[first] = Member(first, old.method, old.crc, old.stored, old.size, old.header, start)
+    return {name: member for name, member in members.items() if not name.endswith("/")}
+
+
+def data_start(files: MappedFiles, name: str, member: Member) -> int:
+    """Where a member's data begins in the file, by its header. CheckpointError when that is not the directory's."""
+    path = files.directory / name
+    file = files.get(name, member.header, member.header + _HEADER.size)
+    magic, _, flags, method, *_, lengths, extra = _HEADER.unpack_from(file, member.header)
+    start = member.header + _HEADER.size + lengths + extra
+    if (
+        magic != ZIP_MAGIC
+        or method != member.method
+        or flags & _ENCRYPTED
+        or start + member.stored > member.limit
+    ):
+        raise CheckpointError(
+            f"{path}: expected the header of {member.name!r:.200} at {member.header}, found another"
+        )
+    files.get(name, member.header, start)
+    raw = file[member.header + _HEADER.size : member.header + _HEADER.size + lengths]
+    if raw not in (member.name.encode(), member.name.encode("cp437", "replace")):
+        raise CheckpointError(
+            f"{path}: expected the header of {member.name!r:.200}, found that of {raw!r:.200}"
+        )
+    return start
+
+
+def _find_end(
+    file: mmap.mmap, tail: int, size: int, get: Callable[[int], object], refuse: Callable[[str], Never]
+) -> tuple[int, int, int, int]:
+    """Where the records at the end begin, and what they say: count of members, length and place of the directory."""
+    at = file.rfind(b"PK\5\6", tail, size)
+    while at >= 0 and (at + _END.size > size or at + _END.size + _END.unpack_from(file, at)[-1] != size):
+        at = file.rfind(b"PK\5\6", tail, at)
+    if at < 0:
+        refuse("it has no directory at its end: is it truncated?")
+    _, disk, first, _, count, length, position, _ = _END.unpack_from(file, at)
+    locator = at - _LOCATOR.size
+    if locator >= 0 and file[locator : locator + 4] == b"PK\6\7":
+        _, _, wide, _ = _LOCATOR.unpack_from(file, locator)
+        if wide + _END64.size > locator:
+            refuse("its end record lies outside")
+        get(wide)
+        magic, *_, disk, first, _, count, length, position = _END64.unpack_from(file, wide)
+        if magic != b"PK\6\6":
+            refuse("its end record is damaged")
+        at = wide
+    if disk or first:
+        refuse("it is a part of several files")
+    return at, count, length, position
+
+
+def _wide(values: list[int], extra: bytes, refuse: Callable[[str], Never]) -> list[int]:
+    """The values, those above 32 bits taken from the extra field."""
+    while len(extra) >= 4:
+        kind, size = struct.unpack_from("<2H", extra)
+        if kind == _ZIP64_FIELD:
+            places = [k for k, value in enumerate(values) if value == _MAX32]
+            if size < 8 * len(places) or len(extra) < 4 + 8 * len(places):
+                refuse("its directory is damaged")
+            for number, place in enumerate(places):
+                values[place] = struct.unpack_from("<Q", extra, 4 + 8 * number)[0]
+            break
+        extra = extra[4 + size :]
+    return values
+
+
+def is_zip(path: str | os.PathLike[str]) -> bool:
+    """Whether a local file begins as a zip file does."""
+    with open(Path(path), "rb") as file:
+        return file.read(4) == ZIP_MAGIC

@@ -1,0 +1,1 @@
+"""What flax.serialization writes, read in parts and without flax."""

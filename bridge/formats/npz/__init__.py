@@ -1,0 +1,1 @@
+"""NumPy's archives (np.savez, np.savez_compressed), read in parts."""

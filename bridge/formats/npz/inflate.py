@@ -1,0 +1,104 @@
+"""A deflated member of a zip file, read at any place without inflating all that is before it each time.
+
+A first pass over the member compares its size and CRC-32, and keeps copies of the inflater every few megabytes. A read
+begins at the last copy before it.
+
+    deflated   |........|......|..........|.......|
+    copies     0        1      2          3              every 4 MiB inflated; twice as far apart whenever 64 are kept
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.files.mapped import drop_pages
+
+_RAW: Final = -15  # deflate without a header of its own
+_PIECE: Final = 1 << 20
+_INPUT: Final = 1 << 16
+_STEP: Final = 4 << 20
+_MAX_COPIES: Final = 64
+
+
+class Inflated:
+    """The inflated bytes of a member whose deflated ones are [start, start + stored) of a mapped file. Thread-safe.
+
+    size, crc: as the directory says. CheckpointError, beginning with `what`, from any method when they are not so.
+    """
+
+    def __init__(
+        self, file: mmap.mmap, start: int, stored: int, size: int, crc: int | None, what: str
+    ) -> None:
+        self._file, self._begin, self._stored = file, start, stored
+        self._size, self._crc, self._what = size, crc, what
+        self._lock = threading.Lock()
+        self._copies: list[tuple[int, int, Any]] = []
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Bytes [start, stop) as uint8."""
+        out = np.empty(max(0, stop - start), np.uint8)
+        for at, piece in self.pieces(start, stop):
+            out[at - start : at - start + len(piece)] = np.frombuffer(piece, np.uint8)
+        return out
+
+    def head(self, stop: int) -> bytes:
+        """The first bytes, before anything is compared."""
+        return b"".join(piece for _, piece, _ in self._run(zlib.decompressobj(_RAW), 0, 0, stop))[:stop]
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        """Bytes [start, stop), as (place, bytes) one after the other, each of at most 1 MiB."""
+        with self._lock:
+            if not self._copies:
+                self._copies = self._first_pass()
+        at, taken, inflater = self._copies[bisect_right(self._copies, start, key=lambda copy: copy[0]) - 1]
+        for place, piece, _ in self._run(inflater.copy(), at, taken, stop):
+            if place + len(piece) > start:
+                low = max(0, start - place)
+                yield place + low, piece[low : stop - place]
+
+    def _first_pass(self) -> list[tuple[int, int, Any]]:
+        inflater = zlib.decompressobj(_RAW)
+        copies: list[tuple[int, int, Any]] = [(0, 0, inflater.copy())]
+        step, crc, done = _STEP, 0, 0
+        for place, piece, taken in self._run(inflater, 0, 0, self._size + 1):
+            crc, done = zlib.crc32(piece, crc), place + len(piece)
+            if done >= copies[-1][0] + step:
+                copies.append((done, taken, inflater.copy()))
+            if len(copies) > _MAX_COPIES:
+                copies, step = copies[::2], 2 * step
+        drop_pages(self._file, self._begin, self._begin + self._stored)
+        if done != self._size or not inflater.eof:
+            raise CheckpointError(
+                f"{self._what}: expected {self._size} bytes once inflated, got another number"
+            )
+        if self._crc is not None and crc != self._crc:
+            raise CheckpointError(
+                f"{self._what}: the data is damaged: expected CRC-32 {self._crc:08x} of {self._size} bytes, got "
+                f"{crc:08x}"
+            )
+        return copies
+
+    def _run(self, inflater: Any, at: int, taken: int, stop: int) -> Iterator[tuple[int, bytes, int]]:
+        """Inflate from place `at` on, with `taken` bytes given to the inflater so far, until `stop` is reached."""
+        while at < stop and not inflater.eof:
+            data = inflater.unconsumed_tail
+            if not data:
+                data = self._file[self._begin + taken : self._begin + min(taken + _INPUT, self._stored)]
+                taken += len(data)
+            try:
+                piece = inflater.decompress(data, _PIECE)
+            except zlib.error as error:
+                raise CheckpointError(f"{self._what}: the deflated data is damaged: {error}") from None
+            if not (piece or data or inflater.eof):
+                raise CheckpointError(f"{self._what}: the deflated data is truncated")
+            if piece:
+                yield at, piece, taken
+                at += len(piece)

@@ -1,0 +1,235 @@
+"""Reads NumPy's archives region by region: np.savez and np.savez_compressed, a zip file of .npy files.
+
+    params.npz
+      params/dense/kernel.npy     an array by its header; "/" separates the keys of its path
+      step.npy
+
+Arrays that are stored as they are are mapped. Deflated ones are inflated in pieces (`inflate.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Literal
+
+import numpy as np
+
+from bridge.formats.arrays import as_integers
+from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, flat_name, require_tensor
+from bridge.formats.dcp.archive import Record, verify_record
+from bridge.formats.files.flat import copy_flat
+from bridge.formats.files.mapped import (
+    Fetch,
+    MappedFiles,
+    array_for,
+    box_of,
+    copy_mapped,
+    lend_mapped,
+    regular_file,
+)
+from bridge.formats.files.zip_directory import STORED, Member, data_start, read_directory
+from bridge.formats.npz.header import NpyHeader, read_npy_header
+from bridge.formats.npz.inflate import Inflated
+from bridge.formats.read_only import NPZ_FILES
+from bridge.formats.wrapping import ClosedAtEnd
+
+_NPY: Final = ".npy"
+_MAX_INFLATED: Final = 8
+_HEAD: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    member: Member
+    header: NpyHeader
+    start: int
+    """Of the member's data in the file."""
+
+
+class NpzReader(ClosedAtEnd):
+    """An .npz file, opened for reading; see `CheckpointReader`. `path`: the file, or a directory with one.
+
+    Opening reads the directory and the header of each array. Arrays of pickled objects, text, dates and of elements
+    whose type NumPy does not say are listed in `unreadable`; nothing is unpickled. Big-endian numbers are turned.
+    `verify`: compare each array with its CRC-32 before a part of it is first used. May be used by several threads.
+
+    CheckpointError for a damaged file, and for an array that does not fill its member.
+    """
+
+    format = "npz"
+
+    def __init__(
+        self, path: str | os.PathLike[str], verify: bool = True, *, fetch: Fetch | None = None
+    ) -> None:
+        self.path = Path(path)
+        self._verify = verify
+        fileset = NPZ_FILES.find(self.path)
+        self._name = fileset.names[0]
+        self._file_path = fileset.directory / self._name
+        self._files = MappedFiles(fileset.directory, fetch)
+        self._verified: set[str] = set()
+        self._inflated: OrderedDict[str, Inflated] = OrderedDict()
+        self._lock = threading.Lock()
+        regular_file(
+            fileset.directory, self._name, "a part of the checkpoint", links=self.path == self._file_path
+        )
+        self._stored: dict[str, _Stored] = {}
+        self._tensors: dict[str, TensorInfo] = {}
+        unreadable: dict[str, str] = {}
+        for member in read_directory(self._files, self._name, "an archive of NumPy (.npz)").values():
+            name, stored = self._find(member)
+            header = stored.header
+            if header.unreadable is not None:
+                unreadable[name] = header.unreadable
+            box = Box.whole(header.shape)
+            tree_path: TreePath = tuple(name.split("/"))
+            self._stored[name] = stored
+            self._tensors[name] = TensorInfo(
+                name, tree_path, header.shape, header.native, (box,) if box.numel else ()
+            )
+        self.unreadable: Mapping[str, str] = MappingProxyType(unreadable)
+        self.objects: Mapping[str, object] = MappingProxyType({})
+        self.object_paths: Mapping[str, TreePath] = MappingProxyType({})
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every array by name, in the order of the file."""
+        return MappingProxyType(self._tensors)
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        """One block (default: all) of an array as a new C-contiguous array.
+
+        KeyError for an unknown name, ValueError for a box outside the array, CheckpointError for damaged data.
+        """
+        info = self._tensors[name]
+        require_tensor(self, name)
+        box = box_of(info, box)
+        result = array_for(info, box, self.path)
+        if not box.numel:
+            return result
+        stored = self._stored[name]
+        target = result if stored.header.dtype == info.dtype else result.view(stored.header.dtype)
+        if stored.member.method == STORED:
+            source, file, start = self._part(name, box)
+            copy_mapped(as_integers(target), as_integers(source), file, start)
+        else:
+            self._inflate(name, stored, box, target)
+        if stored.header.dtype != info.dtype:
+            result[...] = target.astype(info.dtype)
+        return result
+
+    def lend(self, name: str, box: Box) -> Loan | None:
+        """A block where it is in the file, if it is stored there as it is; see `CheckpointReader.lend`."""
+        stored = self._stored[name]
+        as_it_is = stored.member.method == STORED and stored.header.dtype == self._tensors[name].dtype
+        if not as_it_is or name in self.unreadable or not box.numel:
+            return None
+        return lend_mapped(*self._part(name, box))
+
+    def files(self) -> Sequence[Path]:
+        """The file."""
+        return (self._file_path,)
+
+    def checksummed(self, name: str) -> bool:
+        """Always: a zip file has a CRC-32 of each member."""
+        return True
+
+    def close(self) -> None:
+        """Release the file. Arrays already read stay valid."""
+        self._files.close()
+        self._inflated.clear()
+
+    def _find(self, member: Member) -> tuple[str, _Stored]:
+        what = f"{self._file_path}: {member.name!r:.200}"
+        if not member.name.endswith(_NPY):
+            raise CheckpointError(
+                f"{what}: expected files that end in {_NPY} in an archive of NumPy, got another"
+            )
+        name, _ = flat_name(member.name.removesuffix(_NPY))
+        begin = data_start(self._files, self._name, member)
+
+        def read(start: int, stop: int) -> bytes:
+            stop = min(stop, member.size)
+            if member.method == STORED:
+                return self._files.get(self._name, begin + start, begin + stop)[begin + start : begin + stop]
+            end = begin + min(member.stored, 2 * stop + _HEAD)
+            file = self._files.get(self._name, begin, end)
+            return Inflated(file, begin, end - begin, member.size, None, what).head(stop)[start:stop]
+
+        header = read_npy_header(read, what)
+        nbytes = math.prod(header.shape) * header.dtype.itemsize
+        if header.unreadable is None and header.start + nbytes != member.size:
+            raise CheckpointError(
+                f"{what}: expected {nbytes} bytes for {header.dtype.name} {header.shape}, got "
+                f"{member.size - header.start}"
+            )
+        stored = _Stored(member, header, begin)
+        if self._verify and not nbytes:
+            # No element will be read, so that nothing else would compare the header with the checksum.
+            crc = zlib.crc32(b"".join(self._whole(name, stored)))
+            if crc != member.crc:
+                raise CheckpointError(
+                    f"{what}: the header is damaged: expected CRC-32 {member.crc:08x}, got {crc:08x}"
+                )
+        return name, stored
+
+    def _whole(self, name: str, stored: _Stored) -> Iterator[bytes]:
+        """All bytes of a small member."""
+        start, member = stored.start, stored.member
+        if member.method == STORED:
+            return iter(
+                [self._files.get(self._name, start, start + member.size)[start : start + member.size]]
+            )
+        return (piece for _, piece in self._inflater(name, stored).pieces(0, member.size))
+
+    def _part(self, name: str, box: Box) -> tuple[np.ndarray, mmap.mmap, int]:
+        """Elements of a stored array where they are in the file, once it is verified, and the first byte there."""
+        stored = self._stored[name]
+        member, header = stored.member, stored.header
+        if self._verify and name not in self._verified:
+            file = self._files.get(self._name, stored.start, stored.start + member.size)
+            record = Record(stored.start, member.size, member.crc)
+            verify_record(file, record, f"{self._file_path}: array {name!r:.200}")
+            self._verified.add(name)
+        begin = stored.start + header.start
+        order: Literal["F", "C"] = "F" if header.fortran else "C"
+        empty = np.ndarray(header.shape, header.dtype, self._files.get(self._name, 0, 0), begin, order=order)
+        first = begin + sum(o * s for o, s in zip(box.offsets, empty.strides, strict=True))
+        span = header.dtype.itemsize + sum((n - 1) * s for n, s in zip(box.sizes, empty.strides, strict=True))
+        return empty[box.slices()], self._files.get(self._name, first, first + span), first
+
+    def _inflate(self, name: str, stored: _Stored, box: Box, target: np.ndarray) -> None:
+        """Copy a box of a deflated array into `target`."""
+        header, inflater = stored.header, self._inflater(name, stored)
+
+        def read(start: int, stop: int) -> Iterator[bytes]:
+            return (piece for _, piece in inflater.pieces(header.start + start, header.start + stop))
+
+        if not header.fortran:
+            copy_flat(header.shape, box, target, read)
+            return
+        turned = np.empty(box.sizes[::-1], header.dtype)
+        copy_flat(header.shape[::-1], Box(box.offsets[::-1], box.sizes[::-1]), turned, read)
+        target[...] = turned.T
+
+    def _inflater(self, name: str, stored: _Stored) -> Inflated:
+        with self._lock:
+            if name not in self._inflated:
+                member = stored.member
+                file = self._files.get(self._name, stored.start, stored.start + member.stored)
+                crc = member.crc if self._verify else None
+                what = f"{self._file_path}: array {name!r:.200}"
+                self._inflated[name] = Inflated(file, stored.start, member.stored, member.size, crc, what)
+                if len(self._inflated) > _MAX_INFLATED:
+                    self._inflated.popitem(last=False)
+            self._inflated.move_to_end(name)
+            return self._inflated[name]

@@ -1,0 +1,245 @@
+"""Write an Orbax step whose state is in several items: each is what is below one key of the tree.
+
+    <path>/{_CHECKPOINT_METADATA, commit_success.txt}
+    <path>/params/{_METADATA, commit_success.txt, manifest.ocdbt, d/*}         params/kernel is its kernel
+    <path>/opt_state/{_METADATA, ...}
+
+Stock Orbax restores it by `CheckpointManager` with `args.Composite(params=..., opt_state=...)`. The items appear
+together, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bridge.formats.base import CheckpointError, TensorInfo, TreePath, dtype_name, grid_of_chunks
+from bridge.formats.files.atomic import CommitOrAbort
+from bridge.formats.files.journal import JOURNAL_FILE
+from bridge.formats.files.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ManifestFile,
+    file_checksum,
+    object_checksum,
+    render_manifest,
+)
+from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
+from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.leaf_kinds import implied_kinds, key_implementation
+from bridge.formats.orbax.arrays import ArrayLayout, explain
+from bridge.formats.orbax.chunks import ChunkStore
+from bridge.formats.orbax.item import COMMIT_FILE
+from bridge.formats.orbax.objects import encode_object
+from bridge.formats.orbax.tree import Claims, as_path, leaf_name
+from bridge.formats.orbax.writer import array_layout, handler_of, write_tree
+
+_NAME = re.compile(r"[A-Za-z_][\w-]*")
+
+
+@dataclass
+class _Item:
+    """One item: its directory, its store, and its leaves by tree path in the item."""
+
+    directory: Path
+    store: ChunkStore
+    layouts: dict[TreePath, ArrayLayout] = field(default_factory=dict)
+    objects: dict[TreePath, object] = field(default_factory=dict)
+    kinds: dict[TreePath, str] = field(default_factory=dict)
+
+
+class _Stores:
+    """The chunks of all items; see `Sink`."""
+
+    def __init__(self, items: Mapping[str, _Item]) -> None:
+        self._items = items
+
+    def place(self, info: TensorInfo, number: int) -> Place:
+        return self._of(info).place(info, number)
+
+    def encode(
+        self, info: TensorInfo, number: int, parts: list[np.ndarray], crc: int
+    ) -> list[bytes | memoryview]:
+        return self._of(info).encode(info, number, parts, crc)
+
+    def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
+        return self._of(info).decode(info, number, data)
+
+    def _of(self, info: TensorInfo) -> ChunkStore:
+        return self._items[str(info.path[0])].store
+
+
+class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
+    """A new Orbax step with these items; see `CheckpointWriter`. Writing is thread-safe.
+
+    CheckpointError for names that are no directory's, or for a leaf that is below none of them. Each item gets a
+    manifest of its own.
+    """
+
+    format = "orbax"
+
+    def __init__(
+        self, path: str | os.PathLike[str], items: Sequence[str], attempt: Attempt | None = None
+    ) -> None:
+        wrong = [name for name in items if not _NAME.fullmatch(name)]
+        if wrong or len(set(items)) != len(items):
+            raise CheckpointError(
+                f"{path}: expected names of items (--write-item) of letters, digits, '_' and '-' after a letter, each "
+                f"once, got {', '.join(map(repr, wrong or items))}"
+            )
+        self._directory = WorkingDirectory(path, attempt or Attempt())
+        self.path = self._directory.path
+        self._started = time.time_ns()
+        self._claims = Claims(str(self.path))
+        self._lock = threading.Lock()
+        self._ended = False
+        try:
+            self._record = ChunkRecord(self.path, self._directory.journal)
+            root = self._directory.temporary
+            self._items = {
+                name: _Item(root / name, ChunkStore(root / name, self._record.open, complete=True))
+                for name in items
+            }
+            self._sink = _Stores(self._items)
+        except BaseException:
+            self._directory.abort()
+            raise
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def add_tensor(
+        self,
+        path: str | Sequence[str | int],
+        shape: Sequence[int],
+        dtype: np.dtype,
+        chunk_shape: Sequence[int] | None = None,
+    ) -> TensorInfo:
+        """Declare a tensor; see `CheckpointWriter.add_tensor`."""
+        self._require_open()
+        leaf, shape, dtype = as_path(path), tuple(shape), np.dtype(dtype)
+        dtype_name(dtype)
+        item = self._item_of(leaf)
+        layout = array_layout(leaf[1:], shape, dtype, chunk_shape)
+        try:
+            boxes = grid_of_chunks(shape, layout.chunk)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: tensor {leaf_name(leaf)!r}: {error}") from None
+        info = TensorInfo(leaf_name(leaf), leaf, shape, dtype, boxes)
+        with self._lock:
+            self._claims.add(leaf)
+            item.layouts[leaf[1:]] = layout
+            self._record.declare(info)
+            item.store.declare(info.name, layout)
+        return info
+
+    def add_object(self, path: str | Sequence[str | int], value: object) -> None:
+        """Store a value that is not a tensor. CheckpointError for other types or a collision."""
+        self._require_open()
+        leaf = as_path(path)
+        encode_object(value, f"{self.path}: object {leaf_name(leaf)!r}")
+        item = self._item_of(leaf)
+        with self._lock:
+            self._claims.add(leaf)
+            item.objects[leaf[1:]] = value
+
+    def add_kinds(self, kinds: Mapping[str, str]) -> None:
+        """Say what leaves are to stock Orbax; see `CheckpointWriter.add_kinds`."""
+        self._require_open()
+        for key, item in self._items.items():
+            for path in (*item.layouts, *item.objects):
+                kind = kinds.get(leaf_name((key, *path)))
+                layout = item.layouts.get(path)
+                if kind is None:
+                    continue
+                data = layout is not None and layout.dtype == np.uint32 and len(layout.shape) > 0
+                if layout is not None and key_implementation(kind) is not None and not data:
+                    raise CheckpointError(
+                        f"{self.path}: tensor {leaf_name((key, *path))!r}: expected uint32 of at least one dimension "
+                        f"for a {kind}, got {layout.dtype} of shape {layout.shape}"
+                    )
+                item.kinds[path] = kind
+
+    def commit(self) -> None:
+        """Let the checkpoint appear under its name; on any error nothing is left behind.
+
+        CheckpointError unless every box was written, and where an item has no leaf.
+        """
+        try:
+            self._require_open()
+            self._record.require_complete()
+            for name, item in self._items.items():
+                if not item.layouts and not item.objects:
+                    raise CheckpointError(
+                        f"{self.path}: expected a leaf below {name!r} (--write-item), got none"
+                    )
+                with explain(f"{self.path}: cannot finish the array store of {name}"):
+                    item.directory.mkdir(exist_ok=True)
+                    item.store.finish(self._record.sync)
+                # What is implied in the whole tree need not be in an item, whose root may be the list of a chain.
+                implied = implied_kinds(
+                    ((name, *path) for path in item.layouts),
+                    {(name, *path): value for path, value in item.objects.items()},
+                )
+                kinds = {path[1:]: kind for path, kind in implied.items()} | item.kinds
+                write_tree(item.directory, f"{self.path}/{name}", item.layouts, item.objects, kinds)
+                (item.directory / COMMIT_FILE).write_text("This item is complete.\n")
+                self._write_manifest(name, item)
+            self._write_step()
+            self._directory.commit()
+        except BaseException:
+            self.abort()
+            raise
+        self._ended = True
+        self._record.close()
+
+    def abort(self) -> None:
+        """Remove everything written. Does nothing after commit or abort."""
+        if not self._ended:
+            self._ended = True
+            self._record.close()
+        self._directory.abort()
+
+    def _item_of(self, leaf: TreePath) -> _Item:
+        item = self._items.get(str(leaf[0]))
+        if item is None or len(leaf) < 2:
+            raise CheckpointError(
+                f"{self.path}: {leaf_name(leaf)!r}: expected leaves below {', '.join(self._items)} (--write-item), got "
+                f"another: name an item for its first key{' with more below it' if len(leaf) < 2 else ''}, or leave it "
+                "out (--drop)"
+            )
+        return item
+
+    def _write_step(self) -> None:
+        root = self._directory.temporary
+        step = {
+            "item_handlers": dict.fromkeys(self._items, handler_of("v0")),
+            "metrics": {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": self._started,
+            "commit_timestamp_nsecs": time.time_ns(),
+            "custom_metadata": {},
+        }
+        (root / "_CHECKPOINT_METADATA").write_text(json.dumps(step))
+        (root / COMMIT_FILE).write_text("This checkpoint is complete.\n")
+
+    def _write_manifest(self, name: str, item: _Item) -> None:
+        own = {leaf_name((name, *path)): leaf_name(path) for path in item.layouts}
+        tensors = {own[full]: tensor for full, tensor in self._record.manifest().items() if full in own}
+        files = {}
+        for path in sorted(p for p in item.directory.rglob("*") if p.is_file() and p.name != JOURNAL_FILE):
+            # Below "d" are the nodes and values of OCDBT.
+            crc = None if path.parent.name == "d" else file_checksum(path)
+            files[str(path.relative_to(item.directory))] = ManifestFile(path.stat().st_size, crc)
+        objects = {leaf_name(path): object_checksum(value) for path, value in item.objects.items()}
+        manifest = Manifest(self.format, tensors, objects, files)
+        (item.directory / MANIFEST_FILE).write_bytes(render_manifest(manifest))

@@ -1,0 +1,46 @@
+"""Which of the formats that are only read a file or directory is of: by its name, else by how the file begins.
+
+torch      .pt .pth .bin .ckpt, or a zip file with data.pkl
+npz        .npz, or a zip file with .npy files
+msgpack    .msgpack, or a file that begins as a map of msgpack does, such as `checkpoint_100` of flax
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.files.mapped import Fetch, MappedFiles
+from bridge.formats.files.model_files import FileKind
+from bridge.formats.files.zip_directory import ZIP_MAGIC, read_directory
+from bridge.formats.torch_save.files import TORCH_FILES
+
+NPZ_FILES: Final = FileKind((".npz",))
+MSGPACK_FILES: Final = FileKind((".msgpack",), ("flax_model.msgpack", "diffusion_flax_model.msgpack"))
+_KINDS: Final = {"torch": TORCH_FILES, "msgpack": MSGPACK_FILES, "npz": NPZ_FILES}
+_MAPS: Final = frozenset((*range(0x81, 0x90), 0xDE, 0xDF))
+"""First bytes of a map of msgpack with an entry; those of a pickle are none of them."""
+
+
+def directory_format(path: Path) -> str | None:
+    """The format of a directory's files, by their names; None if it has none of these."""
+    return next((format for format, kind in _KINDS.items() if kind.is_one(path)), None)
+
+
+def single_file_format(path: Path, fetch: Fetch | None = None) -> str | None:
+    """The format of one file; None if it is none of these, or no regular file."""
+    found = next((format for format, kind in _KINDS.items() if kind.is_one(path)), None)
+    if found is not None or not path.is_file() or not path.stat().st_size:
+        return found
+    files = MappedFiles(path.parent, fetch)
+    try:
+        head = files.get(path.name, 0, 4)[:4]
+        if head == ZIP_MAGIC:
+            names = read_directory(files, path.name, "a zip file")
+            return "torch" if any(name.endswith("data.pkl") for name in names) else "npz"
+    except CheckpointError:
+        return None
+    finally:
+        files.close()
+    return "msgpack" if head[:1] and head[0] in _MAPS else None

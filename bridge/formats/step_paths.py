@@ -1,0 +1,114 @@
+"""A step chosen in a directory of steps, of any format, here or in a store.
+
+    run/3  run/step_40  run/step-1000  run/checkpoint-500           directories
+    run/step_40.pt  run/epoch=3-step=900.ckpt  run/checkpoint_100   files
+
+The last number of a name is the step. "latest" is the highest step that is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Final, Literal
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE
+from bridge.formats.stores.store import is_url, open_store, store_errors, without_end
+
+Step = int | Literal["latest"]
+_NAME: Final = re.compile(r"(?:.*\D)?(\d{1,18})(?:\.(?:pt|pth|bin|ckpt|npz|msgpack|safetensors))?")
+_SHARD: Final = re.compile(r".*-\d+-of-\d+\.\w+")
+_UNFINISHED: Final = re.compile(r".*\.orbax-checkpoint-tmp.*|.*\.tmp-[0-9a-f]{8}")
+_OF_A_CHECKPOINT: Final = (
+    TREE_FILE,
+    "_CHECKPOINT_METADATA",
+    ".metadata",
+    "model.safetensors",
+    "pytorch_model.bin",
+)
+_ENDS: Final = (TREE_FILE, ".metadata", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".msgpack")
+_SHOWN = 10
+
+
+def at_step(path: str | os.PathLike[str], step: Step | None) -> str | os.PathLike[str]:
+    """The checkpoint of this step in the directory at `path`, a local path or a URL; `path` itself for None.
+
+    CheckpointError where the step is not there or not complete, for one that two names are, and for a path that is no
+    directory of steps. ValueError for a step that is none.
+    """
+    if step is None:
+        return path
+    if step != "latest" and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+        raise ValueError(f"step: expected a number of at least 0, or latest, got {step!r}")
+    if is_url(path):
+        url = without_end(str(path))
+        system, root = open_store(url)
+        with store_errors(f"cannot list {url}"):
+            below = {
+                name[len(root) + 1 :]: info
+                for name, info in system.find(root, maxdepth=4, detail=True).items()
+            }
+        names = {name.partition("/")[0] for name in below}
+        chosen = _choose(url, step, names, lambda name: _files_of(name, below))
+        return f"{url}/{chosen}"
+    place = Path(path)
+    if not place.is_dir():
+        raise CheckpointError(f"{place}: expected a directory of steps (--step), found {_what(place)}")
+    names = {child.name for child in place.iterdir()}
+    return place / _choose(str(place), step, names, lambda name: _local_files(place / name))
+
+
+def _choose(where: str, step: Step, names: Collection[str], files: Callable[[str], Collection[str]]) -> str:
+    if any(name in names for name in _OF_A_CHECKPOINT):
+        raise CheckpointError(
+            f"{where}: expected a directory of steps (--step), found one checkpoint: leave the step out"
+        )
+    numbers = {
+        name: int(found[1])
+        for name in names
+        if (found := _NAME.fullmatch(name)) and not _SHARD.fullmatch(name) and not _UNFINISHED.fullmatch(name)
+    }
+    content = {name: files(name) for name in numbers}
+    whole = [name for name in numbers if any(file.endswith(_ENDS) or file == "" for file in content[name])]
+    # Orbax before 0.12.3 wrote no such file on disks, where directories appear complete.
+    trees = [name for name in whole if _has(content[name], TREE_FILE)]
+    if any(_has(content[name], COMMIT_FILE) for name in trees):
+        whole = [name for name in whole if name not in trees or _has(content[name], COMMIT_FILE)]
+    steps = sorted({numbers[name] for name in whole})
+    if not steps:
+        raise CheckpointError(
+            f"{where}: expected a directory of steps (--step), found "
+            f"{'only some whose save did not finish: ' if numbers else 'no step among '}"
+            f"{', '.join(sorted(numbers or names)[:_SHOWN]) or 'no names'}"
+        )
+    wanted = steps[-1] if step == "latest" else step
+    chosen = sorted(name for name in whole if numbers[name] == wanted)
+    if len(chosen) != 1:
+        found = " and ".join(chosen) or ("one that is not complete" if wanted in numbers.values() else "none")
+        raise CheckpointError(
+            f"{where}: expected one step {wanted} (--step), found {found}: complete are "
+            f"{', '.join(map(str, steps[-_SHOWN:]))}"
+        )
+    return chosen[0]
+
+
+def _has(files: Collection[str], name: str) -> bool:
+    return any(file.rpartition("/")[2] == name for file in files)
+
+
+def _files_of(name: str, below: Collection[str]) -> list[str]:
+    return [one[len(name) :].removeprefix("/") for one in below if one == name or one.startswith(f"{name}/")]
+
+
+def _local_files(place: Path) -> list[str]:
+    """Files at a place and up to two directories below it; "" for a place that is a file."""
+    if not place.is_dir():
+        return [""]
+    return [str(file.relative_to(place)) for pattern in ("*", "*/*", "*/*/*") for file in place.glob(pattern)]
+
+
+def _what(place: Path) -> str:
+    return "a file" if place.exists() else "nothing there"

@@ -1,0 +1,1 @@
+"""What torch.save writes, read without PyTorch: one zip file, or the shards of a Hugging Face model."""

@@ -1,0 +1,61 @@
+"""Which files torch.save wrote, and of which kind they are."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.files.mapped import MappedFiles
+from bridge.formats.files.model_files import FileKind
+from bridge.formats.files.zip_directory import STORED, ZIP_MAGIC, Member, read_directory
+
+TORCH_FILES: Final = FileKind(
+    (".bin", ".pt", ".pth", ".ckpt"),
+    ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin", "model.pt"),
+    re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|openvino_).*"),
+)
+_KIND: Final = "a zip file of torch.save"
+_LEGACY: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_PICKLE: Final = b"\x80"
+_SAVE_AGAIN: Final = "load it with a PyTorch that you trust it to, and save it again by torch.save"
+
+
+def members_of(files: MappedFiles, name: str) -> dict[str, Member]:
+    """The members of the file, by name without their folder.
+
+    CheckpointError when this is no zip file of torch.save: what it is is said, where that is known.
+    """
+    path = files.directory / name
+    size = path.stat().st_size
+    if not size:
+        raise CheckpointError(f"{path}: expected {_KIND}, but the file is empty")
+    head = files.get(name, 0, min(size, 64))[:64]
+    if head.startswith(_LEGACY):
+        raise CheckpointError(
+            f"{path}: expected {_KIND}, found the format before PyTorch 1.6, which has no parts: {_SAVE_AGAIN}"
+        )
+    if not head.startswith(ZIP_MAGIC):
+        found = "a pickle" if head.startswith(_PICKLE) else "a file of another kind"
+        raise CheckpointError(f"{path}: expected {_KIND}, found {found}: {_SAVE_AGAIN}")
+    members: dict[str, Member] = {}
+    for full, member in read_directory(files, name, _KIND).items():
+        short = full.partition("/")[2]
+        if short in members:
+            raise CheckpointError(f"{path}: expected one folder in {_KIND}, found {short!r:.200} in two")
+        members[short] = member
+    if "constants.pkl" in members or any(short.startswith("code/") for short in members):
+        raise CheckpointError(
+            f"{path}: expected {_KIND}, found a program of TorchScript: save the state_dict() of the module instead"
+        )
+    if "data.pkl" not in members:
+        raise CheckpointError(
+            f"{path}: expected {_KIND}, but it has no data.pkl: found {', '.join(list(members)[:5])!r:.200}"
+        )
+    for member in members.values():
+        if member.method != STORED:
+            raise CheckpointError(
+                f"{path}: expected {_KIND}, but its member {member.name!r:.200} is compressed: "
+                "store it as it is, as PyTorch does"
+            )
+    return members

@@ -1,0 +1,194 @@
+"""The leaves of what torch.save has pickled: tensors, arrays of NumPy, and other values, each with its path.
+
+Paths and names are those that DCP gives a state_dict (`torch.distributed.checkpoint.format_utils.torch_save_to_dcp`):
+mappings are gone into, and so are lists that hold tensors or mappings; keys are text. Tuples with tensors, which DCP
+keeps as one value, are gone into as well.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from bridge.formats.base import DTYPES, TREE_PATH_KEYS, CheckpointError, TreePath, is_tree_path
+from bridge.formats.dcp.archive import REBUILD, REBUILD_UNTYPED, is_index
+from bridge.formats.dcp.pickle import Call, Instance, Name, is_bytes, plain_from_pickle
+from bridge.formats.plain import MAX_NODES
+
+_PARAMETERS: Final = frozenset(
+    {"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"}
+)
+_FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
+_TENSOR_TYPES: Final = frozenset(
+    {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
+)
+_TENSORS: Final = frozenset({REBUILD, REBUILD_UNTYPED})
+_REBUILDERS: Final = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
+_ARRAYS: Final = frozenset(
+    f"numpy.{core}.{function}"
+    for core in ("core", "_core")
+    for function in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
+)
+_PLAIN: Final = re.compile(r"[biufc](1|2|4|8|16)")
+_MAX_DEPTH: Final = 64
+
+
+def leaves(root: object, what: str) -> Iterator[tuple[TreePath, object]]:
+    """Each leaf with its path: the Call of a tensor, an ndarray, or something else.
+
+    CheckpointError, beginning with `what`, when the root is no mapping or list, and when the tree is too deep or too
+    large to be one: a small pickle can describe a large tree by naming one part often.
+    """
+    if not isinstance(root, dict | list | tuple):
+        raise CheckpointError(f"{what}: expected a state_dict, or a mapping of some, found {described(root)}")
+    budget = MAX_NODES
+    stack: list[tuple[TreePath, object]] = [((), root)]
+    tree = _Tree(what)
+    while stack:
+        path, node = stack.pop()
+        node = tree.unwrapped(node)
+        below: list[tuple[str | int, object]] = []
+        if isinstance(node, dict):
+            if any(isinstance(key, Instance) for key in node):
+                raise CheckpointError(f"{what}: expected keys that are text or numbers, found an object")
+            below = [(str(key), value) for key, value in node.items()]
+        elif isinstance(node, list | tuple) and (not path or tree.is_gone_into(node)):
+            below = list(enumerate(node))
+        budget -= len(below)
+        if budget < 0 or len(path) > _MAX_DEPTH:
+            raise CheckpointError(
+                f"{what}: expected at most {MAX_NODES} entries, nested {_MAX_DEPTH} deep, found more"
+            )
+        if below:
+            stack += [((*path, key), value) for key, value in reversed(below)]
+        elif path:
+            if not is_tree_path(path):
+                raise CheckpointError(f"{what}: expected a path of {TREE_PATH_KEYS}, got {path!r:.80}")
+            yield path, node
+
+
+def is_tensor(node: object) -> bool:
+    """Whether this leaf is the description of a strided tensor."""
+    return isinstance(node, Call) and node.name in _TENSORS
+
+
+def value_of(node: object, what: str) -> object:
+    """A leaf as a plain value. CheckpointError, beginning with `what`, which names what it is, for others."""
+    if isinstance(node, Name) and node.dotted.startswith("torch."):
+        return node.dotted
+    match node:
+        case Call(name="torch.device", args=(str(kind),)):
+            return kind
+        case Call(name="torch.device", args=(str(kind), int(index))):
+            return f"{kind}:{index}"
+        case Call(name=name) if name.startswith(_REBUILDERS):
+            raise CheckpointError(f"{what}: expected a strided tensor, found {described(node)}")
+        case Call() | Instance() if not is_bytes(node):
+            raise CheckpointError(f"{what}: expected a plain value, found {described(node)}")
+    return plain_from_pickle(node, what)
+
+
+def described(node: object) -> str:
+    """What a node is, for errors; nothing in it is printed."""
+    match node:
+        case Call(name=name) if name in _TENSORS:
+            return "one tensor"
+        case Call(name="torch._tensor._rebuild_from_type_v2", args=(_, Name(dotted=kind), *_)):
+            return f"a tensor of class {kind}"
+        case Call(name=name):
+            return f"a call of {name}, which is not made here (loading the file would make it)"
+        case Instance(name=name):
+            return f"an object of class {name}"
+        case Name(dotted=name):
+            return f"the name {name}"
+    return f"a value of type {type(node).__name__}"
+
+
+class _Tree:
+    """What nodes are. Each is looked into once: a pickle may name one a million times."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._arrays: dict[int, np.ndarray | None] = {}
+        self._gone_into: dict[int, bool] = {}
+
+    def unwrapped(self, node: object) -> object:
+        """A parameter's or buffer's tensor, an array of NumPy, the dict of an ordered one; other nodes as they are."""
+        for _ in range(4):
+            match node:
+                case Call(name=name, args=(tensor, *_)) if name in _PARAMETERS:
+                    node = tensor
+                case Call(name=name, args=(Name(dotted=function), Name(dotted=kind), tuple(args), *_)) if (
+                    name == _FROM_TYPE and kind in _TENSOR_TYPES
+                ):
+                    node = Call(function, args)
+                case Call(name="collections.OrderedDict", args=(list(pairs),)) if all(map(_is_pair, pairs)):
+                    return dict(pairs)
+                case Call(name=name) if name in _ARRAYS:
+                    if id(node) not in self._arrays:
+                        self._arrays[id(node)] = _array(node)
+                    array = self._arrays[id(node)]
+                    return node if array is None else array
+                case _:
+                    break
+        return node
+
+    def is_gone_into(self, node: list[object] | tuple[object, ...], depth: int = 0) -> bool:
+        """Whether a list holds mappings or tensors, at some depth."""
+        if id(node) not in self._gone_into:
+            if depth > _MAX_DEPTH:
+                raise CheckpointError(
+                    f"{self._what}: expected lists nested {_MAX_DEPTH} deep at most, found more"
+                )
+            self._gone_into[id(node)] = False  # of a list that holds itself
+            self._gone_into[id(node)] = any(self._counts(self.unwrapped(entry), depth) for entry in node)
+        return self._gone_into[id(node)]
+
+    def _counts(self, entry: object, depth: int) -> bool:
+        if isinstance(entry, list | tuple):
+            return self.is_gone_into(entry, depth + 1)
+        rebuilt = isinstance(entry, Call) and entry.name.startswith(_REBUILDERS)
+        return rebuilt or isinstance(entry, dict | np.ndarray)
+
+
+def _is_pair(pair: object) -> bool:
+    return isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str)
+
+
+def _array(node: Call) -> np.ndarray | None:
+    """The array or scalar that NumPy has pickled; None where it is not one of numbers."""
+    match node:
+        case Call(args=(dtype, data)):
+            shape, fortran = (), False
+        case Call(args=(data, dtype, tuple(shape), str(order))) if is_index(shape):
+            fortran = order == "F"
+        case Call(state=(int(), tuple(shape), dtype, bool(fortran), data)) if is_index(shape):
+            pass
+        case _:
+            return None
+    match dtype:
+        case Call(name="numpy.dtype", args=(str(kind), *_), state=(_, str(order), *_)) if _PLAIN.fullmatch(
+            kind
+        ):
+            found = np.dtype(f"{'>' if order == '>' else '<'}{kind}")
+        case Call(name="numpy.dtype", args=(Name(dotted=dotted), *_)) if dotted.startswith("ml_dtypes."):
+            found = DTYPES.get(dotted.removeprefix("ml_dtypes."), np.dtype(object))
+        case _:
+            return None
+    try:
+        raw = plain_from_pickle(data, "")
+    except CheckpointError:
+        return None
+    native = found.newbyteorder("<")
+    if (
+        not isinstance(raw, bytes)
+        or DTYPES.get(native.name) != native
+        or len(raw) != math.prod(shape) * found.itemsize
+    ):
+        return None
+    array = np.frombuffer(raw, found).astype(native, copy=False)
+    return array.reshape(shape, order="F" if fortran else "C")
