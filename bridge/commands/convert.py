@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bridge.commands import completion
 from bridge.commands.grouping import grouped
 from bridge.commands.options import (
     AnyModelOption,
@@ -85,7 +86,8 @@ def convert(
         typer.Option(
             "--cast",
             metavar="PATTERN=DTYPE",
-            help="Round the tensors of these names, such as '*=bfloat16', but not step counts; repeatable.",
+            help="Round the tensors of these names, such as '*=bf16', but not step counts; repeatable.",
+            autocompletion=completion.casts,
         ),
     ] = None,
     verify: Annotated[

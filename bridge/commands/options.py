@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from bridge.commands import completion
 from bridge.commands.output import Console, print_failure
 from bridge.formats.base import CheckpointError
 
@@ -18,16 +19,29 @@ _SIZE_DIGITS = 18
 
 MappingOption = Annotated[
     str | None,
-    typer.Option("--mapping", metavar="NAME|FILE", help="A shipped family (decoder, ...) or a TOML file."),
+    typer.Option(
+        "--mapping",
+        metavar="NAME|FILE",
+        help="A shipped family (decoder, llama, ...; see twinshard families) or a TOML file.",
+        autocompletion=completion.families,
+    ),
 ]
 IntoOption = Annotated[
     str | None,
-    typer.Option("--into", metavar="NAME", help="The mapping's convention to translate to, if several fit."),
+    typer.Option(
+        "--into",
+        metavar="NAME",
+        help="The mapping's convention to translate to, if several fit.",
+        autocompletion=completion.conventions,
+    ),
 ]
 FromOption = Annotated[
     str | None,
     typer.Option(
-        "--from", metavar="NAME", help="The mapping's convention of the first checkpoint, if several fit."
+        "--from",
+        metavar="NAME",
+        help="The mapping's convention of the first checkpoint, if several fit.",
+        autocompletion=completion.conventions,
     ),
 ]
 TiedOption = Annotated[
@@ -38,7 +52,12 @@ TiedOption = Annotated[
 ]
 AxisOption = Annotated[
     list[str] | None,
-    typer.Option("--axis", metavar="NAME=SIZE", help="Size of a mapping's axis; repeatable."),
+    typer.Option(
+        "--axis",
+        metavar="NAME=SIZE",
+        help="Size of a mapping's axis; repeatable.",
+        autocompletion=completion.axes,
+    ),
 ]
 AnyModelOption = Annotated[
     bool,

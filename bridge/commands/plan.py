@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bridge.commands import completion
 from bridge.commands.output import Console, print_failure, print_json, print_line, print_table
 from bridge.commands.plan_options import (
     AttentionOption,
@@ -39,7 +40,9 @@ def plan(
     policies: Annotated[
         list[str],
         typer.Argument(
-            metavar="POLICY...", help="Policy files, or names of shipped ones (fsdp, zero1, hsdp, ...)."
+            metavar="POLICY...",
+            help="Policy files, or names of shipped ones (fsdp, zero1, hsdp, ...).",
+            autocompletion=completion.policies,
         ),
     ],
     model: Annotated[
@@ -50,6 +53,7 @@ def plan(
             help="llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, deepseek-v3; a config.json of Hugging Face, or its "
             "folder; decoder:CONFIG, a TOML file with a [model] table or a relay's name; or package.module:Factory, a "
             "torch.nn or flax.nnx module.",
+            autocompletion=completion.models,
         ),
     ],
     devices: Annotated[

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from bridge.commands import completion
+
 
 class RuntimeChoice(StrEnum):
     """The runtimes to plan for."""
@@ -59,6 +61,7 @@ OptimizerOption = Annotated[
         "--optimizer",
         metavar="NAME",
         help="adamw, sgd, sgd-momentum, lion, adafactor or muon. A runtime that cannot run it is left out.",
+        autocompletion=completion.optimizers,
     ),
 ]
 MomentsOption = Annotated[

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from bridge.commands import completion
 from bridge.commands.options import JsonOption, progress_console, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table
 
@@ -17,7 +18,9 @@ def relay(
     config: Annotated[
         str,
         typer.Argument(
-            metavar="NAME|FILE", help="A built-in relay (default, bfloat16, quick) or a TOML file."
+            metavar="NAME|FILE",
+            help="A built-in relay (default, bfloat16, quick) or a TOML file.",
+            autocompletion=completion.relays,
         ),
     ] = "default",
     out: Annotated[

@@ -1,0 +1,90 @@
+"""What the shell proposes at TAB: names of families, conventions, axes, dtypes, policies, models and relays.
+
+`twinshard --install-completion` sets the shell up. Where nothing is proposed, bash, zsh and fish propose files. A
+completion must never fail or wait, so it reads files of this package only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import typer
+
+from bridge.formats.base import DTYPES, CheckpointError
+from bridge.mapping.rules import MappingTable, family_names, load_mapping
+
+_Proposals = list[tuple[str, str]]
+
+
+def families(incomplete: str) -> _Proposals:
+    """Shipped families with their models."""
+    found = []
+    for name in _starting(family_names(), incomplete):
+        table = _table(name)
+        found.append((name, "" if table is None else f"{', '.join(table.models)}"[:60]))
+    return found
+
+
+def conventions(ctx: typer.Context, incomplete: str) -> _Proposals:
+    """Conventions of the family that --mapping names; of all families where it does not."""
+    given = ctx.params.get("mapping")
+    tables = [_table(given)] if given else [_table(name) for name in family_names()]
+    names = dict.fromkeys(name for table in tables if table is not None for name in table.conventions)
+    return [(name, "") for name in _starting(names, incomplete)]
+
+
+def axes(ctx: typer.Context, incomplete: str) -> _Proposals:
+    """Axes of the mapping, with the "=" before their size."""
+    given = ctx.params.get("mapping")
+    table = _table(given) if given else None
+    known = () if table is None else dict.fromkeys((*table.config, *table.axes))
+    return [(f"{name}=", "") for name in _starting(known, incomplete)]
+
+
+def casts(incomplete: str) -> _Proposals:
+    """Floating-point dtypes after a pattern."""
+    pattern, equals, name = incomplete.rpartition("=")
+    start = f"{pattern}=" if equals else "*="
+    dtypes = [one for one, dtype in DTYPES.items() if dtype.kind in "fV"]
+    return [(start + one, "") for one in _starting(dtypes, name)] if equals or not incomplete else []
+
+
+def policies(incomplete: str) -> _Proposals:
+    """Shipped policies."""
+    folder = Path(__file__).parents[1] / "sharding" / "policies"
+    return _stems(folder, incomplete)
+
+
+def relays(incomplete: str) -> _Proposals:
+    """Built-in relays."""
+    return _stems(Path(__file__).parents[1] / "parity" / "configs", incomplete)
+
+
+def models(incomplete: str) -> _Proposals:
+    """Models that `plan` knows by name."""
+    from bridge.planning.shipped_models import SHIPPED
+
+    return [(name, "") for name in _starting([*SHIPPED, "decoder:default"], incomplete)]
+
+
+def optimizers(incomplete: str) -> _Proposals:
+    """Optimizers that `plan` knows."""
+    from bridge.planning.optimizers import NAMES
+
+    return [(name, "") for name in _starting(NAMES, incomplete)]
+
+
+def _starting(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _stems(folder: Path, incomplete: str) -> _Proposals:
+    return [(name, "") for name in _starting(sorted(path.stem for path in folder.glob("*.toml")), incomplete)]
+
+
+def _table(name: str) -> MappingTable | None:
+    try:
+        return load_mapping(name)
+    except (CheckpointError, OSError):
+        return None

@@ -1,0 +1,98 @@
+"""What the shells propose at TAB."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bridge.mapping.rules import family_names, load_mapping
+from tests.support.processes import importing_from
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = "import sys; sys.argv[0] = 'twinshard'; from bridge.commands.main import main; main()"
+
+
+def proposed(line: str, shell: str = "bash", *, cwd: Path = ROOT) -> list[str]:
+    """The proposals for the last word of ``line``."""
+    words = line.split(" ")
+    environment = {
+        **importing_from(ROOT),
+        "_TWINSHARD_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+        "_TYPER_COMPLETE_ARGS": line,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, cwd=cwd, timeout=60
+    )
+    assert done.stderr == ""
+    return done.stdout.split() if shell == "bash" else [done.stdout]
+
+
+def test_families_and_their_conventions_are_proposed() -> None:
+    assert proposed("twinshard convert a b --mapping lla") == ["llama"]
+    assert set(proposed("twinshard diff a b --mapping ")) == set(family_names())
+    found = proposed("twinshard convert a b --mapping llama --into ")
+    assert found == [*load_mapping("llama").conventions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("twinshard con", ["convert"]),
+        ("twinshard convert a b --to ", ["dcp", "orbax", "safetensors"]),
+        ("twinshard convert a b --mapping llama --from torchtitan_0", ["torchtitan_0_2"]),
+        ("twinshard convert a b --mapping llama --axis query", ["query_scale="]),
+        ("twinshard convert a b --cast *=bf", ["*=bfloat16"]),
+        ("twinshard plan fsdp_b", ["fsdp_bf16"]),
+        ("twinshard plan fsdp zero", ["zero1", "zero2"]),
+        ("twinshard plan fsdp --model llama3-7", ["llama3-70b"]),
+        ("twinshard plan fsdp --optimizer ada", ["adamw", "adafactor"]),
+        ("twinshard relay q", ["quick"]),
+        # The shell proposes files.
+        ("twinshard inspect runs/", []),
+        ("twinshard convert a b --mapping ./mine", []),
+        ("twinshard convert a b --mapping none.toml --into ", []),
+    ],
+)
+def test_names_are_proposed_by_what_is_typed(line: str, expected: list[str]) -> None:
+    assert sorted(proposed(line)) == sorted(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_the_same_names(shell: str) -> None:
+    (found,) = proposed("twinshard convert a b --mapping lla", shell)
+    assert "llama" in found
+    assert "qwen" not in found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_the_script_for_bash_completes_names_and_falls_back_to_files(tmp_path: Path) -> None:
+    twinshard = tmp_path / "bin/twinshard"
+    twinshard.parent.mkdir()
+    twinshard.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{PROGRAM}" "$@"\n')
+    twinshard.chmod(0o755)
+    path = f"{twinshard.parent}:{os.environ['PATH']}"
+    environment = {**importing_from(ROOT), "PATH": path, "_TWINSHARD_COMPLETE": "source_bash"}
+    script = subprocess.run(
+        [str(twinshard)], capture_output=True, text=True, env=environment, timeout=60, check=True
+    ).stdout
+    assert "complete -o default -F" in script
+    ask = (
+        "COMP_WORDS=(twinshard convert a b --mapping qwen2); COMP_CWORD=5; "
+        '$(complete -p twinshard | sed "s/.*-F \\([^ ]*\\).*/\\1/") twinshard; echo "${COMPREPLY[@]}"'
+    )
+    environment.pop("_TWINSHARD_COMPLETE")
+    done = subprocess.run(
+        ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.stdout.split() == ["qwen2"], done.stderr
