@@ -101,7 +101,11 @@ def shape_of(config: Any) -> DecoderShape | None:
     """Of a ``CausalLMConfig``; None where the layers are not those of Llama or Mixtral."""
     variations = (
         config.norm != "rms",
+        not config.input_norms,
         config.output_norms,
+        config.parallel,
+        config.residual_scale != 1,
+        config.logit_scale != 1,
         config.query_key_norms,
         not config.gated,
         config.activation != "silu",

@@ -1,8 +1,8 @@
 """A causal language model that computes what Hugging Face's classes compute from the same weights.
 
-``CausalLMConfig.from_hf`` reads a ``config.json`` of Llama, Qwen 2 and 3, Mixtral, Gemma 2 or GPT-2. Parameter paths
-are those of ``Decoder`` wherever the part is the same, and further ones where a family has more. With ``twinshard
-convert hf_folder jax_checkpoint --mapping llama --into flax --axis d=128``, where d is the size of a head::
+``CausalLMConfig.from_hf`` reads a ``config.json`` of Llama, Qwen 2 and 3, Mixtral, Mistral, Granite, OLMo 2 and 3,
+Phi-3, GPT-NeoX, Gemma 2 and 3 or GPT-2. Parameter paths are those of ``Decoder`` wherever the part is the same, and
+further ones where a family has more. With ``twinshard convert hf_folder jax_checkpoint --mapping llama``::
 
     config = CausalLMConfig.from_hf(json.load(open("hf_folder/config.json")))
     model = CausalLM(config, rngs=nnx.Rngs(0))
@@ -12,7 +12,7 @@ convert hf_folder jax_checkpoint --mapping llama --into flax --axis d=128``, whe
 In float32 logits agree with ``transformers`` to 1e-5 of their standard deviation (tests/parity/test_causal_lm.py). A
 key of ``config.json`` that would change the model and is not built (rope scaling other than Llama 3's, other
 activations, quantization) is refused by name, unknown keys too. There is no dropout and no router loss; rows start at
-position 0. Gemma 2's layers alternate their windows, so they cannot be one stack.
+position 0. Gemma's and OLMo 3's layers alternate their windows, so they cannot be one stack.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class CausalLM(nnx.Module):
     Paths: ``embed/embedding``, ``positions/embedding`` if positions are learned, ``layers/{i}/...``, ``norm/scale``,
     ``lm_head/kernel`` unless tied. In a layer: ``attention_norm``, ``attention/{query,key,value,out}/kernel``,
     ``mlp_norm``, ``mlp/{gate,up,down}/kernel``, and where the config has them ``.../bias``,
-    ``attention/{query_norm,key_norm}``, ``attention_output_norm``, ``mlp_output_norm``, ``mlp/router/kernel``. Kernels
+    ``attention/{query_norm,key_norm}``, ``attention_output_norm``, ``mlp_output_norm``, ``mlp/router/kernel``; without
+    ``input_norms`` there is no ``attention_norm`` and no ``mlp_norm``. Kernels
     are ``[in, out]``, with heads as ``[d_model, heads, head_dim]`` and ``[heads, head_dim, d_model]``; those of experts
     have a leading axis of experts.
     """
@@ -95,12 +96,17 @@ class CausalLM(nnx.Module):
                     f"CausalLM: expected at most {config.max_length} tokens in a row, got {length}"
                 )
             x = x + self.positions(jnp.arange(length))
-        tables = None if config.rotary is None else rotary_tables(length, config.rotary, config.head_dim)
+        rotary, of_windows = config.rotary, config.window_rotary
+        tables = None if rotary is None else rotary_tables(length, rotary, config.head_dim)
+        narrow = tables if of_windows is None else rotary_tables(length, of_windows, config.head_dim)
+        windows = config.windows or (None,) * config.n_layers
         if self.stacked:
-            x = scan_layers(self.layers, x, tables)
+            x = scan_layers(self.layers, x, tables if windows[0] is None else narrow)
         else:
-            for layer in self.layers:
-                x = layer(x, tables)
+            for layer, window in zip(self.layers, windows, strict=True):
+                x = layer(x, tables if window is None else narrow)
         x = self.norm(x)
         logits = self.embed.attend(x) if config.tied else self.lm_head(x)
+        if config.logit_scale != 1:
+            logits = logits * jnp.asarray(config.logit_scale, logits.dtype)
         return softcap(logits, config.logit_cap)

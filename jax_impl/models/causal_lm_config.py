@@ -18,7 +18,9 @@ class Rotary:
 
     ``factor`` above 1 stretches the low frequencies as Llama 3.1 does: wavelengths longer than
     ``original_length / low_frequency_factor`` by the factor, those shorter than
-    ``original_length / high_frequency_factor`` not at all, and those between by a share. Raises ``ValueError``.
+    ``original_length / high_frequency_factor`` not at all, and those between by a share. ``linear_factor`` stretches
+    all of them alike. ``fraction`` below 1: only the first ``head_dim * fraction`` elements of a head turn, as a head
+    of this size would. Raises ``ValueError``.
     """
 
     theta: float = 10000.0
@@ -26,6 +28,8 @@ class Rotary:
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_length: int = 8192
+    linear_factor: float = 1.0
+    fraction: float = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -38,6 +42,12 @@ class Rotary:
                 f"Rotary.high_frequency_factor: expected more than low_frequency_factor = "
                 f"{self.low_frequency_factor}, got {self.high_frequency_factor}"
             )
+        if self.fraction > 1:
+            raise ValueError(f"Rotary.fraction: expected at most 1, got {self.fraction}")
+
+    def size(self, head_dim: int) -> int:
+        """How many elements of a head turn."""
+        return int(head_dim * self.fraction)
 
 
 @dataclass(frozen=True)
@@ -45,14 +55,18 @@ class CausalLMConfig:
     """Sizes and variations of a ``CausalLM``. Raises ``ValueError`` for what does not fit together.
 
     ``norm``: ``"rms"``; ``"rms_one_plus"``, whose scale is stored minus one (Gemma); ``"layer"``, with bias (GPT-2).
-    ``output_norms``: a norm on the output of each attention and MLP too. ``query_key_norms``: on each head.
+    ``input_norms``, ``output_norms``: norms on the input and on the output of each attention and MLP.
+    ``query_key_norms``: on each head; with ``norms_across_heads`` on all of a token's heads together (OLMo 2).
+    ``parallel``: attention and MLP both read the layer's input (GPT-NeoX). ``residual_scale``: factor of their outputs.
     ``gated``: ``down(act(gate(x)) * up(x))`` rather than ``down(act(up(x)))``. ``activation``: one of ``"silu"``,
     ``"gelu"``, ``"gelu_tanh"``. ``n_experts`` of 1: an ordinary MLP; more: each token goes through the
     ``experts_per_token`` with the largest router probabilities, weighted by these, which are scaled to sum to one.
     ``rotary``: ``None`` means learned positions, ``max_length`` of them. ``windows``: for each layer, how many
     positions its tokens see, their own included, or ``None`` for all; ``()`` is all for every layer.
+    ``window_rotary``: of layers with a window, where it is another one (Gemma 3).
     ``attention_scale``: factor of the scores, ``None`` for ``head_dim ** -0.5``. ``attention_cap``, ``logit_cap``:
-    ``cap * tanh(x / cap)`` of scores and logits. ``embedding_scale``: factor of the token vectors. ``tied``: the
+    ``cap * tanh(x / cap)`` of scores and logits. ``embedding_scale``, ``logit_scale``: factors of the token vectors and
+    of the logits. ``tied``: the
     output kernel is the embedding. ``init_std``: standard deviation of fresh kernels and embeddings.
     """
 
@@ -83,6 +97,12 @@ class CausalLMConfig:
     embedding_scale: float = 1.0
     tied: bool = False
     init_std: float = 0.02
+    input_norms: bool = True
+    norms_across_heads: bool = False
+    parallel: bool = False
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    window_rotary: Rotary | None = None
 
     def __post_init__(self) -> None:
         sizes = (
@@ -113,12 +133,18 @@ class CausalLMConfig:
         if self.rotary is None:
             self._require("max_length", (self.max_length or 0) >= 1, "a value >= 1, for learned positions")
         else:
-            self._require("head_dim", self.head_dim % 2 == 0, "an even size (rotary pairs)")
+            for rotary in (self.rotary, self.window_rotary or self.rotary):
+                turned = rotary.size(self.head_dim)
+                self._require("head_dim", turned > 0 and turned % 2 == 0, "an even size (rotary pairs)")
             self._require(
                 "max_length", self.max_length is None, "None, since rotary positions have no last one"
             )
         self._require("windows", len(self.windows) in (0, self.n_layers), f"none or {self.n_layers} of them")
         self._require("windows", all(w is None or w >= 1 for w in self.windows), "values >= 1 or None")
+        if self.window_rotary is not None:
+            self._require("window_rotary", self.rotary is not None, "None without rotary")
+        for name in ("residual_scale", "logit_scale"):
+            self._require(name, getattr(self, name) > 0, "a value > 0")
         for name in ("attention_scale", "attention_cap", "logit_cap"):
             value = getattr(self, name)
             self._require(name, value is None or value > 0, "None or a value > 0")
@@ -131,10 +157,15 @@ class CausalLMConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> CausalLMConfig:
         """The config of the model that a Hugging Face ``config.json`` describes: ``from_hf(json.load(file))``.
 
-        Model types: llama, qwen2, qwen3, mixtral, gemma2, gpt2; files of transformers 4 and 5. Raises ``ValueError``
-        that names the key, what was expected and what was found, for anything that would change the logits and is
-        not built here, also for keys it does not know. Dropout rates and the router's loss are left out.
+        Model types: llama, qwen2, qwen3, mixtral, mistral, granite, olmo2, olmo3, phi3, gpt_neox, gpt2, gemma2,
+        gemma3_text, and gemma3, of which this is the language model; files of transformers 4 and 5. Raises
+        ``ValueError`` that names the key, what was expected and what was found, for anything that would change the
+        logits and is not built here, also for keys it does not know. Dropout rates and the router's loss are left out.
         """
         keywords = keywords_from_hf(config)
-        rotary = keywords.pop("rotary")
-        return cls(**keywords, rotary=None if rotary is None else Rotary(**rotary))
+        rotary, of_windows = keywords.pop("rotary"), keywords.pop("window_rotary", None)
+        return cls(
+            **keywords,
+            rotary=None if rotary is None else Rotary(**rotary),
+            window_rotary=None if of_windows is None else Rotary(**of_windows),
+        )

@@ -13,12 +13,15 @@ _WITHOUT_EFFECT = frozenset(
         "architectures",
         "attention_dropout",
         "attn_pdrop",
+        "auto_map",
         "bos_token_id",
         "cache_implementation",
         "chunk_size_feed_forward",
+        "classifier_dropout",
         "dtype",
         "embd_pdrop",
         "eos_token_id",
+        "hidden_dropout",
         "id2label",
         "label2id",
         "max_position_embeddings",
@@ -49,6 +52,7 @@ _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
@@ -80,6 +84,15 @@ class _Keys:
             raise self.fail(key, kind.__name__, value)
         return value
 
+    def has(self, key: str) -> bool:
+        return key in self._config
+
+    def positive(self, key: str, default: float) -> float:
+        found: float = self.take(key, float, default)
+        if not found > 0:
+            raise self.fail(key, "a value > 0", found)
+        return found
+
     def must_be(self, key: str, expected: Any, default: Any = None) -> None:
         found = self.take(key, type(expected), expected if default is None else default)
         if found != expected:
@@ -101,10 +114,23 @@ class _Keys:
             )
 
 
-def _rotary(keys: _Keys, theta: float) -> dict[str, Any]:
-    """Keywords of ``Rotary``: transformers 5 has one dictionary, transformers 4 a number and a dictionary."""
+def _rotary(keys: _Keys, theta: float, fraction: float | None = None) -> dict[str, Any]:
+    """Keywords of ``Rotary``: transformers 5 has one dictionary, transformers 4 a number and a dictionary.
+
+    ``fraction``: the share of a head that turns where nothing says it; ``None``: all, in models that know no shares.
+    """
     theta = keys.take("rope_theta", float, theta)
+    if fraction is None:
+        keys.must_be("partial_rotary_factor", 1.0)
+    else:
+        fraction = keys.take("partial_rotary_factor", float, fraction)
     given = keys.take("rope_parameters", dict, {}) | keys.take("rope_scaling", dict, {})
+    return _rope(keys, given, theta, fraction)
+
+
+def _rope(
+    keys: _Keys, given: Mapping[str, Any], theta: float, fraction: float | None = None
+) -> dict[str, Any]:
     rope = _Keys(given, "config.json: rope_parameters")
     kind = rope.take("type", str, "default")
     kind = rope.take("rope_type", str, kind)
@@ -115,12 +141,29 @@ def _rotary(keys: _Keys, theta: float) -> dict[str, Any]:
         result["high_frequency_factor"] = rope.take("high_freq_factor", float)
         length = keys.take("max_position_embeddings", int, 8192)
         result["original_length"] = rope.take("original_max_position_embeddings", int, length)
+    elif kind == "linear":
+        result["linear_factor"] = rope.take("factor", float)
     elif kind != "default":
-        raise rope.fail("rope_type", "'default' or 'llama3'", kind)
-    rope.must_be("partial_rotary_factor", 1.0)
+        raise rope.fail("rope_type", "'default', 'linear' or 'llama3'", kind)
+    if fraction is None:
+        rope.must_be("partial_rotary_factor", 1.0)
+    else:
+        result["fraction"] = rope.take("partial_rotary_factor", float, fraction)
     rope.finish()
-    keys.must_be("partial_rotary_factor", 1.0)
     return result
+
+
+def _rotaries(keys: _Keys, theta: float, of_windows: float | None) -> dict[str, Any]:
+    """``rotary`` and ``window_rotary``. transformers 5 has a dictionary for each kind of layer; in files of
+    transformers 4 scaling is for layers without a window. ``of_windows``: theta of the others, by default the same.
+    """
+    theta = keys.take("rope_theta", float, theta)
+    of_windows = keys.take("rope_local_base_freq", float, theta if of_windows is None else of_windows)
+    kinds = _Keys(keys.take("rope_parameters", dict, {}), "config.json: rope_parameters")
+    wide, narrow = (kinds.take(f"{kind}_attention", dict, {}) for kind in ("full", "sliding"))
+    kinds.finish()
+    wide = wide | keys.take("rope_scaling", dict, {})
+    return {"rotary": _rope(keys, wide, theta), "window_rotary": _rope(keys, narrow, of_windows)}
 
 
 def _windows(keys: _Keys, n_layers: int, default: Callable[[int], bool]) -> tuple[int | None, ...]:
@@ -137,8 +180,13 @@ def _windows(keys: _Keys, n_layers: int, default: Callable[[int], bool]) -> tupl
     return windows if any(windows) else ()
 
 
-def _common(keys: _Keys, *, theta: float = 10000.0, tied: bool = False) -> dict[str, Any]:
-    """What the Llama-like families have in common; missing keys have the values of transformers' classes."""
+def _common(
+    keys: _Keys, *, theta: float = 10000.0, tied: bool = False, rotary: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What the Llama-like families have in common; missing keys have the values of transformers' classes.
+
+    ``rotary``: keywords of ``Rotary`` that were read already.
+    """
     d_model, n_heads = keys.take("hidden_size", int), keys.take("num_attention_heads", int)
     return {
         "vocab_size": keys.take("vocab_size", int),
@@ -149,7 +197,7 @@ def _common(keys: _Keys, *, theta: float = 10000.0, tied: bool = False) -> dict[
         "head_dim": keys.take("head_dim", int, d_model // n_heads if n_heads > 0 else 0),
         "d_ff": keys.take("intermediate_size", int),
         "norm_eps": keys.take("rms_norm_eps", float),
-        "rotary": _rotary(keys, theta),
+        "rotary": _rotary(keys, theta) if rotary is None else rotary,
         "tied": keys.take("tie_word_embeddings", bool, tied),
         "init_std": keys.take("initializer_range", float, 0.02),
     }
@@ -194,8 +242,101 @@ def _mixtral(keys: _Keys) -> dict[str, Any]:
     }
 
 
+def _mistral(keys: _Keys) -> dict[str, Any]:
+    # The class has 8 whatever the other sizes, and a window of 4096 where the file says nothing.
+    keys.take("num_key_value_heads", int)
+    result = _common(keys)
+    window = keys.take("sliding_window", int, None) if keys.has("sliding_window") else 4096
+    return result | {
+        "activation": keys.activation("hidden_act", "silu"),
+        "windows": () if window is None else (window,) * result["n_layers"],
+    }
+
+
+def _granite(keys: _Keys) -> dict[str, Any]:
+    return _llama(keys) | {
+        "embedding_scale": keys.take("embedding_multiplier", float, 1.0),
+        "attention_scale": keys.take("attention_multiplier", float, 1.0),
+        "residual_scale": keys.take("residual_multiplier", float, 1.0),
+        "logit_scale": 1 / keys.positive("logits_scaling", 1.0),
+    }
+
+
+def _olmo2(keys: _Keys, *, rotary: dict[str, Any] | None = None) -> dict[str, Any]:
+    bias = keys.take("attention_bias", bool, False)
+    return _common(keys, rotary=rotary) | {
+        "activation": keys.activation("hidden_act", "silu"),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "query_key_norms": True,
+        "norms_across_heads": True,
+        "input_norms": False,
+        "output_norms": True,
+    }
+
+
+def _olmo3(keys: _Keys) -> dict[str, Any]:
+    rotaries = _rotaries(keys, 10000.0, None)
+    result = _olmo2(keys, rotary=rotaries["rotary"])
+    keys.take("sliding_window", int)
+    return result | rotaries | {"windows": _windows(keys, result["n_layers"], lambda i: (i + 1) % 4 != 0)}
+
+
+def _phi3(keys: _Keys) -> dict[str, Any]:
+    keys.take("original_max_position_embeddings", int, 0)  # the class reads this number for longrope alone
+    keys.must_be("attention_bias", False)
+    result = _common(keys, rotary=_rotary(keys, 10000.0, 1.0))
+    window = keys.take("sliding_window", int, None)
+    return result | {
+        "activation": keys.activation("hidden_act", "silu"),
+        "windows": () if window is None else (window,) * result["n_layers"],
+    }
+
+
+def _gpt_neox(keys: _Keys) -> dict[str, Any]:
+    d_model, n_heads = keys.take("hidden_size", int), keys.take("num_attention_heads", int)
+    if n_heads < 1 or d_model % n_heads:
+        raise keys.fail("num_attention_heads", f"a divisor of hidden_size = {d_model}", n_heads)
+    theta = keys.take("rotary_emb_base", float, 10000.0)
+    bias = keys.take("attention_bias", bool, True)
+    return {
+        "vocab_size": keys.take("vocab_size", int),
+        "d_model": d_model,
+        "n_layers": keys.take("num_hidden_layers", int),
+        "n_heads": n_heads,
+        "n_kv_heads": n_heads,
+        "head_dim": d_model // n_heads,
+        "d_ff": keys.take("intermediate_size", int),
+        "norm": "layer",
+        "norm_eps": keys.take("layer_norm_eps", float, 1e-5),
+        "gated": False,
+        "activation": keys.activation("hidden_act", "gelu"),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": True,
+        "parallel": keys.take("use_parallel_residual", bool, True),
+        "rotary": _rotary(keys, theta, keys.take("rotary_pct", float, 0.25)),
+        "tied": keys.take("tie_word_embeddings", bool, False),
+        "init_std": keys.take("initializer_range", float, 0.02),
+    }
+
+
 def _gemma2(keys: _Keys) -> dict[str, Any]:
-    result = _common(keys, tied=True)
+    return _gemma(keys, _common(keys, tied=True), lambda i: i % 2 == 0)
+
+
+def _gemma3_text(keys: _Keys) -> dict[str, Any]:
+    rotaries = _rotaries(keys, 1e6, 10000.0)
+    every = keys.take("sliding_window_pattern", int, keys.take("_sliding_window_pattern", int, 6))
+    if every < 1:
+        raise keys.fail("sliding_window_pattern", "a value >= 1", every)
+    result = _common(keys, tied=True, rotary=rotaries["rotary"])
+    result = _gemma(keys, result, lambda i: (i + 1) % every != 0)
+    return result | rotaries | {"query_key_norms": True}
+
+
+def _gemma(keys: _Keys, result: dict[str, Any], windowed: Callable[[int], bool]) -> dict[str, Any]:
+    """What Gemma 2 and 3 have in common; ``windowed``: of a layer, as in ``_windows``."""
     keys.take("head_dim", int)  # the class has 256 whatever the other sizes: not to be guessed from them
     keys.take("hidden_act", str, "")  # older files have both; transformers reads the other one
     bias = keys.take("attention_bias", bool, False)
@@ -206,7 +347,7 @@ def _gemma2(keys: _Keys) -> dict[str, Any]:
         "activation": keys.activation("hidden_activation", "gelu_pytorch_tanh"),
         "qkv_bias": bias,
         "out_bias": bias,
-        "windows": _windows(keys, result["n_layers"], lambda i: i % 2 == 0),
+        "windows": _windows(keys, result["n_layers"], windowed),
         "attention_scale": keys.take("query_pre_attn_scalar", float) ** -0.5,
         "attention_cap": keys.take("attn_logit_softcapping", float, None),
         "logit_cap": keys.take("final_logit_softcapping", float, None),
@@ -248,8 +389,30 @@ _FAMILIES: dict[str, Callable[[_Keys], dict[str, Any]]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "mixtral": _mixtral,
+    "mistral": _mistral,
+    "granite": _granite,
+    "olmo2": _olmo2,
+    "olmo3": _olmo3,
+    "phi3": _phi3,
+    "gpt_neox": _gpt_neox,
     "gemma2": _gemma2,
+    "gemma3_text": _gemma3_text,
     "gpt2": _gpt2,
+}
+
+
+# What files of Gemma 3 with images leave out of their text_config has the values of the class.
+_GEMMA3_TEXT: dict[str, Any] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
 }
 
 
@@ -257,8 +420,12 @@ def keywords_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of ``CausalLMConfig``, ``rotary`` as those of ``Rotary`` or ``None``; see ``CausalLMConfig.from_hf``."""
     keys = _Keys(config)
     kind = keys.take("model_type", str)
+    if kind == "gemma3":
+        tied = keys.take("tie_word_embeddings", bool, True)
+        text = _GEMMA3_TEXT | {"tie_word_embeddings": tied} | keys.take("text_config", dict)
+        return keywords_from_hf(text | {"model_type": "gemma3_text"})
     if kind not in _FAMILIES:
-        raise keys.fail("model_type", f"one of {sorted(_FAMILIES)}", kind)
+        raise keys.fail("model_type", f"one of {sorted([*_FAMILIES, 'gemma3'])}", kind)
     keywords = _FAMILIES[kind](keys)
     keys.finish()
     return keywords

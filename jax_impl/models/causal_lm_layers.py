@@ -33,13 +33,13 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def rotary_frequencies(rotary: Rotary, head_dim: int) -> np.ndarray:
-    """Radians per position of each pair of a head: float32 ``[head_dim / 2]``.
+    """Radians per position of each pair of a head that turns: float32 ``[rotary.size(head_dim) / 2]``.
 
     In float32 throughout, since the models were trained with angles that were computed so.
     """
-    one = np.float32(1)
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies = one / np.power(np.float32(rotary.theta), exponents)
+    one, size = np.float32(1), rotary.size(head_dim)
+    exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+    frequencies = one / np.power(np.float32(rotary.theta), exponents) / np.float32(rotary.linear_factor)
     if rotary.factor == 1:
         return frequencies
     low, high = rotary.low_frequency_factor, rotary.high_frequency_factor
@@ -49,17 +49,20 @@ def rotary_frequencies(rotary: Rotary, head_dim: int) -> np.ndarray:
 
 
 def rotary_tables(length: int, rotary: Rotary, head_dim: int) -> RotaryTables:
-    """Cosines and sines for positions from 0: float32 ``[length, 1, head_dim / 2]``."""
+    """Cosines and sines for positions from 0: float32 ``[length, 1, rotary.size(head_dim) / 2]``."""
     positions = jnp.arange(length, dtype=jnp.float32)
     angles = positions[:, None, None] * jnp.asarray(rotary_frequencies(rotary, head_dim))
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: jax.Array, tables: RotaryTables) -> jax.Array:
-    """Rotate the halves of the last axis of ``x [B, T, heads, head_dim]``."""
+    """Rotate the halves of the last axis of ``x [B, T, heads, head_dim]``, or of the part that the tables are for."""
     cos, sin = tables
-    first, second = jnp.split(wide(x), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    turned, still = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
+    first, second = jnp.split(wide(turned), 2, axis=-1)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    turned = jnp.concatenate(parts, axis=-1).astype(x.dtype)
+    return jnp.concatenate([turned, still], axis=-1) if still.shape[-1] else turned
 
 
 class Projection(Kernel):
@@ -86,20 +89,20 @@ class Projection(Kernel):
 
 
 class Norm(nnx.Module):
-    """Over the last axis, in at least float32; see ``CausalLMConfig.norm`` for the kinds."""
+    """Over the last axes, of these sizes, in at least float32; see ``CausalLMConfig.norm`` for the kinds."""
 
-    def __init__(self, config: CausalLMConfig, size: int, *, dtype: jnp.dtype) -> None:
+    def __init__(self, config: CausalLMConfig, *sizes: int, dtype: jnp.dtype) -> None:
         self.kind = config.norm
         self.eps = config.norm_eps
-        self.scale = nnx.Param((jnp.zeros if self.kind == "rms_one_plus" else jnp.ones)((size,), dtype))
-        self.bias = nnx.Param(jnp.zeros((size,), dtype)) if self.kind == "layer" else None
+        self.scale = nnx.Param((jnp.zeros if self.kind == "rms_one_plus" else jnp.ones)(sizes, dtype))
+        self.bias = nnx.Param(jnp.zeros(sizes, dtype)) if self.kind == "layer" else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = wide(x)
+        y, scale = wide(x), self.scale[...]
+        axes = tuple(range(-scale.ndim, 0))
         if self.bias is not None:
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        scale = self.scale[...]
+            y = y - jnp.mean(y, axis=axes, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=axes, keepdims=True) + self.eps)
         if self.kind == "rms_one_plus":
             return (y * (1 + wide(scale))).astype(x.dtype)
         if self.bias is not None:
@@ -119,8 +122,10 @@ class Attention(nnx.Module):
         self.key = project("btd,dhk->bthk", (c.d_model, c.n_kv_heads, c.head_dim), bias=c.qkv_bias)
         self.value = project("btd,dhk->bthk", (c.d_model, c.n_kv_heads, c.head_dim), bias=c.qkv_bias)
         self.out = project("bthk,hkd->btd", (c.n_heads, c.head_dim, c.d_model), bias=c.out_bias)
-        self.query_norm = Norm(c, c.head_dim, dtype=dtype) if c.query_key_norms else None
-        self.key_norm = Norm(c, c.head_dim, dtype=dtype) if c.query_key_norms else None
+        across = c.norms_across_heads
+        query_sizes, key_sizes = (((n,) if across else ()) + (c.head_dim,) for n in (c.n_heads, c.n_kv_heads))
+        self.query_norm = Norm(c, *query_sizes, dtype=dtype) if c.query_key_norms else None
+        self.key_norm = Norm(c, *key_sizes, dtype=dtype) if c.query_key_norms else None
 
     def __call__(self, x: jax.Array, tables: RotaryTables | None) -> jax.Array:
         c = self.config
@@ -197,19 +202,27 @@ class Experts(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One pre-norm layer, with norms on the two outputs as well if the config says so."""
+    """One layer: attention and MLP in turn or side by side, with norms on inputs and outputs as the config says."""
 
     def __init__(self, config: CausalLMConfig, index: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
         norm = partial(Norm, config, config.d_model, dtype=dtype)
-        self.attention_norm = norm()
+        self.parallel, self.residual_scale = config.parallel, config.residual_scale
+        self.attention_norm = norm() if config.input_norms else None
         self.attention = Attention(config, index, rngs=rngs, dtype=dtype)
         self.attention_output_norm = norm() if config.output_norms else None
-        self.mlp_norm = norm()
+        self.mlp_norm = norm() if config.input_norms else None
         self.mlp = (Experts if config.n_experts > 1 else MLP)(config, rngs=rngs, dtype=dtype)
         self.mlp_output_norm = norm() if config.output_norms else None
 
     def __call__(self, x: jax.Array, tables: RotaryTables | None) -> jax.Array:
-        y = self.attention(self.attention_norm(x), tables)
-        x = x + (y if self.attention_output_norm is None else self.attention_output_norm(y))
-        y = self.mlp(self.mlp_norm(x))
-        return x + (y if self.mlp_output_norm is None else self.mlp_output_norm(y))
+        y = self.attention(_normed(self.attention_norm, x), tables)
+        after = x + self._scaled(_normed(self.attention_output_norm, y))
+        y = self.mlp(_normed(self.mlp_norm, x if self.parallel else after))
+        return after + self._scaled(_normed(self.mlp_output_norm, y))
+
+    def _scaled(self, y: jax.Array) -> jax.Array:
+        return y if self.residual_scale == 1 else y * jnp.asarray(self.residual_scale, y.dtype)
+
+
+def _normed(norm: Norm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)

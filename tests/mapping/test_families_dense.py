@@ -20,8 +20,15 @@ from bridge.checkpoints.diff import diff
 from bridge.checkpoints.selection import Selection
 from bridge.formats.base import Box
 from bridge.mapping import MappingError, Plan, load_mapping, make_plan
-from bridge.mapping.sizes import with_config_fields
-from tests.support.bridge.dense_families import MODELS, dense_model, family_of, hand_made_tree, randomize
+from bridge.mapping.sizes import require_model, with_config_fields
+from tests.support.bridge.dense_families import (
+    MODELS,
+    dense_config,
+    dense_model,
+    family_of,
+    hand_made_tree,
+    randomize,
+)
 from tests.support.bridge.family_checkpoints import (
     config_json,
     dcp_tensors,
@@ -89,6 +96,9 @@ def contents(plan: Plan, reader: MemoryReader) -> dict[str, np.ndarray]:
     return {name: tensor.read(reader, Box.whole(tensor.shape)) for name, tensor in plan.tensors.items()}
 
 
+@pytest.mark.fast_cases(
+    "granite-biases", "olmo2", "gemma3", "phi3", "gpt_neox", "falcon-7b", "falcon-40b", "falcon-rw"
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_and_moments_become_the_tree_written_by_hand_and_come_back(name: str) -> None:
     model = dense_model(name, **short(name))
@@ -106,7 +116,7 @@ def short(name: str) -> dict[str, Any]:
     return {} if "layer_types" in MODELS[name][1] else {"num_hidden_layers": 2}
 
 
-@pytest.mark.fast_cases("falcon-40b")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_trained_model_goes_through_jax_and_trains_on(tmp_path: Path, name: str) -> None:
     family, changes = family_of(name), short(name)
@@ -202,20 +212,30 @@ def test_gpt_neox_as_transformers_4_stored_it(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_model_that_is_another_one_is_refused_unless_one_insists(
-    tmp_path: Path, name: str, change: dict[str, Any], message: str
-) -> None:
-    model = dense_model(name, **short(name))
-    model.save_pretrained(tmp_path / "hub")
-    file = tmp_path / "hub" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+def test_a_model_that_is_another_one_is_refused(name: str, change: dict[str, Any], message: str) -> None:
+    table, config = load_mapping(name), json.loads(dense_config(name).to_json_string(use_diff=False))
+    require_model(table, config, "config.json")
     with pytest.raises(
         MappingError, match=f"mapping {name} is not for this model: expected {message}.*--any-model"
     ):
-        convert(tmp_path / "hub", tmp_path / "orbax", mapping=name)
-    assert not (tmp_path / "orbax").exists()
-    convert(tmp_path / "hub", tmp_path / "orbax", mapping=name, any_model=True)
-    same_bits(dict(flat(orbax_tree(tmp_path / "orbax")["params"])), hand_made_tree(name, model))
+        require_model(table, config | change, "config.json")
+    require_model(table.for_any_model(), config | change, "config.json")
+
+
+def test_a_vision_model_that_is_another_one_is_refused() -> None:
+    """Fields of the table inside."""
+    config = config_json(vision_model())
+    table = load_mapping("gemma3_multimodal")
+    require_model(table, config, "config.json")
+    text = config["text_config"]
+    for change, message in (
+        ({"hidden_activation": "relu"}, r"text_config.hidden_activation 'gelu_pytorch_tanh', found 'relu'"),
+        ({"use_bidirectional_attention": True}, "false or null, found true"),
+    ):
+        with pytest.raises(MappingError, match=message):
+            require_model(table, config | {"text_config": text | change}, "config.json")
+    with pytest.raises(MappingError, match=r"found 'gemma3'\. .*\(--mapping gemma3_multimodal\)"):
+        require_model(load_mapping("gemma3"), config, "config.json")
 
 
 def test_only_families_that_are_for_a_model_are_proposed_for_it(tmp_path: Path) -> None:
@@ -257,6 +277,7 @@ def vision_tree(model: Any) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.fast_cases("True")
 @pytest.mark.parametrize("tied", [True, False])
 def test_gemma_3_with_its_vision_tower(tmp_path: Path, tied: bool) -> None:
     model = vision_model(tie_word_embeddings=tied)
@@ -298,6 +319,7 @@ def test_gemma_3_with_its_vision_tower(tmp_path: Path, tied: bool) -> None:
     same_bits(dcp_tensors(tmp_path / "dcp"), expected)
 
 
+@pytest.mark.slow
 def test_the_language_model_of_gemma_3_alone(tmp_path: Path) -> None:
     model = vision_model()
     model.save_pretrained(tmp_path / "hub")

@@ -40,7 +40,7 @@ def class_shapes(kind: str, config: Mapping[str, Any]) -> dict[str, tuple[int, .
     return state
 
 
-@pytest.mark.fast_cases("tiiuae/falcon-40b", "microsoft/phi-4")
+@pytest.mark.fast_cases("tiiuae/falcon-rw-1b", "microsoft/phi-4")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_by_its_shapes(name: str) -> None:
     published = PUBLISHED[name]

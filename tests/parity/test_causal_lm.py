@@ -317,7 +317,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"rope_parameters": {"rope_type": "yarn"}},
-        "'rope_type': expected 'default' or 'llama3', got 'yarn'",
+        "'rope_type': expected 'default', 'linear' or 'llama3', got 'yarn'",
     ),
     (
         "llama",

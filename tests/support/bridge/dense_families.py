@@ -30,7 +30,8 @@ _GEMMA3 = _PLAIN | {
     "query_pre_attn_scalar": 7,
     "rope_parameters": _LOCAL,
 }
-_GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+_GEMMA3 |= {"layer_types": _KINDS}
 _GRANITE = _PLAIN | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4}
 _GRANITE |= {"attention_multiplier": 0.2, "logits_scaling": 2.5}
 _QUARTER = PLAIN_ROPE | {"partial_rotary_factor": 0.25}
@@ -49,7 +50,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-biases": ("Granite", _GRANITE | {"attention_bias": True, "mlp_bias": True}),
     "olmo2": ("Olmo2", _PLAIN),
     "olmo2-biases": ("Olmo2", _PLAIN | {"attention_bias": True}),
-    "olmo2-olmo3": ("Olmo3", _PLAIN | {"sliding_window": 5, "layer_types": _GEMMA3["layer_types"]}),
+    "olmo2-olmo3": (
+        "Olmo3",
+        _PLAIN | {"rope_parameters": _LOCAL, "sliding_window": 5, "layer_types": _KINDS},
+    ),
     "gemma3": ("Gemma3", _GEMMA3),
     "gemma3-biases": ("Gemma3", _GEMMA3 | {"attention_bias": True, "final_logit_softcapping": 2.0}),
     "phi3": ("Phi3", _PLAIN | {"sliding_window": 5}),
@@ -73,12 +77,15 @@ def family_of(name: str) -> str:
     return name.partition("-")[0]
 
 
+def dense_config(name: str, **changes: Any) -> transformers.PreTrainedConfig:
+    kind, values = MODELS[name]
+    config_class = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    return config_class(**copy.deepcopy(values | changes))
+
+
 def dense_model(name: str, *, seed: int = 0, **changes: Any) -> torch.nn.Module:
     """A float32 model in which every parameter is random, biases and norms included, and matters to the logits."""
-    kind, values = MODELS[name]
-    config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")(
-        **copy.deepcopy(values | changes)
-    )
+    kind, config = MODELS[name][0], dense_config(name, **changes)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     randomize(model, seed, centre=0.0 if kind == "Gemma3" else 1.0)
