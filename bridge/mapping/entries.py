@@ -92,6 +92,7 @@ class Rule:
     """Tensors of several conventions that hold the same elements, by the name of the convention.
 
     part: a part of the model that the rule belongs to; the rules of a part have all their tensors, or none of the part.
+    With an index of the paths in it, ``"experts of layer {i}"``, it is a part of each layer (`parts.py`).
     tied_to: a path of the rule whose tensors these may be the same as (`tied.py`). A rule of one convention alone has
     second names for tensors of that rule. moments: by convention, the entries of what the optimizer keeps, where they
     are not those of the weights.
@@ -123,6 +124,9 @@ class Rule:
         for name, side in self.sides.items():
             if len({frozenset(entry.path.indices) for entry in (*side, *self.moments.get(name, ()))}) != 1:
                 raise MappingError(f"expected the same path indices in all entries of a side in rule {self}")
+        indices = {match.group() for match in _INDEX.finditer(self.part)}
+        if indices - {index for entry in entries for index in entry.path.indices}:
+            raise MappingError(f"expected the index of part {self.part!r} in the paths of rule {self}")
         parts = {name: [a for e in side for a in e.axis_sets()] for name, side in self._all_sides().items()}
         for sets in parts.values():
             if len(sets) != len(set(sets)):
@@ -143,6 +147,15 @@ class Rule:
 
     def __str__(self) -> str:
         return " <-> ".join(map(_texts, self.sides.values()))
+
+    @property
+    def of_each(self) -> bool:
+        """Whether the part is one of each layer."""
+        return "{" in self.part
+
+    def part_at(self, values: Mapping[str, int]) -> str:
+        """The name of the part for these numbers."""
+        return _INDEX.sub(lambda match: str(values.get(match.group(), match.group())), self.part)
 
     @property
     def is_second_name(self) -> bool:

@@ -27,7 +27,8 @@ A mapping file::
     flax = "lm_head/kernel : m v"
     optional = true                               # a model without it is fine
 
-``optional = "decoder"`` names a part of the model: a model has the tensors of all rules of a part, or of none.
+``optional = "decoder"`` names a part of the model: a model has the tensors of all rules of a part, or of none. A layer
+has all tensors of ``optional = "experts of layer {i}"``, or none (`parts.py`).
 
 A convention may be like another one (``like = "torchtitan"`` in its table): it has the entries of the other one in
 rules that name none of its own. With ``without = "bert."`` beside it, it has those that begin so, without the

@@ -33,6 +33,7 @@ from bridge.mapping.errors import MappingError
 from bridge.mapping.found import NameIndex, Tensors, find
 from bridge.mapping.hyperparameters import followed
 from bridge.mapping.notes import PLACES, note, noted, read_notes
+from bridge.mapping.parts import idle, uneven
 from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.problems import NAMES, Problems
 from bridge.mapping.relation import identity
@@ -127,19 +128,12 @@ class _Planner:
         twice = self._try(lambda: one_of_two(self.reader, self.mapping, found, self._axes)) or []
         dropped = (*self.dropped, *(found.weights.pop(weight).name for weight in twice))
         owners = self._owners("weights", found.weights)
-        used = {id(rule) for rule in owners.values()}
         parts = {rule.part for rule in owners.values() if rule.part}
-        idle = [
-            rule
-            for rule in self.mapping.rules
-            if (not rule.optional or rule.part in parts)
-            and rule.entries(self.source.name)
-            and not rule.is_second_name
-            and id(rule) not in used
-        ]
-        if unmatched or idle:
-            self.problems.append(self._misfit(unmatched, idle))
-        self._uneven(owners)
+        unused = idle(self.mapping.rules, self.source.name, owners)
+        if unmatched or unused:
+            self.problems.append(self._misfit(unmatched, unused))
+        for text, rule in uneven(self.mapping.rules, self.source.name, owners):
+            self.problems.add(text, rule)
         outputs: dict[Section, dict[str, View]] = {section: {} for section in BY_WEIGHT}
         for moment in MOMENTS:
             owned = self._owners(moment, sections[moment])
@@ -295,26 +289,6 @@ class _Planner:
                     scale_views[weight] = of_whole_rows(scale, self.reader)
         return views, scale_views
 
-    def _uneven(self, owners: Mapping[str, Rule]) -> None:
-        """Find rules without a tensor for a number that other rules have. No other check misses the last layer's."""
-        rules = {id(rule): rule for rule in owners.values() if rule.part or not rule.optional}
-        # Numbers are grouped by the text before them, so that layers and blocks are counted separately.
-        seen: dict[str, dict[int, set[int]]] = {}
-        for weight, rule in owners.items():
-            for entry in rule.entries(self.source.name) if id(rule) in rules else ():
-                for index, value in (entry.path.match(weight) or {}).items():
-                    place = entry.path.text.partition(index)[0] + index
-                    seen.setdefault(place, {}).setdefault(id(rule), set()).add(value)
-        for place, by_rule in seen.items():
-            everything = set().union(*by_rule.values())
-            for key, values in by_rule.items():
-                if missing := sorted(everything - values):
-                    self.problems.add(
-                        f"rule {NAMES}: expected a tensor for each {place} that other rules have, found none for "
-                        f"{', '.join(map(str, missing[:_SHOWN]))}; if the model is like that, mark the rule optional",
-                        str(rules[key]),
-                    )
-
     def _try(self, work: Callable[[], T]) -> T | None:
         """The result of ``work``; None if ``work`` raises MappingError, which is then added to the problems."""
         try:
@@ -327,7 +301,7 @@ class _Planner:
     def _axes(self) -> Axes:
         return replace(known_sizes(self.reader, self.mapping), wanted=self.wanted)
 
-    def _misfit(self, unmatched: list[str], idle: list[Rule]) -> str:
+    def _misfit(self, unmatched: list[str], unused: list[Rule]) -> str:
         side = self.source.name
         rules = [rule for rule in self.mapping.rules if rule.entries(side)]
         if (found := quantized(unmatched)) is not None:
@@ -349,9 +323,9 @@ class _Planner:
             lines.append(
                 f"{len(unmatched)} of {len(self.tensors)} tensors match no rule: {_some(unmatched)}."
             )
-        if idle:
-            texts = [" & ".join(e.path.text for e in rule.entries(side)) for rule in idle]
-            lines.append(f"{len(idle)} of {len(rules)} rules found no tensor: {_some(texts)}.")
+        if unused:
+            texts = [" & ".join(e.path.text for e in rule.entries(side)) for rule in unused]
+            lines.append(f"{len(unused)} of {len(rules)} rules found no tensor: {_some(texts)}.")
         else:
             known = [e.path.text for rule in rules for e in rule.entries(side)]
             lines.append(f"Mapping {self.mapping.name} knows {_some(known)}.")
