@@ -29,6 +29,7 @@ from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.metadata import metadata_files
 from bridge.formats.files.mapped import Fetch
 from bridge.formats.files.working import Attempt
+from bridge.formats.garbage import collection_paused
 from bridge.formats.orbax.item import is_unfinished
 from bridge.formats.safetensors.files import holds_safetensors
 from bridge.formats.stores.store import is_url
@@ -107,6 +108,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
     return _open(path, None, verify)
 
 
+@collection_paused()
 def _open(path: str | os.PathLike[str], fetch: Fetch | None, verify: bool) -> CheckpointReader:
     # Imported here: reading one format must not need the other's dependencies (tensorstore).
     format = detect_format(path)
