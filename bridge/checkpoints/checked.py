@@ -91,7 +91,8 @@ class CheckedReader(WrappingReader):
         """One block where it is in the file; CheckpointError also for one that is not as in the manifest."""
         loan = self._reader.lend(name, box)
         if loan is not None:
-            self._compare(name, box, loan.array)
+            crc = self._compare(name, box, loan.array)
+            loan = loan if crc is None else dataclasses.replace(loan, crc=crc)
         return loan
 
     def require(self, problems: Iterable[Problem]) -> None:
@@ -103,13 +104,15 @@ class CheckedReader(WrappingReader):
                 f"manifest of the new checkpoint will be of what is read. The manifest is {self._source}"
             )
 
-    def _compare(self, name: str, box: Box, array: np.ndarray) -> None:
+    def _compare(self, name: str, box: Box, array: np.ndarray) -> int | None:
+        """Compare the manifest's chunks in a box; the CRC-32C of the box, if it is one of them and was looked at."""
         if name not in self._listed:
             # With the manifest's chunks, which need not be those of the file.
             chunks = () if self._own(name) else tuple(self._manifest.tensors[name].chunks)
             info = self.tensors[name]
             self._listed[name] = info if info.chunks == chunks else dataclasses.replace(info, chunks=chunks)
         info = self._listed[name]
+        found = None
         for index in self._chunks.touching(info, box) if info.chunks else ():
             if (name, index) in self._compared:
                 continue
@@ -117,8 +120,10 @@ class CheckedReader(WrappingReader):
             whole = chunk.intersect(box) == chunk
             crc = array_checksum(array[chunk.slices(box)]) if whole else self._checksum(info, chunk)
             self.require(crc_problems(info, chunk, self._manifest.tensors[name].chunks[chunk], crc))
+            found = crc if chunk == box else None
             with self._lock:
                 self._compared.add((name, index))
+        return found
 
     def _checksum(self, info: TensorInfo, chunk: Box) -> int:
         crc = 0

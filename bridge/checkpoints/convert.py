@@ -13,7 +13,7 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,9 +33,10 @@ from bridge.checkpoints.kinds import carried_kinds
 from bridge.checkpoints.selection import SelectedReader, Selection
 from bridge.checkpoints.workers import default_workers, large_buffers_returned
 from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
-from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
+from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath, name_of
 from bridge.formats.companions import Companions
 from bridge.formats.files.working import Attempt
+from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.quantized import DequantizedReader
 from bridge.formats.regions import Progress
@@ -126,8 +127,12 @@ class Conversion:
             content = output.planned.content
             # Of a tensor that goes along as it is, the whole text would take longer than small elements.
             source = whole_source(content)
-            text = f"all of {source} {content.shape} {content.dtype}" if source is not None else repr(content)
-            digest.update(f"{output.name} {output.path} {output.dtype} {text}\n".encode())
+            text = (
+                f"all of {source} {content.shape} {name_of(content.dtype)}"
+                if source is not None
+                else repr(content)
+            )
+            digest.update(f"{output.name} {output.path} {name_of(output.dtype)} {text}\n".encode())
         for name, (path, value) in self.objects.items():
             digest.update(f"{name} {path} {value!r}\n".encode())
         digest.update(f"{sorted(self.kinds.items())}".encode())
@@ -323,7 +328,11 @@ def planned(
     """
     table = mapping_table(options.mapping, options.axes, options.tied, any_model=options.any_model)
     casts = parse_casts(options.casts)
-    with open_checkpoint(source, verify=options.verify, items=options.items) as whole:
+    with (
+        ExitStack() as planning,
+        open_checkpoint(source, verify=options.verify, items=options.items) as whole,
+    ):
+        planning.enter_context(collection_paused())
         reader = held = checked(whole) if options.verify else whole
         if options.dequantize:
             reader = held = DequantizedReader(held)
@@ -350,22 +359,21 @@ def planned(
         if isinstance(whole, StoredReader):
             for file in beside.files.values():
                 whole.fetch(file, 0, file.stat().st_size)
-        yield (
-            Conversion(
-                place_of(source),
-                reader.format,
-                files,
-                whole.fingerprint if isinstance(whole, StoredReader) else digest_of(files),
-                target,
-                outputs,
-                objects,
-                kinds,
-                (*left_out, *plan.dropped),
-                plan.inexact,
-                beside,
-            ),
-            reader,
+        conversion = Conversion(
+            place_of(source),
+            reader.format,
+            files,
+            whole.fingerprint if isinstance(whole, StoredReader) else digest_of(files),
+            target,
+            outputs,
+            objects,
+            kinds,
+            (*left_out, *plan.dropped),
+            plan.inexact,
+            beside,
         )
+        planning.close()
+        yield conversion, reader
 
 
 def _write(
@@ -377,10 +385,11 @@ def _write(
 ) -> int:
     """Write everything; the bytes that were there already."""
     # Objects and tensors are declared before the first chunk is written: a safetensors header precedes the data.
-    for path, value in conversion.objects.values():
-        writer.add_object(path, value)
     outputs = conversion.outputs.values()
-    names = {o.name: writer.add_tensor(o.path, o.shape, o.dtype).name for o in outputs}
+    with collection_paused():
+        for path, value in conversion.objects.values():
+            writer.add_object(path, value)
+        names = {o.name: writer.add_tensor(o.path, o.shape, o.dtype).name for o in outputs}
     writer.add_kinds(conversion.kinds)
     done = sum(box.numel * o.dtype.itemsize for o in outputs for box in writer.stored(names[o.name]))
     require_space(writer.path, conversion.nbytes - done)

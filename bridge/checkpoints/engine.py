@@ -127,7 +127,8 @@ class Copier:
             # read, and the region's other chunks are in that array as well.
             loans = [] if array is not None else lend(region.tensor, self._reader, chunk)
             if loans:
-                self._writer.write(region.stored_name, chunk, [loan.array for loan in loans])
+                crc = loans[0].crc if len(loans) == 1 else None
+                self._writer.write(region.stored_name, chunk, [loan.array for loan in loans], crc=crc)
                 for loan in loans:
                     loan.give_back()
                 continue

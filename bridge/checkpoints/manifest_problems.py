@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import google_crc32c
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, name_of
 from bridge.formats.coverage import check_coverage
 from bridge.formats.files.manifest import (
     MANIFEST_FILE,
@@ -136,7 +136,7 @@ def object_problems(name: str, value: object, manifest: Manifest) -> Iterator[Pr
 
 def entry_problems(info: TensorInfo, entry: ManifestTensor) -> Iterable[Problem]:
     """Of a tensor's dtype and shape, and of the chunks that the manifest lists of it."""
-    if entry.dtype != info.dtype.name or entry.shape != info.shape:
+    if entry.dtype != name_of(info.dtype) or entry.shape != info.shape:
         text = f"expected {entry.dtype} {list(entry.shape)}, as in the manifest, got {info.dtype} {list(info.shape)}"
         return [Problem(info.name, text)]
     try:

@@ -30,6 +30,7 @@ from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.metadata import metadata_files
 from bridge.formats.files.mapped import Fetch
 from bridge.formats.files.working import Attempt
+from bridge.formats.garbage import collection_paused
 from bridge.formats.joined import JoinedReader, require_one_tree
 from bridge.formats.orbax.item import is_unfinished
 from bridge.formats.orbax.items import items_of_one_state, named_items
@@ -130,6 +131,7 @@ def open_checkpoint(
     return _open(path, None, verify, items)
 
 
+@collection_paused()
 def _open(
     path: str | os.PathLike[str], fetch: Fetch | None, verify: bool, items: Sequence[str]
 ) -> CheckpointReader:

@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import add, le
 from pathlib import Path
 from types import EllipsisType, MappingProxyType, TracebackType
@@ -108,6 +109,12 @@ ORBAX_DTYPES: Mapping[str, np.dtype] = MappingProxyType(
 
 
 _NAMES = {dtype: name for name, dtype in ORBAX_DTYPES.items()}
+
+
+@cache
+def name_of(dtype: np.dtype) -> str:
+    """The dtype's own name, kept: NumPy makes it anew at each look."""
+    return str(dtype.name)
 
 
 def is_whole(dtype: np.dtype) -> bool:
@@ -245,10 +252,14 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Loan:
-    """Elements in a mapped file: `array` is read-only, row-major, perhaps unaligned. `give_back` frees its memory."""
+    """Elements in a mapped file: `array` is read-only, row-major, perhaps unaligned. `give_back` frees its memory.
+
+    crc: the CRC-32C of the elements, where these were compared with one; it need not be calculated again.
+    """
 
     array: np.ndarray
     give_back: Callable[[], None]
+    crc: int | None = None
 
 
 Elements: TypeAlias = np.ndarray | Sequence[np.ndarray]
@@ -358,10 +369,11 @@ class CheckpointWriter(Protocol):
     def stored(self, name: str) -> frozenset[Box]:
         """Those of `chunks(name)` that are there already, from a resumed attempt: they are not to be written."""
 
-    def write(self, name: str, box: Box, array: Elements) -> None:
+    def write(self, name: str, box: Box, array: Elements, *, crc: int | None = None) -> None:
         """Store one of `chunks(name)`; `array` has the box's sizes and the tensor's dtype, in any memory order.
 
-        It may be in parts, whose elements one after the other are those of the box in row-major order.
+        It may be in parts, whose elements one after the other are those of the box in row-major order. crc: the
+        CRC-32C of the elements, if the caller has compared them with one.
 
         CheckpointError for another box, shape or dtype (nothing is cast), or a box written before.
         """

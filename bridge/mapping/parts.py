@@ -44,9 +44,7 @@ def idle(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -> 
     return [rule for rule in rules if id(rule) in due - used]
 
 
-def uneven(
-    rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]
-) -> Iterator[tuple[str, str]]:
+def uneven(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -> Iterator[tuple[str, str]]:
     """Find rules without a tensor for a number that other rules have. owners: the rule of each weight.
 
     A problem is a sentence with `NAMES` in it and the rule that is to be named there, see `Problems.add`.

@@ -11,7 +11,6 @@ never ends. Hence only str, small int, bool, None and Instance are dict keys, er
 
 from __future__ import annotations
 
-import gc
 import re
 import struct
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import Final, Never, TypeGuard
 
 from bridge.formats.base import CheckpointError
+from bridge.formats.garbage import collection_paused
 from bridge.formats.plain import MAX_NODES, plain_value
 
 _MAX_NAME = 200
@@ -99,18 +99,13 @@ def read_pickle(data: bytes, vocabulary: Vocabulary, what: str) -> object:
     """
     if len(data) > vocabulary.max_bytes:
         raise CheckpointError(f"{what}: expected at most {vocabulary.max_bytes} bytes, got {len(data)}")
-    # The records survive until the end anyway; scanning them again and again for cycles triples the time.
-    collecting = gc.isenabled()
-    gc.disable()
     try:
-        return _Interpreter(data, vocabulary).run()
+        with collection_paused():
+            return _Interpreter(data, vocabulary).run()
     except _Bad as error:
         raise CheckpointError(f"{what}: refused: {error}") from None
     except (IndexError, KeyError, ValueError, struct.error):
         raise CheckpointError(f"{what}: malformed or truncated pickle of {len(data)} bytes") from None
-    finally:
-        if collecting:
-            gc.enable()
 
 
 class _Interpreter:

@@ -141,17 +141,19 @@ class DcpReader(ClosedAtEnd):
         if name in self.unreadable:
             return False
         info = self.tensors[name]
-        stored = (
-            self._find(info, *pair) for pair in zip(info.chunks, self._metadata.extents[name], strict=True)
-        )
-        return all(one.record is not None and one.record.crc is not None for one in stored)
+        for chunk, extent in zip(info.chunks, self._metadata.extents[name], strict=True):
+            known = self._archives.get(extent)
+            record = self._find(info, chunk, extent).record if known is None else known.record
+            if record is None or record.crc is None:
+                return False
+        return True
 
     def data_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
         """For each file, where the elements of chunks are: first byte, and the one after the last."""
         ranges: dict[str, list[tuple[int, int]]] = {}
         for name, info in ((n, i) for n, i in self.tensors.items() if n not in self.unreadable):
             for chunk, extent in zip(info.chunks, self._metadata.extents[name], strict=True):
-                start = self._find(info, chunk, extent).start
+                start = self._find(info, chunk, extent).start  # also refuses another shape or dtype
                 ranges.setdefault(extent.file, []).append((start, start + chunk.numel * info.dtype.itemsize))
         return ranges
 

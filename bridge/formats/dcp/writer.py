@@ -45,6 +45,7 @@ from bridge.formats.files.manifest import (
 )
 from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
 from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import default_chunk_shape
 
@@ -129,6 +130,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
         if kinds:
             self.add_object(LEAVES, dict(kinds))
 
+    @collection_paused()
     def commit(self) -> None:
         """Check that every chunk was written, sync to disk and rename into place; on failure, leave nothing.
 

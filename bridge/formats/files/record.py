@@ -113,16 +113,16 @@ class ChunkRecord:
                     del crcs[number]
         return frozenset(box for box, number in self._numbers[name].items() if number in crcs)
 
-    def write(self, name: str, box: Box, array: Elements, sink: Sink) -> None:
+    def write(self, name: str, box: Box, array: Elements, sink: Sink, *, crc: int | None = None) -> None:
         """Take a chunk from the caller's array to the disk's queue, and sync when many bytes are waiting.
 
         KeyError for an unknown tensor; CheckpointError for another box, shape or dtype, or a chunk written before;
-        OSError when the disk fails. The array may be changed afterwards.
+        OSError when the disk fails. The array may be changed afterwards. crc: its CRC-32C, if known.
         """
         number, parts = self._claim(name, box, array)
         info = self.infos[name]
         try:
-            crc = array_checksum(*parts)
+            crc = array_checksum(*parts) if crc is None else crc
             place = sink.place(info, number)
             data = sink.encode(info, number, parts, crc)
             if place.length < SMALL:
@@ -156,8 +156,12 @@ class ChunkRecord:
         """Bring what is written to the data files, or at least to the system's cache of them. OSError from the disk."""
         with self._lock:
             gathered = list(self._gathered.values())
-        for one in gathered:
-            one.flush()
+        try:
+            for one in gathered:
+                one.flush()
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
 
     def _claim(self, name: str, box: Box, array: Elements) -> tuple[int, list[np.ndarray]]:
         """The number of the chunk, which nobody else may write from here on, and its bytes, in parts."""
@@ -271,14 +275,14 @@ class RecordedChunks(ABC):
         """Those of `chunks(name)` that a resumed attempt has written already."""
         return self._record.stored(name, self._sink)
 
-    def write(self, name: str, box: Box, array: Elements) -> None:
+    def write(self, name: str, box: Box, array: Elements, *, crc: int | None = None) -> None:
         """Store one of `chunks(name)`: `array` has its sizes and the tensor's dtype; see `CheckpointWriter.write`.
 
         KeyError for an undeclared tensor; CheckpointError for another box, shape or dtype, or a box written before;
         OSError when the disk fails.
         """
         self._require_open()
-        self._record.write(name, box, array, self._sink)
+        self._record.write(name, box, array, self._sink, crc=crc)
 
     def _require_open(self) -> None:
         failure = self._record.failure

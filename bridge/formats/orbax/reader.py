@@ -17,6 +17,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -160,7 +161,13 @@ class OrbaxReader(ClosedAtEnd):
         if not (box.numel and layout.raw and inside and layout.chunk_key(index) in self._values):
             return None
         with explain(f"{self._item}: tensor {name!r}: cannot read {box}"):
-            return lend_mapped(*self._raw_part(name, layout, index, box))
+            loan = lend_mapped(*self._raw_part(name, layout, index, box))
+        if loan is not None and layout.checksum and self._verify and box.sizes == layout.chunk:
+            file, place = self._values.open(layout.chunk_key(index))
+            stop = place.start + self._raw_starts[layout.chunk_key(index)] + layout.chunk_bytes
+            # The stored checksum, which `_raw_part` has compared.
+            loan = replace(loan, crc=int.from_bytes(file[stop : stop + 4], "little"))
+        return loan
 
     def files(self) -> Sequence[Path]:
         """All files of the item that holds the arrays."""

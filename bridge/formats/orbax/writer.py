@@ -60,6 +60,7 @@ from bridge.formats.files.manifest import (
 )
 from bridge.formats.files.record import ChunkRecord, RecordedChunks
 from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import STRING, key_implementation
 from bridge.formats.orbax.arrays import ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.formats.orbax.chunks import ChunkStore, join_stores, process_store
@@ -217,6 +218,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
                 )
         self._kinds.update(kinds)
 
+    @collection_paused()
     def commit(self, processes: Sequence[int] = ()) -> None:
         """Let the checkpoint appear under its name; on any error nothing is left behind.
 

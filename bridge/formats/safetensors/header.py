@@ -81,7 +81,7 @@ PACKED: Final[Mapping[str, tuple[np.dtype, int]]] = MappingProxyType(
 )
 """Dtypes whose elements share bytes, with the bits of an element. How they share them is nowhere said."""
 
-_CODES: Final = {name: code for code, name in DTYPE_NAMES.items()}
+_CODES: Final = {DTYPES[name]: code for code, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +114,10 @@ class Header:
 
 def dtype_code(dtype: np.dtype) -> str:
     """The format's name of a dtype. CheckpointError if it has none."""
-    code = _CODES.get(dtype.name)
-    if code is None or DTYPES[dtype.name] != dtype:
+    code = _CODES.get(dtype)
+    if code is None:
         raise CheckpointError(
-            f"expected a dtype that safetensors has ({', '.join(_CODES)}), got {dtype.name}"
+            f"expected a dtype that safetensors has ({', '.join(DTYPE_NAMES.values())}), got {dtype.name}"
         )
     return code
 

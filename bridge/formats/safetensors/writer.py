@@ -40,6 +40,7 @@ from bridge.formats.files.manifest import (
 )
 from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
 from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import default_chunk_shape
 from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, encode_value, format_extras
@@ -143,6 +144,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         if kinds:
             self.add_object(LEAVES, dict(kinds))
 
+    @collection_paused()
     def commit(self) -> None:
         """Check that every chunk was written, sync to disk and rename into place; on failure, leave nothing.
 
