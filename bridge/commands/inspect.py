@@ -8,13 +8,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bridge.commands.options import JsonOption, user_errors
+from bridge.commands.options import ItemOption, JsonOption, StepOption, item_names, step_number, user_errors
 from bridge.commands.output import print_json, print_line, print_table
 from bridge.formats.base import CheckpointError
 from bridge.formats.stores.store import place_of
 from bridge.sharding.drawing import MAX_RANKS
 from bridge.sharding.layout import SLOT_FIELDS, Layout
 from bridge.text import human_bytes
+
+_CHECKPOINTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".msgpack"})
+"""Ends of the names of files that are no layouts."""
 
 
 def inspect(
@@ -29,6 +32,8 @@ def inspect(
         Path | None,
         typer.Option("--picture", metavar="FILE", help="With --layout: also draw a .png, .svg or .pdf."),
     ] = None,
+    item: ItemOption = None,
+    step: StepOption = None,
     json: JsonOption = False,
 ) -> None:
     """List what a checkpoint holds.
@@ -51,12 +56,13 @@ def inspect(
     if picture is not None and not layout:
         raise typer.BadParameter("--picture needs --layout")
     out = Console()
+    at = step_number(step)
     with user_errors(PictureError):
         place = place_of(path)
-        if layout and isinstance(place, Path) and not place.is_dir() and place.suffix != ".safetensors":
+        if layout and isinstance(place, Path) and not place.is_dir() and place.suffix not in _CHECKPOINTS:
             _inspect_layout_file(out, place, picture, json)
             return
-        summary = run(path)
+        summary = run(path, items=item_names(item), step=at)
         if picture is not None:
             save_picture(chunks_figure(summary.tensors), picture)
     if json:

@@ -9,7 +9,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bridge.commands.options import JsonOption, some, user_errors
+from bridge.commands.options import (
+    ItemOption,
+    JsonOption,
+    StepOption,
+    item_names,
+    some,
+    step_number,
+    user_errors,
+)
 from bridge.commands.output import print_json, print_line
 
 
@@ -25,6 +33,8 @@ def map_(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write the mapping there; default: print it.")
     ] = None,
+    item: ItemOption = None,
+    step: StepOption = None,
     json: JsonOption = False,
 ) -> None:
     """Propose a mapping between two checkpoints, from names and shapes.
@@ -43,8 +53,9 @@ def map_(
         raise typer.BadParameter(
             f"{out} exists already: expected a new file for --out; remove the old one, or choose another name"
         )
+    at = step_number(step)
     with user_errors():
-        proposal = propose(a, b, values=values)
+        proposal = propose(a, b, values=values, items=item_names(item), step=at)
         if out is not None:
             with open(out, "x", encoding="utf-8") as file:
                 file.write(proposal.text)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
+from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath, separator_of
 from bridge.mapping import beside_weights
 from bridge.mapping.apply import Axes, View, apply_with_scales
 from bridge.mapping.conventions import (
@@ -172,9 +172,10 @@ class _Planner:
                 )
             return conventions[into]
         left = [c for name, c in conventions.items() if name != self.source.name]
-        fitting = [c for c in left if c.format == self.to]
-        flat = {"dcp", "safetensors"}
-        if not fitting and self.to in flat:
+        # Of what is only read, and so only compared: trees are named as in Orbax, state dicts as in the flat formats.
+        flat, written = {"dcp", "safetensors"}, {"npz": "orbax", "msgpack": "orbax"}
+        fitting = [c for c in left if c.format == written.get(self.to, self.to)]
+        if not fitting and self.to in flat | {"torch"}:
             fitting = [c for c in left if c.format in flat]
         if len(fitting) == 1:
             return fitting[0]
@@ -359,7 +360,7 @@ def _collect(
 
 
 def _join(path: TreePath, to: str) -> str:
-    return ("/" if to == "orbax" else ".").join(map(str, path))
+    return separator_of(to).join(map(str, path))
 
 
 def _some(names: Sequence[str]) -> str:
