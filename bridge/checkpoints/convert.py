@@ -45,6 +45,7 @@ from bridge.formats.step_paths import Step, at_step
 from bridge.formats.stores.reader import StoredReader
 from bridge.formats.stores.store import is_url, local_path, place_of, without_end
 from bridge.formats.stores.upload import Upload
+from bridge.mapping.numbered_states import with_named_states
 from bridge.mapping.relation import whole_source
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
 from bridge.mapping.sizes import with_config, with_stored_sizes
@@ -88,7 +89,7 @@ class ConvertOptions:
         if self.to is not None and self.to not in FORMATS:
             raise ValueError(f"expected a checkpoint format out of {', '.join(FORMATS)}, got {self.to!r}")
         if self.write_items and self.to not in (None, "orbax"):
-            raise CheckpointError(f"expected orbax, which has items (--write-item), got {self.to}")
+            raise ValueError(f"expected format orbax, which has items, for write_items, got {self.to!r}")
 
 
 @dataclass(frozen=True)
@@ -339,6 +340,7 @@ def planned(
         left_out: Sequence[str] = ()
         if table is not None:
             table = with_config(table, whole)
+            reader = held = with_named_states(held)
         if not options.selection.everything:
             reader = selected = SelectedReader(held, options.selection)
             left_out = selected.left_out

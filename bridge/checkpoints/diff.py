@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,15 +23,17 @@ from bridge.checkpoints.selection import SelectedReader, Selection, selected_pai
 from bridge.checkpoints.spread import Spread
 from bridge.checkpoints.ulp import Difference, Tolerance, compare, squared_distance, sum_of_squares
 from bridge.checkpoints.workers import large_buffers_returned, ordered
-from bridge.formats import open_checkpoint
+from bridge.formats import items_there, open_checkpoint
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, is_whole
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import Progress, group_boxes, split_box
+from bridge.formats.step_paths import Step, each_at_step
 from bridge.formats.stores.store import place_of
 from bridge.mapping.conventions import Convention
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import find
 from bridge.mapping.notes import PLACES
+from bridge.mapping.numbered_states import with_named_states
 from bridge.mapping.operations import as_dtype
 from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
@@ -141,6 +143,8 @@ def diff(
     noise: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     workers: int = 1,
+    items: Sequence[str] = (),
+    step: Step | None = None,
 ) -> DiffReport:
     """Compare two checkpoints of any format.
 
@@ -150,7 +154,8 @@ def diff(
     says that the narrower is exactly the other, cast. noise: another run of the same thing (another order of summation,
     or a float64 twin), with the names of ``b``, or of ``a`` through the mapping; a tensor then also passes when the
     difference is at most ``tolerance.noise_factor`` times that of ``b`` and this run. workers: regions compared in
-    parallel, some 100 MiB of memory each.
+    parallel, some 100 MiB of memory each. items, step: see `open_checkpoint`; each is for those of ``a`` and ``b`` that
+    have items or steps.
 
     Raises FileNotFoundError, or CheckpointError when one is damaged, the mapping does not fit ``a``, or the noise
     checkpoint lacks a tensor that is compared.
@@ -158,7 +163,12 @@ def diff(
     tolerance, selection = tolerance or Tolerance(), selection or Selection()
     table = mapping_table(mapping, axes, tied, any_model=any_model)
     with large_buffers_returned(), ExitStack() as opened:
-        whole_a, whole_b = (opened.enter_context(open_checkpoint(path)) for path in (a, b))
+        whole_a, whole_b = (
+            opened.enter_context(open_checkpoint(path, items=items_there(path, items)))
+            for path in each_at_step((a, b), step)
+        )
+        if table is not None:
+            whole_a, whole_b = with_named_states(whole_a), with_named_states(whole_b)
         reader_a, reader_b = selected_pair(whole_a, whole_b, selection)
         target: str | Convention | None = into
         if table is not None:

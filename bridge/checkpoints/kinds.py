@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 import numpy as np
 
 from bridge.checkpoints.casts import Output
-from bridge.formats.base import CheckpointError, CheckpointReader, TreePath
+from bridge.formats.base import CheckpointError, CheckpointReader, TreePath, separator_of
 from bridge.formats.leaf_kinds import (
     EMPTY,
     STRING,
@@ -110,7 +110,7 @@ def structure_differences(
     ]
     pairs = [(t.path, b.tensors[name].path) for name, t in plan.tensors.items() if name in b.tensors]
     pairs += [(plan.objects[name][0], b.object_paths[name]) for name in leaves_a if name in leaves_b]
-    return (*only, *dict(_other_containers(pairs, "/" if b.format == "orbax" else ".")).items())
+    return (*only, *dict(_other_containers(pairs, separator_of(b.format))).items())
 
 
 def _other_containers(

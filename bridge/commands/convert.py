@@ -16,14 +16,18 @@ from bridge.commands.options import (
     AxisOption,
     FromOption,
     IntoOption,
+    ItemOption,
     JsonOption,
     MappingOption,
+    StepOption,
     TiedOption,
     WeightsOnlyOption,
     axis_sizes,
+    item_names,
     progress_console,
     require_mapping,
     some,
+    step_number,
     user_errors,
 )
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
@@ -105,6 +109,16 @@ def convert(
             help="Copy config.json, tokenizer files and the like from beside SRC into DST.",
         ),
     ] = True,
+    item: ItemOption = None,
+    step: StepOption = None,
+    write_item: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--write-item",
+            metavar="NAME",
+            help="Write what is below this key as an item of its own, to Orbax; repeatable, or NAME,NAME.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be written, and stop.")
     ] = False,
@@ -144,14 +158,18 @@ def convert(
     from bridge.checkpoints.convert import ConvertOptions, format_by_name, planned
     from bridge.checkpoints.convert import convert as run
     from bridge.checkpoints.selection import Selection
+    from bridge.formats.step_paths import at_step
 
     selection = Selection(tuple(select or ()), tuple(drop or ()), weights_only)
     axes = axis_sizes(axis, mapping)
+    items, write_items, at = item_names(item), item_names(write_item), step_number(step)
     require_mapping(mapping, into, from_, tied, any_model)
+    if write_items and to not in (None, TargetFormat.orbax):
+        raise typer.BadParameter(f"--write-item needs --to orbax: only Orbax has items, got --to {to}")
     out = Console()
     if dry_run:
         options = ConvertOptions(
-            to or format_by_name(dst),
+            to or format_by_name(dst) or ("orbax" if write_items else None),
             mapping,
             into,
             from_,
@@ -163,8 +181,10 @@ def convert(
             any_model,
             companions=companions,
             dequantize=dequantize,
+            items=items,
+            write_items=write_items,
         )
-        with user_errors(json=json), planned(src, options) as (conversion, _):
+        with user_errors(json=json), planned(at_step(src, at), options) as (conversion, _):
             if json:
                 print_json(out, conversion_document(conversion))
             else:
@@ -198,6 +218,9 @@ def convert(
             resume=resume,
             progress=progress,
             workers=workers,
+            items=items,
+            step=at,
+            write_items=write_items,
         )
     if json:
         print_json(out, report)

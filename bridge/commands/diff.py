@@ -15,14 +15,18 @@ from bridge.commands.options import (
     AxisOption,
     FromOption,
     IntoOption,
+    ItemOption,
     JsonOption,
     MappingOption,
+    StepOption,
     TiedOption,
     WeightsOnlyOption,
     axis_sizes,
+    item_names,
     progress_console,
     require_mapping,
     some,
+    step_number,
     user_errors,
 )
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
@@ -93,6 +97,8 @@ def diff(
             "--histogram", help="Show how the relative differences of the worst tensors are spread."
         ),
     ] = False,
+    item: ItemOption = None,
+    step: StepOption = None,
     json: JsonOption = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor.
@@ -114,7 +120,7 @@ def diff(
     from bridge.checkpoints.selection import Selection
     from bridge.checkpoints.ulp import Tolerance
 
-    axes = axis_sizes(axis, mapping)
+    axes, at = axis_sizes(axis, mapping), step_number(step)
     require_mapping(mapping, into, from_, tied, any_model)
     try:
         tolerance = Tolerance(max_ulp, rtol, atol, max_error)
@@ -136,6 +142,8 @@ def diff(
             noise=noise,
             workers=workers,
             progress=progress,
+            items=item_names(item),
+            step=at,
         )
     out = Console()
     if json:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridge.commands.options import JsonOption, user_errors
+from bridge.commands.options import ItemOption, JsonOption, StepOption, item_names, step_number, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table
 from bridge.formats.base import CheckpointError
 from bridge.formats.stores.hub import hub_hint
@@ -18,6 +18,8 @@ from bridge.text import human_bytes
 
 if TYPE_CHECKING:
     from bridge.checkpoints.summary import Summary
+_CHECKPOINTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".msgpack"})
+"""Ends of the names of files that are no layouts."""
 
 
 def inspect(
@@ -42,6 +44,8 @@ def inspect(
         int | None,
         typer.Option("--depth", min=0, metavar="N", help="A tree of the first N levels of names only."),
     ] = None,
+    item: ItemOption = None,
+    step: StepOption = None,
     json: JsonOption = False,
 ) -> None:
     """List what a checkpoint holds.
@@ -74,12 +78,13 @@ def inspect(
     if picture is not None and not layout:
         raise typer.BadParameter("--picture needs --layout")
     out = Console()
+    at = step_number(step)
     with user_errors(PictureError, json=json):
         place = place_of(path)
-        if layout and isinstance(place, Path) and not place.is_dir() and place.suffix != ".safetensors":
+        if layout and isinstance(place, Path) and not place.is_dir() and place.suffix not in _CHECKPOINTS:
             _inspect_layout_file(out, place, picture, json)
             return
-        summary = run(path)
+        summary = run(path, items=item_names(item), step=at)
         if picture is not None:
             save_picture(chunks_figure(summary.tensors), picture)
     if json:

@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from bridge.commands.options import JsonOption, some, user_errors
+from bridge.commands.options import (
+    ItemOption,
+    JsonOption,
+    StepOption,
+    item_names,
+    some,
+    step_number,
+    user_errors,
+)
 from bridge.commands.output import Console, print_json, print_line
 
 
@@ -24,6 +32,8 @@ def map_(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write the mapping there; default: print it.")
     ] = None,
+    item: ItemOption = None,
+    step: StepOption = None,
     json: JsonOption = False,
 ) -> None:
     """Propose a mapping between two checkpoints, from names and shapes.
@@ -42,8 +52,9 @@ def map_(
         raise typer.BadParameter(
             f"{out} exists already: expected a new file for --out; remove the old one, or choose another name"
         )
+    at = step_number(step)
     with user_errors(json=json):
-        proposal = propose(a, b, values=values)
+        proposal = propose(a, b, values=values, items=item_names(item), step=at)
         if out is not None:
             with open(out, "x", encoding="utf-8") as file:
                 file.write(proposal.text)

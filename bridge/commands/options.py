@@ -65,6 +65,18 @@ AnyModelOption = Annotated[
         "--any-model", help="Use the mapping also for a model that its rules are not for by its config.json."
     ),
 ]
+ItemOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--item",
+        metavar="NAME",
+        help="Of an Orbax step with several items, those to read as one tree; repeatable, or NAME,NAME.",
+    ),
+]
+StepOption = Annotated[
+    str | None,
+    typer.Option("--step", metavar="N|latest", help="The step to take from a directory of steps."),
+]
 WeightsOnlyOption = Annotated[
     bool, typer.Option("--weights-only", help="Leave out optimizer and training state.")
 ]
@@ -115,6 +127,22 @@ def require_mapping(
             raise typer.BadParameter(f"{option} needs --mapping: the names that it takes are a mapping's")
     if any_model and mapping is None:
         raise typer.BadParameter("--any-model needs --mapping: only a mapping is for some models")
+
+
+def item_names(options: list[str] | None) -> tuple[str, ...]:
+    """The names in options that may have several each, separated by commas."""
+    return tuple(name for option in options or [] for name in option.split(",") if name)
+
+
+def step_number(option: str | None) -> int | Literal["latest"] | None:
+    """The step that an option names. Other texts are usage errors."""
+    if option is None:
+        return None
+    if option == "latest":
+        return "latest"
+    if not (option.isascii() and option.isdecimal() and len(option) <= _SIZE_DIGITS):
+        raise typer.BadParameter(f"expected --step with a number, or latest, got {option[:80]!r}")
+    return int(option)
 
 
 def axis_sizes(options: list[str] | None, mapping: str | None) -> dict[str, int]:

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridge.commands.grouping import grouped
-from bridge.commands.options import SHOWN, JsonOption, progress_console, user_errors
+from bridge.commands.options import (
+    SHOWN,
+    ItemOption,
+    JsonOption,
+    StepOption,
+    item_names,
+    progress_console,
+    step_number,
+    user_errors,
+)
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 from bridge.text import human_bytes
 
@@ -22,6 +31,8 @@ def verify(
         int | None,
         typer.Option(min=1, help="Threads; each takes 64 MiB of memory; default: one per core, at most 4."),
     ] = None,
+    item: ItemOption = None,
+    step: StepOption = None,
     json: JsonOption = False,
 ) -> None:
     """Read a whole checkpoint and check that it still is what was written.
@@ -37,8 +48,9 @@ def verify(
     """
     from bridge.checkpoints.verify import verify as run
 
+    at = step_number(step)
     with user_errors(json=json), byte_progress(progress_console(), "verify") as progress:
-        report = run(path, finite=finite, workers=workers, progress=progress)
+        report = run(path, finite=finite, workers=workers, progress=progress, items=item_names(item), step=at)
     out = Console()
     if json:
         print_json(out, {"good": report.good, **vars(report)})

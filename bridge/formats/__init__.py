@@ -33,7 +33,7 @@ from bridge.formats.files.working import Attempt
 from bridge.formats.garbage import collection_paused
 from bridge.formats.joined import JoinedReader, require_one_tree
 from bridge.formats.orbax.item import is_unfinished
-from bridge.formats.orbax.items import items_of_one_state, named_items
+from bridge.formats.orbax.items import has_items, items_of_one_state, named_items
 from bridge.formats.read_only import directory_format, single_file_format
 from bridge.formats.safetensors.files import holds_safetensors
 from bridge.formats.step_paths import Step, at_step
@@ -56,6 +56,7 @@ __all__ = [
     "detect_format",
     "dtype_from_name",
     "dtype_name",
+    "items_there",
     "open_checkpoint",
 ]
 
@@ -131,6 +132,13 @@ def open_checkpoint(
     return _open(path, None, verify, items)
 
 
+def items_there(path: str | os.PathLike[str], items: Sequence[str]) -> Sequence[str]:
+    """`items`, for a path that has any; none for another. For a pair of checkpoints, of which one may have items."""
+    if not items or is_url(path):
+        return items
+    return items if has_items(Path(path)) else ()
+
+
 @collection_paused()
 def _open(
     path: str | os.PathLike[str], fetch: Fetch | None, verify: bool, items: Sequence[str]
@@ -163,7 +171,7 @@ def _open(
         return SafetensorsReader(path, fetch=fetch)
     from bridge.formats.orbax.reader import OrbaxReader
 
-    require_one_tree(path, list(items))
+    require_one_tree(Path(path), list(items))
     parts = named_items(Path(path), items) if items else items_of_one_state(Path(path))
     if len(parts) > 1:
         opened: dict[str, CheckpointReader] = {}

@@ -55,6 +55,15 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+TREE_FORMATS = frozenset({"orbax", "npz", "msgpack"})
+"""Formats whose names join the keys of a path by "/"; the others join them by "."."""
+
+
+def separator_of(format: str) -> str:
+    """What joins the keys of a path in the names of a format."""
+    return "/" if format in TREE_FORMATS else "."
+
+
 class CheckpointError(Exception):
     """A checkpoint cannot be read or written as asked: malformed, truncated, hostile, incomplete or misused."""
 

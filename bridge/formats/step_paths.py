@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -31,6 +31,10 @@ _OF_A_CHECKPOINT: Final = (
 )
 _ENDS: Final = (TREE_FILE, ".metadata", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".msgpack")
 _SHOWN = 10
+
+
+class NoStepsError(CheckpointError):
+    """What was given is no directory of steps."""
 
 
 def at_step(path: str | os.PathLike[str], step: Step | None) -> str | os.PathLike[str]:
@@ -56,14 +60,31 @@ def at_step(path: str | os.PathLike[str], step: Step | None) -> str | os.PathLik
         return f"{url}/{chosen}"
     place = Path(path)
     if not place.is_dir():
-        raise CheckpointError(f"{place}: expected a directory of steps (--step), found {_what(place)}")
+        raise NoStepsError(f"{place}: expected a directory of steps (--step), found {_what(place)}")
     names = {child.name for child in place.iterdir()}
     return place / _choose(str(place), step, names, lambda name: _local_files(place / name))
 
 
+def each_at_step(paths: Sequence[str | os.PathLike[str]], step: Step | None) -> list[str | os.PathLike[str]]:
+    """The same for several paths, of which those that are no directories of steps stay as they are.
+
+    CheckpointError where all of them are.
+    """
+    found, refusals = [], []
+    for path in paths:
+        try:
+            found.append(at_step(path, step))
+        except NoStepsError as error:
+            found.append(path)
+            refusals.append(error)
+    if len(refusals) == len(paths):
+        raise refusals[0]
+    return found
+
+
 def _choose(where: str, step: Step, names: Collection[str], files: Callable[[str], Collection[str]]) -> str:
     if any(name in names for name in _OF_A_CHECKPOINT):
-        raise CheckpointError(
+        raise NoStepsError(
             f"{where}: expected a directory of steps (--step), found one checkpoint: leave the step out"
         )
     numbers = {
@@ -87,9 +108,9 @@ def _choose(where: str, step: Step, names: Collection[str], files: Callable[[str
     wanted = steps[-1] if step == "latest" else step
     chosen = sorted(name for name in whole if numbers[name] == wanted)
     if len(chosen) != 1:
-        found = " and ".join(chosen) or ("one that is not complete" if wanted in numbers.values() else "none")
+        seen = " and ".join(chosen) or ("one that is not complete" if wanted in numbers.values() else "none")
         raise CheckpointError(
-            f"{where}: expected one step {wanted} (--step), found {found}: complete are "
+            f"{where}: expected one step {wanted} (--step), found {seen}: complete are "
             f"{', '.join(map(str, steps[-_SHOWN:]))}"
         )
     return chosen[0]

@@ -40,6 +40,7 @@ BY_WEIGHT: tuple[Section, ...] = (*MOMENTS, *SCALES.values())
 
 SECTIONS: tuple[Section, ...] = ("weights", *BY_WEIGHT, "step")
 _FLAT = frozenset({"dcp", "safetensors"})
+_AS_ORBAX = {"npz": "orbax", "msgpack": "orbax"}
 _OWN = frozenset({"jax", "flax"})
 WEIGHT = "{w}"
 MODEL_WEIGHTS = f"model.{WEIGHT}"
@@ -166,10 +167,11 @@ class Convention:
 def usual_in(format: str, conventions: Sequence[Convention]) -> list[Convention]:
     """Of ``conventions`` those that one expects in a checkpoint of this format; one, where that is clear.
 
-    Of several trees the one of our own models, which other JAX programs than MaxText have, too.
+    Of several trees the one of our own models, which other JAX programs than MaxText have, too. Of what is only read,
+    and so only compared, trees are named as in Orbax, and state dicts as in the flat formats.
     """
-    fitting = [c for c in conventions if c.format == format]
-    if not fitting and format in _FLAT:
+    fitting = [c for c in conventions if c.format == _AS_ORBAX.get(format, format)]
+    if not fitting and format in _FLAT | {"torch"}:
         fitting = [c for c in conventions if c.format in _FLAT]
     own = [c for c in fitting if c.name in _OWN]
     return own if len(own) == 1 else fitting

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo
+from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, separator_of
 from bridge.formats.files.mapped import small_file
 from bridge.formats.stores.reader import StoredReader
 from bridge.mapping.apply import Axes
@@ -73,7 +73,7 @@ def known_sizes(reader: CheckpointReader, mapping: MappingTable) -> Axes:
         elif isinstance(value, int):
             sizes[axis] = value
         else:
-            name = value.replace("/", "/" if reader.format == "orbax" else ".")
+            name = value.replace("/", separator_of(reader.format))
             absent[axis] = f"the mapping takes it from {name}, which {reader.path} does not have"
     for axis in mapping.rotary_axes():
         sizes[axis + HALF] = 2

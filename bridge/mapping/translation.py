@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
+from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath, separator_of
 from bridge.formats.quantized import quantized
 from bridge.mapping import beside_weights
 from bridge.mapping.apply import Axes, View, apply_with_scales
@@ -358,7 +358,7 @@ def _collect(
 
 
 def _join(path: TreePath, to: str) -> str:
-    return ("/" if to == "orbax" else ".").join(map(str, path))
+    return separator_of(to).join(map(str, path))
 
 
 def _some(names: Sequence[str]) -> str:

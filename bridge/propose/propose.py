@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bridge.checkpoints.selection import STATE_ROOTS, WEIGHT_ROOTS
-from bridge.formats import open_checkpoint
-from bridge.formats.base import CheckpointReader, TensorInfo
+from bridge.formats import items_there, open_checkpoint
+from bridge.formats.base import TREE_FORMATS, CheckpointReader, TensorInfo
+from bridge.formats.step_paths import Step, each_at_step
 from bridge.formats.stores.store import place_of
 from bridge.mapping.conventions import WEIGHT
 from bridge.mapping.rules import parse_mapping
@@ -69,12 +70,24 @@ class _Choice:
     doubts: tuple[str, ...]
 
 
-def propose(a: str | os.PathLike[str], b: str | os.PathLike[str], *, values: bool = False) -> Proposal:
+def propose(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    values: bool = False,
+    items: Sequence[str] = (),
+    step: Step | None = None,
+) -> Proposal:
     """Propose rules that pair the weights of two checkpoints of any formats. Optimizer state follows its weights.
 
-    values: compare a few elements of each candidate. Raises FileNotFoundError, or CheckpointError when one is damaged.
+    values: compare a few elements of each candidate. items, step: for those of both that have items or steps, see
+    `open_checkpoint`. Raises FileNotFoundError, or CheckpointError when one is damaged.
     """
-    with open_checkpoint(a) as reader_a, open_checkpoint(b) as reader_b:
+    a, b = each_at_step((a, b), step)
+    with (
+        open_checkpoint(a, items=items_there(a, items)) as reader_a,
+        open_checkpoint(b, items=items_there(b, items)) as reader_b,
+    ):
         (left, place_a), (right, place_b) = _weights(reader_a), _weights(reader_b)
         # Names that no rule can have must stay out of the file.
         usable_a, usable_b = ([family for family in side if writable(family.path)] for side in (left, right))
@@ -104,7 +117,7 @@ def _weights(reader: CheckpointReader) -> tuple[list[Family], str]:
     """The families of a checkpoint's weights, and their place: the text before and after their names."""
     infos = list(reader.tensors.values())
     # Names that came flat, such as Hugging Face's, are single keys in an Orbax tree.
-    nested = reader.format == "orbax" and any(len(info.path) > 1 for info in infos)
+    nested = reader.format in TREE_FORMATS and any(len(info.path) > 1 for info in infos)
     separator = "/" if nested else "."
     named = {separator.join(map(str, info.path)): info for info in infos}
     roots = {name.split(separator)[0] for name in named}

@@ -66,6 +66,11 @@ def items_of_one_state(path: Path) -> dict[str, Path]:
     return {name: found[name] for name in (*weights, *(name for name in found if name not in weights))}
 
 
+def has_items(path: Path) -> bool:
+    """Whether there are items at `path`, or in the one step that it has."""
+    return not (path / TREE_FILE).is_file() and bool(_items(path))
+
+
 def _items(path: Path) -> dict[str, Path]:
     below = _directories(path)
     found = {child.name: child for child in below if (child / TREE_FILE).is_file()}
