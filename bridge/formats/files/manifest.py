@@ -31,6 +31,7 @@ from typing import Any
 import google_crc32c
 
 from bridge.formats.base import Box, CheckpointError, dtype_from_name
+from bridge.formats.crc32c import extend
 from bridge.formats.files.atomic import sidecar_of
 from bridge.formats.files.mapped import small_file
 
@@ -128,7 +129,7 @@ def rest_checksum(path: Path, ranges: Iterable[tuple[int, int]]) -> int:
                 data = os.pread(file.fileno(), min(stop - position, _BLOCK), position)
                 if not data:
                     raise OSError(f"{path}: expected {end} bytes, found {position}")
-                crc = google_crc32c.extend(crc, data)
+                crc = extend(crc, data)
                 position += len(data)
     return int(crc)
 
