@@ -229,14 +229,9 @@ def _convert(
     with planned(source, options) as (conversion, reader):
         require_place(source, destination, replace)
         require_untouched(conversion.files, destination)
-        key = {
-            "source": source if isinstance(source, str) else os.path.abspath(source),
-            "files": conversion.digest,
-            "format": conversion.format,
-            "plan": conversion.fingerprint,
-            "twinshard": __version__,
-        }
-        attempt = Attempt(require_replaceable if replace else None, key, resume)
+        attempt = Attempt(
+            require_replaceable if replace else None, conversion_key(source, conversion), resume
+        )
         with (
             large_buffers_returned(),
             naming(destination),
@@ -244,11 +239,7 @@ def _convert(
         ):
             resumed = _write(reader, writer, conversion, workers, progress)
             # Inside of the block: leaving it by an error is what keeps the mixture from appearing.
-            if conversion.files and digest_of(conversion.files) != conversion.digest:
-                raise CheckpointError(
-                    f"{source} was changed while it was being converted: expected one checkpoint, found parts of two; "
-                    "convert it again when its writer has finished"
-                )
+            require_unchanged(conversion)
         return ConvertReport(
             source,
             destination,
@@ -332,6 +323,26 @@ def _write(
     work = runs(outputs, writer, names)
     Copier(reader, writer, work, done=done, total=conversion.nbytes, progress=progress).run(workers)
     return done
+
+
+def conversion_key(source: Path | str, conversion: Conversion) -> dict[str, str]:
+    """What identifies a conversion: two that agree in it write the same bytes."""
+    return {
+        "source": source if isinstance(source, str) else os.path.abspath(source),
+        "files": conversion.digest,
+        "format": conversion.format,
+        "plan": conversion.fingerprint,
+        "twinshard": __version__,
+    }
+
+
+def require_unchanged(conversion: Conversion) -> None:
+    """CheckpointError when the source is not what it was when the conversion was planned."""
+    if conversion.files and digest_of(conversion.files) != conversion.digest:
+        raise CheckpointError(
+            f"{conversion.source} was changed while it was being converted: expected one checkpoint, found parts of "
+            "two; convert it again when its writer has finished"
+        )
 
 
 def _halves(progress: Progress | None) -> tuple[Progress, Progress]:

@@ -25,6 +25,15 @@ from bridge.commands.options import (
     user_errors,
 )
 from bridge.commands.output import byte_progress, print_json, print_line, print_table
+from bridge.commands.part_options import (
+    BandwidthOption,
+    CommitOption,
+    Engine,
+    EngineOption,
+    PartOption,
+    PartsOption,
+    part_request,
+)
 from bridge.text import human_bytes
 
 if TYPE_CHECKING:
@@ -101,6 +110,11 @@ def convert(
         int | None,
         typer.Option(min=1, help="Threads; each takes 64 MiB of memory; default: one per core, at most 4."),
     ] = None,
+    part: PartOption = None,
+    commit: CommitOption = None,
+    engine: EngineOption = Engine.threads,
+    parts: PartsOption = None,
+    bandwidth: BandwidthOption = None,
     json: JsonOption = False,
 ) -> None:
     """Convert a checkpoint to another format, bit for bit.
@@ -112,6 +126,7 @@ def convert(
     Example:
       twinshard convert runs/torch/step_40 runs/jax/step_40 --mapping decoder
       twinshard convert runs/torch/step_40 small.safetensors --to safetensors --weights-only --cast '*=bfloat16'
+      twinshard convert runs/torch/step_40 runs/jax/step_40 --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
     """
     from bridge.checkpoints.convert import ConvertOptions, format_by_name, planned
     from bridge.checkpoints.convert import convert as run
@@ -121,19 +136,27 @@ def convert(
     axes = axis_sizes(axis, mapping)
     require_mapping(mapping, into, from_, tied, any_model)
     out = Console()
+    request = part_request(part, commit, engine, parts, bandwidth, dry_run=dry_run, resume=resume)
+    options = ConvertOptions(
+        to or format_by_name(dst),
+        mapping,
+        into,
+        from_,
+        axes,
+        selection,
+        cast or (),
+        tied,
+        verify,
+        any_model,
+    )
+    if request is not None:
+        from bridge.commands.convert_parts import convert_in_parts
+
+        report = convert_in_parts(out, request, src, dst, options, replace, resume, workers, json)
+        if report is not None:
+            _print_report(out, report)
+        return
     if dry_run:
-        options = ConvertOptions(
-            to or format_by_name(dst),
-            mapping,
-            into,
-            from_,
-            axes,
-            selection,
-            cast or (),
-            tied,
-            verify,
-            any_model,
-        )
         with user_errors(), planned(src, options) as (conversion, _):
             if json:
                 print_json(out, conversion_document(conversion))
