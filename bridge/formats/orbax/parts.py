@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.atomic import CommitOrAbort
+from bridge.formats.files.manifest import MANIFEST_FILE
 from bridge.formats.files.working import Attempt, WorkingDirectory
 from bridge.formats.orbax.arrays import MANIFEST
 from bridge.formats.orbax.chunks import process_store
@@ -80,13 +81,13 @@ class OrbaxJoin(OrbaxWriter):
     def commit(self, processes: Sequence[int] = ()) -> None:
         """Join the stores of all parts, check that every chunk is there, and let the checkpoint appear."""
         try:
-            # What a killed attempt has joined.
+            # What a killed attempt has joined, and has listed.
             (self._item / MANIFEST).unlink(missing_ok=True)
+            (self._item / MANIFEST_FILE).unlink(missing_ok=True)
             shutil.rmtree(self._item / "d", ignore_errors=True)
             for number, part in enumerate(self._parts, 1):
                 store, place = process_store(part, number), process_store(self._item, number)
                 if store.exists():
-                    # Left empty, or half a copy, by nobody: renaming is all that happens to it.
                     os.rename(store, place)
                 elif not place.exists():
                     raise CheckpointError(
