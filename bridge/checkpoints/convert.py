@@ -268,16 +268,13 @@ def _convert(
     with planned(source, options) as (conversion, reader):
         require_place(source, destination, replace)
         require_untouched(conversion.files, destination)
-        key = {
-            "source": source if isinstance(source, str) else os.path.abspath(source),
-            "files": conversion.digest,
-            "format": conversion.format,
-            "plan": conversion.fingerprint,
-            "items": ",".join(options.write_items),
-            "twinshard": __version__,
-        }
         beside = conversion.companions
-        attempt = Attempt(require_replaceable if replace else None, key, resume, beside.place)
+        attempt = Attempt(
+            require_replaceable if replace else None,
+            conversion_key(source, conversion, options.write_items),
+            resume,
+            beside.place,
+        )
         with (
             large_buffers_returned(),
             naming(destination),
@@ -287,11 +284,7 @@ def _convert(
         ):
             resumed = _write(reader, writer, conversion, workers, progress)
             # Inside of the block: leaving it by an error is what keeps the mixture from appearing.
-            if conversion.files and digest_of(conversion.files) != conversion.digest:
-                raise CheckpointError(
-                    f"{source} was changed while it was being converted: expected one checkpoint, found parts of two; "
-                    "convert it again when its writer has finished"
-                )
+            require_unchanged(conversion)
         return ConvertReport(
             source,
             destination,
@@ -306,13 +299,14 @@ def _convert(
             conversion.inexact,
             options.verify,
             time.perf_counter() - started,
-            *_went_along(beside, destination),
+            *went_along(beside, destination),
         )
 
 
-def _went_along(
+def went_along(
     beside: Companions, destination: Path
 ) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, str]]:
+    """The last three fields of a report: the companions that were copied, kept, and left behind with the reason."""
     if destination.is_dir():
         return tuple(beside.files), tuple(beside.kept), beside.refused
     one_file = dict.fromkeys(beside.files, f"{destination} is one file, and its directory may be anybody's")
@@ -398,6 +392,29 @@ def _write(
     work = runs(outputs, writer, names)
     Copier(reader, writer, work, done=done, total=conversion.nbytes, progress=progress).run(workers)
     return done
+
+
+def conversion_key(
+    source: Path | str, conversion: Conversion, write_items: Sequence[str] = ()
+) -> dict[str, str]:
+    """What identifies a conversion: two that agree in it write the same bytes."""
+    return {
+        "source": source if isinstance(source, str) else os.path.abspath(source),
+        "files": conversion.digest,
+        "format": conversion.format,
+        "plan": conversion.fingerprint,
+        "items": ",".join(write_items),
+        "twinshard": __version__,
+    }
+
+
+def require_unchanged(conversion: Conversion) -> None:
+    """CheckpointError when the source is not what it was when the conversion was planned."""
+    if conversion.files and digest_of(conversion.files) != conversion.digest:
+        raise CheckpointError(
+            f"{conversion.source} was changed while it was being converted: expected one checkpoint, found parts of "
+            "two; convert it again when its writer has finished"
+        )
 
 
 def _halves(progress: Progress | None) -> tuple[Progress, Progress]:

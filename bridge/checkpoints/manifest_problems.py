@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-import google_crc32c
-
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, name_of
 from bridge.formats.coverage import check_coverage
+from bridge.formats.crc32c import extend
 from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -80,7 +79,7 @@ def _file_crc(path: Path) -> int:
     crc = 0
     with open(path, "rb") as file:
         while block := file.read(_FILE_BLOCK):
-            crc = google_crc32c.extend(crc, block)
+            crc = extend(crc, block)
     return crc
 
 

@@ -32,6 +32,15 @@ from bridge.commands.options import (
 )
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 from bridge.commands.parents import ask_for_parents, missing_parent
+from bridge.commands.part_options import (
+    BandwidthOption,
+    CommitOption,
+    Engine,
+    EngineOption,
+    PartOption,
+    PartsOption,
+    part_request,
+)
 from bridge.commands.stopping import leaving
 from bridge.formats.files.journal import abandoned
 from bridge.formats.stores.store import is_url
@@ -143,6 +152,11 @@ def convert(
         int | None,
         typer.Option(min=1, help="Threads; each takes 64 MiB of memory; default: one per core, at most 4."),
     ] = None,
+    part: PartOption = None,
+    commit: CommitOption = None,
+    engine: EngineOption = Engine.threads,
+    parts: PartsOption = None,
+    bandwidth: BandwidthOption = None,
     json: JsonOption = False,
 ) -> None:
     """Convert a checkpoint to another format, bit for bit.
@@ -154,6 +168,7 @@ def convert(
     Example:
       twinshard convert runs/torch/step_40 runs/jax/step_40 --mapping decoder
       twinshard convert runs/torch/step_40 small.safetensors --to safetensors --weights-only --cast '*=bfloat16'
+      twinshard convert runs/torch/step_40 runs/jax/step_40 --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
     """
     from bridge.checkpoints.convert import ConvertOptions, format_by_name, planned
     from bridge.checkpoints.convert import convert as run
@@ -167,33 +182,42 @@ def convert(
     if write_items and to not in (None, TargetFormat.orbax):
         raise typer.BadParameter(f"--write-item needs --to orbax: only Orbax has items, got --to {to}")
     out = Console()
+    request = part_request(part, commit, engine, parts, bandwidth, dry_run=dry_run, resume=resume)
+    options = ConvertOptions(
+        to or format_by_name(dst) or ("orbax" if write_items else None),
+        mapping,
+        into,
+        from_,
+        axes,
+        selection,
+        cast or (),
+        tied,
+        verify,
+        any_model,
+        companions=companions,
+        dequantize=dequantize,
+        items=items,
+        write_items=write_items,
+    )
+    if not dry_run:
+        with user_errors(json=json):
+            missing = missing_parent(dst)
+            if missing is not None and not parents:
+                ask_for_parents(missing, dst)
+    if request is not None:
+        from bridge.commands.convert_parts import convert_in_parts
+
+        report = convert_in_parts(out, request, src, at, dst, options, replace, resume, workers, json)
+        if report is not None:
+            _print_report(out, report)
+        return
     if dry_run:
-        options = ConvertOptions(
-            to or format_by_name(dst) or ("orbax" if write_items else None),
-            mapping,
-            into,
-            from_,
-            axes,
-            selection,
-            cast or (),
-            tied,
-            verify,
-            any_model,
-            companions=companions,
-            dequantize=dequantize,
-            items=items,
-            write_items=write_items,
-        )
         with user_errors(json=json), planned(at_step(src, at), options) as (conversion, _):
             if json:
                 print_json(out, conversion_document(conversion))
             else:
                 _print_plan(out, conversion, dst)
         return
-    with user_errors(json=json):
-        missing = missing_parent(dst)
-        if missing is not None and not parents:
-            ask_for_parents(missing, dst)
     with (
         leaving(lambda: _left(dst, replace, resume)),
         user_errors(json=json),

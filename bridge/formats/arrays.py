@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import google_crc32c
 import numpy as np
+
+from bridge.formats.crc32c import extend
 
 
 def raw_bytes(array: np.ndarray) -> np.ndarray:
@@ -25,5 +26,5 @@ def array_checksum(*parts: np.ndarray, crc: int = 0) -> int:
         flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
         # The C extension takes read-only buffers.
         flat.flags.writeable = False
-        crc = int(google_crc32c.extend(crc, flat)) if flat.size else crc
+        crc = extend(crc, flat)
     return crc

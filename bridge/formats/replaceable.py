@@ -22,8 +22,9 @@ from bridge.formats.files.manifest import MANIFEST_FILE
 from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE
 from bridge.formats.safetensors.files import INDEX_SUFFIX, SUFFIX, find_files
 from bridge.formats.saving.retention import METRICS_FILE
+from bridge.formats.share import PARTS_FOLDER
 
-_OURS: Final = (MANIFEST_FILE, JOURNAL_FILE, METRICS_FILE)
+_OURS: Final = (MANIFEST_FILE, JOURNAL_FILE, PARTS_FOLDER, METRICS_FILE)
 _DCP: Final = (".metadata", "__*.metadata", "*.distcp")
 _ORBAX_ROOTS: Final = (TREE_FILE, "_CHECKPOINT_METADATA", "orbax.checkpoint")
 _ORBAX_FILES: Final = (

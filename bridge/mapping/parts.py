@@ -67,8 +67,8 @@ def uneven(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -
                     seen.setdefault(place, {}).setdefault(id(rule), set()).add(value)
     for place, numbers in seen.items():
         everything = set().union(*numbers.values())
-        for key, values in numbers.items():
-            if missing := sorted(everything - values):
+        for key, there in numbers.items():
+            if missing := sorted(everything - there):
                 yield (
                     f"rule {NAMES}: expected a tensor for each {place} that other rules have, found none for "
                     f"{', '.join(map(str, missing[:_SHOWN]))}; if the model is like that, mark the rule optional",

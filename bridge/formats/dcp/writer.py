@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 
-import google_crc32c
 import numpy as np
 
 from bridge.formats.base import (
@@ -26,6 +25,7 @@ from bridge.formats.base import (
     flat_name,
     grid_of_chunks,
 )
+from bridge.formats.crc32c import extend
 from bridge.formats.dcp.archive_writer import (
     data_start,
     tensor_archive,
@@ -48,8 +48,17 @@ from bridge.formats.files.working import Attempt, WorkingDirectory
 from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import default_chunk_shape
+from bridge.formats.share import Share
 
-_DATA_FILE = "__0_0.distcp"
+
+def data_file(rank: int) -> str:
+    """The name of the data file of one writer, from 0."""
+    return f"__{rank}_0.distcp"
+
+
+def rank_metadata(rank: int) -> str:
+    """The name of the metadata of one of several writers, from 0."""
+    return f"__{rank}.metadata"
 
 
 class DcpWriter(RecordedChunks, CommitOrAbort):
@@ -57,17 +66,24 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
 
     Tensors above 32 MiB are cut into chunks of at most that size, along the first axis as far as rows allow. Memory:
     none beyond the caller's array, or one copy of it if it is not contiguous. May be used by several threads.
+
+    share: with one, only its chunks are written, and `path` becomes a directory of one part; see `formats/parts.py`.
     """
 
     format = "dcp"
     _sink: _Archives
 
-    def __init__(self, path: str | os.PathLike[str], attempt: Attempt | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], attempt: Attempt | None = None, *, share: Share | None = None
+    ) -> None:
+        self._share = share
         self._directory = WorkingDirectory(path, attempt or Attempt())
         self.path: Path = self._directory.path
         self._record = ChunkRecord(self.path, self._directory.journal)
         try:
-            self._data = self._record.open(self._directory.temporary / _DATA_FILE)
+            self._data = self._record.open(
+                self._directory.temporary / data_file(share.number - 1 if share else 0)
+            )
         except BaseException:
             self.abort()
             raise
@@ -102,7 +118,8 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
             chunks = grid_of_chunks(shape, block)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
-        info = TensorInfo(name, tree_path, shape, dtype, chunks)
+        own = chunks if self._share is None else self._share.own(name, chunks)
+        info = TensorInfo(name, tree_path, shape, dtype, own)
         with self._lock:
             self._refuse_repeated(name, self._objects)
             self._sink.reserve(info)
@@ -121,7 +138,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
             archive = value_archive(value, self._data.end, f"{self.path}: object {name!r}")
             offset = self._data.reserve(len(archive))
             self._data.write(offset, archive)
-            self._objects[name] = Extent(_DATA_FILE, offset, len(archive))
+            self._objects[name] = Extent(self._data.path.name, offset, len(archive))
             self._object_checksums[name] = object_checksum(value)
             self._object_paths[name] = tree_path
 
@@ -143,12 +160,11 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
             extents = self._sink.extents
             metadata = DcpMetadata(self._record.infos, extents, self._objects, self._object_paths)
             folder = self._directory.temporary
-            (folder / ".metadata").write_bytes(format_metadata(metadata))
+            name = ".metadata" if self._share is None else rank_metadata(self._share.number - 1)
+            (folder / name).write_bytes(format_metadata(metadata))
             files = {
-                ".metadata": ManifestFile(
-                    (folder / ".metadata").stat().st_size, file_checksum(folder / ".metadata")
-                ),
-                _DATA_FILE: ManifestFile(self._data.path.stat().st_size, None, self._rest()),
+                name: ManifestFile((folder / name).stat().st_size, file_checksum(folder / name)),
+                self._data.path.name: ManifestFile(self._data.path.stat().st_size, None, self._rest()),
             }
             manifest = Manifest(self.format, self._record.manifest(), self._object_checksums, files)
             (folder / MANIFEST_FILE).write_bytes(render_manifest(manifest))
@@ -164,8 +180,8 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
         crc = 0
         # Not read back: a few hundred bytes beside small elements would cost as much as all of these.
         for _, part in heapq.merge(objects, self._sink.around(self._record.infos), key=itemgetter(0)):
-            crc = google_crc32c.extend(crc, part)
-        return int(crc)
+            crc = extend(crc, part)
+        return crc
 
     def abort(self) -> None:
         """Remove everything written. Does nothing after commit or abort."""
@@ -190,7 +206,7 @@ class _Archives:
         extents = []
         for box in info.chunks:
             length = tensor_archive_length(info.dtype, box.sizes, self._data.end)
-            extents.append(Extent(_DATA_FILE, self._data.reserve(length), length))
+            extents.append(Extent(self._data.path.name, self._data.reserve(length), length))
         self.extents[info.name] = tuple(extents)
 
     def place(self, info: TensorInfo, number: int) -> Place:

@@ -22,6 +22,7 @@ from typing import Self
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.atomic import remove, temporaries_of
+from bridge.formats.share import PARTS_FOLDER
 
 JOURNAL_FILE = "twinshard.journal"
 _ABANDONED_SECONDS = 3600.0
@@ -31,6 +32,17 @@ Key = Mapping[str, str]
 
 Done = dict[str, dict[int, int]]
 """For each tensor the CRC-32C of the chunks that are on disk, by the number of the chunk."""
+
+
+class InUse(CheckpointError):
+    """Another process writes in the directory."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(f"{directory} is being written by another process: wait for it, or stop it")
+        self.directory = directory
+
+    def __reduce__(self) -> tuple[type[InUse], tuple[Path]]:
+        return type(self), (self.directory,)
 
 
 @dataclass
@@ -82,7 +94,7 @@ def resume(path: Path, key: Key) -> Journal | None:
             continue
         if not _lock(descriptor):
             os.close(descriptor)
-            raise CheckpointError(f"{directory} is being written by another process: wait for it, or stop it")
+            raise InUse(directory)
         found, done, length = _parse((directory / JOURNAL_FILE).read_bytes())
         if found == dict(key):
             os.truncate(descriptor, length)
@@ -118,10 +130,24 @@ def abandoned(path: Path) -> list[Path]:
             continue
         except OSError:
             continue
-        if _lock(descriptor):
+        if _lock(descriptor) and not _writes_parts(directory):
             found.append(directory)
         os.close(descriptor)
     return found
+
+
+def _writes_parts(directory: Path) -> bool:
+    """Whether a process writes a part of the checkpoint; only who joins the parts locks the directory itself."""
+    for journal in (directory / PARTS_FOLDER).glob(f"*/{JOURNAL_FILE}"):
+        try:
+            descriptor = os.open(journal, os.O_RDWR)
+        except OSError:
+            continue
+        free = _lock(descriptor)
+        os.close(descriptor)
+        if not free:
+            return True
+    return False
 
 
 def remove_abandoned(path: Path) -> None:

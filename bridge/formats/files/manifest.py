@@ -31,6 +31,7 @@ from typing import Any
 import google_crc32c
 
 from bridge.formats.base import Box, CheckpointError, dtype_from_name
+from bridge.formats.crc32c import extend
 from bridge.formats.files.atomic import sidecar_of
 from bridge.formats.files.mapped import small_file
 
@@ -71,12 +72,16 @@ class ManifestFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds; tensors and objects by the names its reader gives them, files by relative path."""
+    """What a checkpoint holds; tensors and objects by the names its reader gives them, files by relative path.
+
+    conversion: where a conversion in parts made the checkpoint, which one.
+    """
 
     format: str
     tensors: Mapping[str, ManifestTensor]
     objects: Mapping[str, int]
     files: Mapping[str, ManifestFile]
+    conversion: str | None = None
 
 
 def manifest_path(checkpoint: Path) -> Path:
@@ -130,7 +135,7 @@ def rest_checksum(path: Path, ranges: Iterable[tuple[int, int]]) -> int:
                 data = os.pread(file.fileno(), min(stop - position, _BLOCK), position)
                 if not data:
                     raise OSError(f"{path}: expected {end} bytes, found {position}")
-                crc = google_crc32c.extend(crc, data)
+                crc = extend(crc, data)
                 position += len(data)
     return int(crc)
 
@@ -172,6 +177,8 @@ def render_manifest(manifest: Manifest) -> bytes:
             for name, file in manifest.files.items()
         },
     }
+    if manifest.conversion is not None:
+        data["conversion"] = [manifest.conversion, _hex(object_checksum(manifest.conversion))]
     return json.dumps(data).encode()
 
 
@@ -189,6 +196,7 @@ def parse_manifest(data: bytes, what: str) -> Manifest:
                 _text(name): ManifestFile(_size(size), None if crc is None else _crc(crc), *map(_crc, rest))
                 for name, (size, crc, *rest) in root["files"].items()
             },
+            _conversion(root),
         )
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, CheckpointError) as error:
         raise CheckpointError(f"{what}: malformed or damaged manifest: {error!r:.200}") from error
@@ -197,6 +205,19 @@ def parse_manifest(data: bytes, what: str) -> Manifest:
 def _tensor(entry: Any) -> ManifestTensor:
     chunks = {Box(_sizes(low), _sizes(sizes)): _crc(crc) for low, sizes, crc in entry["chunks"]}
     return ManifestTensor(_text(entry["dtype"]), _sizes(entry["shape"]), chunks)
+
+
+def _conversion(root: Mapping[str, Any]) -> str | None:
+    unknown = root.keys() - {_MARK, "format", "tensors", "objects", "files", "conversion"}
+    if unknown:
+        raise ValueError(f"expected no further entries, got {min(unknown)!r:.40}")
+    if "conversion" not in root:
+        return None
+    text, crc = root["conversion"]
+    # Nothing else tells when this text is damaged.
+    if _crc(crc) != object_checksum(_text(text)):
+        raise ValueError(f"expected another checksum for {text!r:.40}")
+    return _text(text)
 
 
 def _sizes(values: Iterable[Any]) -> tuple[int, ...]:

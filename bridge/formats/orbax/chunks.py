@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import google_crc32c
@@ -55,26 +55,31 @@ class ChunkStore:
         self._metadata: dict[tuple[tuple[int, ...], tuple[int, ...], np.dtype], bytes] = {}
         self._lock = threading.Lock()
 
-    def declare(self, name: str, layout: ArrayLayout) -> None:
-        """The array of a tensor, whose chunks are to come. Not for several threads at once."""
+    def declare(self, name: str, layout: ArrayLayout, own: Sequence[Box] | None = None) -> None:
+        """The array of a tensor, whose chunks are to come. Not for several threads at once.
+
+        own: those that this store will have, by default all.
+        """
         self._layouts[name] = layout
         alike = layout.shape, layout.chunk, layout.dtype
         if alike not in self._metadata:
             self._metadata[alike] = json.dumps(layout.metadata()).encode()
         self._store.put(metadata_key(layout.key, zarr3=True), self._metadata[alike])
         if self._complete:
-            for key in layout.stored_keys():
+            for key in layout.stored_keys() if own is None else (self._key(layout, box) for box in own):
                 self._store.reserve(key, layout.chunk_bytes + _TRAILER)
 
     def place(self, info: TensorInfo, number: int) -> Place:
         layout = self._layouts[info.name]
-        low = info.chunks[number].offsets
-        key = layout.chunk_key(tuple(o // n for o, n in zip(low, layout.chunk, strict=True)))
+        key = self._key(layout, info.chunks[number])
         if not self._complete:
             # Only now is it known that this process writes the chunk: a place that stays empty would be in the index.
             with self._lock:
                 self._store.reserve(key, layout.chunk_bytes + _TRAILER)
         return self._store.places[key]
+
+    def _key(self, layout: ArrayLayout, box: Box) -> str:
+        return layout.chunk_key(tuple(o // n for o, n in zip(box.offsets, layout.chunk, strict=True)))
 
     def encode(
         self, info: TensorInfo, number: int, parts: list[np.ndarray], crc: int

@@ -28,6 +28,7 @@ import tensorstore as ts
 from bridge.callers import warn_caller
 from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
+from bridge.formats.crc32c import extend
 from bridge.formats.files.mapped import (
     BLOCK,
     Fetch,
@@ -245,7 +246,7 @@ class OrbaxReader(ClosedAtEnd):
         crc = 0
         for first in range(start, start + size, BLOCK):
             stop = min(first + BLOCK, start + size)
-            crc = google_crc32c.extend(crc, np.frombuffer(file, np.uint8, stop - first, first))
+            crc = extend(crc, np.frombuffer(file, np.uint8, stop - first, first))
             # A small chunk is copied right away.
             if size > BLOCK:
                 drop_pages(file, first, stop)

@@ -69,6 +69,7 @@ from bridge.formats.orbax.keys import write_keys
 from bridge.formats.orbax.objects import encode_object
 from bridge.formats.orbax.strings import STRINGS_FILE, render_strings
 from bridge.formats.orbax.tree import Claims, as_path, leaf_name, leaves_of, render_tree, storage_key
+from bridge.formats.share import PARTS_FOLDER, Share
 
 _CHUNK = 8 << 20
 _MAX_CHUNK = 32 << 20
@@ -82,18 +83,26 @@ class OrbaxPart(RecordedChunks):
     """The share of one process in writing a checkpoint: every process declares all tensors, one writes each chunk.
 
     path: where the checkpoint will be, for errors. item: the directory that will hold its arrays. process: whose store
-    to write to, None where there is only one. Writing is thread-safe.
+    to write to, None where there is only one. share: which chunks this process writes, where that is decided
+    beforehand. Writing is thread-safe.
     """
 
     _sink: ChunkStore
 
-    def __init__(self, path: Path, item: Path, process: int | None, journal: Journal | None = None) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        item: Path,
+        process: int | None,
+        journal: Journal | None = None,
+        share: Share | None = None,
+    ) -> None:
+        self.path, self._share = path, share
         self._item = item
         self._process = process
         self._record = ChunkRecord(path, journal)
         directory = item if process is None else process_store(item, process)
-        self._sink = ChunkStore(directory, self._record.open, complete=process is None)
+        self._sink = ChunkStore(directory, self._record.open, complete=process is None or share is not None)
         self._lock = threading.Lock()
         self._claims = Claims(str(self.path))
         self._layouts: dict[str, ArrayLayout] = {}
@@ -119,12 +128,13 @@ class OrbaxPart(RecordedChunks):
             boxes = grid_of_chunks(shape, array.chunk)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
-        info = TensorInfo(name, leaf, shape, dtype, boxes)
+        own = None if self._share is None else self._share.own(name, boxes)
+        info = TensorInfo(name, leaf, shape, dtype, boxes if own is None else own)
         with self._lock:
             self._claims.add(leaf)
             self._layouts[name] = array
             self._record.declare(info)
-            self._sink.declare(name, array)
+            self._sink.declare(name, array, own)
         return info
 
     def finish(self) -> None:
@@ -135,7 +145,7 @@ class OrbaxPart(RecordedChunks):
             if self._process is not None:
                 part = Manifest("orbax", self._record.manifest(), {}, {})
                 self._item.mkdir(exist_ok=True)
-                _manifest_part(self._item, self._process).write_bytes(render_manifest(part))
+                manifest_part(self._item, self._process).write_bytes(render_manifest(part))
 
     def abort(self) -> None:
         """Forget what is not on disk yet. Does nothing after commit or abort."""
@@ -190,6 +200,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         self._started = time.time_ns()
         self._objects: dict[TreePath, object] = {}
         self._kinds: dict[str, str] = {}
+        self._conversion: str | None = None
 
     @property
     def temporary(self) -> Path:
@@ -297,7 +308,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
     def _write_manifest(self, processes: Sequence[int]) -> None:
         tensors = dict(self._record.manifest())
         for process in processes:
-            part = _manifest_part(self._item, process)
+            part = manifest_part(self._item, process)
             if process == self._process and not part.exists():
                 continue
             for name, tensor in parse_manifest(part.read_bytes(), str(part)).tensors.items():
@@ -307,11 +318,13 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         root = self._directory.temporary
         files = {}
         for path in sorted(p for p in root.rglob("*") if p.is_file() and p.name != JOURNAL_FILE):
+            if path.relative_to(root).parts[0] == PARTS_FOLDER:
+                continue
             # Below "d" are the nodes and values of OCDBT.
             crc = None if path.parent.name == "d" else file_checksum(path)
             files[str(path.relative_to(root))] = ManifestFile(path.stat().st_size, crc)
         objects = {leaf_name(path): object_checksum(value) for path, value in self._objects.items()}
-        manifest = Manifest(self.format, tensors, objects, files)
+        manifest = Manifest(self.format, tensors, objects, files, self._conversion)
         (root / MANIFEST_FILE).write_bytes(render_manifest(manifest))
 
 
@@ -348,7 +361,7 @@ def array_layout(
             f"tensor {leaf_name(leaf)!r}: expected no negative dimension, got shape {shape}"
         )
     if chunk_shape is None:
-        chunk = _row_slab(shape, dtype.itemsize, _CHUNK)
+        chunk = default_chunk(shape, dtype)
     else:
         if len(chunk_shape) != len(shape) or any(n < 1 for n in chunk_shape):
             raise CheckpointError(
@@ -364,8 +377,14 @@ def handler_of(layout: Literal["v0", "v1"]) -> str:
     return _HANDLERS[layout]
 
 
-def _manifest_part(item: Path, process: int) -> Path:
+def manifest_part(item: Path, process: int) -> Path:
+    """Where a process writes the checksums of its chunks."""
     return item / f"{MANIFEST_FILE}.process_{process}"
+
+
+def default_chunk(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
+    """The chunk shape of a tensor for which nothing else is wished."""
+    return _row_slab(shape, dtype.itemsize, _CHUNK)
 
 
 def _row_slab(shape: tuple[int, ...], itemsize: int, target: int) -> tuple[int, ...]:

@@ -47,6 +47,7 @@ from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, encode_value, 
 from bridge.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
 from bridge.formats.safetensors.header import METADATA_KEY, dtype_code, format_header
 from bridge.formats.safetensors.reader import FORMAT_KEY, FORMAT_VALUE, HIDDEN_KEYS
+from bridge.formats.share import Share
 
 SHARD_BYTES: Final = 5_000_000_000
 """Largest shard, as Hugging Face cuts them; a larger tensor has one of its own."""
@@ -59,6 +60,9 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
     more bytes in all are spread over several files, unless `path` is to be one file. Tensors are written in pieces of
     at most 32 MiB. Memory: none beyond the caller's array, or one copy of it if it is not contiguous. May be used by
     several threads.
+
+    share: with one, the tensors that are declared are those of one part, and `path` becomes a directory of these, with
+    an index; see `formats/parts.py`.
     """
 
     format = "safetensors"
@@ -69,6 +73,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         attempt: Attempt | None = None,
         *,
         shard_bytes: int = SHARD_BYTES,
+        share: Share | None = None,
     ) -> None:
         if shard_bytes < 1:
             raise ValueError(f"expected shards of 1 byte or more, got {shard_bytes}")
@@ -78,7 +83,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
             require_own(sidecar_of(Path(path)))
         self._directory = WorkingDirectory(path, attempt or Attempt(), payload=single)
         self.path: Path = self._directory.path
-        self._single = single
+        self._single, self._share = single, share
         self._shard_bytes = shard_bytes
         self._record = ChunkRecord(self.path, self._directory.journal)
         self._objects: dict[str, tuple[TreePath, object]] = {}
@@ -204,7 +209,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
             os.truncate(stored.path, position)
             stored.write(0, header)
             total += position - len(header)
-        if len(shards) > 1:
+        if len(shards) > 1 or self._share is not None:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (self._directory.temporary / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
         return places

@@ -1,0 +1,146 @@
+"""A conversion whose parts are run by a cluster: processes of this machine, or Ray.
+
+    parts 1 2 3 4 ... -> submit -> done: next   lost: submit again -> all done: join
+
+A worker that is lost, with its machine or alone, costs what its part has not noted in its journal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from bridge.checkpoints.convert import ConvertOptions, ConvertReport
+from bridge.checkpoints.parts import PartReport, commit_parts, convert_part
+from bridge.formats.base import CheckpointError
+from bridge.formats.files.journal import InUse
+from bridge.formats.regions import Progress
+from bridge.formats.stores.store import is_url
+from bridge.mapping.rules import MappingTable, load_mapping
+
+MAX_LOST = 5
+"""How often the worker of one part may be lost: a part that kills each of its workers will kill the next, too."""
+
+Handle = TypeVar("Handle")
+
+
+class WorkerLost(Exception):
+    """The process that ran a part has ended without a result."""
+
+
+@dataclass(frozen=True)
+class PartTask:
+    """One part, to be run in another process: `convert_part` with these arguments."""
+
+    src: str
+    dst: str
+    options: ConvertOptions
+    part: int
+    parts: int
+    replace: bool
+    workers: int
+
+    def run(self) -> PartReport:
+        try:
+            return self._run(resume=True)
+        except InUse:
+            # By a worker that counts as lost and is not, behind a broken network: the first to finish is kept.
+            return self._run(resume=False)
+
+    def _run(self, resume: bool) -> PartReport:
+        return convert_part(
+            self.src,
+            self.dst,
+            self.options,
+            self.part,
+            self.parts,
+            commit=False,
+            replace=self.replace,
+            resume=resume,
+            workers=self.workers,
+        )
+
+
+class Cluster(Protocol[Handle]):
+    """What runs parts. `slots`: how many at once."""
+
+    @property
+    def slots(self) -> int: ...
+
+    def submit(self, task: PartTask) -> Handle:
+        """Begin a part."""
+
+    def wait(self, handles: Sequence[Handle]) -> Handle:
+        """One of these that has ended."""
+
+    def result(self, handle: Handle) -> PartReport:
+        """The report of a part that has ended. WorkerLost when its process has; the part's own error otherwise."""
+
+    def close(self) -> None:
+        """End what is still running."""
+
+
+def convert_on(
+    cluster: Cluster[Handle],
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    options: ConvertOptions,
+    *,
+    parts: int,
+    replace: bool = False,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> ConvertReport:
+    """Convert on a cluster, in so many parts, each with ``workers`` threads; see `convert_part` and `commit_parts`.
+
+    Parts that are complete from an earlier attempt are not run again. Raises what these two raise, and CheckpointError
+    for a part whose worker was lost MAX_LOST times; the parts that are complete then stay for the next attempt.
+    """
+    started = time.perf_counter()
+    source = str(src) if is_url(src) else os.path.abspath(src)
+    destination = str(dst) if is_url(dst) else os.path.abspath(dst)
+    options = _anywhere(options)
+    waiting = [
+        PartTask(source, destination, options, part, parts, replace, workers) for part in range(1, parts + 1)
+    ]
+    running: dict[Handle, PartTask] = {}
+    lost: dict[int, int] = {}
+    resumed = done = 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < cluster.slots:
+                task = waiting.pop(0)
+                running[cluster.submit(task)] = task
+            handle = cluster.wait(list(running))
+            task = running.pop(handle)
+            try:
+                report = cluster.result(handle)
+            except WorkerLost as error:
+                lost[task.part] = lost.get(task.part, 0) + 1
+                if lost[task.part] >= MAX_LOST:
+                    raise CheckpointError(
+                        f"part {task.part} of {parts}: its worker was lost {MAX_LOST} times, the last time so: "
+                        f"{error}; look for the reason on its machine (memory?), then convert again: complete parts "
+                        "are kept"
+                    ) from None
+                waiting.append(task)
+                continue
+            resumed += report.bytes if report.found else report.resumed_bytes
+            done += 1
+            if progress is not None:
+                progress(done, parts, f"part {task.part}")
+    finally:
+        cluster.close()
+    whole = commit_parts(source, destination, options, parts=parts, replace=replace)
+    return dataclasses.replace(whole, resumed_bytes=resumed, seconds=time.perf_counter() - started)
+
+
+def _anywhere(options: ConvertOptions) -> ConvertOptions:
+    """The same options for a process on a machine that may lack the mapping's file."""
+    if options.mapping is None or isinstance(options.mapping, MappingTable):
+        return options
+    return dataclasses.replace(options, mapping=load_mapping(os.fspath(options.mapping)))

@@ -1,0 +1,338 @@
+"""A conversion in parts: each is a process of its own, on any machine that sees source and destination.
+
+    part 1   plan -> its pieces -> part_1/ appears --\
+    part 2   plan -> its pieces -> part_2/ appears ---+-- the last to finish: all there? -> join -> destination appears
+    part 3   plan -> its pieces -> part_3/ appears --/
+
+Parts need not know each other: each plans the whole conversion from the source's metadata, and takes its own pieces. A
+part that was killed is run again; one that is complete is not written again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bridge.checkpoints.convert import (
+    Conversion,
+    ConvertOptions,
+    ConvertReport,
+    conversion_key,
+    planned,
+    require_unchanged,
+    went_along,
+)
+from bridge.checkpoints.destination import naming, require_place, require_space, require_untouched
+from bridge.checkpoints.engine import Copier, runs
+from bridge.checkpoints.pieces import PartPlan, make_part_plan
+from bridge.checkpoints.stage import Stage, stages_at
+from bridge.checkpoints.workers import default_workers, large_buffers_returned
+from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter
+from bridge.formats.files.journal import InUse
+from bridge.formats.files.working import Attempt
+from bridge.formats.parts import create_part, join_parts, require_names
+from bridge.formats.regions import Progress
+from bridge.formats.replaceable import require_replaceable
+from bridge.formats.safetensors.files import SUFFIX
+from bridge.formats.stores.store import is_url, place_of
+
+_WAIT_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """The result of one part of a conversion.
+
+    bytes: of the elements of its pieces. resumed_bytes: those that an earlier attempt had written. found: whether the
+    part was complete before. overflowed: see `ConvertReport`. missing: parts that were not complete when this one was.
+    committed: whether the destination is there.
+    """
+
+    destination: Path
+    part: int
+    parts: int
+    pieces: int
+    bytes: int
+    resumed_bytes: int
+    found: bool
+    overflowed: Mapping[str, int]
+    missing: tuple[int, ...]
+    committed: bool
+    seconds: float
+
+
+def convert_part(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    options: ConvertOptions,
+    part: int,
+    parts: int,
+    *,
+    commit: bool = True,
+    replace: bool = False,
+    resume: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> PartReport:
+    """Write part ``part`` of ``parts``, from 1, of a conversion to the directory ``dst``.
+
+    All parts need the same source, options and number of parts, and a file system that all of them see. commit: when
+    all parts are complete, let the destination appear; the last part to finish does it. replace, resume, workers,
+    progress: see `convert`. Two runs of one part at once do no harm: the first to finish is kept.
+
+    Raises what `convert` raises, and CheckpointError for a destination that is a URL or a single file, and for a part
+    outside 1 to `parts`.
+    """
+    started = time.perf_counter()
+    if not 1 <= part <= parts:
+        raise CheckpointError(f"expected a part from 1 to {parts}, got {part}")
+    destination = _require_directory(dst, options)
+    source = place_of(src)
+    with planned(source, options) as (conversion, reader):
+        plan = make_part_plan(conversion.format, conversion.outputs, parts)
+        stage = _stage(source, destination, conversion, parts)
+        resumed, overflowed, found = 0, {}, True
+        if not stage.committed():
+            require_place(source, destination, replace)
+            require_untouched(conversion.files, destination)
+            require_names(destination, conversion.format, _leaves(conversion))
+            stage.create(plan)
+            if not stage.part(part).is_dir():
+                copy = _PartCopy(reader, conversion, stage, plan, part, options.verify)
+                found, resumed = copy.run(resume, default_workers() if workers is None else workers, progress)
+                overflowed = copy.overflowed
+        missing = () if stage.committed() else stage.missing
+        if commit and not missing:
+            _commit(conversion, stage, replace)
+        committed = stage.committed()
+        if committed:
+            # A part that came late may have begun anew what another one has just finished.
+            stage.tidy()
+        return PartReport(
+            destination,
+            part,
+            parts,
+            len(plan.parts[part - 1]),
+            plan.sizes[part - 1],
+            resumed,
+            found,
+            overflowed,
+            missing,
+            committed,
+            time.perf_counter() - started,
+        )
+
+
+def commit_parts(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    options: ConvertOptions,
+    *,
+    parts: int | None = None,
+    replace: bool = False,
+) -> ConvertReport:
+    """Let the destination of a conversion in parts appear. parts: their number, by default as they are found.
+
+    Raises CheckpointError when parts are missing, or are of another source or of other options, and what `convert`
+    raises about source, options and destination. The parts stay as they are then.
+    """
+    started = time.perf_counter()
+    destination = _require_directory(dst, options)
+    source = place_of(src)
+    with planned(source, options) as (conversion, _):
+        stage = _found_stage(source, destination, conversion, parts)
+        if not stage.committed():
+            require_place(source, destination, replace)
+            require_untouched(conversion.files, destination)
+            if stage.missing:
+                raise CheckpointError(_missing(stage))
+        notes = _commit(conversion, stage, replace)
+        stage.tidy()
+    overflowed: dict[str, int] = {}
+    verified = options.verify
+    for note in notes:
+        verified = verified and bool(note["verified"])
+        for name, count in _counts(note["overflowed"]).items():
+            overflowed[name] = overflowed.get(name, 0) + count
+    return ConvertReport(
+        source,
+        destination,
+        conversion.source_format,
+        conversion.format,
+        len(conversion.outputs),
+        len(conversion.objects),
+        conversion.nbytes,
+        0,
+        conversion.left_out,
+        overflowed,
+        conversion.inexact,
+        verified,
+        time.perf_counter() - started,
+        *went_along(conversion.companions, destination),
+    )
+
+
+class _PartCopy:
+    """The writing of one part."""
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        conversion: Conversion,
+        stage: Stage,
+        plan: PartPlan,
+        part: int,
+        verified: bool,
+    ) -> None:
+        self._reader, self._conversion, self._stage, self._part = reader, conversion, stage, part
+        self._share = plan.share(part)
+        self._total = plan.sizes[part - 1]
+        self._outputs = [conversion.outputs[name] for name in self._share.chunks]
+        self._verified = verified
+        self.overflowed: dict[str, int] = {}
+
+    def run(self, resume: bool, workers: int, progress: Progress | None) -> tuple[bool, int]:
+        """Whether another run of the part was faster, and the bytes that an earlier one had written."""
+        stage, path = self._stage, self._stage.part(self._part)
+        attempt = Attempt(None, {**stage.key, "part": str(self._part)}, resume)
+        try:
+            with (
+                large_buffers_returned(),
+                naming(stage.destination),
+                create_part(path, self._conversion.format, self._share, attempt) as writer,
+            ):
+                resumed = self._write(writer, workers, progress)
+                require_unchanged(self._conversion)
+                self.overflowed = {o.name: o.overflowed for o in self._outputs if o.overflowed}
+                stage.note(self._part, {"overflowed": self.overflowed, "verified": self._verified})
+        except OSError:
+            # Its directory appeared meanwhile, or went with all others: another run has finished.
+            if path.is_dir() or stage.committed():
+                return True, 0
+            raise
+        return False, resumed
+
+    def _write(self, writer: CheckpointWriter, workers: int, progress: Progress | None) -> int:
+        if self._part == 1:
+            declare_values(self._conversion, writer)
+        outputs = self._outputs
+        names = {o.name: writer.add_tensor(o.path, o.shape, o.dtype).name for o in outputs}
+        if self._part == 1:
+            writer.add_kinds(self._conversion.kinds)
+        done = sum(box.numel * o.dtype.itemsize for o in outputs for box in writer.stored(names[o.name]))
+        require_space(writer.path, self._total - done)
+        work = runs(outputs, writer, names)
+        Copier(self._reader, writer, work, done=done, total=self._total, progress=progress).run(workers)
+        return done
+
+
+def declare_values(conversion: Conversion, writer: CheckpointWriter) -> None:
+    for path, value in conversion.objects.values():
+        writer.add_object(path, value)
+
+
+def _commit(conversion: Conversion, stage: Stage, replace: bool) -> Sequence[Mapping[str, object]]:
+    """Join all parts. Where another process does so at the moment, wait for it."""
+
+    def declare(writer: CheckpointWriter) -> None:
+        declare_values(conversion, writer)
+        for output in conversion.outputs.values():
+            writer.add_tensor(output.path, output.shape, output.dtype)
+        writer.add_kinds(conversion.kinds)
+
+    place = conversion.companions.place
+    attempt = Attempt(require_replaceable if replace else None, stage.key, resume=True, accompany=place)
+    parts = [stage.part(number) for number in range(1, stage.count + 1)]
+    notes: Sequence[Mapping[str, object]] = ()
+    while not stage.committed():
+        try:
+            notes = stage.notes()
+            require_unchanged(conversion)
+            with naming(stage.destination):
+                join_parts(stage.destination, conversion.format, parts, attempt, stage.conversion, declare)
+        except InUse as error:
+            if error.directory != stage.path:
+                raise
+            time.sleep(_WAIT_SECONDS)
+        except (CheckpointError, OSError):
+            if not stage.committed():
+                raise
+    return notes
+
+
+def _stage(source: Path | str, destination: Path, conversion: Conversion, parts: int) -> Stage:
+    return Stage(destination, {**conversion_key(source, conversion), "parts": str(parts)})
+
+
+def _found_stage(source: Path | str, destination: Path, conversion: Conversion, parts: int | None) -> Stage:
+    """The stage of this conversion, of so many parts; of any number, the one of which the fewest parts are missing."""
+    found = stages_at(destination)
+    counts = [int(key["parts"]) for key in found.values() if str(key.get("parts", "")).isdecimal()]
+    # With any number of parts a destination that is there already shows itself.
+    stages = [
+        _stage(source, destination, conversion, count)
+        for count in (counts if parts is None else [parts]) or [1]
+    ]
+    own = [stage for stage in stages if stage.path in found or stage.committed()]
+    if own:
+        return min(own, key=lambda stage: len(stage.missing))
+    wanted = conversion_key(source, conversion)
+    others = [
+        f"{directory} ({'; '.join(_differences(wanted, key)) or 'other parts'})"
+        for directory, key in found.items()
+    ]
+    raise CheckpointError(
+        f"no parts of this conversion to {destination}: expected those that --part K/N with the same source and "
+        f"options has written, found {', '.join(others) or 'none'}: run the parts, with the options of this command"
+    )
+
+
+def _differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name}: expected {value}, found {found.get(name, 'nothing')}"
+        for name, value in wanted.items()
+        if found.get(name) != value
+    ]
+
+
+def _missing(stage: Stage) -> str:
+    missing = stage.missing
+    shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+    return (
+        f"{stage.destination}: expected {stage.count} complete parts, found {stage.count - len(missing)}: missing "
+        f"{'is part' if len(missing) == 1 else 'are parts'} {shown} of {stage.count}; run those (--part "
+        f"{missing[0]}/{stage.count}), then commit again"
+    )
+
+
+def _leaves(conversion: Conversion) -> list[tuple[str | int, ...]]:
+    return [
+        *(path for path, _ in conversion.objects.values()),
+        *(output.path for output in conversion.outputs.values()),
+    ]
+
+
+def _counts(value: object) -> Mapping[str, int]:
+    return {str(name): int(count) for name, count in value.items()} if isinstance(value, dict) else {}
+
+
+def _require_directory(dst: str | os.PathLike[str], options: ConvertOptions) -> Path:
+    if options.write_items:
+        raise CheckpointError(
+            f"{dst}: expected one item for a conversion in parts, got {', '.join(options.write_items)}; "
+            "convert without parts to write several"
+        )
+    if is_url(dst):
+        raise CheckpointError(
+            f"{dst} is in an object store: expected a directory that all parts see, for a conversion in parts; convert "
+            "to a local path, or without parts"
+        )
+    if os.fspath(dst).endswith(SUFFIX):
+        raise CheckpointError(
+            f"{dst} is one file, which has one writer: expected a directory for a conversion in parts, which will hold "
+            "shards and their index"
+        )
+    return Path(os.path.abspath(dst))

@@ -1,0 +1,107 @@
+"""A conversion as a list of independent pieces, dealt out to parts: the same on every machine, without a word between.
+
+    pieces    w1 0:8 | w1 8:16 | w1 16:20 | w2 0:8 | w2 8:11 | w3 0:1 | ...     chunks of the destination, in its order
+    parts     part 1 ------------------- | part 2 ----------- | part 3 ...      as many bytes each as pieces allow
+
+Any piece may be made anew at any time: its bytes follow from the source and from the plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from bridge.checkpoints.casts import Output
+from bridge.formats.base import CheckpointError
+from bridge.formats.parts import chunk_count, divisible
+from bridge.formats.share import Share
+
+PIECE_BYTES = 256 << 20
+"""Bytes of a piece, as far as one tensor goes."""
+
+_SMALLEST_PIECE = 32 << 20
+_PIECES_PER_PART = 8
+MAX_PARTS = 100_000
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Chunks [first, stop) of a tensor of the destination, in row-major order, and the bytes of their elements.
+
+    A tensor without elements is a piece without chunks.
+    """
+
+    tensor: str
+    first: int
+    stop: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """All pieces of a conversion, by part. Parts may be empty where there are more of them than pieces."""
+
+    parts: tuple[tuple[Piece, ...], ...]
+
+    def share(self, number: int) -> Share:
+        """The chunks of part `number`, from 1."""
+        chunks: dict[str, tuple[int, int]] = {}
+        for piece in self.parts[number - 1]:
+            first, _ = chunks.get(piece.tensor, (piece.first, 0))
+            chunks[piece.tensor] = first, piece.stop
+        return Share(number, chunks)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each part."""
+        return tuple(sum(piece.bytes for piece in part) for part in self.parts)
+
+    def to_json(self) -> str:
+        return json.dumps({"parts": [[asdict(piece) for piece in part] for part in self.parts]})
+
+    @classmethod
+    def from_json(cls, text: str) -> PartPlan:
+        """The plan of which this is the text. ValueError, KeyError or TypeError for another text."""
+        return cls(tuple(tuple(Piece(**piece) for piece in part) for part in json.loads(text)["parts"]))
+
+
+def make_part_plan(format: str, outputs: Mapping[str, Output], count: int) -> PartPlan:
+    """Deal a conversion's tensors out to `count` parts, 1 to MAX_PARTS; the first has something if anything is there.
+
+    CheckpointError for another count.
+    """
+    if not 1 <= count <= MAX_PARTS:
+        raise CheckpointError(f"expected 1 to {MAX_PARTS} parts, got {count}")
+    total = sum(output.nbytes for output in outputs.values())
+    parts: list[list[Piece]] = [[] for _ in range(count)]
+    position = 0
+    for piece in _pieces(format, outputs.values(), _piece_bytes(total, count)):
+        parts[position * count // total if total else 0].append(piece)
+        # A tensor without elements at the end stays in the last part.
+        position = min(position + piece.bytes, max(total - 1, 0))
+    return PartPlan(tuple(map(tuple, parts)))
+
+
+def _piece_bytes(total: int, count: int) -> int:
+    return min(PIECE_BYTES, max(_SMALLEST_PIECE, total // (count * _PIECES_PER_PART)))
+
+
+def _pieces(format: str, outputs: Iterable[Output], most: int) -> Iterable[Piece]:
+    for output in outputs:
+        count = chunk_count(format, output.shape, output.dtype)
+        # Chunks at the upper ends are smaller; which they are matters little here.
+        step = max(1, count * most // max(output.nbytes, 1)) if divisible(format) else max(count, 1)
+        for first in range(0, max(count, 1), step):
+            stop = min(first + step, count)
+            yield Piece(
+                output.name,
+                first,
+                stop,
+                _share_of(output.nbytes, stop, count) - _share_of(output.nbytes, first, count),
+            )
+
+
+def _share_of(nbytes: int, chunks: int, count: int) -> int:
+    return nbytes * chunks // count if count else 0

@@ -1,0 +1,133 @@
+"""Where the parts of a conversion meet: a working directory beside the destination, which each finds by itself.
+
+Its name follows from what is converted into what, in how many parts, so parts of another source, mapping or options
+meet in another directory. The destination is that directory, renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from bridge.checkpoints.pieces import PartPlan
+from bridge.formats.base import CheckpointError
+from bridge.formats.files.atomic import fsync_directory, rename_new, temporaries_of
+from bridge.formats.files.journal import JOURNAL_FILE
+from bridge.formats.files.manifest import read_manifest
+from bridge.formats.share import PARTS_FOLDER
+
+PLAN_FILE = "plan.json"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The parts of one conversion. key: what is converted, into how many parts; destination: an absolute path."""
+
+    destination: Path
+    key: Mapping[str, str]
+
+    @cached_property
+    def conversion(self) -> str:
+        """What the manifest of the destination will say of its origin: the same for any number of parts."""
+        return _digest({name: value for name, value in self.key.items() if name != "parts"})
+
+    @cached_property
+    def path(self) -> Path:
+        return self.destination.with_name(f"{self.destination.name}.tmp-{_digest(self.key)[:8]}")
+
+    @property
+    def folder(self) -> Path:
+        return self.path / PARTS_FOLDER
+
+    @property
+    def count(self) -> int:
+        return int(self.key["parts"])
+
+    def part(self, number: int) -> Path:
+        """The directory of a part, which is there when the part is complete."""
+        return self.folder / f"part_{number}"
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Numbers of the parts that are not complete."""
+        return tuple(number for number in range(1, self.count + 1) if not self.part(number).is_dir())
+
+    def committed(self) -> bool:
+        """Whether the destination is there, made by this very conversion."""
+        if not self.destination.is_dir():
+            return False
+        try:
+            manifest = read_manifest(self.destination)
+        except CheckpointError:
+            return False
+        return manifest is not None and manifest.conversion == self.conversion
+
+    def create(self, plan: PartPlan) -> None:
+        """Make the directory, unless another part has."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._put(self.folder / PLAN_FILE, plan.to_json())
+        self._put(self.path / JOURNAL_FILE, json.dumps(dict(self.key)) + "\n")
+        found = _key_of(self.path)
+        if found != dict(self.key):
+            raise CheckpointError(
+                f"{self.path} is of another conversion: expected {dict(self.key)}, found {found}: choose another name "
+                "for the destination"
+            )
+
+    def note(self, number: int, entries: Mapping[str, object]) -> None:
+        """Keep what the report says of a part, before the part appears."""
+        self._put(self.folder / f"part_{number}.json", json.dumps(dict(entries)), replace=True)
+
+    def notes(self) -> list[Mapping[str, object]]:
+        """What was kept of all parts."""
+        files = (self.folder / f"part_{number}.json" for number in range(1, self.count + 1))
+        return [json.loads(file.read_text()) for file in files]
+
+    def tidy(self) -> None:
+        """Remove what is left of the parts once the destination is there."""
+        shutil.rmtree(self.destination / PARTS_FOLDER, ignore_errors=True)
+        (self.destination / JOURNAL_FILE).unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _put(self, path: Path, text: str, replace: bool = False) -> None:
+        """A small file, which appears whole; one that is there already stays, unless it is to be replaced."""
+        if path.exists() and not replace:
+            return
+        temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+        temporary.write_text(text)
+        try:
+            if replace:
+                os.replace(temporary, path)
+            else:
+                rename_new(temporary, path)
+        except FileExistsError:
+            temporary.unlink(missing_ok=True)
+        fsync_directory(path.parent)
+
+
+def stages_at(destination: Path) -> dict[Path, Mapping[str, str]]:
+    """The keys of all conversions in parts to this destination, by their directory."""
+    return {
+        directory: key
+        for directory in temporaries_of(destination)
+        if (directory / PARTS_FOLDER).is_dir() and (key := _key_of(directory))
+    }
+
+
+def _digest(key: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _key_of(directory: Path) -> Mapping[str, str]:
+    try:
+        with (directory / JOURNAL_FILE).open() as file:
+            key = json.loads(file.readline())
+    except (OSError, ValueError):
+        return {}
+    return key if isinstance(key, dict) else {}

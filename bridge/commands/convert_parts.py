@@ -1,0 +1,194 @@
+"""`twinshard convert` with `--part`, `--commit` or `--engine`: conversions in parts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from bridge.checkpoints.convert import ConvertOptions, ConvertReport, planned
+from bridge.checkpoints.estimate import BANDWIDTH, PartEstimate, estimate_parts
+from bridge.checkpoints.parts import PartReport, commit_parts, convert_part
+from bridge.checkpoints.pieces import PartPlan, make_part_plan
+from bridge.checkpoints.workers import default_workers
+from bridge.commands.options import progress_console, user_errors
+from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
+from bridge.commands.part_options import Engine, PartRequest
+from bridge.commands.stopping import leaving
+from bridge.formats.step_paths import Step, at_step
+from bridge.text import human_bytes
+
+_PIECES_SHOWN = 20
+
+
+def convert_in_parts(
+    out: Console,
+    request: PartRequest,
+    src: str,
+    step: Step | None,
+    dst: str,
+    options: ConvertOptions,
+    replace: bool,
+    resume: bool,
+    workers: int | None,
+    json: bool,
+) -> ConvertReport | None:
+    """Do what is asked; the report of a whole conversion that is to be printed, if there is one."""
+    report: ConvertReport | None
+    with user_errors(json=json):
+        src = str(at_step(src, step))
+    if request.dry_run:
+        with user_errors(json=json):
+            _print_estimate(out, request, src, options, workers or default_workers(), json)
+        return None
+    if request.part is not None and request.count is not None:
+        with (
+            leaving(lambda: _left(resume)),
+            user_errors(json=json),
+            byte_progress(progress_console(), "convert") as progress,
+        ):
+            part = convert_part(
+                src,
+                dst,
+                options,
+                request.part,
+                request.count,
+                commit=request.commit,
+                replace=replace,
+                resume=resume,
+                workers=workers,
+                progress=progress,
+            )
+        if json:
+            print_json(out, part)
+        else:
+            _print_part(out, part)
+        return None
+    if request.engine is Engine.threads:
+        with leaving(lambda: _left(resume)), user_errors(json=json):
+            report = commit_parts(src, dst, options, replace=replace)
+    else:
+        with leaving(lambda: _left(resume=True)), user_errors(json=json):
+            report = _on_engine(request, src, dst, options, replace, workers or default_workers())
+    if json:
+        print_json(out, report)
+        return None
+    return report
+
+
+def _left(resume: bool) -> str:
+    """What a conversion in parts that was stopped leaves."""
+    own = (
+        "what is finished of this one, too, for the same command" if resume else "nothing of this one is left"
+    )
+    return f"parts that are complete stay; {own}"
+
+
+def _on_engine(
+    request: PartRequest, src: str, dst: str, options: ConvertOptions, replace: bool, workers: int
+) -> ConvertReport:
+    from bridge.checkpoints.cluster import convert_on
+
+    if request.engine is Engine.processes:
+        from bridge.checkpoints.processes import Processes
+
+        processes = Processes(workers)
+        return convert_on(
+            processes, src, dst, options, parts=request.count or processes.slots, replace=replace, workers=1
+        )
+    from bridge.checkpoints.ray_cluster import RayCluster
+
+    cluster = RayCluster(workers)
+    return convert_on(
+        cluster, src, dst, options, parts=request.count or cluster.slots, replace=replace, workers=workers
+    )
+
+
+def _print_part(out: Console, report: PartReport) -> None:
+    if report.found:
+        print_line(out, f"part {report.part} of {report.parts} was complete already")
+    else:
+        rate = f"{human_bytes(int((report.bytes - report.resumed_bytes) / max(report.seconds, 1e-9)))}/s"
+        resumed = f", {human_bytes(report.resumed_bytes)} of it before" if report.resumed_bytes else ""
+        print_line(
+            out,
+            f"part {report.part} of {report.parts}: {report.pieces} pieces, {human_bytes(report.bytes)}{resumed} in "
+            f"{report.seconds:.1f} s ({rate})",
+        )
+    for name, count in report.overflowed.items():
+        print_line(out, f"warning: {name}: {count} finite elements became infinite or NaN by the cast")
+    if report.committed:
+        print_line(out, f"{report.destination} is complete")
+    elif report.missing:
+        print_line(out, f"{len(report.missing)} of {report.parts} parts are missing for {report.destination}")
+    else:
+        print_line(out, f"all {report.parts} parts are there: --commit lets {report.destination} appear")
+
+
+def _print_estimate(
+    out: Console, request: PartRequest, src: str, options: ConvertOptions, workers: int, json: bool
+) -> None:
+    assert request.part is not None
+    assert request.count is not None
+    with planned(src, options) as (conversion, _):
+        plan = make_part_plan(conversion.format, conversion.outputs, request.count)
+        bandwidth = request.bandwidth or BANDWIDTH
+        parts = estimate_parts(plan, conversion.outputs, workers=workers, bandwidth=bandwidth)
+        if json:
+            pieces = plan.parts[request.part - 1]
+            print_json(out, {"part": parts[request.part - 1], "pieces": pieces, "parts": parts})
+            return
+        _print_pieces(out, plan, request.part)
+        _print_parts(out, parts, request.part)
+        slowest = max(parts, key=lambda part: part.seconds)
+        busy = statistics.fmean(part.seconds for part in parts)
+        print_line(
+            out,
+            f"{conversion.source} ({conversion.source_format}) -> {conversion.format}: "
+            f"{human_bytes(sum(plan.sizes))} in {request.count} parts, one machine each, {workers} workers, "
+            f"{bandwidth:g} GB/s of storage each way: about {slowest.seconds:.0f} s, "
+            f"limited by {slowest.limit}; the slowest part takes {slowest.seconds / max(busy, 1e-9):.2f} times the "
+            f"mean; all together read and write {sum(p.rate for p in parts) / 1e9:.1f} GB/s",
+        )
+
+
+def _print_pieces(out: Console, plan: PartPlan, part: int) -> None:
+    pieces = plan.parts[part - 1]
+    rows = [(p.tensor, f"{p.first}:{p.stop}", human_bytes(p.bytes)) for p in pieces[:_PIECES_SHOWN]]
+    print_table(out, (f"part {part}", "chunks", "size"), rows, left=1)
+    if len(pieces) > _PIECES_SHOWN:
+        print_line(out, f"and {len(pieces) - _PIECES_SHOWN} pieces more")
+
+
+def _print_parts(out: Console, parts: Sequence[PartEstimate], chosen: int) -> None:
+    shown = {chosen, *range(1, 17)} if len(parts) > 16 else range(1, len(parts) + 1)
+    rows = [
+        (
+            str(e.part),
+            str(e.pieces),
+            human_bytes(e.bytes),
+            human_bytes(e.read_bytes),
+            human_bytes(e.rearranged_bytes),
+            human_bytes(e.memory),
+            f"{human_bytes(int(e.rate))}/s",
+            f"{e.cpu_seconds:.0f}",
+            f"{e.transfer_seconds:.0f}",
+            e.limit,
+        )
+        for e in parts
+        if e.part in shown
+    ]
+    columns = (
+        "part",
+        "pieces",
+        "writes",
+        "reads",
+        "rearranged",
+        "memory",
+        "rate",
+        "cores s",
+        "storage s",
+        "limit",
+    )
+    print_table(out, columns, rows, left=1)
+    if len(parts) > len(rows):
+        print_line(out, f"and {len(parts) - len(rows)} parts more")

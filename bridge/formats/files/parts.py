@@ -1,0 +1,56 @@
+"""What the parts of a checkpoint have in common, whatever its format: manifests to be merged, files to be moved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from bridge.formats.base import Box, CheckpointError
+from bridge.formats.files.manifest import Manifest, ManifestTensor, read_manifest
+
+
+def part_manifest(part: Path) -> Manifest:
+    """The manifest of a part. CheckpointError when there is none."""
+    manifest = read_manifest(part)
+    if manifest is None:
+        raise CheckpointError(
+            f"{part}: expected the manifest of a part, found none: remove it, and write it again"
+        )
+    return manifest
+
+
+def tensors_of(manifests: Iterable[Manifest]) -> dict[str, ManifestTensor]:
+    """The tensors of all parts, each with the chunks of all. CheckpointError when parts contradict each other."""
+    found: dict[str, ManifestTensor] = {}
+    chunks: dict[str, dict[Box, int]] = {}
+    for manifest in manifests:
+        for name, tensor in manifest.tensors.items():
+            first = found.setdefault(name, tensor)
+            if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
+                raise CheckpointError(
+                    f"tensor {name!r}: expected {first.dtype} {first.shape} in all parts, got {tensor.dtype} "
+                    f"{tensor.shape}"
+                )
+            chunks.setdefault(name, {}).update(tensor.chunks)
+    return {name: ManifestTensor(tensor.dtype, tensor.shape, chunks[name]) for name, tensor in found.items()}
+
+
+def move_up(source: Path, target: Path, size: int) -> None:
+    """Move a part's file to its place in the checkpoint, or leave it there where a killed attempt has moved it.
+
+    CheckpointError when the file is in neither place, or has another size in bytes.
+    """
+    try:
+        os.rename(source, target)
+    except FileNotFoundError:
+        if not target.exists():
+            raise CheckpointError(
+                f"{source}: expected a file of {size} bytes, found none: remove {source.parent}, and write this part "
+                "again"
+            ) from None
+    if target.stat().st_size != size:
+        raise CheckpointError(
+            f"{target}: expected {size} bytes as in the manifest of its part, found {target.stat().st_size}: remove "
+            f"{source.parent}, and write this part again"
+        )

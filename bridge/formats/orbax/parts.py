@@ -1,0 +1,101 @@
+"""Parts of an Orbax checkpoint, each an OCDBT store `ocdbt.process_K`, and the checkpoint that joins them.
+
+The joining process is number 0 and writes no chunk; parts are numbered from 1. The joint store refers to the files of
+all, as when several processes of stock Orbax save one checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.files.atomic import CommitOrAbort
+from bridge.formats.files.manifest import MANIFEST_FILE
+from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.orbax.arrays import MANIFEST
+from bridge.formats.orbax.chunks import process_store
+from bridge.formats.orbax.writer import OrbaxPart, OrbaxWriter, manifest_part
+from bridge.formats.share import Share
+
+
+class OrbaxShare(OrbaxPart, CommitOrAbort):
+    """One part of a checkpoint, a directory at `path` with the store of process `share.number`."""
+
+    format = "orbax"
+
+    def __init__(self, path: str | os.PathLike[str], attempt: Attempt, share: Share) -> None:
+        self._directory = WorkingDirectory(path, attempt)
+        try:
+            super().__init__(
+                self._directory.path,
+                self._directory.temporary,
+                share.number,
+                self._directory.journal,
+                share,
+            )
+        except BaseException:
+            self._directory.abort()
+            raise
+
+    def add_object(self, path: str | Sequence[str | int], value: object) -> None:
+        """Nothing: whoever joins the parts writes the objects."""
+
+    def add_kinds(self, kinds: Mapping[str, str]) -> None:
+        """Nothing: whoever joins the parts notes them."""
+
+    def commit(self) -> None:
+        """Check that every chunk of the share was written, and let the part appear; on failure, leave nothing."""
+        try:
+            self._require_open()
+            self._record.require_complete()
+            self.finish()
+            self._record.close()
+            self._directory.commit()
+        except BaseException:
+            self.abort()
+            raise
+        self._ended = True
+
+    def abort(self) -> None:
+        """Remove everything written. Does nothing after commit or abort."""
+        super().abort()
+        self._directory.abort()
+
+
+class OrbaxJoin(OrbaxWriter):
+    """The checkpoint of some parts. Declare all tensors and objects, then commit; `write` is for the parts.
+
+    The same again after a kill at any moment.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], attempt: Attempt, parts: Sequence[Path], conversion: str
+    ) -> None:
+        super().__init__(path, process=0, attempt=attempt)
+        self._parts = parts
+        self._conversion = conversion
+
+    def commit(self, processes: Sequence[int] = ()) -> None:
+        """Join the stores of all parts, check that every chunk is there, and let the checkpoint appear."""
+        try:
+            # What a killed attempt has joined, and has listed.
+            (self._item / MANIFEST).unlink(missing_ok=True)
+            (self._item / MANIFEST_FILE).unlink(missing_ok=True)
+            shutil.rmtree(self._item / "d", ignore_errors=True)
+            for number, part in enumerate(self._parts, 1):
+                store, place = process_store(part, number), process_store(self._item, number)
+                if store.exists():
+                    os.rename(store, place)
+                elif not place.exists():
+                    raise CheckpointError(
+                        f"{store}: expected the store of a part, found none: remove {part}, and write this part again"
+                    )
+                # The commit removes the one of the two that it reads.
+                shutil.copyfile(manifest_part(part, number), manifest_part(self._item, number))
+        except BaseException:
+            self.abort()
+            raise
+        super().commit(range(len(self._parts) + 1))

@@ -1,0 +1,242 @@
+"""Conversions on a cluster: a stand-in whose workers are lost on purpose, processes that are killed, and Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bridge.checkpoints.cluster import MAX_LOST, PartTask, WorkerLost, convert_on
+from bridge.checkpoints.convert import ConvertOptions
+from bridge.checkpoints.diff import diff
+from bridge.checkpoints.parts import PartReport
+from bridge.checkpoints.processes import Processes
+from bridge.checkpoints.stage import stages_at
+from bridge.checkpoints.verify import verify
+from bridge.formats import create_checkpoint
+from bridge.formats.base import CheckpointError
+from bridge.formats.files.journal import Journal
+
+ROOT = Path(__file__).parents[2]
+MAPPING = """
+[convention.one]
+[convention.two]
+[[rule]]
+one = "layers.{i}.weight : x y"
+two = "layers.{i}.kernel : y x"
+"""
+
+
+def make(path: Path, matrices: int = 9, rows: int = 50) -> Path:
+    rng = np.random.default_rng(0)
+    with create_checkpoint(path, "dcp") as writer:
+        arrays = {
+            f"layers.{i}.weight": rng.standard_normal((rows + i, 40)).astype(np.float32)
+            for i in range(matrices)
+        }
+        for name, array in arrays.items():
+            writer.add_tensor((name,), array.shape, array.dtype)
+        for name, array in arrays.items():
+            for box in writer.chunks(name):
+                writer.write(name, box, array[box.slices()])
+    return path
+
+
+class StandIn:
+    """A cluster in this process: tasks run when they are waited for, the last submitted first, or are lost."""
+
+    def __init__(self, slots: int, lost: Callable[[PartTask, int], bool]) -> None:
+        self.slots = slots
+        self.submitted: list[int] = []
+        self.closed = False
+        self._lost = lost
+        self._tasks: dict[int, PartTask] = {}
+
+    def submit(self, task: PartTask) -> int:
+        self.submitted.append(task.part)
+        self._tasks[len(self.submitted)] = task
+        assert len(self._tasks) <= self.slots
+        return len(self.submitted)
+
+    def wait(self, handles: Sequence[int]) -> int:
+        assert set(handles) == set(self._tasks)
+        return max(handles)
+
+    def result(self, handle: int) -> PartReport:
+        task = self._tasks.pop(handle)
+        if self._lost(task, self.submitted.count(task.part)):
+            raise WorkerLost("killed by SIGKILL")
+        return task.run()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("format", ["dcp", "safetensors"])
+def test_lost_parts_are_done_again(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, mapping = make(tmp_path / "a"), tmp_path / "mapping.toml"
+    mapping.write_text(MAPPING)
+    # Workers have another working directory: paths are made absolute, and the mapping goes along.
+    monkeypatch.chdir(tmp_path)
+    options = ConvertOptions(to=format, mapping="mapping.toml", into="two")
+
+    def lost(task: PartTask, times: int) -> bool:
+        mapping.unlink(missing_ok=True)
+        os.chdir("/")
+        return task.part in (2, 5) and times < (MAX_LOST if task.part == 2 else 2)
+
+    cluster = StandIn(3, lost)
+    seen: list[tuple[int, int]] = []
+    report = convert_on(
+        cluster, "a", "b", options, parts=5, progress=lambda done, total, _: seen.append((done, total))
+    )
+    assert cluster.closed
+    assert sorted(cluster.submitted) == [1, *[2] * MAX_LOST, 3, 4, 5, 5]
+    assert seen == [(done, 5) for done in range(1, 6)]
+    assert (report.tensors, report.resumed_bytes) == (9, 0)
+    mapping.write_text(MAPPING)
+    assert diff(source, tmp_path / "b", mapping=str(mapping), into="two").max_ulp == 0
+    assert verify(tmp_path / "b").good
+
+
+def test_a_part_that_loses_all_its_workers_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
+    source, destination = make(tmp_path / "a"), tmp_path / "b"
+    options = ConvertOptions(to="safetensors")
+    cluster = StandIn(2, lambda task, _: task.part == 3)
+    with pytest.raises(
+        CheckpointError, match=f"part 3 of 4: its worker was lost {MAX_LOST} times.*SIGKILL; look"
+    ):
+        convert_on(cluster, source, destination, options, parts=4)
+    assert cluster.closed
+    assert not destination.exists()
+    done = set(cluster.submitted) - {3}
+    again = StandIn(2, lambda task, _: False)
+    report = convert_on(again, source, destination, options, parts=4)
+    # Complete parts are asked, and write nothing.
+    assert report.resumed_bytes > 0
+    assert done
+    assert diff(source, destination).max_ulp == 0
+
+
+def test_the_error_of_a_part_is_the_error_of_the_conversion(tmp_path: Path) -> None:
+    source = make(tmp_path / "a")
+    data = bytearray((source / "__0_0.distcp").read_bytes())
+    data[3000] ^= 1
+    (source / "__0_0.distcp").write_bytes(data)
+    cluster = StandIn(2, lambda task, _: False)
+    with pytest.raises(CheckpointError, match=r"layers.\d.weight"):
+        convert_on(cluster, source, tmp_path / "b", ConvertOptions(to="dcp"), parts=3)
+    assert cluster.closed
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_worker_that_counts_as_lost_and_is_not(tmp_path: Path) -> None:
+    """Behind a broken network it still holds its lock: the part is written beside it."""
+    source, destination = make(tmp_path / "a"), tmp_path / "b"
+    task = PartTask(str(source), str(destination), ConvertOptions(to="dcp"), 1, 1, False, 1)
+    task.run()
+    (folder,) = stages_at(destination)
+    part = folder / "twinshard.parts" / "part_1"
+    zombie = part.with_name("part_1.tmp-00000000")
+    part.rename(zombie)
+    key = {**stages_at(destination)[folder], "part": "1"}
+    lock = Journal.create(zombie, key)
+    try:
+        assert not task.run().found
+    finally:
+        lock.close()
+    assert convert_on(StandIn(1, lambda *_: False), source, destination, task.options, parts=1).resumed_bytes
+    assert diff(source, destination).max_ulp == 0
+    assert os.listdir(tmp_path) == ["a", "b"] or sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def killer(name: str, times: int) -> threading.Thread:
+    """Kills processes that run parts, one after the other, each once it has begun to write."""
+
+    def kill() -> None:
+        killed: set[int] = set()
+        deadline = time.monotonic() + 120
+        while len(killed) < times and time.monotonic() < deadline:
+            for entry in Path("/proc").iterdir():
+                if not entry.name.isdecimal() or int(entry.name) in killed:
+                    continue
+                try:
+                    files = [os.readlink(fd) for fd in (entry / "fd").iterdir()]
+                except OSError:
+                    continue
+                if any(name in file and "/part_" in file and "journal" in file for file in files):
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    killed.add(int(entry.name))
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["dcp", "orbax", "safetensors"])
+def test_processes_that_are_killed(format: str, tmp_path: Path) -> None:
+    source, destination = make(tmp_path / "a", 12, 50_000), tmp_path / "killed_parts"
+    processes = Processes(2)
+    submitted: list[int] = []
+    submit = processes.submit
+    processes.submit = lambda task: (submitted.append(task.part), submit(task))[1]  # type: ignore[method-assign]
+    thread = killer("killed_parts", 3)
+    report = convert_on(processes, source, destination, ConvertOptions(to=format), parts=4)
+    thread.join()
+    assert len(submitted) >= 4 + 2, "no process was killed while it wrote"
+    assert report.bytes == sum((50_000 + i) * 40 * 4 for i in range(12))
+    assert diff(source, destination).max_ulp == 0
+    assert verify(destination).good
+    assert sorted(os.listdir(tmp_path)) == ["a", "killed_parts"]
+
+
+@pytest.mark.slow
+def test_errors_of_processes_come_back(tmp_path: Path) -> None:
+    source = make(tmp_path / "a")
+    options = dataclasses.replace(ConvertOptions(to="dcp"), casts=("nothing.*=bfloat16",))
+    with pytest.raises(CheckpointError, match=r"cast nothing\.\*=bfloat16: expected floating-point tensors"):
+        convert_on(Processes(2), source, tmp_path / "b", options, parts=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["dcp", "orbax", "safetensors"])
+def test_ray_with_workers_killed(format: str, tmp_path: Path) -> None:
+    """By the command, as a user would; workers of a local Ray cluster die while they write."""
+    pytest.importorskip("ray")
+    source, destination = make(tmp_path / "a", 12, 50_000), tmp_path / "killed_parts"
+    thread = killer("killed_parts", 3)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "bridge.commands.main", "convert", source, destination, "--to", format),
+            *("--engine", "ray", "--parts", "4", "--workers", "1"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    thread.join()
+    assert diff(source, destination).max_ulp == 0
+    assert verify(destination).good
+    assert sorted(os.listdir(tmp_path)) == ["a", "killed_parts"]
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bridge.checkpoints.ray_cluster import RayCluster
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(CheckpointError, match=r"--engine ray needs Ray.*pip install 'twinshard\[ray\]'"):
+        RayCluster(1)
