@@ -41,7 +41,7 @@ from bridge.formats.files.manifest import (
     read_manifest,
 )
 from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
-from bridge.formats.stores.mirror import Mirror
+from bridge.formats.stores.listing import Listing
 from bridge.formats.stores.store import is_url
 
 
@@ -93,20 +93,25 @@ def verify(
     """Verify a checkpoint of any format, or a directory of steps with exactly one.
 
     finite: NaNs and infinities are problems. workers: threads, some 64 MiB of memory each; default: one per core, at
-    most 4. What is at a URL is fetched whole, to a temporary directory. Raises FileNotFoundError if nothing is there,
+    most 4. Raises FileNotFoundError if nothing is there,
     ValueError for workers < 1.
     """
     started = time.perf_counter()
     if is_url(path):
-        with Mirror(str(path)) as mirror:
-            mirror.fetch_all()
-            report = verify(mirror.path, finite=finite, workers=workers, progress=progress)
-            named = tuple(Problem(mirror.renamed(p.where), mirror.renamed(p.text)) for p in report.problems)
-        seconds = time.perf_counter() - started
-        return dataclasses.replace(report, path=mirror.url, problems=named, seconds=seconds)
-    place = Path(path)
-    if not place.exists():
-        raise FileNotFoundError(f"{place} does not exist: expected a checkpoint there")
+        listing = Listing(str(path))
+        try:
+            report = _verify(listing.root, finite, workers, progress, started)
+        finally:
+            listing.close()
+        return dataclasses.replace(report, path=listing.url)
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{path} does not exist: expected a checkpoint there")
+    return _verify(Path(path), finite, workers, progress, started)
+
+
+def _verify(
+    place: Path, finite: bool, workers: int | None, progress: Progress | None, started: float
+) -> VerifyReport:
     problems: list[Problem] = []
     home = manifest_home(place)
     try:

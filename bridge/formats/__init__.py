@@ -27,10 +27,10 @@ from bridge.formats.base import (
 )
 from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.metadata import metadata_files
-from bridge.formats.files.mapped import Fetch
 from bridge.formats.files.working import Attempt
 from bridge.formats.orbax.item import is_unfinished
 from bridge.formats.safetensors.files import holds_safetensors
+from bridge.formats.stores.listing import StorePath
 from bridge.formats.stores.store import is_url
 
 __all__ = [
@@ -61,10 +61,10 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     Raises FileNotFoundError (no such path), NotADirectoryError (another file), CheckpointError (half-written, or
     unknown).
     """
-    place = Path(path)
+    place = path if isinstance(path, StorePath) else Path(path)
     if not place.exists():
         raise FileNotFoundError(f"{place} does not exist: expected a checkpoint there")
-    if is_unfinished(Path(os.path.abspath(place))):
+    if is_unfinished(place if isinstance(place, StorePath) else Path(os.path.abspath(place))):
         raise CheckpointError(
             f"{place} is a checkpoint that was never finished (its writer stopped half-way): remove it, and use an "
             "earlier checkpoint"
@@ -103,24 +103,24 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
     if is_url(path):
         from bridge.formats.stores.reader import StoredReader
 
-        return StoredReader(str(path), lambda mirror: _open(mirror.path, mirror.fetch, verify))
-    return _open(path, None, verify)
+        return StoredReader(str(path), lambda place: _open(place, verify))
+    return _open(path if isinstance(path, StorePath) else Path(path), verify)
 
 
-def _open(path: str | os.PathLike[str], fetch: Fetch | None, verify: bool) -> CheckpointReader:
+def _open(path: Path, verify: bool) -> CheckpointReader:
     # Imported here: reading one format must not need the other's dependencies (tensorstore).
     format = detect_format(path)
     if format == "dcp":
         from bridge.formats.dcp.reader import DcpReader
 
-        return DcpReader(path, verify, fetch=fetch)
+        return DcpReader(path, verify)
     if format == "safetensors":
         from bridge.formats.safetensors.reader import SafetensorsReader
 
-        return SafetensorsReader(path, fetch=fetch)
+        return SafetensorsReader(path)
     from bridge.formats.orbax.reader import OrbaxReader
 
-    return OrbaxReader(path, verify=verify, fetch=fetch)
+    return OrbaxReader(path, verify=verify)
 
 
 def create_checkpoint(

@@ -25,8 +25,8 @@ from bridge.checkpoints.verify import verify
 from bridge.commands.main import app
 from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.base import Box, CheckpointError
-from bridge.formats.stores import mirror as mirror_module
-from bridge.formats.stores.mirror import Mirror
+from bridge.formats.stores import ranges
+from bridge.formats.stores.listing import Listing
 from bridge.formats.stores.upload import Upload
 from bridge.propose.propose import propose
 from tests.support.bridge.bits import random_bits
@@ -97,7 +97,8 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Counting]
     fsspec.register_implementation("counted", Counting, clobber=True)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(mirror_module, "BLOCK", BLOCK)
+    monkeypatch.setattr(ranges, "BLOCK", BLOCK)
+    monkeypatch.setattr(ranges, "_PAUSE", 0.0)
     fsspec.register_implementation("buckets", Buckets, clobber=True)
     monkeypatch.setattr(Buckets, "hidden", False)
     for table in (Counting.store, Counting.given, Buckets.store, Buckets.buckets):
@@ -279,7 +280,7 @@ def test_names_that_lead_elsewhere_are_refused(
     }
     monkeypatch.setattr(Counting, "find", lambda *_, **__: dict(listing))
     with pytest.raises(CheckpointError, match="expected names of files below it"):
-        Mirror("counted://bucket/x")
+        Listing("counted://bucket/x")
 
 
 def test_names_that_cannot_be_files_beside_each_other_are_refused(
@@ -288,9 +289,10 @@ def test_names_that_cannot_be_files_beside_each_other_are_refused(
     listing = {f"/bucket/x/{n}": {"size": 1, "type": "file"} for n in ("a", "a/b")}
     monkeypatch.setattr(Counting, "find", lambda *_, **__: dict(listing))
     with pytest.raises(
-        CheckpointError, match=r"counted://bucket/x: '/bucket/x/a/b' of 1 bytes cannot be a file"
+        CheckpointError,
+        match=r"counted://bucket/x: expected files and directories of different names, found 'a'",
     ):
-        Mirror("counted://bucket/x")
+        Listing("counted://bucket/x")
 
 
 def test_sizes_that_no_file_has_are_refused(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,12 +300,14 @@ def test_sizes_that_no_file_has_are_refused(store: Counting, monkeypatch: pytest
         listing = {"/bucket/x/a": {"size": size, "type": "file"}}
         monkeypatch.setattr(Counting, "find", lambda *_, listing=listing, **__: dict(listing))
         with pytest.raises(CheckpointError, match="counted://bucket/x"):
-            Mirror("counted://bucket/x")
+            Listing("counted://bucket/x")
     monkeypatch.setattr(
         Counting, "find", lambda *_, **__: {"/bucket/x/.metadata": {"size": 1 << 31, "type": "file"}}
     )
-    with pytest.raises(CheckpointError, match="expected metadata of at most"):
-        Mirror("counted://bucket/x")
+    with pytest.raises(
+        CheckpointError, match=r"counted://bucket/x/.metadata: expected at most 268435456 bytes"
+    ):
+        open_checkpoint("counted://bucket/x")
 
 
 def test_nothing_there_and_stores_that_are_not_known() -> None:
