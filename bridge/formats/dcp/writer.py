@@ -6,12 +6,15 @@ order and by several threads, and the same tensors always make the same file.
 
 from __future__ import annotations
 
+import heapq
 import os
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 
 from bridge.formats.base import (
@@ -25,7 +28,6 @@ from bridge.formats.base import (
 )
 from bridge.formats.dcp.archive_writer import tensor_archive, tensor_archive_length, value_archive
 from bridge.formats.dcp.metadata import DcpMetadata, Extent, format_metadata
-from bridge.formats.dcp.reader import DcpReader
 from bridge.formats.files.atomic import CommitOrAbort
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.manifest import (
@@ -35,12 +37,12 @@ from bridge.formats.files.manifest import (
     file_checksum,
     object_checksum,
     render_manifest,
-    rest_checksum,
 )
 from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
-from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.files.working import Attempt, working_place
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import default_chunk_shape
+from bridge.formats.stores.upload import UploadFile
 
 _DATA_FILE = "__0_0.distcp"
 
@@ -56,7 +58,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
     _sink: _Archives
 
     def __init__(self, path: str | os.PathLike[str], attempt: Attempt | None = None) -> None:
-        self._directory = WorkingDirectory(path, attempt or Attempt())
+        self._directory = working_place(path, attempt or Attempt())
         self.path: Path = self._directory.path
         self._record = ChunkRecord(self.path, self._directory.journal)
         try:
@@ -139,7 +141,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
                 ".metadata": ManifestFile(
                     (folder / ".metadata").stat().st_size, file_checksum(folder / ".metadata")
                 ),
-                _DATA_FILE: ManifestFile(self._data.path.stat().st_size, None, self._rest(folder)),
+                _DATA_FILE: ManifestFile(self._data.end, None, self._rest()),
             }
             manifest = Manifest(self.format, self._record.manifest(), self._object_checksums, files)
             (folder / MANIFEST_FILE).write_bytes(render_manifest(manifest))
@@ -149,9 +151,14 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
             self.abort()
             raise
 
-    def _rest(self, folder: Path) -> int:
-        with DcpReader(folder) as written:
-            return rest_checksum(folder / _DATA_FILE, written.data_ranges().get(_DATA_FILE, ()))
+    def _rest(self) -> int:
+        """CRC-32C of what is around the elements in the data file, as it was meant to be written."""
+        objects = ((e.offset, self._data.read(e.offset, e.length)) for e in self._objects.values())
+        crc = 0
+        # Not read back: a few hundred bytes beside small elements would cost as much as all of these.
+        for _, part in heapq.merge(objects, self._sink.around(self._record.infos), key=itemgetter(0)):
+            crc = google_crc32c.extend(crc, part)
+        return int(crc)
 
     def abort(self) -> None:
         """Remove everything written. Does nothing after commit or abort."""
@@ -166,9 +173,10 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
 class _Archives:
     """The archives of all chunks, one after the other in the data file; see `Sink`."""
 
-    def __init__(self, data: DataFile) -> None:
+    def __init__(self, data: DataFile | UploadFile) -> None:
         self._data = data
         self.extents: dict[str, tuple[Extent, ...]] = {}
+        self._crcs: dict[int, int] = {}
 
     def reserve(self, info: TensorInfo) -> None:
         """Lay out the chunks of a tensor. Not for several threads at once."""
@@ -190,6 +198,7 @@ class _Archives:
         for part in parts:
             crc32 = zlib.crc32(part.data, crc32)
         offset = self.extents[info.name][number].offset
+        self._crcs[offset] = crc32
         before, after = tensor_archive(info.dtype, info.chunks[number].sizes, offset, crc32)
         return [before, *(part.data for part in parts), after]
 
@@ -197,6 +206,23 @@ class _Archives:
         extent, box = self.extents[info.name][number], info.chunks[number]
         start = len(tensor_archive(info.dtype, box.sizes, extent.offset, 0)[0])
         elements = data[start : start + box.numel * info.dtype.itemsize]
-        before, after = tensor_archive(info.dtype, box.sizes, extent.offset, zlib.crc32(elements))
+        crc32 = self._crcs[extent.offset] = zlib.crc32(elements)
+        before, after = tensor_archive(info.dtype, box.sizes, extent.offset, crc32)
         whole = data.startswith(before) and data.endswith(after) and len(data) == extent.length
         return np.frombuffer(elements, np.uint8) if whole else None
+
+    def around(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[int, bytes]]:
+        """What stands around the elements of all chunks, once they are written, and where: (offset, bytes)."""
+        for name, info in infos.items():
+            for box, extent in zip(info.chunks, self.extents[name], strict=True):
+                before, after = tensor_archive(
+                    info.dtype, box.sizes, extent.offset, self._crcs[extent.offset]
+                )
+                yield extent.offset, before
+                yield extent.offset + extent.length - len(after), after
+
+    def remembered(self, info: TensorInfo, number: int) -> int:
+        return self._crcs[self.extents[info.name][number].offset]
+
+    def recall(self, info: TensorInfo, number: int, remembered: int) -> None:
+        self._crcs[self.extents[info.name][number].offset] = remembered

@@ -202,7 +202,7 @@ class StorePath(_Path):
             raise NotADirectoryError(f"{self} is no directory")
         return (self / name for name in sorted(self.listing.children[self._path]))
 
-    def glob(self, pattern: str, **_: object) -> Iterator[Self]:  # type: ignore[override] # as iterdir
+    def glob(self, pattern: str, **options: object) -> Iterator[Self]:  # type: ignore[override] # as iterdir
         """Paths below that match a pattern of names, directory by directory."""
         first, _, rest = pattern.partition("/")
         for child in self.iterdir() if self.is_dir() else ():
