@@ -28,7 +28,7 @@ _READERS: Final = 16
 READ_AHEAD: Final = 4
 """Blocks that are fetched at once."""
 
-ATTEMPTS: Final = 6
+ATTEMPTS: Final = 4
 _PAUSE: Final = 0.1
 _FINAL: Final = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError)
 """Errors that another attempt does not change."""

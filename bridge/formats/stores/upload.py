@@ -204,12 +204,13 @@ class UploadFile:
             return
         self._room.acquire()
         try:
-            self._futures = [future for future in self._futures if not future.done()]
-            self._futures.append(self._pool.submit(self._sent_now, number, data))
-            self._futures[-1].add_done_callback(lambda _: self._room.release())
+            future = self._pool.submit(self._sent_now, number, data)
         except BaseException:
             self._room.release()
             raise
+        future.add_done_callback(lambda _: self._room.release())
+        with self._lock:
+            self._futures = [*(f for f in self._futures if not f.done()), future]
 
     def _sent_now(self, number: int, data: bytearray) -> None:
         assert self._parts is not None
