@@ -27,7 +27,7 @@ from bridge.checkpoints.summary import manifest_home
 from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo
 from bridge.formats.files.manifest import Manifest, manifest_path, read_manifest
-from bridge.formats.files.mapped import ChunkIndex, Fetch
+from bridge.formats.files.mapped import ChunkIndex
 from bridge.formats.joined import JoinedReader
 from bridge.formats.regions import split_box
 from bridge.formats.stores.reader import StoredReader
@@ -43,27 +43,22 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
     """
     if isinstance(reader, JoinedReader):
         return reader.replaced(checked)
-    fetch: Fetch | None = None
-    place = Path(reader.path)
-    if isinstance(reader, StoredReader):
-        place, fetch = reader.home, reader.fetch
+    place = reader.home if isinstance(reader, StoredReader) else Path(reader.path)
     home = manifest_home(place)
     manifest = read_manifest(home)
     if manifest is None:
         return reader
     held = CheckedReader(reader, manifest, str(manifest_path(home)))
-    held.require(_problems(reader, home, manifest, fetch))
+    held.require(_problems(reader, home, manifest))
     return held
 
 
-def _problems(
-    reader: CheckpointReader, home: Path, manifest: Manifest, fetch: Fetch | None
-) -> Iterator[Problem]:
-    yield from file_problems(home, manifest, fetch)
+def _problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> Iterator[Problem]:
+    yield from file_problems(home, manifest)
     yield from structure_problems(reader, manifest)
     # Where DCP's chunks are is said between them: a store would be asked for all of its data at once.
-    if reader.format == "safetensors" or fetch is None:
-        yield from rest_problems(reader, home, manifest, fetch)
+    if reader.format == "safetensors" or not isinstance(reader, StoredReader):
+        yield from rest_problems(reader, home, manifest)
     for name, entry in manifest.tensors.items():
         yield from entry_problems(reader.tensors[name], entry)
 

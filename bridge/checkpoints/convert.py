@@ -12,8 +12,8 @@ import dataclasses
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,6 @@ from bridge.checkpoints.casts import Output, apply_casts, parse_casts
 from bridge.checkpoints.checked import checked
 from bridge.checkpoints.destination import (
     naming,
-    require_apart,
     require_place,
     require_space,
     require_untouched,
@@ -39,12 +38,12 @@ from bridge.formats.files.working import Attempt
 from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.quantized import DequantizedReader
-from bridge.formats.regions import Progress
+from bridge.formats.regions import REGION_BYTES, Progress
 from bridge.formats.replaceable import require_replaceable
 from bridge.formats.step_paths import Step, at_step
+from bridge.formats.stores.folder import UploadPath
 from bridge.formats.stores.reader import StoredReader
 from bridge.formats.stores.store import is_url, local_path, place_of, without_end
-from bridge.formats.stores.upload import Upload
 from bridge.mapping.numbered_states import with_named_states
 from bridge.mapping.relation import whole_source
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
@@ -200,14 +199,13 @@ def convert(
     ``src`` are compared; without it, damage goes into ``dst``, whose own checksums then vouch for it. replace: ``dst``
     may be a checkpoint, which is kept until the new one is complete. resume: go on where an earlier attempt of the same
     conversion was killed, and, if this one fails, keep what it has written to be resumed. workers: threads, default by
-    cores; memory grows with it, about 64 MiB each. A checkpoint for a URL is written to a temporary directory first,
-    and replaces nothing.
+    cores; memory grows with it, about 64 MiB each. A checkpoint at a URL replaces nothing, and ``resume`` goes on with
+    the parts that are there where the store lists them (S3).
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
     damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1), OSError
     (what the system or a store refuses). After any error, an interruption too, the destination is as it was before.
     """
-    started = time.perf_counter()
     src = at_step(src, step)
     options = ConvertOptions(
         to or format_by_name(dst) or ("orbax" if write_items else None),
@@ -228,25 +226,20 @@ def convert(
     workers = default_workers() if workers is None else workers
     if workers < 1:
         raise ValueError(f"expected 1 worker or more, got {workers}")
-    if is_url(dst):
-        if replace:
-            raise CheckpointError(
-                f"{dst} is in an object store, where nothing can be replaced at once: expected no replace (--replace)"
-            )
-        # Sent files would become a part of the source.
-        if is_url(src) and f"{dst}/".startswith(f"{without_end(str(src))}/"):
-            raise CheckpointError(f"{dst} is inside the source {src}: expected a destination outside")
-        local = local_path(str(dst))
-        if local is not None:
-            require_apart(place_of(src), local)
-        with Upload(str(dst), resume=resume) as upload:
-            converting, sending = _halves(progress)
-            staged = _convert(src, upload.path, options, resume, resume, converting, workers)
-            upload.publish(
-                lambda sent, total: sending(sent * staged.bytes // max(total, 1), staged.bytes, str(dst))
-            )
-        return dataclasses.replace(staged, destination=str(dst), seconds=time.perf_counter() - started)
-    return _convert(src, dst, options, replace, resume, progress, workers)
+    if not is_url(dst):
+        return _convert(src, Path(dst), options, replace, resume, progress, workers)
+    local = local_path(str(dst))
+    if local is not None:
+        report = _convert(src, local, options, replace, resume, progress, workers)
+        return dataclasses.replace(report, destination=str(dst))
+    if replace:
+        raise CheckpointError(
+            f"{dst} is in an object store, where nothing can be replaced at once: expected no replace (--replace)"
+        )
+    # Sent files would become a part of the source.
+    if is_url(src) and f"{dst}/".startswith(f"{without_end(str(src))}/"):
+        raise CheckpointError(f"{dst} is inside the source {src}: expected a destination outside")
+    return _convert(src, str(dst), options, replace, resume, progress, workers)
 
 
 def format_by_name(dst: str | os.PathLike[str]) -> str | None:
@@ -256,7 +249,7 @@ def format_by_name(dst: str | os.PathLike[str]) -> str | None:
 
 def _convert(
     src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
+    destination: Path | str,
     options: ConvertOptions,
     replace: bool,
     resume: bool,
@@ -264,10 +257,11 @@ def _convert(
     workers: int,
 ) -> ConvertReport:
     started = time.perf_counter()
-    source, destination = place_of(src), Path(dst)
+    source = place_of(src)
     with planned(source, options) as (conversion, reader):
-        require_place(source, destination, replace)
-        require_untouched(conversion.files, destination)
+        if isinstance(destination, Path):
+            require_place(source, destination, replace)
+            require_untouched(conversion.files, destination)
         beside = conversion.companions
         attempt = Attempt(
             require_replaceable if replace else None,
@@ -277,7 +271,7 @@ def _convert(
         )
         with (
             large_buffers_returned(),
-            naming(destination),
+            naming(destination) if isinstance(destination, Path) else nullcontext(),
             create_checkpoint(
                 destination, conversion.format, attempt=attempt, items=options.write_items
             ) as writer,
@@ -304,10 +298,13 @@ def _convert(
 
 
 def went_along(
-    beside: Companions, destination: Path
+    beside: Companions, destination: Path | str
 ) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, str]]:
     """The last three fields of a report: the companions that were copied, kept, and left behind with the reason."""
-    if destination.is_dir():
+    alone = (
+        format_by_name(destination) is not None if isinstance(destination, str) else not destination.is_dir()
+    )
+    if not alone:
         return tuple(beside.files), tuple(beside.kept), beside.refused
     one_file = dict.fromkeys(beside.files, f"{destination} is one file, and its directory may be anybody's")
     return (), (), {**beside.refused, **one_file}
@@ -352,9 +349,6 @@ def planned(
         kinds = carried_kinds(held, outputs.values(), objects, origins)
         home = whole.home if isinstance(whole, StoredReader) else Path(whole.path)
         beside = Companions.beside(home) if options.companions else Companions()
-        if isinstance(whole, StoredReader):
-            for file in beside.files.values():
-                whole.fetch(file, 0, file.stat().st_size)
         conversion = Conversion(
             place_of(source),
             reader.format,
@@ -381,15 +375,20 @@ def _write(
 ) -> int:
     """Write everything; the bytes that were there already."""
     # Objects and tensors are declared before the first chunk is written: a safetensors header precedes the data.
-    outputs = conversion.outputs.values()
+    outputs: Collection[Output] = conversion.outputs.values()
     with collection_paused():
         for path, value in conversion.objects.values():
             writer.add_object(path, value)
         names = {o.name: writer.add_tensor(o.path, o.shape, o.dtype).name for o in outputs}
     writer.add_kinds(conversion.kinds)
     done = sum(box.numel * o.dtype.itemsize for o in outputs for box in writer.stored(names[o.name]))
-    require_space(writer.path, conversion.nbytes - done)
-    work = runs(outputs, writer, names)
+    if isinstance(writer.path, UploadPath):
+        # What follows each other in the destination is written so: a store takes parts of a file.
+        outputs = sorted(outputs, key=lambda output: writer.position(names[output.name]))
+        work = runs(outputs, writer, names, REGION_BYTES)
+    else:
+        require_space(writer.path, conversion.nbytes - done)
+        work = runs(outputs, writer, names)
     Copier(reader, writer, work, done=done, total=conversion.nbytes, progress=progress).run(workers)
     return done
 
@@ -415,19 +414,6 @@ def require_unchanged(conversion: Conversion) -> None:
             f"{conversion.source} was changed while it was being converted: expected one checkpoint, found parts of "
             "two; convert it again when its writer has finished"
         )
-
-
-def _halves(progress: Progress | None) -> tuple[Progress, Progress]:
-    """Progress of the first and of the second half of the work, each over as many bytes."""
-
-    def first(done: int, total: int, name: str) -> None:
-        if progress is not None:
-            progress(done, 2 * total, name)
-
-    def second(done: int, total: int, name: str) -> None:
-        first(total + done, total, name)
-
-    return first, second
 
 
 def digest_of(files: Sequence[Path]) -> str:

@@ -42,7 +42,10 @@ class Region:
 
 
 def runs(
-    tensors: Iterable[Output], writer: CheckpointWriter, names: Mapping[str, str]
+    tensors: Iterable[Output],
+    writer: CheckpointWriter,
+    names: Mapping[str, str],
+    run_bytes: int = RUN_BYTES,
 ) -> Iterator[list[Region]]:
     """The regions to copy, without the chunks that a resumed writer has.
 
@@ -58,7 +61,7 @@ def runs(
         for box, chunks in group_boxes(left, tensor.dtype.itemsize):
             run.append(Region(tensor, name, box, chunks))
             nbytes += box.numel * tensor.dtype.itemsize
-            if nbytes >= RUN_BYTES:
+            if nbytes >= run_bytes:
                 yield run
                 run, nbytes = [], 0
         if nbytes >= TOGETHER_BYTES:

@@ -14,11 +14,9 @@ from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestTensor,
-    gaps,
     object_checksum,
     rest_checksum,
 )
-from bridge.formats.files.mapped import Fetch
 
 _FILE_BLOCK = 8 << 20
 
@@ -45,7 +43,7 @@ class _SaysWhereDataIs(Protocol):
         """For each file, where the elements of chunks are: first byte, and the one after the last."""
 
 
-def file_problems(home: Path, manifest: Manifest, fetch: Fetch | None = None) -> Iterator[Problem]:
+def file_problems(home: Path, manifest: Manifest) -> Iterator[Problem]:
     """Of the files that the manifest lists: missing, of another size, or not of their checksum."""
     for name, expected in manifest.files.items():
         path = _listed_file(home, manifest, name)
@@ -59,11 +57,8 @@ def file_problems(home: Path, manifest: Manifest, fetch: Fetch | None = None) ->
                 yield Problem(name, "the manifest lists this file, but it is missing")
             elif (size := path.stat().st_size) != expected.size:
                 yield Problem(name, f"expected {expected.size} bytes, got {size}")
-            elif expected.crc is not None:
-                if fetch is not None:
-                    fetch(path, 0, expected.size)
-                if (crc := _file_crc(path)) != expected.crc:
-                    yield Problem(name, f"damaged: expected CRC-32C {expected.crc:08x}, got {crc:08x}")
+            elif expected.crc is not None and (crc := _file_crc(path)) != expected.crc:
+                yield Problem(name, f"damaged: expected CRC-32C {expected.crc:08x}, got {crc:08x}")
         except OSError as error:
             yield Problem(name, f"cannot be read: {error}")
 
@@ -77,15 +72,13 @@ def _listed_file(home: Path, manifest: Manifest, name: str) -> Path:
 
 def _file_crc(path: Path) -> int:
     crc = 0
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         while block := file.read(_FILE_BLOCK):
             crc = extend(crc, block)
     return crc
 
 
-def rest_problems(
-    reader: CheckpointReader, home: Path, manifest: Manifest, fetch: Fetch | None = None
-) -> Iterator[Problem]:
+def rest_problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> Iterator[Problem]:
     """Of headers and the like in files whose data the chunks' checksums speak for."""
     listed = {name: file.rest for name, file in manifest.files.items() if file.rest is not None}
     if not listed or not isinstance(reader, _SaysWhereDataIs):
@@ -95,9 +88,6 @@ def rest_problems(
         for name, expected in listed.items():
             path = _listed_file(home, manifest, name)
             held = ranges.get(path.name if home.is_file() else name, ())
-            if fetch is not None:
-                for start, stop in gaps(held, manifest.files[name].size):
-                    fetch(path, start, stop)
             if (crc := rest_checksum(path, held)) != expected:
                 yield Problem(
                     name, f"damaged beside its data: expected CRC-32C {expected:08x}, got {crc:08x}"

@@ -44,7 +44,7 @@ from bridge.formats.orbax.items import items_of_one_state, named_items
 from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
 from bridge.formats.step_paths import Step, at_step
 from bridge.formats.stores.hub import hub_hint
-from bridge.formats.stores.mirror import Mirror
+from bridge.formats.stores.listing import Listing
 from bridge.formats.stores.store import is_url
 
 
@@ -98,27 +98,36 @@ def verify(
     """Verify a checkpoint of any format, or a directory of steps with exactly one. items, step: see `open_checkpoint`.
 
     finite: NaNs and infinities are problems. workers: threads, some 64 MiB of memory each; default: one per core, at
-    most 4. What is at a URL is fetched whole, to a temporary directory. Raises FileNotFoundError if nothing is there,
+    most 4. Raises FileNotFoundError if nothing is there,
     ValueError for workers < 1.
     """
     started = time.perf_counter()
     path = at_step(path, step)
     if is_url(path):
-        with Mirror(str(path)) as mirror:
-            mirror.fetch_all()
-            report = verify(mirror.path, finite=finite, workers=workers, progress=progress, items=items)
-            named = tuple(Problem(mirror.renamed(p.where), mirror.renamed(p.text)) for p in report.problems)
-        seconds = time.perf_counter() - started
-        return dataclasses.replace(report, path=mirror.url, problems=named, seconds=seconds)
-    place = Path(path)
-    if not place.exists():
-        raise FileNotFoundError(f"{place} does not exist: expected a checkpoint there{hub_hint(path)}")
+        listing = Listing(str(path))
+        try:
+            report = _verify(listing.root, finite, workers, progress, items, started)
+        finally:
+            listing.close()
+        return dataclasses.replace(report, path=listing.url)
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{path} does not exist: expected a checkpoint there{hub_hint(path)}")
+    return _verify(Path(path), finite, workers, progress, items, started)
+
+
+def _verify(
+    place: Path,
+    finite: bool,
+    workers: int | None,
+    progress: Progress | None,
+    items: Sequence[str],
+    started: float,
+) -> VerifyReport:
     problems: list[Problem] = []
     parts = named_items(place, items) if items else items_of_one_state(place)
     if len(parts) > 1:
         reports = {
-            name: verify(part, finite=finite, workers=workers, progress=progress)
-            for name, part in parts.items()
+            name: _verify(part, finite, workers, progress, (), started) for name, part in parts.items()
         }
         return _joined(place, reports, time.perf_counter() - started)
     if parts:

@@ -28,7 +28,6 @@ from bridge.formats.base import (
 )
 from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.metadata import metadata_files
-from bridge.formats.files.mapped import Fetch
 from bridge.formats.files.working import Attempt
 from bridge.formats.garbage import collection_paused
 from bridge.formats.joined import JoinedReader, require_one_tree
@@ -38,6 +37,7 @@ from bridge.formats.read_only import directory_format, single_file_format
 from bridge.formats.safetensors.files import holds_safetensors
 from bridge.formats.step_paths import Step, at_step
 from bridge.formats.stores.hub import hub_hint
+from bridge.formats.stores.listing import StorePath
 from bridge.formats.stores.store import is_url
 
 __all__ = [
@@ -67,16 +67,16 @@ READ_ONLY_FORMATS = ("torch", "npz", "msgpack")
 _ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "orbax.checkpoint")
 
 
-def detect_format(path: str | os.PathLike[str], fetch: Fetch | None = None) -> str:
+def detect_format(path: str | os.PathLike[str]) -> str:
     """One of FORMATS or READ_ONLY_FORMATS, from the names of the files in the directory, or of the file itself.
 
     Raises FileNotFoundError (no such path), NotADirectoryError (another file), CheckpointError (half-written, or
     unknown).
     """
-    place = Path(path)
+    place = path if isinstance(path, StorePath) else Path(path)
     if not place.exists():
         raise FileNotFoundError(f"{place} does not exist: expected a checkpoint there{hub_hint(path)}")
-    if is_unfinished(Path(os.path.abspath(place))):
+    if is_unfinished(place if isinstance(place, StorePath) else Path(os.path.abspath(place))):
         raise CheckpointError(
             f"{place} is a checkpoint that was never finished (its writer stopped half-way): remove it, and use an "
             "earlier checkpoint"
@@ -84,7 +84,7 @@ def detect_format(path: str | os.PathLike[str], fetch: Fetch | None = None) -> s
     if not place.is_dir():
         if holds_safetensors(place):
             return "safetensors"
-        if (found := single_file_format(place, fetch)) is not None:
+        if (found := single_file_format(place)) is not None:
             return found
         raise NotADirectoryError(
             f"{place} is a file of another kind: expected a checkpoint directory, a .safetensors file, or one of "
@@ -128,8 +128,8 @@ def open_checkpoint(
             raise CheckpointError(f"{path} is a page: expected the address of a checkpoint's files{hint}")
         from bridge.formats.stores.reader import StoredReader
 
-        return StoredReader(str(path), lambda mirror: _open(mirror.path, mirror.fetch, verify, items))
-    return _open(path, None, verify, items)
+        return StoredReader(str(path), lambda place: _open(place, verify, items))
+    return _open(path if isinstance(path, StorePath) else Path(path), verify, items)
 
 
 def items_there(path: str | os.PathLike[str], items: Sequence[str]) -> Sequence[str]:
@@ -140,11 +140,9 @@ def items_there(path: str | os.PathLike[str], items: Sequence[str]) -> Sequence[
 
 
 @collection_paused()
-def _open(
-    path: str | os.PathLike[str], fetch: Fetch | None, verify: bool, items: Sequence[str]
-) -> CheckpointReader:
+def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
     # Imported here: reading one format must not need the other's dependencies (tensorstore).
-    format = detect_format(path, fetch)
+    format = detect_format(path)
     if items and format != "orbax":
         raise CheckpointError(
             f"{path}: expected an Orbax checkpoint, which has items (--item), found {format}"
@@ -152,40 +150,40 @@ def _open(
     if format == "torch":
         from bridge.formats.torch_save.reader import TorchSaveReader
 
-        return TorchSaveReader(path, verify, fetch=fetch)
+        return TorchSaveReader(path, verify)
     if format == "npz":
         from bridge.formats.npz.reader import NpzReader
 
-        return NpzReader(path, verify, fetch=fetch)
+        return NpzReader(path, verify)
     if format == "msgpack":
         from bridge.formats.flax_msgpack.reader import MsgpackReader
 
-        return MsgpackReader(path, fetch=fetch)
+        return MsgpackReader(path)
     if format == "dcp":
         from bridge.formats.dcp.reader import DcpReader
 
-        return DcpReader(path, verify, fetch=fetch)
+        return DcpReader(path, verify)
     if format == "safetensors":
         from bridge.formats.safetensors.reader import SafetensorsReader
 
-        return SafetensorsReader(path, fetch=fetch)
+        return SafetensorsReader(path)
     from bridge.formats.orbax.reader import OrbaxReader
 
-    require_one_tree(Path(path), list(items))
-    parts = named_items(Path(path), items) if items else items_of_one_state(Path(path))
+    require_one_tree(path, list(items))
+    parts = named_items(path, items) if items else items_of_one_state(path)
     if len(parts) > 1:
         opened: dict[str, CheckpointReader] = {}
         try:
             for name, place in parts.items():
-                opened[name] = OrbaxReader(place, verify=verify, fetch=fetch)
-            return JoinedReader(Path(path), format, opened)
+                opened[name] = OrbaxReader(place, verify=verify)
+            return JoinedReader(path, format, opened)
         except BaseException:
             for reader in opened.values():
                 reader.close()
             raise
     if parts:
         (path,) = parts.values()
-    return OrbaxReader(path, verify=verify, fetch=fetch)
+    return OrbaxReader(path, verify=verify)
 
 
 def create_checkpoint(
@@ -197,6 +195,11 @@ def create_checkpoint(
     """
     if items and format != "orbax":
         raise CheckpointError(f"{path}: expected orbax, which has items (--write-item), got {format}")
+    if items and is_url(path):
+        raise CheckpointError(
+            f"{path} is in an object store: expected one item there, got {', '.join(items)}; convert to a local "
+            "path to write several"
+        )
     if format == "dcp":
         from bridge.formats.dcp.writer import DcpWriter
 

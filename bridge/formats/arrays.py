@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import numpy as np
 
 from bridge.formats.crc32c import extend
@@ -28,3 +31,12 @@ def array_checksum(*parts: np.ndarray, crc: int = 0) -> int:
         flat.flags.writeable = False
         crc = extend(crc, flat)
     return crc
+
+
+def strides_of(shape: Sequence[int], dtype: np.dtype, order: Literal["C", "F"] = "C") -> tuple[int, ...]:
+    """The strides in bytes of an array without gaps."""
+    steps, step = [], dtype.itemsize
+    for n in shape if order == "F" else reversed(shape):
+        steps.append(step)
+        step *= n
+    return tuple(steps if order == "F" else reversed(steps))

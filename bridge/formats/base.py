@@ -375,6 +375,9 @@ class CheckpointWriter(Protocol):
     def chunks(self, name: str) -> tuple[Box, ...]:
         """The boxes that `write` expects, covering the tensor once; none for a tensor without elements."""
 
+    def position(self, name: str) -> tuple[str, int]:
+        """Where a tensor begins: the data file, and the byte there. After all tensors and objects are declared."""
+
     def stored(self, name: str) -> frozenset[Box]:
         """Those of `chunks(name)` that are there already, from a resumed attempt: they are not to be written."""
 

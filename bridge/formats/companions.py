@@ -17,6 +17,7 @@ from typing import Final
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.mapped import MAX_SMALL_FILE, regular_file, small_file
+from bridge.formats.stores.folder import UploadPath
 
 CONFIG_FILE: Final = "config.json"
 _NAMES: Final = (
@@ -62,7 +63,7 @@ class Companions:
             return Companions()
         files: dict[str, Path] = {}
         refused: dict[str, str] = {}
-        for name in sorted(name for name in os.listdir(directory) if is_companion(name)):
+        for name in sorted(child.name for child in directory.iterdir() if is_companion(child.name)):
             try:
                 file, size = regular_file(directory, name, name)
                 if size > MAX_SMALL_FILE:
@@ -77,6 +78,11 @@ class Companions:
 
         Those of a checkpoint that is there now, and is replaced, are written as well, unless the source has them.
         """
+        if isinstance(working, UploadPath):
+            # A checkpoint in a store replaces nothing.
+            for name, file in self.files.items():
+                (working / name).write_bytes(small_file(file.parent, name, name))
+            return
         old = Companions.beside(target).files if target.is_dir() else {}
         for name, file in {**old, **self.files}.items():
             data = small_file(file.parent, name, name)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.mapped import Fetch, MappedFiles
+from bridge.formats.files.mapped import MappedFiles
 from bridge.formats.files.model_files import FileKind
 from bridge.formats.files.zip_directory import ZIP_MAGIC, read_directory
 from bridge.formats.torch_save.files import TORCH_FILES
@@ -28,12 +28,12 @@ def directory_format(path: Path) -> str | None:
     return next((format for format, kind in _KINDS.items() if kind.is_one(path)), None)
 
 
-def single_file_format(path: Path, fetch: Fetch | None = None) -> str | None:
+def single_file_format(path: Path) -> str | None:
     """The format of one file; None if it is none of these, or no regular file."""
     found = next((format for format, kind in _KINDS.items() if kind.is_one(path)), None)
     if found is not None or not path.is_file() or not path.stat().st_size:
         return found
-    files = MappedFiles(path.parent, fetch)
+    files = MappedFiles(path.parent)
     try:
         head = files.get(path.name, 0, 4)[:4]
         if head == ZIP_MAGIC:

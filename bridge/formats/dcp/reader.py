@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, require_tensor
-from bridge.formats.dcp.archive import Record, StoredTensor, read_value, verify_record
+from bridge.formats.dcp.archive import Record, StoredTensor, around, read_value, verify_record
 from bridge.formats.dcp.archives import Archives
 from bridge.formats.dcp.metadata import (
     METADATA_FILE,
@@ -29,7 +30,6 @@ from bridge.formats.files.manifest import object_checksum
 from bridge.formats.files.mapped import (
     BLOCK,
     ChunkIndex,
-    Fetch,
     MappedFiles,
     array_for,
     box_of,
@@ -39,8 +39,16 @@ from bridge.formats.files.mapped import (
     regular_file,
     small_file,
 )
-from bridge.formats.safetensors.header import Header, looks_like_header, read_header
+from bridge.formats.safetensors.header import (
+    LENGTH_BYTES,
+    Header,
+    StoredArray,
+    header_length,
+    looks_like_header,
+    read_header,
+)
 from bridge.formats.safetensors.reader import saved_offsets
+from bridge.formats.stores.listing import StorePath
 from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
 
 _ADVICE: Final = "a conversion can leave it out (--drop, --weights-only)"
@@ -50,11 +58,20 @@ _MAX_KEPT: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A chunk in a mapped file: its elements, the byte they begin at, and their checksum if there is one."""
+    """A chunk in a mapped file: how its elements lie, the byte they begin at, and their checksum if there is one."""
 
-    elements: np.ndarray
+    layout: StoredArray | StoredTensor
     start: int
     record: Record | None
+
+    def range_of(self, box: Box, chunk: Box) -> tuple[int, int]:
+        """The bytes of the file that hold the elements of a box inside of the chunk, and what is between them."""
+        size = self.layout.dtype.itemsize
+        steps = [step * size for step in self.layout.strides]
+        low = zip(box.offsets, chunk.offsets, steps, strict=True)
+        start = self.start + sum((o - c) * step for o, c, step in low)
+        last = sum((n - 1) * step for n, step in zip(box.sizes, steps, strict=True))
+        return start, start + last + size
 
 
 class DcpReader(ClosedAtEnd):
@@ -71,12 +88,10 @@ class DcpReader(ClosedAtEnd):
 
     format = "dcp"
 
-    def __init__(
-        self, path: str | os.PathLike[str], verify: bool = True, *, fetch: Fetch | None = None
-    ) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], verify: bool = True) -> None:
+        self.path = path if isinstance(path, StorePath) else Path(path)
         self._verify = verify
-        self._files = MappedFiles(self.path, fetch)
+        self._files = MappedFiles(self.path)
         self._metadata = self._read_metadata()
         self.unreadable: Mapping[str, str] = self._metadata.unreadable
         self._check_files()
@@ -175,7 +190,8 @@ class DcpReader(ClosedAtEnd):
     def _stored_object(self, name: str, extent: Extent) -> object:
         what = f"{self.path / extent.file}: object {name!r}"
         try:
-            return read_value(_file_of(self._files, extent), extent.offset, extent.length, what)
+            file = self._files.get(extent.file, extent.offset, extent.offset + extent.length)
+            return read_value(file, extent.offset, extent.length, what)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {_ADVICE}") from error
 
@@ -225,7 +241,8 @@ class DcpReader(ClosedAtEnd):
 
     def _is_safetensors(self, extent: Extent) -> bool:
         """Whether SerializationFormat.SAFETENSORS wrote it: the file goes on as a safetensors file from there."""
-        return looks_like_header(_file_of(self._files, extent), extent.offset)
+        file = self._files.get(extent.file, extent.offset, extent.offset + LENGTH_BYTES + 1)
+        return looks_like_header(file, extent.offset)
 
     def _copy_from_chunk(self, info: TensorInfo, index: int, common: Box, target: np.ndarray) -> None:
         source, file, start = self._part(info, index, common)
@@ -237,54 +254,53 @@ class DcpReader(ClosedAtEnd):
         """Elements of a chunk, once it is verified, where they are in the file, and the first byte there."""
         chunk, extent = info.chunks[index], self._metadata.extents[info.name][index]
         stored = self._find(info, chunk, extent)
-        file = _file_of(self._files, extent)
+        start, stop = stored.range_of(common, chunk)
+        file: mmap.mmap | None = None
         if self._verify and extent not in self._verified:
-            if stored.record is not None:
-                verify_record(file, stored.record, self._what(info, chunk, extent), keep=common == chunk)
+            if stored.record is not None and stored.record.crc is not None:
+                what = self._what(info, chunk, extent)
+                get = partial(self._files.get, extent.file)
+                file = verify_record(get, stored.record, what, keep=common == chunk)
             for copy in self._metadata.copies.get((info.name, index), ()):
                 self._require_same(info, chunk, extent, stored, copy)
             self._verified.add(extent)
-        source = stored.elements[common.slices(chunk)]
-        skipped = sum(
-            (o - c) * s
-            for o, c, s in zip(common.offsets, chunk.offsets, stored.elements.strides, strict=True)
-        )
-        return source, file, stored.start + skipped
+        if file is None:
+            file = self._files.get(extent.file, start, stop)
+        return stored.layout.view(file)[common.slices(chunk)], file, start
 
     def _what(self, info: TensorInfo, chunk: Box, extent: Extent) -> str:
         return f"{self._names[extent.file]}: tensor {info.name!r}, chunk at {chunk.offsets}"
 
     def _find(self, info: TensorInfo, chunk: Box, extent: Extent) -> _Stored:
         what = self._what(info, chunk, extent)
-        file = _file_of(self._files, extent)
         if extent not in self._archives and self._is_safetensors(extent):
             array = self._header(extent, what).arrays.get(info.name)
             if array is None:
                 raise CheckpointError(
                     f"{what}: expected the tensor in the safetensors file there, which lacks it"
                 )
-            found = saved_offsets(self._header(extent, what), what).get(info.name)
-            if found != chunk.offsets:
+            offsets = saved_offsets(self._header(extent, what), what).get(info.name)
+            if offsets != chunk.offsets:
                 raise CheckpointError(
-                    f"{what}: expected the chunk that .metadata says, got the one at {found}: this way of saving keeps "
-                    "one chunk of a tensor in a file, and the others are lost"
+                    f"{what}: expected the chunk that .metadata says, got the one at {offsets}: this way of saving "
+                    "keeps one chunk of a tensor in a file, and the others are lost"
                 )
-            dtype, shape, start, record = array.dtype, array.shape, array.start, None
-            elements = array.view(file)
+            found = _Stored(array, array.start, None)
         else:
-            stored = self._archive(file, extent, what)
-            dtype, shape, record = stored.dtype, stored.shape, stored.record
-            start = record.start + stored.first * dtype.itemsize
-            elements = stored.view(file)
+            tensor = self._archive(extent, what)
+            found = _Stored(tensor, tensor.record.start + tensor.first * tensor.dtype.itemsize, tensor.record)
+        dtype, shape = found.layout.dtype, found.layout.shape
         if dtype != info.dtype or shape != chunk.sizes:
             raise CheckpointError(
                 f"{what}: expected {info.dtype.name} {chunk.sizes} as .metadata says, got {dtype.name} {shape}"
             )
-        return _Stored(elements, start, record)
+        return found
 
-    def _archive(self, file: mmap.mmap, extent: Extent, what: str) -> StoredTensor:
+    def _archive(self, extent: Extent, what: str) -> StoredTensor:
         found = self._archives.get(extent)
         if found is None:
+            first, *others = around(extent.offset, extent.length)
+            file = self._files.get(extent.file, *first, *others)
             found = self._forms.find(file, extent.offset, extent.length, what)
             if len(self._archives) < _MAX_KEPT:
                 self._archives[extent] = found
@@ -294,7 +310,10 @@ class DcpReader(ClosedAtEnd):
         key = (extent.file, extent.offset)
         with self._lock:
             if key not in self._headers:
-                self._headers[key] = read_header(_file_of(self._files, extent), what, extent.offset)
+                start = extent.offset
+                length = header_length(self._files.get(extent.file, start, start + LENGTH_BYTES), start)
+                file = self._files.get(extent.file, start, start + LENGTH_BYTES + length)
+                self._headers[key] = read_header(file, what, start)
             return self._headers[key]
 
     def _require_same(
@@ -302,20 +321,20 @@ class DcpReader(ClosedAtEnd):
     ) -> None:
         other = self._find(info, chunk, copy)
         checksums = [s.record.crc if s.record is not None else None for s in (stored, other)]
-        alike = stored.elements.strides == other.elements.strides and stored.elements.size == chunk.numel
+        alike = stored.layout.strides == other.layout.strides and stored.layout.shape == chunk.sizes
         if alike and None not in checksums and _fill(stored) == _fill(other):
             same = checksums[0] == checksums[1]
         else:
-            same = _equal(as_integers(stored.elements), as_integers(other.elements))
+            both = [
+                s.layout.view(self._files.get(e.file, *s.range_of(chunk, chunk)))
+                for s, e in ((stored, extent), (other, copy))
+            ]
+            same = _equal(*map(as_integers, both))
         if not same:
             raise CheckpointError(
                 f"{self._what(info, chunk, copy)}: expected the same values as in {extent.file}, got others: each rank "
                 f"stored its own; {_ADVICE}"
             )
-
-
-def _file_of(files: MappedFiles, extent: Extent) -> mmap.mmap:
-    return files.get(extent.file, extent.offset, extent.offset + extent.length)
 
 
 def _fill(stored: _Stored) -> tuple[int, int]:

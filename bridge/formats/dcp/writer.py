@@ -44,11 +44,12 @@ from bridge.formats.files.manifest import (
     render_manifest,
 )
 from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
-from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.files.working import Attempt, working_place
 from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import default_chunk_shape
 from bridge.formats.share import Share
+from bridge.formats.stores.upload import UploadFile
 
 
 def data_file(rank: int) -> str:
@@ -77,17 +78,16 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
         self, path: str | os.PathLike[str], attempt: Attempt | None = None, *, share: Share | None = None
     ) -> None:
         self._share = share
-        self._directory = WorkingDirectory(path, attempt or Attempt())
+        self._directory = working_place(path, attempt or Attempt())
         self.path: Path = self._directory.path
         self._record = ChunkRecord(self.path, self._directory.journal)
         try:
-            self._data = self._record.open(
-                self._directory.temporary / data_file(share.number - 1 if share else 0)
-            )
+            self._data_file = data_file(share.number - 1 if share else 0)
+            self._data = self._record.open(self._directory.temporary / self._data_file)
         except BaseException:
             self.abort()
             raise
-        self._sink = _Archives(self._data)
+        self._sink = _Archives(self._data, self._data_file)
         self._lock = threading.Lock()
         self._objects: dict[str, Extent] = {}
         self._object_checksums: dict[str, int] = {}
@@ -138,7 +138,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
             archive = value_archive(value, self._data.end, f"{self.path}: object {name!r}")
             offset = self._data.reserve(len(archive))
             self._data.write(offset, archive)
-            self._objects[name] = Extent(self._data.path.name, offset, len(archive))
+            self._objects[name] = Extent(self._data_file, offset, len(archive))
             self._object_checksums[name] = object_checksum(value)
             self._object_paths[name] = tree_path
 
@@ -164,7 +164,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
             (folder / name).write_bytes(format_metadata(metadata))
             files = {
                 name: ManifestFile((folder / name).stat().st_size, file_checksum(folder / name)),
-                self._data.path.name: ManifestFile(self._data.path.stat().st_size, None, self._rest()),
+                self._data_file: ManifestFile(self._data.end, None, self._rest()),
             }
             manifest = Manifest(self.format, self._record.manifest(), self._object_checksums, files)
             (folder / MANIFEST_FILE).write_bytes(render_manifest(manifest))
@@ -196,8 +196,8 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
 class _Archives:
     """The archives of all chunks, one after the other in the data file; see `Sink`."""
 
-    def __init__(self, data: DataFile) -> None:
-        self._data = data
+    def __init__(self, data: DataFile | UploadFile, name: str) -> None:
+        self._data, self._name = data, name
         self.extents: dict[str, tuple[Extent, ...]] = {}
         self._crcs: dict[int, int] = {}
 
@@ -206,7 +206,7 @@ class _Archives:
         extents = []
         for box in info.chunks:
             length = tensor_archive_length(info.dtype, box.sizes, self._data.end)
-            extents.append(Extent(self._data.path.name, self._data.reserve(length), length))
+            extents.append(Extent(self._name, self._data.reserve(length), length))
         self.extents[info.name] = tuple(extents)
 
     def place(self, info: TensorInfo, number: int) -> Place:
@@ -243,3 +243,9 @@ class _Archives:
                 )
                 yield extent.offset, before
                 yield extent.offset + extent.length - len(after), after
+
+    def remembered(self, info: TensorInfo, number: int) -> int:
+        return self._crcs[self.extents[info.name][number].offset]
+
+    def recall(self, info: TensorInfo, number: int, remembered: int) -> None:
+        self._crcs[self.extents[info.name][number].offset] = remembered

@@ -99,6 +99,10 @@ class DataFile:
             offset, length = offset + len(part), length - len(part)
         return b"".join(parts)
 
+    def truncate(self, size: int) -> None:
+        """Give the file this size."""
+        os.truncate(self.path, size)
+
     def sync(self) -> None:
         """Bring to disk what is written."""
         os.fdatasync(self._descriptor)

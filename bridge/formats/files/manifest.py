@@ -34,6 +34,8 @@ from bridge.formats.base import Box, CheckpointError, dtype_from_name
 from bridge.formats.crc32c import extend
 from bridge.formats.files.atomic import sidecar_of
 from bridge.formats.files.mapped import small_file
+from bridge.formats.stores.folder import UploadPath
+from bridge.formats.stores.listing import StorePath
 
 MANIFEST_FILE = "twinshard_manifest.json"
 _MARK = "twinshard_manifest"
@@ -128,6 +130,11 @@ def gaps(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, in
 def rest_checksum(path: Path, ranges: Iterable[tuple[int, int]]) -> int:
     """CRC-32C of a file's bytes outside of these ranges, each from its first byte to the one after its last."""
     crc = 0
+    if isinstance(path, StorePath | UploadPath):
+        for position, stop in gaps(ranges, path.stat().st_size):
+            for start in range(position, stop, _BLOCK):
+                crc = google_crc32c.extend(crc, path.read_range(start, min(start + _BLOCK, stop)))
+        return int(crc)
     with open(path, "rb") as file:
         end = os.fstat(file.fileno()).st_size
         for position, stop in gaps(ranges, end):

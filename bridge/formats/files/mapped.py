@@ -9,16 +9,17 @@ import mmap
 import os
 import re
 import stat
+import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Self
 
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo
+from bridge.formats.stores.listing import StorePath
 
 MAX_SMALL_FILE = 256 << 20
 """Bytes of a file that is read whole: metadata and the like, not data."""
@@ -30,8 +31,7 @@ _MAX_OPEN_FILES = 64
 _SNAPSHOTS = "snapshots"
 _BLOBS = "blobs"
 
-Fetch: TypeAlias = Callable[[Path, int, int], None]
-"""Makes bytes [start, stop) of a file present, where files are filled as they are read; see `Mirror`."""
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def is_plain_name(name: object) -> bool:
@@ -86,30 +86,61 @@ def small_file(
 
 def files_below(directory: Path) -> list[Path]:
     """All files in a directory and in those below it, but not behind links to directories."""
+    if isinstance(directory, StorePath):
+        return list(directory.files())
     found = [Path(place, name) for place, _, names in os.walk(directory) for name in names]
     return [path for path in found if path.is_file()]
+
+
+class StreamedMap(mmap.mmap):
+    """Memory for a file in an object store, as if it was mapped: as long as the file, with some of its bytes.
+
+    Only what is filled takes memory, and that goes when the last array in it goes: `madvise` frees nothing here.
+    """
+
+    @classmethod
+    def of(cls, file: StorePath, *wanted: tuple[int, int]) -> Self:
+        """The map of a file with these ranges, from first byte to the one after the last. Others read as zeros.
+
+        CheckpointError when there is no room for it in the address space; OSError when the store fails.
+        """
+        size = file.stat().st_size
+        try:
+            if not size:
+                raise ValueError("it is empty")
+            streamed = cls(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        except (OSError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"cannot read {file}: no map of its {size} bytes: {error}") from error
+        view = memoryview(streamed)
+        for start, stop in wanted:
+            file.fill(start, view[start : min(stop, size)])
+        view.release()
+        return streamed
+
+    def madvise(self, *_: int) -> None:
+        """Nothing: the bytes would have to be fetched again."""
 
 
 class MappedFiles:
     """Read-only maps of a directory's files, the most recently used ones kept open. Thread-safe."""
 
-    def __init__(self, directory: Path, fetch: Fetch | None = None) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._fetch = fetch
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
         self._lock = threading.Lock()
         self._closed = False
 
-    def get(self, name: str, start: int, stop: int) -> mmap.mmap:
-        """The map of a file, for its bytes [start, stop): others may not be there.
+    def get(self, name: str, start: int, stop: int, *others: tuple[int, int]) -> mmap.mmap:
+        """The map of a file, for its bytes [start, stop), and those of other ranges: in a store, others are not there.
 
         CheckpointError when it cannot be read, ValueError after `close`.
         """
-        if self._fetch is not None:
-            self._fetch(self.directory / name, start, stop)
         with self._lock:
             if self._closed:
                 raise ValueError(f"the checkpoint {self.directory} was closed")
+        if isinstance(self.directory, StorePath):
+            return StreamedMap.of(self.directory / name, (start, stop), *others)
+        with self._lock:
             if name not in self._maps:
                 try:
                     with open(self.directory / name, "rb") as file:

@@ -31,6 +31,8 @@ from bridge.formats.files.data_file import DataFile, allow_open_files
 from bridge.formats.files.gathered import SMALL, Gathered
 from bridge.formats.files.journal import Journal
 from bridge.formats.files.manifest import ManifestTensor
+from bridge.formats.stores.folder import StoredJournal, UploadPath
+from bridge.formats.stores.upload import UploadFile
 
 SYNC_BYTES = 256 << 20
 """Data is synced to disk, and then noted in the journal, whenever so much of it is new."""
@@ -40,7 +42,7 @@ SYNC_BYTES = 256 << 20
 class Place:
     """Bytes [offset, offset + length) of a data file, reserved for one chunk."""
 
-    file: DataFile
+    file: DataFile | UploadFile
     offset: int
     length: int
 
@@ -59,6 +61,12 @@ class Sink(Protocol):
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
         """The elements of the chunk in bytes read from its place; None if these do not hold a whole chunk."""
 
+    def remembered(self, info: TensorInfo, number: int) -> int:
+        """What the sink knows of a chunk from its elements, and has to know of one that is in a store already."""
+
+    def recall(self, info: TensorInfo, number: int, remembered: int) -> None:
+        """Take over what an earlier attempt's sink remembered."""
+
 
 class ChunkRecord:
     """The tensors of a checkpoint that is being written, its data files, and how far each chunk has come. Thread-safe.
@@ -66,7 +74,7 @@ class ChunkRecord:
     path: where the checkpoint will be, for errors. failure: the error of a write that failed, None if none did.
     """
 
-    def __init__(self, path: Path, journal: Journal | None = None) -> None:
+    def __init__(self, path: Path, journal: Journal | StoredJournal | None = None) -> None:
         self.path = path
         self.infos: dict[str, TensorInfo] = {}
         self.failure: BaseException | None = None
@@ -79,14 +87,17 @@ class ChunkRecord:
         self._gathered: dict[int, Gathered] = {}
         self._unsynced = 0
         self._lock = threading.Lock()
-        self._files: list[DataFile] = []
+        self._files: list[DataFile | UploadFile] = []
         self._entries_synced = False
         self._lost: OSError | None = None
         self._closed = False
         self._syncing = threading.Lock()
 
-    def open(self, path: Path) -> DataFile:
+    def open(self, path: Path) -> DataFile | UploadFile:
         """One more data file, synced and closed by this record. Before any chunk is written."""
+        if isinstance(path, UploadPath):
+            self._files.append(path.open_data())
+            return self._files[-1]
         allow_open_files(2 * (len(self._files) + 1))
         self._files.append(DataFile(path))
         return self._files[-1]
@@ -108,6 +119,12 @@ class ChunkRecord:
             if (name, number) in self._unchecked:
                 self._unchecked.discard((name, number))
                 place = sink.place(info, number)
+                if isinstance(place.file, UploadFile) and isinstance(self.path, UploadPath):
+                    if place.file.holds(place.offset, place.length):
+                        sink.recall(info, number, self.path.folder.recalled[name, number])
+                    else:
+                        del crcs[number]
+                    continue
                 found = sink.decode(info, number, place.file.read(place.offset, place.length))
                 if found is None or array_checksum(found) != crcs[number]:
                     del crcs[number]
@@ -125,7 +142,11 @@ class ChunkRecord:
             crc = array_checksum(*parts) if crc is None else crc
             place = sink.place(info, number)
             data = sink.encode(info, number, parts, crc)
-            if place.length < SMALL:
+            if isinstance(place.file, UploadFile):
+                place.file.write_parts(place.offset, data)
+                note = (name, number, crc, sink.remembered(info, number))
+                place.file.note(place.offset, place.length, note)
+            elif place.length < SMALL:
                 self._gathering().add(place.file, place.offset, data)
             else:
                 place.file.write_parts(place.offset, data)
@@ -213,7 +234,8 @@ class ChunkRecord:
     def _sync_entries(self) -> None:
         """Bring to disk that the data files exist: the entries of all directories from each file up."""
         top = self.path.parent
-        for directory in {d for file in self._files for d in file.path.parents if d.is_relative_to(top)}:
+        files = [file for file in self._files if isinstance(file, DataFile)]
+        for directory in {d for file in files for d in file.path.parents if d.is_relative_to(top)}:
             fsync_directory(directory)
         self._entries_synced = True
 
@@ -263,6 +285,14 @@ class RecordedChunks(ABC):
     @abstractmethod
     def ended(self) -> bool:
         """Whether the writer was committed or aborted."""
+
+    def position(self, name: str) -> tuple[str, int]:
+        """Where a tensor begins: the data file, and the byte there; ("", 0) without elements."""
+        info = self._record.infos[name]
+        if not info.chunks:
+            return "", 0
+        place = self._sink.place(info, 0)
+        return str(place.file.path), place.offset
 
     def chunks(self, name: str) -> tuple[Box, ...]:
         """The boxes that `write` expects, in row-major order; none for a tensor without elements.

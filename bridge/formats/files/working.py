@@ -11,6 +11,8 @@ from pathlib import Path
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.atomic import AtomicDirectory, CommitOrAbort, is_temporary
 from bridge.formats.files.journal import JOURNAL_FILE, Journal, Key, remove_abandoned, resume
+from bridge.formats.stores.folder import StoreFolder
+from bridge.formats.stores.store import is_url
 
 
 @dataclass(frozen=True)
@@ -124,3 +126,18 @@ class WorkingDirectory(CommitOrAbort):
             if self.journal is not None:
                 self.journal.close()
                 self.journal = None
+
+
+def working_place(
+    path: str | os.PathLike[str], attempt: Attempt, *, payload: str | None = None
+) -> WorkingDirectory | StoreFolder:
+    """Where a checkpoint is written until it is whole: a directory of this machine, or in the store itself."""
+    if is_url(path):
+        return StoreFolder(
+            str(path),
+            attempt.key,
+            resume=attempt.resume,
+            single=payload is not None,
+            accompany=attempt.accompany,
+        )
+    return WorkingDirectory(path, attempt, payload=payload)

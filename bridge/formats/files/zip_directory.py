@@ -77,7 +77,7 @@ def read_directory(files: MappedFiles, name: str, kind: str) -> dict[str, Member
     )
     if length > _MAX_DIRECTORY or position + length > end or count * _ENTRY.size > length:
         refuse("its directory lies outside, or is damaged")
-    files.get(name, position, position + length)
+    file = files.get(name, position, position + length)
     stop = position + length
     members: dict[str, Member] = {}
     starts: list[tuple[int, int, str]] = []
@@ -129,7 +129,7 @@ def data_start(files: MappedFiles, name: str, member: Member) -> int:
         raise CheckpointError(
             f"{path}: expected the header of {member.name!r:.200} at {member.header}, found another"
         )
-    files.get(name, member.header, start)
+    file = files.get(name, member.header, start)
     raw = file[member.header + _HEADER.size : member.header + _HEADER.size + lengths]
     if raw not in (member.name.encode(), member.name.encode("cp437", "replace")):
         raise CheckpointError(
@@ -139,7 +139,7 @@ def data_start(files: MappedFiles, name: str, member: Member) -> int:
 
 
 def _find_end(
-    file: mmap.mmap, tail: int, size: int, get: Callable[[int], object], refuse: Callable[[str], Never]
+    file: mmap.mmap, tail: int, size: int, get: Callable[[int], mmap.mmap], refuse: Callable[[str], Never]
 ) -> tuple[int, int, int, int]:
     """Where the records at the end begin, and what they say: count of members, length and place of the directory."""
     at = file.rfind(b"PK\5\6", tail, size)
@@ -153,7 +153,7 @@ def _find_end(
         _, _, wide, _ = _LOCATOR.unpack_from(file, locator)
         if wide + _END64.size > locator:
             refuse("its end record lies outside")
-        get(wide)
+        file = get(wide)
         magic, *_, disk, first, _, count, length, position = _END64.unpack_from(file, wide)
         if magic != b"PK\6\6":
             refuse("its end record is damaged")

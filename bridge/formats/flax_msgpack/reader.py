@@ -5,6 +5,7 @@ Opening goes through the file from one length to the next, and looks at no eleme
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.arrays import as_integers
+from bridge.formats.arrays import as_integers, strides_of
 from bridge.formats.base import (
     Box,
     CheckpointError,
@@ -27,7 +28,6 @@ from bridge.formats.base import (
 from bridge.formats.files.flat import copy_flat
 from bridge.formats.files.mapped import (
     BLOCK,
-    Fetch,
     MappedFiles,
     array_for,
     box_of,
@@ -42,6 +42,7 @@ from bridge.formats.flax_msgpack.tree import Pieces, leaves
 from bridge.formats.leaf_kinds import SCALAR, STRING, empty_kind
 from bridge.formats.plain import plain_value
 from bridge.formats.read_only import MSGPACK_FILES
+from bridge.formats.stores.listing import StorePath
 from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
 
 _INT64: Final = range(-(1 << 63), 1 << 63)
@@ -58,10 +59,10 @@ class MsgpackReader(ClosedAtEnd):
 
     format = "msgpack"
 
-    def __init__(self, path: str | os.PathLike[str], *, fetch: Fetch | None = None) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = path if isinstance(path, StorePath) else Path(path)
         self._fileset = MSGPACK_FILES.find(self.path)
-        self._files = MappedFiles(self._fileset.directory, fetch)
+        self._files = MappedFiles(self._fileset.directory)
         self._stored: dict[str, tuple[str, Pieces] | np.ndarray] = {}
         self._tensors: dict[str, TensorInfo] = {}
         self._values: dict[str, object] = {}
@@ -104,8 +105,8 @@ class MsgpackReader(ClosedAtEnd):
         if isinstance(stored, np.ndarray):
             result[...] = stored[box.slices()]
         elif box.numel and len(stored[1].places) == 1:
-            source, start = self._part(*stored, box)
-            copy_mapped(as_integers(result), as_integers(source), self._files.get(stored[0], 0, 0), start)
+            source, file, start = self._part(*stored, box)
+            copy_mapped(as_integers(result), as_integers(source), file, start)
         elif box.numel:
             copy_flat(info.shape, box, result, lambda start, stop: self._bytes(*stored, start, stop))
         return result
@@ -120,8 +121,7 @@ class MsgpackReader(ClosedAtEnd):
             or len(stored[1].places) > 1
         ):
             return None
-        source, start = self._part(*stored, box)
-        return lend_mapped(source, self._files.get(stored[0], 0, 0), start)
+        return lend_mapped(*self._part(*stored, box))
 
     def files(self) -> Sequence[Path]:
         """The files and their index."""
@@ -135,14 +135,14 @@ class MsgpackReader(ClosedAtEnd):
         """Release the files. Arrays already read stay valid."""
         self._files.close()
 
-    def _part(self, file: str, pieces: Pieces, box: Box) -> tuple[np.ndarray, int]:
+    def _part(self, name: str, pieces: Pieces, box: Box) -> tuple[np.ndarray, mmap.mmap, int]:
         """A box of an array in one piece, where it is in the file, and the first byte there."""
         begin, _ = pieces.places[0]
-        array = np.ndarray(pieces.shape, pieces.dtype, self._files.get(file, 0, 0), begin)
-        start = begin + sum(o * s for o, s in zip(box.offsets, array.strides, strict=True))
-        span = sum((n - 1) * s for n, s in zip(box.sizes, array.strides, strict=True)) + array.itemsize
-        self._files.get(file, start, start + span)
-        return array[box.slices()], start
+        strides = strides_of(pieces.shape, pieces.dtype)
+        start = begin + sum(o * s for o, s in zip(box.offsets, strides, strict=True))
+        span = sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True)) + pieces.dtype.itemsize
+        file = self._files.get(name, start, start + span)
+        return np.ndarray(pieces.shape, pieces.dtype, file, begin)[box.slices()], file, start
 
     def _bytes(self, file: str, pieces: Pieces, start: int, stop: int) -> Iterator[bytes]:
         """Bytes [start, stop) of an array in several pieces, in parts."""

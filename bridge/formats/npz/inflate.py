@@ -9,17 +9,15 @@ begins at the last copy before it.
 
 from __future__ import annotations
 
-import mmap
 import threading
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.mapped import drop_pages
 
 _RAW: Final = -15  # deflate without a header of its own
 _PIECE: Final = 1 << 20
@@ -29,15 +27,22 @@ _MAX_COPIES: Final = 64
 
 
 class Inflated:
-    """The inflated bytes of a member whose deflated ones are [start, start + stored) of a mapped file. Thread-safe.
+    """The inflated bytes of a member whose deflated ones are [start, start + stored) of a file. Thread-safe.
 
-    size, crc: as the directory says. CheckpointError, beginning with `what`, from any method when they are not so.
+    read: the bytes of the file from one place to another. size, crc: as the directory says. CheckpointError, beginning
+    with `what`, from any method when they are not so.
     """
 
     def __init__(
-        self, file: mmap.mmap, start: int, stored: int, size: int, crc: int | None, what: str
+        self,
+        read: Callable[[int, int], bytes],
+        start: int,
+        stored: int,
+        size: int,
+        crc: int | None,
+        what: str,
     ) -> None:
-        self._file, self._begin, self._stored = file, start, stored
+        self._read, self._begin, self._stored = read, start, stored
         self._size, self._crc, self._what = size, crc, what
         self._lock = threading.Lock()
         self._copies: list[tuple[int, int, Any]] = []
@@ -74,7 +79,6 @@ class Inflated:
                 copies.append((done, taken, inflater.copy()))
             if len(copies) > _MAX_COPIES:
                 copies, step = copies[::2], 2 * step
-        drop_pages(self._file, self._begin, self._begin + self._stored)
         if done != self._size or not inflater.eof:
             raise CheckpointError(
                 f"{self._what}: expected {self._size} bytes once inflated, got another number"
@@ -91,7 +95,7 @@ class Inflated:
         while at < stop and not inflater.eof:
             data = inflater.unconsumed_tail
             if not data:
-                data = self._file[self._begin + taken : self._begin + min(taken + _INPUT, self._stored)]
+                data = self._read(self._begin + taken, self._begin + min(taken + _INPUT, self._stored))
                 taken += len(data)
             try:
                 piece = inflater.decompress(data, _PIECE)

@@ -17,22 +17,23 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
 
 import numpy as np
 
-from bridge.formats.arrays import as_integers
+from bridge.formats.arrays import as_integers, strides_of
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, flat_name, require_tensor
 from bridge.formats.dcp.archive import Record, verify_record
 from bridge.formats.files.flat import copy_flat
 from bridge.formats.files.mapped import (
-    Fetch,
     MappedFiles,
     array_for,
     box_of,
     copy_mapped,
+    drop_pages,
     lend_mapped,
     regular_file,
 )
@@ -40,6 +41,7 @@ from bridge.formats.files.zip_directory import STORED, Member, data_start, read_
 from bridge.formats.npz.header import NpyHeader, read_npy_header
 from bridge.formats.npz.inflate import Inflated
 from bridge.formats.read_only import NPZ_FILES
+from bridge.formats.stores.listing import StorePath
 from bridge.formats.wrapping import ClosedAtEnd
 
 _NPY: Final = ".npy"
@@ -67,15 +69,13 @@ class NpzReader(ClosedAtEnd):
 
     format = "npz"
 
-    def __init__(
-        self, path: str | os.PathLike[str], verify: bool = True, *, fetch: Fetch | None = None
-    ) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], verify: bool = True) -> None:
+        self.path = path if isinstance(path, StorePath) else Path(path)
         self._verify = verify
         fileset = NPZ_FILES.find(self.path)
         self._name = fileset.names[0]
         self._file_path = fileset.directory / self._name
-        self._files = MappedFiles(fileset.directory, fetch)
+        self._files = MappedFiles(fileset.directory)
         self._verified: set[str] = set()
         self._inflated: OrderedDict[str, Inflated] = OrderedDict()
         self._lock = threading.Lock()
@@ -161,9 +161,8 @@ class NpzReader(ClosedAtEnd):
             stop = min(stop, member.size)
             if member.method == STORED:
                 return self._files.get(self._name, begin + start, begin + stop)[begin + start : begin + stop]
-            end = begin + min(member.stored, 2 * stop + _HEAD)
-            file = self._files.get(self._name, begin, end)
-            return Inflated(file, begin, end - begin, member.size, None, what).head(stop)[start:stop]
+            most = min(member.stored, 2 * stop + _HEAD)
+            return Inflated(self._bytes, begin, most, member.size, None, what).head(stop)[start:stop]
 
         header = read_npy_header(read, what)
         nbytes = math.prod(header.shape) * header.dtype.itemsize
@@ -196,16 +195,24 @@ class NpzReader(ClosedAtEnd):
         stored = self._stored[name]
         member, header = stored.member, stored.header
         if self._verify and name not in self._verified:
-            file = self._files.get(self._name, stored.start, stored.start + member.size)
             record = Record(stored.start, member.size, member.crc)
-            verify_record(file, record, f"{self._file_path}: array {name!r:.200}")
+            verify_record(
+                partial(self._files.get, self._name), record, f"{self._file_path}: array {name!r:.200}"
+            )
             self._verified.add(name)
         begin = stored.start + header.start
         order: Literal["F", "C"] = "F" if header.fortran else "C"
-        empty = np.ndarray(header.shape, header.dtype, self._files.get(self._name, 0, 0), begin, order=order)
-        first = begin + sum(o * s for o, s in zip(box.offsets, empty.strides, strict=True))
-        span = header.dtype.itemsize + sum((n - 1) * s for n, s in zip(box.sizes, empty.strides, strict=True))
-        return empty[box.slices()], self._files.get(self._name, first, first + span), first
+        strides = strides_of(header.shape, header.dtype, order)
+        first = begin + sum(o * s for o, s in zip(box.offsets, strides, strict=True))
+        span = header.dtype.itemsize + sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
+        file = self._files.get(self._name, first, first + span)
+        return np.ndarray(header.shape, header.dtype, file, begin, order=order)[box.slices()], file, first
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        file = self._files.get(self._name, start, stop)
+        data = file[start:stop]
+        drop_pages(file, start, stop)
+        return data
 
     def _inflate(self, name: str, stored: _Stored, box: Box, target: np.ndarray) -> None:
         """Copy a box of a deflated array into `target`."""
@@ -225,10 +232,11 @@ class NpzReader(ClosedAtEnd):
         with self._lock:
             if name not in self._inflated:
                 member = stored.member
-                file = self._files.get(self._name, stored.start, stored.start + member.stored)
                 crc = member.crc if self._verify else None
                 what = f"{self._file_path}: array {name!r:.200}"
-                self._inflated[name] = Inflated(file, stored.start, member.stored, member.size, crc, what)
+                self._inflated[name] = Inflated(
+                    self._bytes, stored.start, member.stored, member.size, crc, what
+                )
                 if len(self._inflated) > _MAX_INFLATED:
                     self._inflated.popitem(last=False)
             self._inflated.move_to_end(name)

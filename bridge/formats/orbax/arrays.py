@@ -164,6 +164,14 @@ class ArrayLayout:
                 Box(low, tuple(map(min, self.chunk, (n - o for n, o in zip(self.shape, low, strict=True))))),
             )
 
+    def keys_of(self, box: Box) -> Iterator[str]:
+        """The keys of the stored chunks that hold elements of a box, which has some."""
+        ranges = [
+            range(low // size, -(-stop // size))
+            for low, stop, size in zip(box.offsets, box.stops, self.stored_chunk, strict=True)
+        ]
+        return map(self.chunk_key, itertools.product(*ranges))
+
     def read_spec(self, store: Spec) -> Spec:
         """The tensorstore spec that opens the array; a missing chunk is an error, not zeros."""
         return {

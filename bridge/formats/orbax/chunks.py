@@ -30,6 +30,7 @@ from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.record import Place
 from bridge.formats.orbax.arrays import MANIFEST, ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.formats.orbax.ocdbt import ALIGNMENT, OcdbtWriter
+from bridge.formats.stores.upload import UploadFile
 
 _NUMBERS = struct.Struct("<QQ")
 _CRC = struct.Struct("<I")
@@ -48,7 +49,9 @@ class ChunkStore:
     be written here, so that their places follow from the arrays alone; else each gets a place when it is written.
     """
 
-    def __init__(self, directory: Path, open_file: Callable[[Path], DataFile], *, complete: bool) -> None:
+    def __init__(
+        self, directory: Path, open_file: Callable[[Path], DataFile | UploadFile], *, complete: bool
+    ) -> None:
         self._store = OcdbtWriter(directory, open_file)
         self._complete = complete
         self._layouts: dict[str, ArrayLayout] = {}
@@ -99,6 +102,12 @@ class ChunkStore:
         if data[layout.chunk_bytes :] != _trailer(layout, array_checksum(stored)):
             return None
         return stored.view(layout.dtype).reshape(layout.chunk)[tuple(map(slice, box.sizes))]
+
+    def remembered(self, info: TensorInfo, number: int) -> int:
+        return 0
+
+    def recall(self, info: TensorInfo, number: int, remembered: int) -> None:
+        pass
 
     def finish(self, sync: Callable[[], None]) -> None:
         """Write the index, so that everything written until now can be read. sync: brings the data file to disk."""

@@ -73,6 +73,12 @@ class _Stores:
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
         return self._of(info).decode(info, number, data)
 
+    def remembered(self, info: TensorInfo, number: int) -> int:
+        return self._of(info).remembered(info, number)
+
+    def recall(self, info: TensorInfo, number: int, remembered: int) -> None:
+        self._of(info).recall(info, number, remembered)
+
     def _of(self, info: TensorInfo) -> ChunkStore:
         return self._items[str(info.path[0])].store
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.mapped import Fetch, regular_file, small_file
+from bridge.formats.files.mapped import small_file
 from bridge.formats.orbax.arrays import ArrayLayout
 
 _FOLDER = "array_metadatas"
@@ -31,7 +31,7 @@ _EVERYWHERE = {
 }
 
 
-def read_keys(item: Path, fetch: Fetch | None = None) -> Mapping[str, str]:
+def read_keys(item: Path) -> Mapping[str, str]:
     """The implementation of every typed key, by the name of its array in the store.
 
     CheckpointError for a file of array metadata that is no JSON.
@@ -40,8 +40,6 @@ def read_keys(item: Path, fetch: Fetch | None = None) -> Mapping[str, str]:
     folder = item / _FOLDER
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
         what = "array metadata"
-        if fetch is not None:
-            fetch(file, 0, regular_file(folder, file.name, what)[1])
         try:
             content = json.loads(small_file(folder, file.name, what))
         except (ValueError, RecursionError) as error:

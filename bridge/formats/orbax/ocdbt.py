@@ -19,7 +19,6 @@ shares all but a byte with the one before takes a byte of the node and all of it
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
 import struct
 import time
@@ -35,6 +34,7 @@ import zstandard
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.record import Place
+from bridge.formats.stores.upload import UploadFile
 
 MANIFEST = "manifest.ocdbt"
 MAX_INLINE = 1024
@@ -68,11 +68,11 @@ class OcdbtWriter:
     the same order at every attempt; fill the reserved `places`, by any number of threads; then `finish`.
     """
 
-    def __init__(self, directory: Path, open_file: Callable[[Path], DataFile]) -> None:
+    def __init__(self, directory: Path, open_file: Callable[[Path], DataFile | UploadFile]) -> None:
         self._directory = directory
         folder = directory / "d"
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = sorted(os.listdir(folder))
+        earlier = sorted(path.name for path in folder.iterdir())
         self._name = earlier[0] if earlier else secrets.token_hex(16)
         self._file = open_file(folder / self._name)
         self._inline: dict[str, bytes] = {}

@@ -12,6 +12,7 @@ Chunks with a CRC-32C are verified: raw ones here, when first touched, others by
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import struct
@@ -31,7 +32,6 @@ from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
 from bridge.formats.crc32c import extend
 from bridge.formats.files.mapped import (
     BLOCK,
-    Fetch,
     copy_mapped,
     drop_pages,
     files_below,
@@ -52,9 +52,11 @@ from bridge.formats.orbax.arrays import (
 )
 from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE, find_item, is_committed, items_beside
 from bridge.formats.orbax.keys import read_keys
+from bridge.formats.orbax.memory_arrays import MemoryArrays
 from bridge.formats.orbax.strings import STRINGS_FILE, find_strings
 from bridge.formats.orbax.tree import Tree, leaf_name, parse_tree, storage_key
-from bridge.formats.orbax.values import Place, StoredValues, places_in_files, places_in_ocdbt, stored_sizes
+from bridge.formats.orbax.values import Place, StoredValues, places_in_files, stored_sizes, values_in_ocdbt
+from bridge.formats.stores.listing import StorePath
 from bridge.formats.wrapping import ClosedAtEnd
 
 _IN_FLIGHT = 64 << 20
@@ -79,10 +81,8 @@ class OrbaxReader(ClosedAtEnd):
 
     format = "orbax"
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, verify: bool = True, fetch: Fetch | None = None
-    ) -> None:
-        self.path = Path(os.path.abspath(path))
+    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
+        self.path = path if isinstance(path, StorePath) else Path(os.path.abspath(path))
         if not self.path.is_dir():
             raise FileNotFoundError(f"expected a checkpoint directory at {self.path}, found none")
         self._item = find_item(self.path)
@@ -95,12 +95,14 @@ class OrbaxReader(ClosedAtEnd):
                 f"{self._item.parent} also holds {', '.join(beside)}, which is not read: one item is, that with arrays",
             )
         self._verify = verify
-        self._fetch = fetch
+        self._decoder = MemoryArrays() if isinstance(self._item, StorePath) else None
         self._lock = threading.Lock()
         self._decoded: tuple[tuple[str, tuple[int, ...]], np.ndarray] | None = None
         self._raw_starts: dict[str, int] = {}
         self._arrays: dict[str, ts.TensorStore] = {}
         self._places: dict[str, Place] = {}
+        self._inline: dict[str, bytes] = {}
+        self._closed = False
         self._context = new_context()
         tree = parse_tree(self._read_json(TREE_FILE), str(self._item / TREE_FILE))
         self._store = self._open_store(tree)
@@ -118,7 +120,7 @@ class OrbaxReader(ClosedAtEnd):
                 for path, layout in zip(tree.arrays, self._layouts.values(), strict=True)
             }
         )
-        typed = read_keys(self._item, fetch)
+        typed = read_keys(self._item)
         keys = {path: typed.get(storage_key(path)) for path in tree.arrays} if typed else {}
         kinds = {**tree.kinds, **{path: key_kind(name) for path, name in keys.items() if name is not None}}
         self.kinds: Mapping[str, str] = MappingProxyType({leaf_name(p): kind for p, kind in kinds.items()})
@@ -128,7 +130,7 @@ class OrbaxReader(ClosedAtEnd):
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """One block of a tensor; see `CheckpointReader.read`."""
-        if self._store is None:
+        if self._closed:
             raise ValueError(f"{self.path}: expected an open reader, got one that was closed")
         layout, whole = self._layouts[name], Box.whole(self.tensors[name].shape)
         box = whole if box is None else box
@@ -136,10 +138,8 @@ class OrbaxReader(ClosedAtEnd):
             raise ValueError(f"tensor {name!r}: expected a box inside shape {layout.shape}, got {box}")
         with explain(f"{self._item}: tensor {name!r}: cannot read {box}"):
             chunks = list(layout.chunks(box))
-            if self._fetch is not None and not layout.raw:
-                self._fetch_values(layout, (index for index, _ in chunks))
             if len(chunks) == 1 and chunks[0][1] == box and not layout.raw:
-                return np.asarray(self._array(name)[box.slices()].read().result(), order="C")
+                return np.asarray(self._array(name, [box])[box.slices()].read().result(), order="C")
             out = np.empty(box.sizes, layout.dtype)
             whole_chunks = []
             for index, chunk in chunks:
@@ -164,8 +164,9 @@ class OrbaxReader(ClosedAtEnd):
         with explain(f"{self._item}: tensor {name!r}: cannot read {box}"):
             loan = lend_mapped(*self._raw_part(name, layout, index, box))
         if loan is not None and layout.checksum and self._verify and box.sizes == layout.chunk:
-            file, place = self._values.open(layout.chunk_key(index))
-            stop = place.start + self._raw_starts[layout.chunk_key(index)] + layout.chunk_bytes
+            key = layout.chunk_key(index)
+            stop = self._values.place(key).start + self._raw_starts[key] + layout.chunk_bytes
+            file = self._values.open(key, stop, stop + 4)
             # The stored checksum, which `_raw_part` has compared.
             loan = replace(loan, crc=int.from_bytes(file[stop : stop + 4], "little"))
         return loan
@@ -180,6 +181,7 @@ class OrbaxReader(ClosedAtEnd):
 
     def close(self) -> None:
         """Release the files."""
+        self._closed = True
         self._store = None
         self._decoded = None
         self._arrays.clear()
@@ -190,7 +192,8 @@ class OrbaxReader(ClosedAtEnd):
         most = max(1, _IN_FLIGHT // max(1, self._layouts[name].chunk_bytes))
         for start in range(0, len(parts), most):
             batch = parts[start : start + most]
-            reads = [self._array(name)[part.slices()].read() for part in batch]
+            array = self._array(name, batch)
+            reads = [array[part.slices()].read() for part in batch]
             for part, read in zip(batch, reads, strict=True):
                 out[part.slices(box)] = read.result()
 
@@ -199,7 +202,7 @@ class OrbaxReader(ClosedAtEnd):
         with self._lock:
             if self._decoded is None or self._decoded[0] != (name, index):
                 self._decoded = None  # before the next one is decoded: memory for one chunk, not two
-                self._decoded = (name, index), self._array(name)[chunk.slices()].read().result()
+                self._decoded = (name, index), self._array(name, [chunk])[chunk.slices()].read().result()
             return self._decoded[1]
 
     def _copy_raw(
@@ -213,22 +216,26 @@ class OrbaxReader(ClosedAtEnd):
         self, name: str, layout: ArrayLayout, index: tuple[int, ...], part: Box
     ) -> tuple[np.ndarray, mmap.mmap, int]:
         """`part` of the array, inside a raw chunk, where it is in the file, and its first byte there."""
-        file, place = self._values.open(layout.chunk_key(index))
-        start = place.start + self._raw_start(name, layout.chunk_key(index), file, place)
-        stored = np.ndarray(layout.chunk, layout.dtype, file, start)
+        key = layout.chunk_key(index)
+        start = self._values.place(key).start + self._raw_start(name, key)
+        steps = [math.prod(layout.chunk[a + 1 :]) * layout.dtype.itemsize for a in range(len(layout.chunk))]
         low = tuple(o - i * n for o, i, n in zip(part.offsets, index, layout.chunk, strict=True))
-        first = sum(o * s for o, s in zip(low, stored.strides, strict=True))
-        return stored[Box(low, part.sizes).slices()], file, start + first
+        first = start + sum(o * s for o, s in zip(low, steps, strict=True))
+        last = first + sum((n - 1) * s for n, s in zip(part.sizes, steps, strict=True))
+        file = self._values.open(key, first, last + layout.dtype.itemsize)
+        stored = np.ndarray(layout.chunk, layout.dtype, file, start)
+        return stored[Box(low, part.sizes).slices()], file, first
 
-    def _raw_start(self, name: str, key: str, file: mmap.mmap, place: Place) -> int:
+    def _raw_start(self, name: str, key: str) -> int:
         """Where the data of a raw chunk begins in its value, once sizes and checksums are found right."""
         if key not in self._raw_starts:
-            layout = self._layouts[name]
+            layout, place = self._layouts[name], self._values.place(key)
             what = f"{self._item / place.file}: tensor {name!r}, chunk {key!r}"
             start, size = 0, layout.chunk_bytes + 4 * layout.checksum
             expected = size + (_SHARD_INDEX.size if layout.raw == "shard" else 0)
             if layout.raw == "shard" and place.size >= _SHARD_INDEX.size:
                 position = place.start + place.size - _SHARD_INDEX.size
+                file = self._values.open(key, position, position + _SHARD_INDEX.size)
                 start, stored, crc = _SHARD_INDEX.unpack_from(file, position)
                 if google_crc32c.value(file[position : position + 16]) != crc:
                     raise CheckpointError(f"{what}: damaged shard index")
@@ -237,30 +244,45 @@ class OrbaxReader(ClosedAtEnd):
             if place.size < expected or start + size > place.size:
                 raise CheckpointError(f"{what}: expected {expected} bytes, found {place.size}")
             if layout.checksum and self._verify:
-                self._verify_raw(file, place.start + start, layout.chunk_bytes, what)
+                self._verify_raw(key, place.start + start, layout.chunk_bytes, what)
             self._raw_starts[key] = start
         return self._raw_starts[key]
 
-    def _verify_raw(self, file: mmap.mmap, start: int, size: int, what: str) -> None:
+    def _verify_raw(self, key: str, start: int, size: int, what: str) -> None:
         """Compare the bytes of a raw chunk with the CRC-32C that follows them."""
         crc = 0
         for first in range(start, start + size, BLOCK):
             stop = min(first + BLOCK, start + size)
+            file = self._values.open(key, first, stop)
             crc = extend(crc, np.frombuffer(file, np.uint8, stop - first, first))
             # A small chunk is copied right away.
             if size > BLOCK:
                 drop_pages(file, first, stop)
+        file = self._values.open(key, start + size, start + size + 4)
         if crc.to_bytes(4, "little") != file[start + size : start + size + 4]:
             raise CheckpointError(f"{what}: checksum mismatch, the data is damaged")
 
-    def _array(self, name: str) -> ts.TensorStore:
-        """The array, opened once. MemoryError when a chunk is larger than any memory there is."""
+    def _array(self, name: str, boxes: Iterable[Box]) -> ts.TensorStore:
+        """The array, of which these boxes will be read. MemoryError when a chunk is larger than any memory there is."""
         # tensorstore ends the process when it gets no memory; NumPy raises.
-        np.empty(self._layouts[name].chunk_bytes, np.uint8)
+        layout = self._layouts[name]
+        np.empty(layout.chunk_bytes, np.uint8)
+        if self._decoder is not None:
+            return self._decoder.open(layout, boxes, self._value)
         if name not in self._arrays:
-            spec = self._layouts[name].read_spec(self._spec)
+            spec = layout.read_spec(self._spec)
             self._arrays[name] = ts.open(spec, read=True, open=True, context=self._context).result()
         return self._arrays[name]
+
+    def _value(self, key: str) -> bytes:
+        """A whole value of the store, wherever it is."""
+        if key in self._inline:
+            return self._inline[key]
+        if key in self._values:
+            return self._values.read(key)
+        file = self._item / key
+        assert isinstance(file, StorePath), "this machine's files are left to tensorstore"
+        return file.read_range(0, file.stat().st_size)
 
     def _open_store(self, tree: Tree) -> ts.KvStore | None:
         has_manifest = (self._item / MANIFEST).is_file()
@@ -274,20 +296,19 @@ class OrbaxReader(ClosedAtEnd):
             file, size = regular_file(self._item, MANIFEST, "the index", links=True)
             if size > _MAX_MANIFEST:
                 raise CheckpointError(f"{file}: expected at most {_MAX_MANIFEST} bytes, got {size}")
+        if isinstance(self._item, StorePath):
+            return None
         self._spec = store_spec(self._item, ocdbt=ocdbt)
         with explain(f"{self._item}: cannot open the array store"):
             return ts.KvStore.open(self._spec, context=self._context).result()
 
     def _read_layouts(self, tree: Tree) -> dict[str, ArrayLayout]:
         """Every array's layout by leaf name, in the order of the tree; all their chunks are known to exist."""
-        assert self._store is not None
         with explain(f"{self._item}: cannot list the array store"):
             if self._ocdbt:
                 # Before tensorstore looks at the keys: of a hostile tree there may be any number.
-                self._places = places_in_ocdbt(self._item, str(self._item), self._fetch)
-            if self._fetch is not None:
-                self._fetch_metadata(tree)
-            present = set(self._store.list().result())
+                self._places, self._inline = values_in_ocdbt(self._item, str(self._item))
+            present = self._keys()
             keys = {path: metadata_key(storage_key(path), zarr3=tree.use_zarr3) for path in tree.arrays}
             places = self._places if self._ocdbt else None
             stored = (key for key in keys.values() if key.encode() in present)
@@ -296,8 +317,7 @@ class OrbaxReader(ClosedAtEnd):
                 raise CheckpointError(
                     f"{self._item}: expected at most {_MAX_METADATA} bytes of arrays' metadata, got {size}"
                 )
-            reads = {path: self._store.read(key) for path, key in keys.items() if key.encode() in present}
-            values = {path: read.result().value for path, read in reads.items()}
+            values = self._read_values({path: key for path, key in keys.items() if key.encode() in present})
         layouts = {}
         alike: dict[bytes, ArrayLayout] = {}
         inner = MAX_INNER_CHUNKS
@@ -336,35 +356,35 @@ class OrbaxReader(ClosedAtEnd):
 
     def _find_values(self) -> StoredValues:
         """Where raw chunks are."""
-        mapped = [layout for layout in self._layouts.values() if layout.raw or self._fetch is not None]
+        mapped = [layout for layout in self._layouts.values() if layout.raw or self._decoder is not None]
         places = self._places
         with explain(f"{self._item}: cannot find the stored chunks"):
             if mapped and not self._ocdbt:
                 places = places_in_files(
                     self._item, (key for layout in mapped for key in layout.stored_keys())
                 )
-        return StoredValues(self._item, places, self._fetch)
+        return StoredValues(self._item, places)
 
-    def _fetch_metadata(self, tree: Tree) -> None:
-        """Make present what tensorstore reads of arrays' metadata, where files are filled as they are read."""
-        assert self._fetch is not None
-        for path in tree.arrays:
-            place = self._places.get(metadata_key(storage_key(path), zarr3=tree.use_zarr3))
-            if place is not None:
-                self._fetch(self._item / place.file, place.start, place.start + place.size)
+    def _keys(self) -> set[bytes]:
+        """Every key of the store."""
+        if self._store is not None:
+            return set(self._store.list().result())
+        if self._ocdbt:
+            return {key.encode("utf-8", "surrogateescape") for key in (*self._places, *self._inline)}
+        start = len(str(self._item)) + 1
+        return {str(file)[start:].encode() for file in files_below(self._item)}
 
-    def _fetch_values(self, layout: ArrayLayout, chunks: Iterable[tuple[int, ...]]) -> None:
-        """Make present the stored values that tensorstore decodes for chunks at these positions of their grid."""
-        keys = {
-            layout.chunk_key(
-                tuple(i * n // s for i, n, s in zip(index, layout.chunk, layout.stored_chunk, strict=True))
-            )
-            for index in chunks
+    def _read_values(self, keys: Mapping[TreePath, str]) -> dict[TreePath, bytes]:
+        """Small values, all at once."""
+        if self._store is not None:
+            reads = {path: self._store.read(key) for path, key in keys.items()}
+            return {path: read.result().value for path, read in reads.items()}
+        if not self._ocdbt:
+            return {path: (self._item / key).read_bytes() for path, key in keys.items()}
+        values = StoredValues(self._item, self._places)
+        return {
+            path: self._inline[key] if key in self._inline else values.read(key) for path, key in keys.items()
         }
-        for key in keys:
-            # Small values lie in the index itself.
-            if key in self._values:
-                self._values.open(key)
 
     def _read_strings(self, tree: Tree) -> Mapping[TreePath, str]:
         if not tree.strings:

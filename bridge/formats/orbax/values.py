@@ -20,8 +20,9 @@ from urllib.parse import unquote
 import tensorstore as ts
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.mapped import Fetch, MappedFiles
-from bridge.formats.orbax.ocdbt import NodeBudget
+from bridge.formats.files.mapped import MappedFiles
+from bridge.formats.orbax.ocdbt import MANIFEST, NodeBudget
+from bridge.formats.stores.listing import StorePath
 
 _MAX_DEPTH = 16
 
@@ -38,10 +39,10 @@ class Place:
 class StoredValues:
     """The values that lie in files of their own or inside of OCDBT's, mapped. Reading is thread-safe."""
 
-    def __init__(self, item: Path, places: Mapping[str, Place], fetch: Fetch | None = None) -> None:
+    def __init__(self, item: Path, places: Mapping[str, Place]) -> None:
         self._item = item
         self._places = places
-        self._files = MappedFiles(item, fetch)
+        self._files = MappedFiles(item)
         sizes: dict[str, int] = {}
         home = item.resolve()
         for key, place in places.items():
@@ -56,10 +57,18 @@ class StoredValues:
     def __contains__(self, key: str) -> bool:
         return key in self._places
 
-    def open(self, key: str) -> tuple[mmap.mmap, Place]:
-        """The mapped file that holds a value, and where in it."""
+    def place(self, key: str) -> Place:
+        """Where a value is."""
+        return self._places[key]
+
+    def open(self, key: str, start: int, stop: int) -> mmap.mmap:
+        """The mapped file that holds a value, for bytes [start, stop) of the file."""
+        return self._files.get(self._places[key].file, start, stop)
+
+    def read(self, key: str) -> bytes:
+        """A whole value."""
         place = self._places[key]
-        return self._files.get(place.file, place.start, place.start + place.size), place
+        return self.open(key, place.start, place.start + place.size)[place.start : place.start + place.size]
 
     def close(self) -> None:
         """Release the files."""
@@ -86,15 +95,18 @@ def stored_sizes(
             yield key, places[key].size
 
 
-def places_in_ocdbt(item: Path, what: str, fetch: Fetch | None = None) -> dict[str, Place]:
-    """The place of every value that is not inline, nodes being fetched where files are filled as they are read.
+def values_in_ocdbt(item: Path, what: str) -> tuple[dict[str, Place], dict[str, bytes]]:
+    """The place of every value, and the values that have none because they are inline.
 
     CheckpointError for a reference that leads out of the item, for a node with two parents (then few nodes can claim
     any number of keys, and tensorstore would list them all), and for nodes that claim more than belongs into them.
     """
-    base = ts.KvStore.open({"driver": "file", "path": f"{item}/"}).result()
-    manifest = ts.ocdbt.dump(base).result()
+    # Of one node at a time: tensorstore would go to the files by itself, and those may be in another store.
+    memory = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
+    memory.write(MANIFEST, (item / MANIFEST).read_bytes()).result()
+    manifest = ts.ocdbt.dump(memory).result()
     places: dict[str, Place] = {}
+    inline: dict[str, bytes] = {}
 
     seen: set[tuple[int, int, int]] = set()
     budget, home = NodeBudget(what), item.resolve()
@@ -113,17 +125,25 @@ def places_in_ocdbt(item: Path, what: str, fetch: Fetch | None = None) -> dict[s
         if identity in seen:
             raise CheckpointError(f"{what}: expected a B-tree, found two ways to its node {location[:200]!r}")
         seen.add(identity)
-        if fetch is not None:
-            fetch(item / place.file, place.start, place.start + place.size)
-        with open(item / place.file, "rb") as file:
-            budget.take(os.pread(file.fileno(), place.size, place.start), len(prefix))
-        node: Mapping[str, Any] = ts.ocdbt.dump(base, location).result()
+        data = _read(item / place.file, place)
+        budget.take(data, len(prefix))
+        # What the node refers to is relative to its folder.
+        folder = location.split(":")[1]
+        memory.write(f"{unquote(folder)}node", data).result()
+        node: Mapping[str, Any] = ts.ocdbt.dump(memory, f"btreenode:{folder}:node:0:{len(data)}").result()
         return node
 
     versions = manifest["versions"]
     if versions and "location" in versions[-1]["root"]:
-        _walk(node_at, versions[-1]["root"]["location"], b"", places, what, 0)
-    return places
+        _walk(node_at, versions[-1]["root"]["location"], b"", places, inline, what, 0)
+    return places, inline
+
+
+def _read(file: Path, place: Place) -> bytes:
+    if isinstance(file, StorePath):
+        return file.read_range(place.start, place.start + place.size)
+    with open(file, "rb") as opened:
+        return os.pread(opened.fileno(), place.size, place.start)
 
 
 def _walk(
@@ -131,6 +151,7 @@ def _walk(
     location: str,
     prefix: bytes,
     places: dict[str, Place],
+    inline: dict[str, bytes],
     what: str,
     depth: int,
 ) -> None:
@@ -138,11 +159,13 @@ def _walk(
         raise CheckpointError(f"{what}: expected a B-tree of at most {_MAX_DEPTH} levels, got more")
     for entry in node_at(location, prefix)["entries"]:
         if "location" in entry:
-            _walk(
-                node_at, entry["location"], prefix + entry["subtree_common_prefix"], places, what, depth + 1
-            )
+            below = prefix + entry["subtree_common_prefix"]
+            _walk(node_at, entry["location"], below, places, inline, what, depth + 1)
+            continue
+        key = (prefix + entry["key"]).decode("utf-8", "surrogateescape")
+        if "inline_value" in entry:
+            inline[key] = bytes(entry["inline_value"])
         elif "indirect_value" in entry:
-            key = (prefix + entry["key"]).decode("utf-8", "surrogateescape")
             places[key] = _parse(entry["indirect_value"], what, "value")
 
 

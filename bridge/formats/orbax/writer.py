@@ -59,7 +59,7 @@ from bridge.formats.files.manifest import (
     render_manifest,
 )
 from bridge.formats.files.record import ChunkRecord, RecordedChunks
-from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.files.working import Attempt, working_place
 from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import STRING, key_implementation
 from bridge.formats.orbax.arrays import ArrayLayout, explain, metadata_key, new_context, store_spec
@@ -70,6 +70,7 @@ from bridge.formats.orbax.objects import encode_object
 from bridge.formats.orbax.strings import STRINGS_FILE, render_strings
 from bridge.formats.orbax.tree import Claims, as_path, leaf_name, leaves_of, render_tree, storage_key
 from bridge.formats.share import PARTS_FOLDER, Share
+from bridge.formats.stores.folder import StoredJournal, UploadPath
 
 _CHUNK = 8 << 20
 _MAX_CHUNK = 32 << 20
@@ -94,7 +95,7 @@ class OrbaxPart(RecordedChunks):
         path: Path,
         item: Path,
         process: int | None,
-        journal: Journal | None = None,
+        journal: Journal | StoredJournal | None = None,
         share: Share | None = None,
     ) -> None:
         self.path, self._share = path, share
@@ -188,7 +189,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
                 f"item: expected letters, digits, '_' and '-' after a letter, and layout 'v0', got {item!r} and "
                 f"{layout!r}"
             )
-        self._directory = WorkingDirectory(path, attempt or Attempt())
+        self._directory = working_place(path, attempt or Attempt())
         self._layout = layout
         self._item_name = "state" if layout == "v1" else item
         directory = self._directory.temporary / (self._item_name or "")
@@ -263,7 +264,8 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
 
     def _require_stored(self, processes: Sequence[int]) -> None:
         """Look for every key in the store itself, by a fresh context: nothing remembered, only what is on disk."""
-        if not self._layouts:
+        # What goes to a store can be read once it is there, and not before.
+        if not self._layouts or isinstance(self._item, UploadPath):
             return
         with explain(f"{self.path}: cannot list the array store"):
             spec = store_spec(self._item, ocdbt=True)

@@ -99,6 +99,11 @@ class StoredArray:
         count = math.prod(self.shape)
         return count * self.dtype.itemsize if self.bits is None else -(-count * self.bits // 8)
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one to the next, per axis."""
+        return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+
     def view(self, file: mmap.mmap) -> np.ndarray:
         """The elements where they are in the file, perhaps unaligned, read-only."""
         return np.ndarray(self.shape, self.dtype, buffer=file, offset=self.start)

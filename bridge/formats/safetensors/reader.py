@@ -22,7 +22,6 @@ from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
 from bridge.formats.coverage import check_coverage
 from bridge.formats.files.mapped import (
     ChunkIndex,
-    Fetch,
     MappedFiles,
     array_for,
     box_of,
@@ -41,6 +40,7 @@ from bridge.formats.safetensors.header import (
     header_length,
     read_header,
 )
+from bridge.formats.stores.listing import StorePath
 from bridge.formats.wrapping import ClosedAtEnd
 
 FORMAT_KEY: Final = "format"
@@ -77,10 +77,10 @@ class SafetensorsReader(ClosedAtEnd):
 
     format = "safetensors"
 
-    def __init__(self, path: str | os.PathLike[str], *, fetch: Fetch | None = None) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = path if isinstance(path, StorePath) else Path(path)
         fileset = find_files(self.path)
-        self._files = MappedFiles(fileset.directory, fetch)
+        self._files = MappedFiles(fileset.directory)
         self._fileset = fileset
         headers = {name: self._header(name) for name in fileset.names}
         extras = {
@@ -145,15 +145,12 @@ class SafetensorsReader(ClosedAtEnd):
 
     def _part(self, piece: _Piece, common: Box) -> tuple[np.ndarray, mmap.mmap, int]:
         """Elements of a piece where they are in the file, and the first byte there."""
-        file = self._files.get(piece.file, 0, 0)
-        elements = piece.array.view(file)
-        part = elements[common.slices(piece.box)]
-        start = piece.array.start + sum(
-            (o - p) * s for o, p, s in zip(common.offsets, piece.box.offsets, elements.strides, strict=True)
-        )
-        span = part.itemsize + sum((n - 1) * s for n, s in zip(part.shape, part.strides, strict=True))
-        self._files.get(piece.file, start, start + span)
-        return part, file, start
+        steps = [step * piece.array.dtype.itemsize for step in piece.array.strides]
+        low = zip(common.offsets, piece.box.offsets, steps, strict=True)
+        start = piece.array.start + sum((o - p) * step for o, p, step in low)
+        last = sum((n - 1) * step for n, step in zip(common.sizes, steps, strict=True))
+        file = self._files.get(piece.file, start, start + last + piece.array.dtype.itemsize)
+        return piece.array.view(file)[common.slices(piece.box)], file, start
 
     def files(self) -> Sequence[Path]:
         """The safetensors files and their index."""

@@ -39,7 +39,7 @@ from bridge.formats.files.manifest import (
     rest_checksum,
 )
 from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
-from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.files.working import Attempt, working_place
 from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import default_chunk_shape
@@ -48,6 +48,7 @@ from bridge.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
 from bridge.formats.safetensors.header import METADATA_KEY, dtype_code, format_header
 from bridge.formats.safetensors.reader import FORMAT_KEY, FORMAT_VALUE, HIDDEN_KEYS
 from bridge.formats.share import Share
+from bridge.formats.stores.upload import UploadFile
 
 SHARD_BYTES: Final = 5_000_000_000
 """Largest shard, as Hugging Face cuts them; a larger tensor has one of its own."""
@@ -81,7 +82,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         if single is not None:
             # The manifest goes beside the file, where any file of the user may lie already.
             require_own(sidecar_of(Path(path)))
-        self._directory = WorkingDirectory(path, attempt or Attempt(), payload=single)
+        self._directory = working_place(path, attempt or Attempt(), payload=single)
         self.path: Path = self._directory.path
         self._single, self._share = single, share
         self._shard_bytes = shard_bytes
@@ -206,7 +207,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
                 places[info.name] = Place(stored, position, info.nbytes)
                 weight_map[info.name] = file
                 position += info.nbytes
-            os.truncate(stored.path, position)
+            stored.truncate(position)
             stored.write(0, header)
             total += position - len(header)
         if len(shards) > 1 or self._share is not None:
@@ -236,7 +237,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         # Readers that map the file want every tensor at a multiple of its itemsize.
         return [sorted(shard, key=lambda info: -info.dtype.itemsize) for shard in shards]
 
-    def _create(self, name: str) -> DataFile:
+    def _create(self, name: str) -> DataFile | UploadFile:
         self._names.append(name)
         return self._record.open(self._directory.temporary / name)
 
@@ -248,7 +249,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
             ranges = [
                 (place.offset, place.offset + place.length)
                 for place in places
-                if place.file.path.name == file
+                if str(place.file.path).rpartition("/")[2] == file
             ]
             rest = rest_checksum(folder / file, ranges)
             files[file] = ManifestFile((folder / file).stat().st_size, None, rest)
@@ -304,3 +305,9 @@ class _Rows:
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
         whole = len(data) == info.chunks[number].numel * info.dtype.itemsize
         return np.frombuffer(data, np.uint8) if whole else None
+
+    def remembered(self, info: TensorInfo, number: int) -> int:
+        return 0
+
+    def recall(self, info: TensorInfo, number: int, remembered: int) -> None:
+        pass

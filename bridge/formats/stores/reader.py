@@ -1,72 +1,42 @@
-"""A checkpoint in an object store, read through its mirror by the reader of its format."""
+"""A checkpoint in an object store, read by the reader of its format through ranged reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan
-from bridge.formats.stores.mirror import Mirror
-from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
+from bridge.formats.base import CheckpointReader
+from bridge.formats.stores.listing import Listing, StorePath
+from bridge.formats.wrapping import WrappingReader
 
 
 class StoredReader(WrappingReader):
-    """The checkpoint at `url`; see `CheckpointReader`. `open_local` opens its mirror. Errors name its files there."""
+    """The checkpoint at `url`; see `CheckpointReader`. `open_path` opens it. OSError when the store fails."""
 
-    def __init__(self, url: str, open_local: Callable[[Mirror], CheckpointReader]) -> None:
-        self._mirror = Mirror(url)
+    def __init__(self, url: str, open_path: Callable[[StorePath], CheckpointReader]) -> None:
+        self._listing = Listing(url)
         try:
-            with self._named():
-                super().__init__(open_local(self._mirror))
+            super().__init__(open_path(self._listing.root))
         except BaseException:
-            self._mirror.close()
+            self._listing.close()
             raise
-        self.path: str = self._mirror.url
-        self.objects = ReadWhenAsked(self.object_paths, self._read_object)
+        self.path: str = self._listing.url
 
     @property
     def fingerprint(self) -> str:
         """A digest of the files' names, sizes and versions in the store."""
-        return self._mirror.fingerprint
+        return self._listing.fingerprint
+
+    @property
+    def home(self) -> StorePath:
+        """The checkpoint, as a path in the store."""
+        return self._listing.root
 
     def files(self) -> Sequence[Path]:
         """None: they are in the store."""
         return ()
 
-    @property
-    def home(self) -> Path:
-        """Where the mirror is."""
-        return self._mirror.path
-
-    def fetch(self, path: Path, start: int, stop: int) -> None:
-        """Make bytes [start, stop) of a file of the mirror present."""
-        self._mirror.fetch(path, start, stop)
-
-    def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """One block of a tensor; see `CheckpointReader.read`. OSError when the store fails."""
-        with self._named():
-            return super().read(name, box)
-
-    def lend(self, name: str, box: Box) -> Loan | None:
-        """A block where it lies in the mirror; see `CheckpointReader.lend`. OSError when the store fails."""
-        with self._named():
-            return super().lend(name, box)
-
     def close(self) -> None:
-        """Release the files and remove the mirror. Arrays already read stay valid."""
+        """Let go of what was fetched. Arrays already read stay valid."""
         super().close()
-        self._mirror.close()
-
-    def _read_object(self, name: str) -> object:
-        with self._named():
-            return self._reader.objects[name]
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError as error:
-            raise CheckpointError(self._mirror.renamed(str(error))) from error
+        self._listing.close()

@@ -1,209 +1,243 @@
-"""A checkpoint written to an object store: converted into a directory of its own, then uploaded.
+"""A data file that goes to an object store as it is written: places are filled in any order, parts sent when full.
 
-    1. data files, the manifest, other metadata     nothing reads a checkpoint by these alone
-    2. the files by which it is found               .metadata, _METADATA, the index, commit_success.txt
+    chunks written   |   0   |      1      |  2  |       3        | ...
+    parts            |      1      |      2      |      3      |  ...        part 1 goes once chunks 0 and 1 are there
 
-Stores have no renaming: a checkpoint is there once the files of 2 are, and what an upload that fails has sent is
-removed. What one that is killed has sent stays; with `resume` it is listed beforehand, and replaced by the next.
+Only parts that are neither full nor sent are in memory: a few for each thread that writes, as each fills places that
+follow each other.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import json
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, Final, Self
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.manifest import manifest_path
-from bridge.formats.stores.store import open_store, store_errors, without_end
-from bridge.formats.stores.temporary import TemporaryPlace, remove_abandoned
+from bridge.formats.stores.parts import Parts
 
-_FOUND_BY: Final = (
-    *("_CHECKPOINT_METADATA", ".safetensors.index.json", ".metadata", "_METADATA", "commit_success.txt"),
-)
-"""Ends of the names of files that make a checkpoint, in the order in which they are sent."""
+PART: Final = 16 << 20
+"""Bytes of a part, unless there would be too many of them."""
 
-_SENDING: Final = "twinshard.sending"
-"""In the temporary directory: sizes by name of the files that are being sent; locked by the process that does it."""
+MOST_PARTS: Final = 9000
+SENDING: Final = 4
+"""Parts of a file that are on their way at once."""
+
+Note = Sequence[Any]
 
 
-class Upload:
-    """A place for a checkpoint that is to be at `url`; `path` is where it is to be written meanwhile.
+class UploadFile:
+    """A data file in a store; has what writers use of `DataFile`.
 
-    As a context manager: removes that place at the end, unless `resume`, in which case it is found again by an upload
-    to the same URL, and an error leaves it. FileExistsError when something is at the URL, unless `resume` and it is
-    a part of what such an upload was sending; FileNotFoundError without a bucket, as none is made; CheckpointError when
-    one is still at it, or for a URL without a name. Temporary files are where
-    `tempfile` has them (TMPDIR), and need the space of the checkpoint.
+    open_parts: where the parts go, by their size. begin: called before the first is sent.
     """
 
-    def __init__(self, url: str, *, resume: bool = False) -> None:
-        self.url = without_end(url)
-        name = self.url.rpartition("/")[2]
-        if not name:
-            raise CheckpointError(
-                f"{url}: expected the URL of a new checkpoint, such as {url}step_40, got no name"
-            )
-        self._system, self._root = open_store(url)
-        if self._in_bucket:
-            self._require_bucket()
-        self._keep = resume
-        self._lock = -1
-        self._place: TemporaryPlace | None = None
-        self._sending: dict[str, int] = {}
-        if resume:
-            remove_abandoned()
-            number = hashlib.sha256(self.url.encode()).hexdigest()[:16]
-            self._directory = Path(tempfile.gettempdir(), f"twinshard-upload-{os.getuid()}-{number}")
-            self._directory.mkdir(mode=0o700, exist_ok=True)
-            # Anybody may make a directory of this name in a shared place.
-            if self._directory.is_symlink() or self._directory.stat().st_uid != os.getuid():
-                raise CheckpointError(
-                    f"expected {self._directory} to be a directory of this user, found another's"
-                )
-            self._sending = self._claim()
-            try:
-                self._require_nothing()
-            except BaseException:
-                self._keep = len(os.listdir(self._directory)) > 1
-                self.__exit__()
-                raise
-        else:
-            self._require_nothing()
-            self._place = TemporaryPlace("upload")
-            self._directory = self._place.path
-        self.path = self._directory / name
-
-    def publish(self, progress: Callable[[int, int], None] = lambda sent, total: None) -> None:
-        """Send the checkpoint, telling how many bytes of all have been sent.
-
-        OSError when the store refuses: what was sent is removed again.
-        """
-        files = [self.path] if self.path.is_file() else [p for p in self.path.rglob("*") if p.is_file()]
-        if self.path.is_file() and manifest_path(self.path).is_file():
-            files.append(manifest_path(self.path))
-        files.sort(key=lambda file: (_rank(file, self.path), str(file)))
-        self._require_nothing()
-        above = self._root.rpartition("/")[0]
-        names = {file: f"{above}/{file.relative_to(self._directory)}" for file in files}
-        sizes = {name: file.stat().st_size for file, name in names.items()}
-        self._remove(list(self._sending))
-        self._note(sizes)
-        sent: list[str] = []
-        before, total = 0, sum(sizes.values())
-        try:
-            for file, name in names.items():
-                with store_errors(
-                    f"cannot write {self.url.rpartition('/')[0]}/{file.relative_to(self._directory)}"
-                ):
-                    if not self._in_bucket:
-                        self._system.makedirs(name.rpartition("/")[0], exist_ok=True)
-                    sent.append(name)
-                    self._system.put_file(str(file), name, callback=_told(progress, before, total))
-                before += sizes[name]
-                progress(before, total)
-        except BaseException:
-            self._remove(sent)
-            self._note({})
-            raise
-        self._keep = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._place is not None:
-            self._place.close()
-        elif not self._keep:
-            shutil.rmtree(self._directory, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-    def _claim(self) -> dict[str, int]:
-        """Take the directory for this process; what one before it was sending."""
-        self._lock = os.open(self._directory / _SENDING, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            raise CheckpointError(
-                f"{self.url} is being written by another process: wait for it, or stop it"
-            ) from error
-        with suppress(ValueError):
-            return json.loads(os.pread(self._lock, os.fstat(self._lock).st_size, 0))
-        return {}
-
-    def _note(self, sizes: Mapping[str, int]) -> None:
-        if self._lock >= 0:
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, json.dumps(sizes).encode(), 0)
-            os.fsync(self._lock)
-
-    def _remove(self, names: list[str]) -> None:
-        for name in reversed(names):
-            with store_errors(f"cannot remove {name}, which an upload that failed has left"):
-                if self._system.exists(name):
-                    self._system.rm_file(name)
+    def __init__(self, url: str, open_parts: Callable[[int], Parts], begin: Callable[[], None]) -> None:
+        self.url = self.path = url
+        self.end = 0
+        self._open, self._begin = open_parts, begin
+        self._parts: Parts | None = None
+        self._part_size = 0
+        self._size = 0
+        self._gaps = array("Q")
+        self._kept: dict[int, bytes] = {}
+        self._filling: dict[int, tuple[bytearray, int]] = {}
+        self._sent: set[int] = set()
+        self._notes: list[tuple[int, int, Note]] = []
+        self._lock = threading.Lock()
+        self._room = threading.BoundedSemaphore(SENDING)
+        self._pool = ThreadPoolExecutor(SENDING, thread_name_prefix="upload")
+        self._futures: list[Future[None]] = []
+        self._error: BaseException | None = None
 
     @property
-    def _in_bucket(self) -> bool:
-        """Whether the place is in an object store, which has no directories; making one there makes a bucket.
+    def size(self) -> int:
+        """Bytes of the file, as far as it is written."""
+        return max(self._size, *(start + len(data) for start, data in self._kept.items()), 0)
 
-        Paths of file systems begin with their root.
-        """
-        return not self._root.startswith("/")
+    def reserve(self, length: int, alignment: int = 1) -> int:
+        """The place of the next `length` bytes, at a multiple of `alignment`. Not for several threads at once."""
+        start = self.end + -self.end % alignment
+        if start > self.end:
+            self._gaps.extend((self.end, start))
+        self.end = start + length
+        return start
 
-    def _require_bucket(self) -> None:
-        parts = self._root.split("/")
+    def truncate(self, size: int) -> None:
+        """Say how long the file will be."""
+        self.end = self._size = size
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Fill a place with few bytes, which are kept to be read again."""
+        self._kept[offset] = bytes(data)
+        if self._parts is not None:
+            self._fill(offset, memoryview(data))
+
+    def write_parts(self, offset: int, parts: Iterable[bytes | memoryview]) -> None:
+        """Fill a reserved place with pieces that follow each other. OSError when the store has refused a part."""
+        self._start()
+        for part in parts:
+            view = memoryview(part).cast("B")
+            self._fill(offset, view)
+            offset += len(view)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """What was written by one `write`, or a part of it; the rest is in the store, and cannot be read."""
+        for start, data in self._kept.items():
+            if start <= offset and offset + length <= start + len(data):
+                return data[offset - start : offset - start + length]
+        return b""
+
+    def note(self, offset: int, length: int, note: Note) -> None:
+        """Something to be noted once these bytes are in the store; see `noted`."""
+        with self._lock:
+            self._notes.append((offset, length, note))
+
+    def noted(self) -> list[Note]:
+        """Notes of which the bytes are in the store, each given once."""
+        with self._lock:
+            done = [n for n in self._notes if self._holds(*n[:2])]
+            self._notes = [n for n in self._notes if not self._holds(*n[:2])]
+        return [note for _, _, note in done]
+
+    def holds(self, offset: int, length: int) -> bool:
+        """Whether the store has these bytes, from an earlier attempt or this one."""
+        self._start()
+        with self._lock:
+            return self._holds(offset, length)
+
+    def sync(self) -> None:
+        """Nothing: parts are in the store once they are sent."""
+
+    def finish(self) -> None:
+        """Send what is left, and let the object appear. OSError when the store refuses; CheckpointError for a gap."""
+        self._start()
+        assert self._parts is not None
+        size = self.size
+        with self._lock:
+            left = sorted(self._filling)
+        for number in left:
+            buffer, filled = self._filling.pop(number)
+            length = min(self._part_size, size - number * self._part_size)
+            if filled != length:
+                raise CheckpointError(
+                    f"{self.url}: expected part {number + 1} of {length} bytes to be full, found {filled} written"
+                )
+            self._send(number, buffer[:length])
+        self._wait()
+        self._parts.finish()
+        self.stop()
+
+    def close(self) -> None:
+        """Nothing: `finish` or `stop` ends it."""
+
+    def stop(self) -> None:
+        """Wait for what is on its way, and forget what is not."""
+        self._pool.shutdown(cancel_futures=True)
+        self._filling.clear()
+
+    def abort(self) -> None:
+        """Let the store forget the parts."""
+        if self._parts is not None:
+            self._parts.abort()
+        self.stop()
+
+    def _start(self) -> None:
+        """Decide on the size of parts, which follows from that of the file: all places are reserved by now."""
+        with self._lock:
+            if self._parts is not None:
+                return
+            self._begin()
+            least = -(-max(self.end, self._size) // MOST_PARTS)
+            self._part_size = max(PART, -(-least // PART) * PART)
+            parts = self._open(self._part_size)
+            # A part of another size is not of this file: only the last may be shorter.
+            self._sent = {n - 1 for n, size in parts.sizes.items() if size == self._part_size}
+            self._parts = parts
+        for start, data in list(self._kept.items()):
+            self._fill(start, memoryview(data))
+
+    def _holds(self, offset: int, length: int) -> bool:
+        last = -(-(offset + length) // self._part_size)
+        return all(number in self._sent for number in range(offset // self._part_size, last))
+
+    def _fill(self, offset: int, view: memoryview) -> None:
+        if self._error is not None:
+            raise self._error
+        stop = offset + len(view)
+        full = []
+        with self._lock:
+            self._size = max(self._size, stop)
+            for number in range(offset // self._part_size, -(-stop // self._part_size)):
+                if number in self._sent:
+                    continue
+                first = number * self._part_size
+                low, high = max(offset, first), min(stop, first + self._part_size)
+                if number not in self._filling:
+                    self._filling[number] = bytearray(self._part_size), self._gap_bytes(first)
+                buffer, filled = self._filling[number]
+                buffer[low - first : high - first] = view[low - offset : high - offset]
+                self._filling[number] = buffer, filled + high - low
+                if filled + high - low == self._part_size:
+                    full.append((number, self._filling.pop(number)[0]))
+        for number, buffer in full:
+            self._send(number, buffer)
+
+    def _gap_bytes(self, first: int) -> int:
+        """Bytes of a part that no place has."""
+        gaps, stop = self._gaps, first + self._part_size
+        index = _first_gap(gaps, first)
+        total = 0
+        while index < len(gaps) and gaps[index] < stop:
+            total += min(gaps[index + 1], stop) - max(gaps[index], first)
+            index += 2
+        return total
+
+    def _send(self, number: int, data: bytearray) -> None:
+        assert self._parts is not None
+        if self._parts.in_order:
+            # The next part must not wait behind those that wait for it.
+            self._sent_now(number, data)
+            self._wait()
+            return
+        self._room.acquire()
         try:
-            there = any(self._system.exists("/".join(parts[: end + 1])) for end in range(len(parts)))
-        except Exception:
-            # One may be allowed to write into a bucket that one may not look at.
-            return
-        if not there:
-            raise FileNotFoundError(
-                f"expected a bucket that is there in {self.url}, found no bucket {parts[0]!r} (or none that these "
-                "credentials may list): correct the name, or create the bucket first; none is created here"
-            )
+            future = self._pool.submit(self._sent_now, number, data)
+        except BaseException:
+            self._room.release()
+            raise
+        future.add_done_callback(lambda _: self._room.release())
+        with self._lock:
+            self._futures = [*(f for f in self._futures if not f.done()), future]
 
-    def _require_nothing(self) -> None:
-        self._system.invalidate_cache()
-        with store_errors(f"cannot look at {self.url}"):
-            there = self._system.find(self._root, detail=True) if self._system.exists(self._root) else {}
-        found = {name: info.get("size") for name, info in there.items()}
-        if not found or (found.keys() <= self._sending.keys() and not self._sent(found)):
-            return
-        raise FileExistsError(
-            f"expected nothing at {self.url}, found something: remove it first or choose another name"
-        )
+    def _sent_now(self, number: int, data: bytearray) -> None:
+        assert self._parts is not None
+        try:
+            if self._error is None:
+                self._parts.put(number + 1, data)
+                with self._lock:
+                    self._sent.add(number)
+        except Exception as error:
+            failure = OSError(f"cannot write {self.url}: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._error = self._error or failure
 
-    def _sent(self, found: Mapping[str, int | None]) -> bool:
-        """Whether all that was being sent has arrived below the URL."""
-        below = (n for n in self._sending if n == self._root or n.startswith(f"{self._root}/"))
-        return all(found.get(name) == self._sending[name] for name in below)
-
-
-def _told(progress: Callable[[int, int], None], before: int, total: int) -> Any:
-    """fsspec's callback for one file, after so many bytes of others."""
-    from fsspec.callbacks import Callback
-
-    class Told(Callback):
-        def call(self, *_: object, **__: object) -> None:
-            progress(min(before + self.value, total), total)
-
-    return Told()
+    def _wait(self) -> None:
+        for future in self._futures:
+            future.result()
+        if self._error is not None:
+            raise self._error
 
 
-def _rank(file: Path, checkpoint: Path) -> int:
-    """Files by which the checkpoint is found come last; one file alone comes after its manifest."""
-    if file == checkpoint:
-        return len(_FOUND_BY) + 1
-    return 1 + next((k for k, end in enumerate(_FOUND_BY) if file.name.endswith(end)), -1)
+def _first_gap(gaps: array[int], position: int) -> int:
+    """The index of the first gap that ends after a position."""
+    low, high = 0, len(gaps) // 2
+    while low < high:
+        middle = (low + high) // 2
+        if gaps[2 * middle + 1] > position:
+            high = middle
+        else:
+            low = middle + 1
+    return 2 * low

@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -36,7 +37,6 @@ from bridge.formats.base import (
 from bridge.formats.dcp.archive import Record, StoredTensor, describe_tensor, verify_record
 from bridge.formats.dcp.pickle import Vocabulary, read_pickle
 from bridge.formats.files.mapped import (
-    Fetch,
     MappedFiles,
     array_for,
     box_of,
@@ -46,6 +46,7 @@ from bridge.formats.files.mapped import (
 )
 from bridge.formats.files.weight_index import check_index
 from bridge.formats.files.zip_directory import Member, data_start
+from bridge.formats.stores.listing import StorePath
 from bridge.formats.torch_save.files import TORCH_FILES, members_of
 from bridge.formats.torch_save.tree import is_tensor, leaves, value_of
 from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
@@ -78,13 +79,11 @@ class TorchSaveReader(ClosedAtEnd):
 
     format = "torch"
 
-    def __init__(
-        self, path: str | os.PathLike[str], verify: bool = True, *, fetch: Fetch | None = None
-    ) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], verify: bool = True) -> None:
+        self.path = path if isinstance(path, StorePath) else Path(path)
         self._verify = verify
         self._fileset = TORCH_FILES.find(self.path)
-        self._files = MappedFiles(self._fileset.directory, fetch)
+        self._files = MappedFiles(self._fileset.directory)
         self._starts: dict[tuple[str, str], int] = {}
         self._verified: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
@@ -161,10 +160,8 @@ class TorchSaveReader(ClosedAtEnd):
         begin = self._start(stored.file, member)
         tensor = dataclasses.replace(tensor, record=dataclasses.replace(tensor.record, start=begin))
         if self._verify and (stored.file, member.name) not in self._verified:
-            file = self._files.get(stored.file, begin, begin + member.size)
-            verify_record(
-                file, tensor.record, f"{self._fileset.directory / stored.file}: tensor {name!r:.200}"
-            )
+            what = f"{self._fileset.directory / stored.file}: tensor {name!r:.200}"
+            verify_record(partial(self._files.get, stored.file), tensor.record, what)
             self._verified.add((stored.file, member.name))
         size = tensor.dtype.itemsize
         first = begin + size * (
@@ -234,6 +231,6 @@ class TorchSaveReader(ClosedAtEnd):
         if member.size > limit:
             raise CheckpointError(f"{what}: expected at most {limit} bytes, got {member.size}")
         start = self._start(file, member)
-        mapped = self._files.get(file, start, start + member.size)
-        verify_record(mapped, Record(start, member.size, member.crc or None), what)
-        return mapped[start : start + member.size]
+        verify_record(partial(self._files.get, file), Record(start, member.size, member.crc or None), what)
+        stop = start + member.size
+        return self._files.get(file, start, stop)[start:stop]

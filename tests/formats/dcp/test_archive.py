@@ -33,7 +33,7 @@ def mapped(path: Path, data: bytes) -> mmap.mmap:
 
 def read(file: mmap.mmap, offset: int, length: int) -> np.ndarray:
     stored = find_tensor(file, offset, length, "w")
-    verify_record(file, stored.record, "w")
+    verify_record(lambda *_: file, stored.record, "w")
     return stored.view(file).copy()
 
 

@@ -25,7 +25,7 @@ from bridge.formats.orbax.arrays import ArrayLayout, new_context
 from bridge.formats.orbax.ocdbt import NodeBudget, OcdbtWriter, entries_and_keys
 from bridge.formats.orbax.reader import OrbaxReader
 from bridge.formats.orbax.values import Place as StoredPlace
-from bridge.formats.orbax.values import StoredValues, places_in_files, places_in_ocdbt
+from bridge.formats.orbax.values import StoredValues, places_in_files, values_in_ocdbt
 from tests.support.examples import examples
 
 
@@ -67,12 +67,12 @@ def test_tensorstore_reads_any_keys_and_values(
     path = tmp_path_factory.mktemp("store")
     write(path, values)
     assert all_of(stored(path)) == values
-    places = places_in_ocdbt(path, "store")
-    assert set(places) == {key for key, value in values.items() if len(value) > 1024}
+    places, inline = values_in_ocdbt(path, "store")
+    assert inline == {key: value for key, value in values.items() if len(value) <= 1024}
+    assert set(places) == set(values) - set(inline)
     found = StoredValues(path, places)
     for key in places:
-        file, place = found.open(key)
-        assert file[place.start : place.start + place.size] == values[key]
+        assert found.read(key) == values[key]
 
 
 def test_tensorstore_can_go_on_with_a_store_made_here(tmp_path: Path) -> None:
@@ -115,12 +115,11 @@ def test_a_store_of_several_levels_and_stores_joined_by_reference(tmp_path: Path
     transaction.commit_async().result()
     base = ts.KvStore.open(f"file://{tmp_path}/").result()
     assert ts.ocdbt.dump(base).result()["versions"][-1]["root_height"] > 1
-    places = places_in_ocdbt(tmp_path, "store")
+    places, _ = values_in_ocdbt(tmp_path, "store")
     assert set(places) == {key for key, value in expected.items() if len(value) > 3}
     values = StoredValues(tmp_path, places)
     for key in places:
-        file, place = values.open(key)
-        assert file[place.start : place.start + place.size] == expected[key]
+        assert values.read(key) == expected[key]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -160,7 +159,7 @@ def test_references_that_lead_out_of_the_store_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
     write(tmp_path / "s", {"k": b"x" * 2000})
-    found = places_in_ocdbt(tmp_path / "s", "s")
+    found, _ = values_in_ocdbt(tmp_path / "s", "s")
     assert list(found) == ["k"]
     dump = ts.ocdbt.dump
 
@@ -176,7 +175,7 @@ def test_references_that_lead_out_of_the_store_are_refused(
 
     monkeypatch.setattr(ts.ocdbt, "dump", lambda *args: Node(dump(*args)))
     with pytest.raises(CheckpointError, match="expected values in files of the checkpoint"):
-        places_in_ocdbt(tmp_path / "s", "s")
+        values_in_ocdbt(tmp_path / "s", "s")
 
 
 def hostile_tree(item: Path, levels: int, fan: int, spellings: tuple[str, ...]) -> int:
@@ -308,7 +307,7 @@ def test_keys_that_share_all_but_a_byte_are_refused_before_they_are_decoded(tmp_
     with pytest.raises(
         CheckpointError, match=r"expected at most \d+ bytes of keys in \d+ bytes of B-tree nodes, got"
     ):
-        places_in_ocdbt(tmp_path / "s", "store")
+        values_in_ocdbt(tmp_path / "s", "store")
 
 
 def test_a_node_that_grows_without_end_is_refused() -> None:
@@ -336,11 +335,11 @@ def test_a_node_outside_of_the_checkpoint_is_not_read(tmp_path: Path) -> None:
     os.rename(data, tmp_path / "elsewhere")
     data.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="expected a regular file of the checkpoint"):
-        places_in_ocdbt(tmp_path / "s", "store")
+        values_in_ocdbt(tmp_path / "s", "store")
     data.unlink()
     os.mkfifo(data)
     with pytest.raises(CheckpointError, match="expected a regular file of the checkpoint"):
-        places_in_ocdbt(tmp_path / "s", "store")
+        values_in_ocdbt(tmp_path / "s", "store")
 
 
 @pytest.mark.parametrize("size", ["123456", "9" * 18])
@@ -359,4 +358,4 @@ def test_a_node_that_is_longer_than_its_file_is_refused(
 
     monkeypatch.setattr(ts.ocdbt, "dump", stretched)
     with pytest.raises(CheckpointError, match=rf"is truncated: expected at least {size} bytes \(for a node"):
-        places_in_ocdbt(tmp_path / "s", "store")
+        values_in_ocdbt(tmp_path / "s", "store")

@@ -634,7 +634,7 @@ def test_chunks_in_flight_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with OrbaxReader(tmp_path / "c") as reader:
         store = reader._array
-        monkeypatch.setattr(reader, "_array", lambda name: Spied(store(name)))
+        monkeypatch.setattr(reader, "_array", lambda name, boxes: Spied(store(name, boxes)))
         assert_same_bits(reader.read("w"), array)
     assert flying == [0, 5]
 
@@ -697,7 +697,7 @@ def test_values_in_the_index_have_a_size_that_they_can_have(
 ) -> None:
     places = {key: Place("d/x", 0, 1 << 40)}
     stock_save(tmp_path / "c", {"w": np.ones((4, 3), np.float32)}, use_ocdbt=True, use_zarr3=False)
-    monkeypatch.setattr("bridge.formats.orbax.reader.places_in_ocdbt", lambda *_: places)
+    monkeypatch.setattr("bridge.formats.orbax.reader.values_in_ocdbt", lambda *_: (places, {}))
     with pytest.raises(CheckpointError, match=r"expected at most \d+ bytes .*, got 1099511627776"):
         OrbaxReader(tmp_path / "c")
 

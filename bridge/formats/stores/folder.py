@@ -1,0 +1,509 @@
+"""A checkpoint written into an object store: data files part by part, the small files at the end, from memory.
+
+    step_40/twinshard.uploading           who writes it, from what; the names of its files         first of all
+    step_40/twinshard.uploading.000001    chunks whose parts are in the store, and checksums       every 256 MiB
+    step_40/__0_0.distcp                  appears when its last part is there
+    step_40/twinshard_manifest.json
+    step_40/.metadata                     makes it a checkpoint                                    last
+    then the first two go
+
+A store has no renaming: what is there without its last file is no checkpoint. A killed attempt leaves the first two,
+and parts that take room but are no object. The next attempt at the same place goes on with them (`resume`), or removes
+them all.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.stores.parts import OrderedParts, Parts, S3Parts, retried, s3_uploads
+from bridge.formats.stores.store import open_store, store_errors, without_end
+from bridge.formats.stores.upload import Note, UploadFile
+
+CLAIM: Final = "twinshard.uploading"
+_FOUND_BY: Final = (
+    *("_CHECKPOINT_METADATA", ".safetensors.index.json", ".metadata", "_METADATA", "commit_success.txt"),
+)
+"""Ends of the names of files that make a checkpoint, in the order in which they are sent."""
+
+if TYPE_CHECKING:
+    # Writers take either; at run time a call that would go to this machine's files must not find anything.
+    _Path = Path
+else:
+    _Path = object
+
+
+class UploadPath(_Path):
+    """A file or directory of a checkpoint that goes to a store; has what writers use of `pathlib.Path`, and no more."""
+
+    def __new__(cls, folder: StoreFolder, parts: tuple[str, ...]) -> Self:
+        return object.__new__(cls)
+
+    def __init__(self, folder: StoreFolder, parts: tuple[str, ...]) -> None:
+        self.folder, self._path = folder, parts
+
+    def __truediv__(self, other: str | os.PathLike[str]) -> Self:
+        names = str(other).split("/") if str(other) else []
+        return type(self)(self.folder, (*self._path, *names))
+
+    def __str__(self) -> str:
+        return "/".join((self.folder.url, *self._path))
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self} is in an object store: expected a path of this machine")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UploadPath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(self._path)
+
+    def __lt__(self, other: UploadPath) -> bool:  # type: ignore[override] # sorted among its own kind only
+        return self._path < other._path
+
+    @property
+    def relative(self) -> str:
+        """The path from the checkpoint on."""
+        return "/".join(self._path)
+
+    @property
+    def name(self) -> str:
+        return self._path[-1] if self._path else self.folder.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Self:
+        return type(self)(self.folder, self._path[:-1])
+
+    def relative_to(self, *_: Any, **__: Any) -> UploadPath:  # only ever to the checkpoint
+        return _Relative(self.folder, self._path)
+
+    def open_data(self) -> UploadFile:
+        """The data file of this name."""
+        return self.folder.open_data(self.relative)
+
+    def exists(self, **_: object) -> bool:
+        return self.is_file()
+
+    def is_file(self, **_: object) -> bool:
+        return self.relative in self.folder.small or self.relative in self.folder.data
+
+    def is_dir(self, **_: object) -> bool:
+        return not self.is_file()
+
+    def mkdir(self, *_: object, **__: object) -> None:
+        """Nothing: a store has no directories."""
+
+    def stat(self, **_: object) -> os.stat_result:
+        data = self.folder.data.get(self.relative)
+        size = len(self.folder.small[self.relative]) if data is None else data.size
+        return os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, size, 0, 0, 0))
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        """What was written beside chunks; see `UploadFile.read`."""
+        return self.folder.data[self.relative].read(start, stop - start)
+
+    def read_bytes(self) -> bytes:
+        return self.folder.small[self.relative]
+
+    def open(self, *_: object, **__: object) -> Any:
+        return io.BytesIO(self.read_bytes())
+
+    def write_bytes(self, data: Any) -> int:
+        self.folder.small[self.relative] = bytes(data)
+        return len(data)
+
+    def write_text(self, data: str, *_: object, **__: object) -> int:
+        return self.write_bytes(data.encode())
+
+    def touch(self, *_: object, **__: object) -> None:
+        self.write_bytes(b"")
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        self.folder.small.pop(self.relative, None)
+
+    def iterdir(self) -> Iterator[Self]:  # type: ignore[override] # an iterator, as pathlib's before Python 3.13
+        """Files directly in a directory, those of the attempt that is resumed, too."""
+        names = dict.fromkeys((*self.folder.small, *self.folder.data, *self.folder.earlier_names))
+        start = f"{self.relative}/" if self._path else ""
+        below = [name.removeprefix(start) for name in names if name.startswith(start)]
+        return (self / name for name in below if "/" not in name)
+
+    def rglob(self, *_: object, **__: object) -> Iterator[Self]:  # type: ignore[override] # as iterdir
+        """All files."""
+        return (
+            type(self)(self.folder, tuple(name.split("/")))
+            for name in (*self.folder.small, *self.folder.data)
+        )
+
+
+class _Relative(UploadPath):
+    def __str__(self) -> str:
+        return self.relative
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self._path
+
+
+class StoredJournal:
+    """What an earlier attempt has noted, for `ChunkRecord`; `record` notes what this one has sent."""
+
+    kept = False
+
+    def __init__(self, note: Callable[[], None], done: Mapping[str, Mapping[int, int]]) -> None:
+        self._note = note
+        self.done = {name: dict(numbers) for name, numbers in done.items()}
+
+    def record(self, entries: object) -> None:
+        """Note all chunks whose parts are in the store by now."""
+        self._note()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class StoreFolder:
+    """The place of a checkpoint at a URL.
+
+    key: identifies the conversion. resume: go on with what an attempt of the same key has sent, and keep what is sent
+    if this one fails. single: whether the URL is that of one file. accompany: see `Attempt`.
+
+    FileExistsError when something else is there; FileNotFoundError without a bucket, as none is made; CheckpointError
+    for a URL without a name, when another process of this machine writes there, or to resume another conversion.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: Mapping[str, str],
+        *,
+        resume: bool,
+        single: bool,
+        accompany: Callable[[UploadPath, UploadPath], None] | None = None,
+    ) -> None:
+        self.url = without_end(url)
+        if not self.url.rpartition("/")[2]:
+            raise CheckpointError(
+                f"{url}: expected the URL of a new checkpoint, such as {url}step_40, got no name"
+            )
+        self.small: dict[str, bytes] = {}
+        self.data: dict[str, UploadFile] = {}
+        self.recalled: dict[tuple[str, int], int] = {}
+        self._key, self._resume, self._single = dict(key), resume, single
+        # One file has no place for others.
+        self._accompany = None if single else accompany
+        self._system, self._root = open_store(url)
+        if self._in_bucket:
+            self._require_bucket()
+        self._claimed = self.ended = False
+        self._lock = threading.RLock()
+        self._notes = 0
+        earlier = self._earlier()
+        self._require_free(earlier)
+        goes_on = resume and earlier.get("key") == self._key
+        if resume and earlier and not goes_on:
+            raise CheckpointError(
+                f"{self.url} is unfinished, but it is of another conversion "
+                f"({_differences(self._key, earlier['key'])}): resume that conversion with its own source and "
+                "options, or start anew without resuming"
+            )
+        self.earlier_names: list[str] = list(earlier.get("data", ())) if goes_on else []
+        self._uploads = self._open_uploads()
+        self.resumed = goes_on
+        done: dict[str, dict[int, int]] = {}
+        if goes_on:
+            done = self._recall()
+        elif earlier or self._uploads:
+            self._remove(earlier)
+            self._uploads = {}
+        self.journal = StoredJournal(self._note, done)
+
+    @property
+    def path(self) -> UploadPath:
+        """The checkpoint, to be written to."""
+        return UploadPath(self, ())
+
+    temporary = path
+
+    def open_data(self, name: str) -> UploadFile:
+        """A data file, by its path in the checkpoint."""
+        self.data[name] = UploadFile(
+            f"{self.url}/{name}", lambda size: self._parts(self._name(name), size), self._claim
+        )
+        return self.data[name]
+
+    def place_beside(self, name: str) -> None:
+        """Let the file of this name go beside the checkpoint, which is one file."""
+
+    def commit(self) -> None:
+        """Let the checkpoint appear with the file that is sent last. On failure remove what was sent."""
+        try:
+            self._claim()
+            if self._accompany is not None:
+                self._accompany(self.path, self.path)
+            self._put(CLAIM, json.dumps(self._description()).encode())
+            ordered = sorted(self.small, key=lambda name: (_rank(name), name))
+            # Where none of these makes the checkpoint, its one data file does.
+            early = [name for name in ordered if not _rank(name)] if not _rank(ordered[-1]) else []
+            for name in early:
+                self._put(name, self.small[name])
+            for name, file in self.data.items():
+                with store_errors(f"cannot write {self.url}/{name}"):
+                    file.finish()
+            for name in ordered[len(early) :]:
+                self._put(name, self.small[name])
+        except BaseException:
+            self.abort()
+            raise
+        self.ended = True
+        self._forget()
+
+    def abort(self) -> None:
+        """Remove what was sent; with `resume` note and keep it."""
+        if self.ended:
+            return
+        self.ended = True
+        if self._resume and self._claimed:
+            for file in self.data.values():
+                file.stop()
+            with suppress(OSError):
+                self._note()
+            _ACTIVE.discard(self._root)
+            return
+        for file in self.data.values():
+            with suppress(OSError):
+                file.abort()
+        if self._claimed:
+            self._remove(self._description())
+
+    def _name(self, name: str) -> str:
+        """The name in the store of a file of the checkpoint."""
+        if not self._single:
+            return f"{self._root}/{name}"
+        if name.endswith(".safetensors"):
+            return self._root
+        # The manifest, which goes beside the file, and what is there meanwhile.
+        return f"{self._root}.{name.removeprefix('twinshard_')}"
+
+    def _parts(self, name: str, size: int) -> Parts:
+        """Where the parts of a data file go."""
+        if not self._is_s3:
+            if not self._in_bucket:
+                self._system.makedirs(name.rpartition("/")[0], exist_ok=True)
+            return OrderedParts(self._system, name, size)
+        if self.resumed and self._exists(name):
+            return _Finished(int(self._system.info(name)["size"]), size)
+        uploads = self._uploads.pop(name, [])
+        for upload in uploads[:-1]:
+            S3Parts(self._system, name, upload).abort()
+        return S3Parts(self._system, name, uploads[-1] if uploads else None)
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "key": self._key,
+            "process": _this_process(),
+            "data": list(self.data),
+            "files": sorted(self.small),
+        }
+
+    def _claim(self) -> None:
+        """Say that this process writes here, before anything else is sent."""
+        with self._lock:
+            if self._claimed:
+                return
+            self._put(CLAIM, json.dumps(self._description() | {"files": []}).encode())
+            self._claimed = True
+
+    def _note(self) -> None:
+        with self._lock:
+            notes: list[Note] = [note for file in self.data.values() for note in file.noted()]
+            if notes and self._is_s3:
+                self._notes += 1
+                self._put(f"{CLAIM}.{self._notes:06}", json.dumps(notes).encode())
+
+    def _recall(self) -> dict[str, dict[int, int]]:
+        """Checksums of chunks that are in the store, by tensor and number."""
+        done: dict[str, dict[int, int]] = {}
+        while self._exists(note := self._name(f"{CLAIM}.{self._notes + 1:06}")):
+            self._notes += 1
+            with store_errors(f"cannot read {note}"):
+                entries = json.loads(retried(partial(self._system.cat_file, note)))
+            for name, number, crc, remembered in entries:
+                done.setdefault(name, {})[number] = crc
+                self.recalled[name, number] = remembered
+        return done
+
+    def _earlier(self) -> dict[str, Any]:
+        """What an attempt that did not end has said of itself. CheckpointError while its process lives."""
+        self._system.invalidate_cache()
+        claim = self._name(CLAIM)
+        with store_errors(f"cannot look at {self.url}"):
+            if not self._exists(claim):
+                return {}
+            try:
+                found = json.loads(retried(lambda: self._system.cat_file(claim)))
+                process = dict(found["process"])
+                found["key"], found["data"], found["files"]  # KeyError for one that is not ours
+            except (ValueError, LookupError, TypeError):
+                return {}
+        if _lives(process, self._root):
+            raise CheckpointError(f"{self.url} is being written by another process: wait for it, or stop it")
+        return dict(found)
+
+    def _require_free(self, earlier: Mapping[str, Any]) -> None:
+        """FileExistsError when anything but parts of an earlier attempt is there, or when that one had ended."""
+        with store_errors(f"cannot look at {self.url}"):
+            if self._single:
+                names = (self._root, self._name("twinshard_manifest.json"))
+                found = {name for name in names if self._exists(name)}
+            else:
+                there = retried(lambda: self._system.find(self._root)) if self._exists(self._root) else []
+                found = {name for name in there if not name.startswith(self._name(CLAIM))}
+        files = [self._name(name) for name in earlier.get("files", ())]
+        known = {*files, *(self._name(name) for name in earlier.get("data", ()))}
+        if found and (not found <= known or (files and found == known)):
+            raise FileExistsError(
+                f"expected nothing at {self.url}, found something: remove it first or choose another name"
+            )
+
+    def _open_uploads(self) -> dict[str, list[str]]:
+        # One may be allowed to write into a bucket of which one may not list the uploads.
+        with suppress(PermissionError):
+            return s3_uploads(self._system, self._root) if self._is_s3 else {}
+        return {}
+
+    def _remove(self, earlier: Mapping[str, Any]) -> None:
+        """Abort uploads, and remove the files that an attempt has sent."""
+        with store_errors(f"cannot remove what an attempt has left at {self.url}"):
+            for name, uploads in self._uploads.items():
+                for upload in uploads:
+                    S3Parts(self._system, name, upload).abort()
+            for name in (*earlier.get("data", ()), *earlier.get("files", ())):
+                self._delete(self._name(name))
+        self._forget()
+
+    def _forget(self) -> None:
+        """Remove notes and claim."""
+        with store_errors(f"cannot remove {self.url}/{CLAIM}"):
+            number = 1
+            while number <= self._notes or self._exists(self._name(f"{CLAIM}.{number:06}")):
+                self._delete(self._name(f"{CLAIM}.{number:06}"))
+                number += 1
+            self._notes = 0
+            self._delete(self._name(CLAIM))
+        _ACTIVE.discard(self._root)
+
+    def _put(self, name: str, data: bytes) -> None:
+        stored = self._name(name)
+        _ACTIVE.add(self._root)
+        with store_errors(f"cannot write {self.url}/{name}"):
+            if not self._in_bucket:
+                self._system.makedirs(stored.rpartition("/")[0], exist_ok=True)
+            retried(lambda: self._system.pipe_file(stored, data))
+
+    def _exists(self, name: str) -> bool:
+        self._system.invalidate_cache()
+        return bool(retried(lambda: self._system.exists(name)))
+
+    def _delete(self, name: str) -> None:
+        if self._exists(name):
+            retried(lambda: self._system.rm_file(name))
+
+    @property
+    def _is_s3(self) -> bool:
+        return hasattr(self._system, "call_s3")
+
+    @property
+    def _in_bucket(self) -> bool:
+        """Whether the place is in an object store, which has no directories; making one there makes a bucket.
+
+        Paths of file systems begin with their root.
+        """
+        return not self._root.startswith("/")
+
+    def _require_bucket(self) -> None:
+        parts = self._root.split("/")
+        try:
+            there = any(self._system.exists("/".join(parts[: end + 1])) for end in range(len(parts)))
+        except Exception:
+            # One may be allowed to write into a bucket that one may not look at.
+            return
+        if not there:
+            raise FileNotFoundError(
+                f"expected a bucket that is there in {self.url}, found no bucket {parts[0]!r} (or none that these "
+                "credentials may list): correct the name, or create the bucket first; none is created here"
+            )
+
+
+class _Finished:
+    """An object that an earlier attempt has finished."""
+
+    in_order = False
+
+    def __init__(self, size: int, part_size: int) -> None:
+        self.sizes = dict.fromkeys(range(1, size // part_size + 1), part_size)
+
+    def put(self, number: int, data: bytes | bytearray) -> None:
+        """Nothing: it is there."""
+
+    def finish(self) -> None:
+        """Nothing: it is there."""
+
+    def abort(self) -> None:
+        """Nothing: the folder removes it."""
+
+
+_ACTIVE: set[str] = set()
+"""Places that this process writes to."""
+
+
+def _this_process() -> dict[str, str]:
+    return {"host": platform.node(), "boot": _boot(), "pid": str(os.getpid()), "began": _began(os.getpid())}
+
+
+def _lives(process: Mapping[str, str], root: str) -> bool:
+    """Whether the process that wrote a claim lives, as far as this machine can tell."""
+    own = _this_process()
+    if (process.get("host"), process.get("boot")) != (own["host"], own["boot"]):
+        return False
+    if process.get("pid") == own["pid"]:
+        return process.get("began") == own["began"] and root in _ACTIVE
+    began = _began(int(process.get("pid", "0")))
+    return bool(began) and began == process.get("began")
+
+
+def _boot() -> str:
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _began(pid: int) -> str:
+    """When a process began, in ticks since the system did; empty if there is none."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+def _differences(key: Mapping[str, str], found: Mapping[str, str]) -> str:
+    return "; ".join(
+        f"{name}: expected {key.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
+        for name in dict.fromkeys((*key, *found))
+        if key.get(name) != found.get(name)
+    )
+
+
+def _rank(name: str) -> int:
+    """Files by which the checkpoint is found come last."""
+    return 1 + next((k for k, end in enumerate(_FOUND_BY) if name.endswith(end)), -1)

@@ -1,0 +1,245 @@
+"""The files of a checkpoint in an object store, as paths: names and sizes from one listing, bytes from ranged reads.
+
+    s3://bucket/runs/step_40         StorePath, a directory of the listing
+    s3://bucket/runs/step_40/d/3f2a  StorePath, a file of it
+
+Readers of formats take such a path as they take one of this machine: they ask it for its name, parent, children, size
+and, of small files, bytes. Nothing is asked of the store but what `FileRanges` fetches.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import io
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from os import PathLike, stat_result
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.stores.ranges import FileRanges
+from bridge.formats.stores.store import FileSystem, open_store, store_errors, without_end
+
+_INDEX_SUFFIX: Final = ".index.json"
+_MAX_METADATA: Final = 1 << 30
+_OF_EACH: Final = ("zarr.json", ".zarray", ".metadata", "process_0")
+"""Ends of the names of files of which a checkpoint may have many, an array or a process each."""
+
+
+class Listing:
+    """The files at a URL, by name and size. `root` is the checkpoint; `ranges` gives bytes of files.
+
+    FileNotFoundError when nothing is there; CheckpointError for names that lead out of the directory, or that cannot
+    be files beside each other; OSError for what the store refuses.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = without_end(url)
+        system, root = open_store(url)
+        found, home = self._list(system, root)
+        self.fingerprint = hashlib.sha256(
+            repr(sorted((name, _version(info)) for name, info in found.items())).encode()
+        ).hexdigest()[:16]
+        # The root's own name is a part of all paths, so that the files beside a single one are its siblings.
+        name = root.rpartition("/")[2]
+        above = () if root in found else (name,)
+        self._above_url = self.url.rpartition("/")[0] if name else self.url
+        self.files: dict[tuple[str, ...], str] = {}
+        self.sizes: dict[tuple[str, ...], int] = {}
+        self.children: dict[tuple[str, ...], set[str]] = {(): set()}
+        for stored, info in found.items():
+            parts = (*above, *self._parts(stored, home))
+            self.files[parts], self.sizes[parts] = stored, info["size"]
+            for end in range(len(parts)):
+                self.children.setdefault(parts[:end], set()).add(parts[end])
+        for parts in self.files:
+            if parts in self.children:
+                raise CheckpointError(
+                    f"{self.url}: expected files and directories of different names, found {parts[-1][:200]!r} as both"
+                )
+        self.ranges = FileRanges(system, {self.files[p]: self.sizes[p] for p in self.files}, self._named())
+        self.root = StorePath(self, (name,))
+
+    def close(self) -> None:
+        """Let go of what was fetched."""
+        self.ranges.close()
+
+    def text(self, parts: tuple[str, ...]) -> str:
+        """The URL of a path."""
+        return "/".join((self._above_url, *parts))
+
+    def small_beside(self, parts: tuple[str, ...]) -> list[str]:
+        """Names in the store of small files that will be read with this one, so that all are fetched at once."""
+        end = next((end for end in _OF_EACH if parts[-1].endswith(end)), None)
+        alike = () if end is None else (p for p in self.files if p[-1].endswith(end))
+        return [self.files[p] for p in alike if self.sizes[p] <= self.ranges.block]
+
+    def _named(self) -> Mapping[str, str]:
+        return {stored: self.text(parts) for parts, stored in self.files.items()}
+
+    def _list(self, system: FileSystem, root: str) -> tuple[Mapping[str, Mapping[str, Any]], str]:
+        """Files by their name in the store, and the directory there that they are below."""
+        parent = root.rpartition("/")[0]
+        with store_errors(f"cannot list {self.url}"):
+            # What another process wrote meanwhile is not in the listing that the file system remembers.
+            system.invalidate_cache()
+            found = dict(system.find(root, detail=True))
+            if root.endswith(_INDEX_SUFFIX):
+                # An index lists files beside it.
+                found |= system.find(parent, maxdepth=1, detail=True)
+            elif set(found) == {root}:
+                for beside in (f"{root}.manifest.json", f"{parent}/config.json"):
+                    with suppress(FileNotFoundError):
+                        found[beside] = system.info(beside)
+        files = {n: i for n, i in found.items() if i["type"] == "file" and not n.endswith("/")}
+        if not files:
+            raise FileNotFoundError(f"{self.url} does not exist: expected a checkpoint there")
+        for name, info in files.items():
+            size = info.get("size")
+            if not isinstance(size, int) or not 0 <= size < 1 << 46:
+                raise CheckpointError(
+                    f"{self.url}: expected a store that tells the size of {name!r:.200}, got {size!r:.40}"
+                )
+        return files, parent if root in files else root
+
+    def _parts(self, name: str, home: str) -> tuple[str, ...]:
+        parts = tuple(name[len(home) :].removeprefix("/").split("/"))
+        if any(part in ("", ".", "..") for part in parts) or "\0" in name:
+            raise CheckpointError(f"{self.url}: expected names of files below it, got {name[:200]!r}")
+        return parts
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    return repr([(key, str(info[key])) for key in sorted(info) if key not in ("atime", "name")])
+
+
+if TYPE_CHECKING:
+    # Readers take either; at run time a call that would go to this machine's files must not find anything.
+    _Path = Path
+else:
+    _Path = object
+
+
+class StorePath(_Path):
+    """A file or directory of a listing; has what readers use of `pathlib.Path`, and no more."""
+
+    def __new__(cls, listing: Listing, parts: tuple[str, ...]) -> Self:
+        return object.__new__(cls)
+
+    def __init__(self, listing: Listing, parts: tuple[str, ...]) -> None:
+        self.listing, self._path = listing, parts
+
+    def __truediv__(self, other: str | PathLike[str]) -> Self:
+        return type(self)(self.listing, (*self._path, *str(other).split("/")))
+
+    def __str__(self) -> str:
+        return self.listing.text(self._path)
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self} is in an object store: expected a path of this machine")
+
+    def __repr__(self) -> str:
+        return f"StorePath({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StorePath) and (self.listing, self._path) == (other.listing, other._path)
+
+    def __hash__(self) -> int:
+        return hash(self._path)
+
+    def __lt__(self, other: StorePath) -> bool:  # type: ignore[override] # sorted among its siblings only
+        return self._path < other._path
+
+    @property
+    def name(self) -> str:
+        return self._path[-1] if self._path else ""
+
+    @property
+    def parent(self) -> Self:
+        return type(self)(self.listing, self._path[:-1])
+
+    @property
+    def parents(self) -> tuple[Self, ...]:
+        return tuple(type(self)(self.listing, self._path[:end]) for end in reversed(range(len(self._path))))
+
+    def with_name(self, name: str) -> Self:
+        return type(self)(self.listing, (*self._path[:-1], name))
+
+    def is_relative_to(self, other: object, *_: object) -> bool:
+        return isinstance(other, StorePath) and self._path[: len(other._path)] == other._path
+
+    def is_file(self, **_: object) -> bool:
+        return self._path in self.listing.sizes
+
+    def is_dir(self, **_: object) -> bool:
+        return self._path in self.listing.children
+
+    def exists(self, **_: object) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def resolve(self, strict: bool = False) -> Self:
+        if strict:
+            self.stat()
+        return self
+
+    def stat(self, **_: object) -> stat_result:
+        """Kind and size, and a number that tells files apart."""
+        if not self.exists():
+            raise FileNotFoundError(f"{self} does not exist")
+        kind = stat.S_IFREG if self.is_file() else stat.S_IFDIR
+        return stat_result(
+            (kind, hash(self._path), 0, 1, 0, 0, self.listing.sizes.get(self._path, 0), 0, 0, 0)
+        )
+
+    def iterdir(self) -> Iterator[Self]:  # type: ignore[override] # an iterator, as pathlib's before Python 3.13
+        if not self.is_dir():
+            raise NotADirectoryError(f"{self} is no directory")
+        return (self / name for name in sorted(self.listing.children[self._path]))
+
+    def glob(self, pattern: str, **options: object) -> Iterator[Self]:  # type: ignore[override] # as iterdir
+        """Paths below that match a pattern of names, directory by directory."""
+        first, _, rest = pattern.partition("/")
+        for child in self.iterdir() if self.is_dir() else ():
+            if fnmatch.fnmatchcase(child.name, first):
+                if rest:
+                    yield from child.glob(rest)
+                else:
+                    yield child
+
+    def files(self) -> list[Self]:
+        """All files below, at any depth."""
+        below = (parts for parts in self.listing.files if parts[: len(self._path)] == self._path)
+        return [type(self)(self.listing, parts) for parts in below]
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop). OSError when the store does not give them."""
+        target = bytearray(stop - start)
+        self.listing.ranges.read_into(self._stored(), start, memoryview(target))
+        return bytes(target)
+
+    def fill(self, start: int, target: memoryview) -> None:
+        """Write the bytes from `start` on into memory. OSError when the store does not give them."""
+        self.listing.ranges.read_into(self._stored(), start, target)
+
+    def read_bytes(self) -> bytes:
+        """The whole file, which is small: it is kept, together with others of its kind."""
+        stored = self._stored()
+        size = self.listing.sizes[self._path]
+        if size > _MAX_METADATA:
+            raise CheckpointError(f"{self}: expected metadata of at most {_MAX_METADATA} bytes, got {size}")
+        return self.listing.ranges.small(stored, self.listing.small_beside(self._path))
+
+    def open(self, *_: object, **__: object) -> Any:
+        """The whole file for reading."""
+        return io.BytesIO(self.read_bytes())
+
+    def _stored(self) -> str:
+        if not self.is_file():
+            raise FileNotFoundError(f"{self} does not exist: expected a file of the checkpoint")
+        return self.listing.files[self._path]

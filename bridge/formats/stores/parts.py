@@ -1,0 +1,174 @@
+"""One object of a store, sent in numbered parts; it appears when it is finished, whole.
+
+S3 (s3fs)       a multipart upload: parts in any order, several at once; those that are there can be listed
+other stores    fsspec's file for writing, gcsfs's being a resumable upload: parts one after the other
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final, Protocol, TypeVar
+
+from bridge.formats.stores.ranges import ATTEMPTS
+from bridge.formats.stores.store import FileSystem
+
+PAUSE: Final = 0.1
+_WAITING: Final = 8
+_FINAL: Final = (FileNotFoundError, PermissionError, FileExistsError, NotImplementedError)
+
+Result = TypeVar("Result")
+
+
+class Parts(Protocol):
+    """The parts of one object, from number 1.
+
+    sizes: of those that an earlier attempt has sent. in_order: whether whoever brings a part may have to wait until the
+    parts before it are there.
+    """
+
+    @property
+    def sizes(self) -> Mapping[int, int]: ...
+
+    @property
+    def in_order(self) -> bool: ...
+
+    def put(self, number: int, data: bytes | bytearray) -> None:
+        """Send a part; used by several threads. OSError when the store refuses."""
+
+    def finish(self) -> None:
+        """Make an object of the parts, which follow each other without gaps."""
+
+    def abort(self) -> None:
+        """Forget what was sent."""
+
+
+def retried(call: Callable[[], Result]) -> Result:
+    """The result of a call that may be made again, after a pause that grows. The last error, if all fail."""
+    for attempt in range(ATTEMPTS - 1):
+        try:
+            return call()
+        except _FINAL:
+            raise
+        except Exception:
+            time.sleep(PAUSE * 2**attempt)
+    return call()
+
+
+class S3Parts:
+    """A multipart upload. `resumed`: whose parts are kept, None for a new one."""
+
+    in_order = False
+
+    def __init__(self, system: FileSystem, name: str, resumed: str | None = None) -> None:
+        self._system = system
+        bucket, key, _ = system.split_path(name)
+        self._where = {"Bucket": bucket, "Key": key}
+        self._upload = resumed
+        self._tags: dict[int, str] = {}
+        self.sizes: dict[int, int] = {}
+        self._lock = threading.Lock()
+        if resumed is not None:
+            for part in _pages(self._call, "list_parts", "Parts", "PartNumberMarker", UploadId=resumed):
+                self._tags[part["PartNumber"]] = part["ETag"]
+                self.sizes[part["PartNumber"]] = part["Size"]
+
+    def put(self, number: int, data: bytes | bytearray) -> None:
+        with self._lock:
+            if self._upload is None:
+                self._upload = self._call("create_multipart_upload")["UploadId"]
+        answer = self._call("upload_part", UploadId=self._upload, PartNumber=number, Body=data)
+        with self._lock:
+            self._tags[number] = answer["ETag"]
+
+    def finish(self) -> None:
+        parts = [{"PartNumber": number, "ETag": self._tags[number]} for number in sorted(self._tags)]
+        self._call("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": parts})
+
+    def abort(self) -> None:
+        if self._upload is not None:
+            with suppress(FileNotFoundError):
+                self._call("abort_multipart_upload", UploadId=self._upload)
+
+    def _call(self, method: str, **arguments: Any) -> Any:
+        return retried(lambda: self._system.call_s3(method, **self._where, **arguments))
+
+
+def s3_uploads(system: FileSystem, root: str) -> dict[str, list[str]]:
+    """Multipart uploads to a place that are neither finished nor aborted: ids by names of objects, oldest first."""
+    bucket, key, _ = system.split_path(root)
+
+    def call(method: str, **arguments: Any) -> Any:
+        return retried(lambda: system.call_s3(method, Bucket=bucket, Prefix=key, **arguments))
+
+    found: dict[str, list[tuple[Any, str]]] = {}
+    for upload in _pages(call, "list_multipart_uploads", "Uploads", "KeyMarker", "UploadIdMarker"):
+        if upload["Key"] == key or upload["Key"].startswith(f"{key}/"):
+            entry = upload.get("Initiated"), upload["UploadId"]
+            found.setdefault(f"{bucket}/{upload['Key']}", []).append(entry)
+    return {name: [upload for _, upload in sorted(entries, key=str)] for name, entries in found.items()}
+
+
+def _pages(call: Callable[..., Any], method: str, kind: str, *markers: str, **arguments: Any) -> list[Any]:
+    """All entries of an answer that comes in pages."""
+    found: list[Any] = []
+    while True:
+        page = call(method, **arguments)
+        found += page.get(kind, ())
+        following = {marker: page.get(f"Next{marker}") for marker in markers}
+        if not page.get("IsTruncated") or not any(following.values()):
+            return found
+        arguments |= {marker: value for marker, value in following.items() if value}
+
+
+class OrderedParts:
+    """Parts of a store that takes an object's bytes in their order only; those that come early wait.
+
+    Whoever brings a part while many wait is held up, but for the next part: all parts must be brought about in order.
+    """
+
+    in_order = True
+
+    def __init__(self, system: FileSystem, name: str, part_size: int) -> None:
+        self._system, self._name, self._part_size = system, name, part_size
+        self.sizes: dict[int, int] = {}
+        self._file: Any = None
+        self._next = 1
+        self._early: dict[int, bytes | bytearray] = {}
+        self._failed = False
+        self._ready = threading.Condition()
+
+    def put(self, number: int, data: bytes | bytearray) -> None:
+        with self._ready:
+            while number != self._next and len(self._early) >= _WAITING and not self._failed:
+                self._ready.wait()
+            if self._failed:
+                raise OSError(f"{self._name}: an earlier part could not be written")
+            self._early[number] = data
+            try:
+                while self._next in self._early:
+                    if self._file is None:
+                        self._file = self._system.open(self._name, "wb", block_size=self._part_size)
+                    self._file.write(self._early.pop(self._next))
+                    self._next += 1
+            except BaseException:
+                self._failed = True
+                raise
+            finally:
+                self._ready.notify_all()
+
+    def finish(self) -> None:
+        self._file.close()
+
+    def abort(self) -> None:
+        with self._ready:
+            self._failed = True
+            self._ready.notify_all()
+        if self._file is not None:
+            with suppress(Exception):
+                self._file.discard()
+            # Its finalizer would close it, and so let half of the object appear.
+            with suppress(AttributeError):
+                self._file.closed = True

@@ -1,0 +1,191 @@
+"""Object stores on this machine, over HTTP: moto's S3 server, and a proxy before it that counts, delays and fails."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Literal
+
+Fault = Literal["500", "503", "reset", "truncate", "slow"]
+
+_HOP = {"connection", "transfer-encoding", "keep-alive"}
+
+
+def free_port() -> int:
+    """A port that nobody listens at, for the moment."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def server(*command: str, port: int) -> Iterator[str]:
+    """A server process that listens at the port, until the end of the block; its URL."""
+    process = subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        for _ in range(600):
+            assert process.poll() is None, f"{command} ended with {process.returncode}"
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.2):
+                break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def s3_environment(url: str) -> Mapping[str, str]:
+    """What makes boto's clients, s3fs among them, use this server."""
+    return {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": url,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        # Of a server that goes on failing there is enough with s3fs's attempts and ours.
+        "AWS_MAX_ATTEMPTS": "1",
+    }
+
+
+@dataclass
+class Request:
+    """A request that went through a proxy: bytes of its body, and of the answer's. part: one of a multipart upload."""
+
+    method: str
+    path: str
+    sent: int
+    received: int = 0
+
+    @property
+    def part(self) -> bool:
+        return self.method == "PUT" and "partNumber=" in self.path
+
+
+@dataclass
+class Proxy:
+    """A proxy before the server at `port`; its own `url`. Every request is in `seen`, in the order of arrival.
+
+    latency: seconds before each answer. fault: what goes wrong with a request, None for nothing. before: called before
+    a request goes on.
+    """
+
+    port: int
+    latency: float = 0.0
+    fault: Callable[[Request], Fault | None] = lambda _: None
+    before: Callable[[Request], None] = lambda _: None
+    seen: list[Request] = field(default_factory=list)
+    url: str = ""
+
+    def __enter__(self) -> Proxy:
+        proxy = self
+
+        class Handler(_Handler):
+            owner = proxy
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def sent(self) -> int:
+        """Bytes that clients sent."""
+        return sum(request.sent for request in self.seen)
+
+    @property
+    def received(self) -> int:
+        """Bytes that clients got."""
+        return sum(request.received for request in self.seen)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: Proxy
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+    def do(self) -> None:
+        body = self._body()
+        request = Request(self.command, self.path, len(body))
+        self.owner.seen.append(request)
+        self.owner.before(request)
+        fault = self.owner.fault(request)
+        time.sleep(self.owner.latency + (0.3 if fault == "slow" else 0.0))
+        if fault == "reset":
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        if fault in ("500", "503"):
+            self._answer(int(fault), {}, b"<Error><Code>InternalError</Code></Error>")
+            return
+        upstream = http.client.HTTPConnection("127.0.0.1", self.owner.port, timeout=120)
+        try:
+            headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP}
+            upstream.request(self.command, self.path, body or None, headers)
+            answer = upstream.getresponse()
+            data = answer.read()
+        finally:
+            upstream.close()
+        request.received = len(data)
+        self._answer(answer.status, dict(answer.getheaders()), data, cut=fault == "truncate")
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
+            parts = []
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(parts)
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def _answer(self, status: int, headers: Mapping[str, str], data: bytes, *, cut: bool = False) -> None:
+        with suppress(OSError):
+            self.send_response(status)
+            for name, value in headers.items():
+                if name.lower() not in {*_HOP, "content-length", "server", "date"}:
+                    self.send_header(name, value)
+            length = (
+                headers.get("Content-Length", str(len(data))) if self.command == "HEAD" else str(len(data))
+            )
+            self.send_header("Content-Length", length)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(data[: len(data) // 2] if cut else data)
+            if cut:
+                self.close_connection = True
+
+
+def kill_at(request: int, pid: Callable[[], int]) -> Callable[[Request], None]:
+    """Kill a process as its request of this number arrives, from 1."""
+    count = 0
+    lock = threading.Lock()
+
+    def before(_: Request) -> None:
+        nonlocal count
+        with lock:
+            count += 1
+            if count == request:
+                with suppress(ProcessLookupError):
+                    os.kill(pid(), 9)
+
+    return before
