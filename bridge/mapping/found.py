@@ -33,6 +33,7 @@ from bridge.mapping.conventions import (
 from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.rules import MappingTable
+from bridge.text import did_you_mean
 
 _BEHIND = ("", "/value")
 """Possible suffixes of a weight's name in a tree: nnx keeps the values of its variables under a key."""
@@ -119,6 +120,7 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
     if only is not None and only not in mapping.conventions:
         raise MappingError(
             f"expected a convention of mapping {mapping.name} ({', '.join(mapping.conventions)}), got {only!r}"
+            f"{did_you_mean(only, mapping.conventions)}"
         )
     found = {name: _as(tensors, mapping, mapping.conventions[name], where) for name in names}
     # Where names tell nothing, such as "w", the usual place decides. Then the convention wins whose names are longer
