@@ -87,7 +87,7 @@ def test_policies_take_short_names_in_files_and_in_programs(tmp_path: Path) -> N
 def test_a_plan_takes_short_names_of_moments_and_batches(tmp_path: Path) -> None:
     assert parse_optimizer("adamw", "bf16,fp32", None).moments == ("bfloat16", "float32")
     assert parse_optimizer("adamw", "f8e4m3", None).moments == ("float8_e4m3fn",) * 2
-    with pytest.raises(PlanError, match="--moments: expected one of float32, .* got 'fp8'"):
+    with pytest.raises(PlanError, match=r"--moments: expected one of float32, .* got 'fp8'"):
         parse_optimizer("adamw", "fp8", None)
     (tmp_path / "batch.toml").write_text(
         'x = { shape = [2], dtype = "bf16" }\ny = { shape = [2], dtype = "i32" }\n'

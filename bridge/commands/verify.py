@@ -42,9 +42,6 @@ def verify(
     out = Console()
     if json:
         print_json(out, {"good": report.good, **vars(report)})
-    elif not report.opened:
-        for problem in report.problems:
-            print_line(Console(stderr=True), f"error: {problem.where}: {problem.text}")
     else:
         _print(out, report)
     raise typer.Exit(0 if report.good else 1 if report.opened else 2)
@@ -53,6 +50,8 @@ def verify(
 def _print(out: Console, report: VerifyReport) -> None:
     for line in grouped((problem.where, problem.text) for problem in report.problems):
         print_line(out, line)
+    if not report.opened:
+        return
     if report.not_finite:
         rows = [(t.name, str(t.nan), str(t.infinite)) for t in report.not_finite[:SHOWN]]
         print_table(out, ("tensor", "NaN", "infinite"), rows)

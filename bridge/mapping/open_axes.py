@@ -102,12 +102,7 @@ def _to_ask(errors: Sequence[OpenAxes]) -> list[str]:
     while True:
         left = [axis for error in errors for axis in error.needed - _settled(error, asked)]
         if not left:
-            # One that was asked for early may follow from those asked for later.
-            return [
-                one
-                for one in asked
-                if any(e.needed - _settled(e, [a for a in asked if a != one]) for e in errors)
-            ]
+            return asked
         first = {axis for error in errors for axis in error.asked}
         asked.append(min(set(left), key=lambda axis: (axis not in first, -left.count(axis), axis)))
 

@@ -90,7 +90,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("convert https://huggingface.co/org/name x", "write hf://org/name"),
         ("convert -dash x", "No such option"),
         ("map hf.safetensors ./-dash --out nope/x.toml", "nope does not exist: expected the directory"),
-        ("verify empty", "error: empty: cannot be opened: "),
         ("inspect hf.safetensors --depth -1", "Invalid value for '--depth'"),
         ("inspect hf.safetensors --depth 2 --list", "expected no --list beside it"),
         ("plan fsdp --model org/name", "hf download org/name config.json"),

@@ -336,7 +336,8 @@ def test_one_moment_in_two_states_is_refused() -> None:
     arrays["opt_state/b/1/mu/layers/0/kernel"] = random_bits((3, 4), F32, 5)
     arrays["opt_state/b/1/nu/layers/0/kernel"] = random_bits((3, 4), F32, 6)
     with pytest.raises(
-        MappingError, match=r"expected one exp_avg of a weight, got two of layers/0/kernel \(opt_state/a/0/mu/"
+        MappingError,
+        match=r"expected one exp_avg of a weight, got two of layers/0/kernel \(opt_state/a/0/mu/",
     ):
         make_plan(MemoryReader("orbax", arrays), "dcp", table())
 

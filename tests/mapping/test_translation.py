@@ -392,7 +392,8 @@ def test_two_rules_that_make_one_tensor_are_refused_by_name() -> None:
         f"model.layers.{i}.{n}": random_bits((3, 4), FLOAT32, i) for i in range(2) for n in ("gate", "up")
     }
     with pytest.raises(
-        MappingError, match=r"jax layers/0/wi, layers/1/wi is made by two rules, and only one can be written: "
+        MappingError,
+        match=r"jax layers/0/wi, layers/1/wi is made by two rules, and only one can be written: ",
     ):
         make_plan(MemoryReader("dcp", arrays), "orbax", rules)
 
