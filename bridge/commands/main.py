@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import shlex
 import sys
 import warnings
@@ -120,6 +121,9 @@ def main() -> None:
         raise
     except _WrongUsage as error:
         error.show()  # type: ignore[attr-defined]  # all of typer's errors of usage have it
+        for argument in sys.argv[1:]:
+            if argument.startswith("-") and os.path.lexists(argument):
+                print_line(Console(stderr=True), f"To name the file or directory {argument}, write ./{argument}")
         if json:
             print_failure(error, error.format_message(), 2, json=True, told=True)  # type: ignore[attr-defined]
         raise SystemExit(2) from None

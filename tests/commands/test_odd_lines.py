@@ -89,6 +89,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("convert hf:org/name x", "write hf://org/name"),
         ("convert https://huggingface.co/org/name x", "write hf://org/name"),
         ("convert -dash x", "No such option"),
+        ("convert -dash x", "To name the file or directory -dash, write ./-dash"),
         ("map hf.safetensors ./-dash --out nope/x.toml", "nope does not exist: expected the directory"),
         ("inspect hf.safetensors --depth -1", "Invalid value for '--depth'"),
         ("inspect hf.safetensors --depth 2 --list", "expected no --list beside it"),
