@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ def plain_json(value: object) -> Any:
     if isinstance(value, Path | np.dtype):
         return str(value)
     return value
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """The end of an error about ``text``: the names of ``known`` that are near to it; empty where none is."""
+    names = {name.lower(): name for name in known}
+    near = [names[one] for one in difflib.get_close_matches(text.lower(), names, n=2, cutoff=0.7)]
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def printable(text: str) -> str:

@@ -67,7 +67,7 @@ def convert(
     dst: Annotated[str, typer.Argument(metavar="DST", help="Checkpoint to write; must not exist.")],
     to: Annotated[
         TargetFormat | None,
-        typer.Option("--to", help="Default: dcp for an Orbax checkpoint, else orbax."),
+        typer.Option("--to", case_sensitive=False, help="Default: dcp for an Orbax checkpoint, else orbax."),
     ] = None,
     mapping: MappingOption = None,
     into: IntoOption = None,

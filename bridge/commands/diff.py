@@ -151,6 +151,8 @@ def diff(
         print_json(out, {**document, "offenders": [tensor.name for tensor in report.offenders]})
     else:
         _print(out, report, all_, histogram)
+        if mapping is None and not report.tensors:
+            _print_mappings(out, report)
     raise typer.Exit(0 if report.within else 1)
 
 
@@ -219,6 +221,18 @@ def _print(out: Console, report: DiffReport, all_: bool, histogram: bool) -> Non
         f"{len(report.tensors)} tensors, {total.elements} elements compared: {found}{after}; {verdict} "
         f"the tolerance of {' or '.join(allowed)}",
     )
+
+
+def _print_mappings(out: Console, report: DiffReport) -> None:
+    """Families that may relate two checkpoints without a name in common."""
+    from bridge.mapping.fitting import fitting
+
+    found = [
+        f"--mapping {family} --into {convention}"
+        for family, convention in fitting(report.missing, report.extra)
+    ]
+    if found:
+        print_line(out, f"the names of A may be translated to those of B: {some(found, _WORST)}")
 
 
 def _print_histogram(out: Console, tensor: TensorDiff) -> None:

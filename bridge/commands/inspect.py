@@ -132,7 +132,7 @@ def _print_list(out: Console, summary: Summary) -> None:
     ]
     print_table(out, ("tensor", "dtype", "shape", "size", "chunks"), rows, left=2)
     # Flat names make a group of each tensor: that would be the same table again.
-    if any(group.tensors > 1 for group in summary.groups):
+    if not {group.name for group in summary.groups} <= {tensor.name for tensor in summary.tensors}:
         totals = [(g.name, str(g.tensors), str(g.elements), human_bytes(g.bytes)) for g in summary.groups]
         print_table(out, ("group", "tensors", "elements", "size"), totals)
 

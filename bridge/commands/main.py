@@ -9,8 +9,12 @@ for an error {"version": 1, "error": {"kind": ..., "message": ..., "status": 2}}
 from __future__ import annotations
 
 import gc
+import io
+import os
+import shlex
 import sys
 import warnings
+from contextlib import suppress
 from typing import Annotated, TextIO
 
 import typer
@@ -82,6 +86,19 @@ def _show_warning(
 _WrongUsage: type[Exception] = typer.BadParameter.__mro__[2]
 
 
+def _require_no_empty_argument() -> None:
+    """An empty text is never meant, but comes from a variable that a script did not set. As a path it would be ".".
+
+    Raises typer.BadParameter.
+    """
+    for number, argument in enumerate(sys.argv[1:]):
+        if not argument.strip():
+            before = " ".join(map(shlex.quote, sys.argv[1 : number + 1]))
+            raise typer.BadParameter(
+                f"expected a value after {before!r}, got an empty one: is a variable of your script not set?"
+            )
+
+
 def main() -> None:
     """Entry point of the `twinshard` command."""
     warnings.showwarning = _show_warning
@@ -89,15 +106,32 @@ def main() -> None:
     # The metadata of thousands of tensors lives until the end; scanning it again and again takes a fifth of the time.
     gc.set_threshold(100_000)
     json = "--json" in sys.argv[1:]
+    for stream in (sys.stdout, sys.stderr):
+        # A name may have characters that the terminal's encoding lacks.
+        if isinstance(stream, io.TextIOWrapper):
+            with suppress(OSError):
+                stream.reconfigure(errors="backslashreplace")
     try:
+        _require_no_empty_argument()
         status = app(standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except Stopped as stopped:
         print_failure(stopped, str(stopped), int(str(stopped.code)), json=json)
         raise
     except _WrongUsage as error:
         error.show()  # type: ignore[attr-defined]  # all of typer's errors of usage have it
+        for argument in sys.argv[1:]:
+            if argument.startswith("-") and os.path.lexists(argument):
+                print_line(Console(stderr=True), f"To name the file or directory {argument}, write ./{argument}")
         if json:
             print_failure(error, error.format_message(), 2, json=True, told=True)  # type: ignore[attr-defined]
+        raise SystemExit(2) from None
+    except OSError as error:
+        # Commands explain all errors of files themselves; what is left is their own output.
+        print_failure(error, f"error: standard output cannot be written: {error.strerror or error}", 2)
+        # Python would try again at its end, and complain.
+        sys.stdout = None
         raise SystemExit(2) from None
     except typer.Abort:
         print_line(Console(stderr=True), "stopped: the question was not answered")

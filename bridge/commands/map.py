@@ -18,6 +18,7 @@ from bridge.commands.options import (
     user_errors,
 )
 from bridge.commands.output import Console, print_json, print_line
+from bridge.commands.parents import missing_parent
 
 
 def map_(
@@ -52,6 +53,9 @@ def map_(
         raise typer.BadParameter(
             f"{out} exists already: expected a new file for --out; remove the old one, or choose another name"
         )
+    missing = None if out is None else missing_parent(str(out))
+    if missing is not None:
+        raise typer.BadParameter(f"{missing} does not exist: expected the directory that is to hold {out}")
     at = step_number(step)
     with user_errors(json=json):
         proposal = propose(a, b, values=values, items=item_names(item), step=at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Literal
@@ -103,6 +104,8 @@ def explained(error: Exception) -> str:
         names = " and ".join(
             repr(str(name)) for name in (error.filename, error.filename2) if name is not None
         )
+        if not names and error.errno == errno.ENOENT:
+            return "the working directory no longer exists: change to another one"
         return f"{names or 'a file'}: {error.strerror}"
     return str(error)
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import (
@@ -31,11 +32,18 @@ PLAIN_SECONDS = 10.0
 
 JSON_VERSION = 1
 """Of the documents of `--json`: it grows when a key is renamed, removed, or means something else; keys may be added."""
+_WIDTH = 80
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, as of a program that the signal ends
 
 
 class Console(RichConsole):
     """A console of which a pipe's reader may take a part only, as in `| head`: then the command ends without a word."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self.width < 1:
+            # COLUMNS=0, as some schedulers have it, would leave no room for anything.
+            self.width = _WIDTH
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

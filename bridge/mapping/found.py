@@ -34,6 +34,7 @@ from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.parts import complete, needed
 from bridge.mapping.rules import MappingTable
+from bridge.text import did_you_mean
 
 _BEHIND = ("", "/value")
 """Possible suffixes of a weight's name in a tree: nnx keeps the values of its variables under a key."""
@@ -122,6 +123,7 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
         if known is None:
             raise MappingError(
                 f"expected a convention of mapping {mapping.name} ({', '.join(mapping.conventions)}), got {only!r}"
+                f"{did_you_mean(only, mapping.conventions)}"
             )
         names = [known]
     found = {name: _as(tensors, mapping, mapping.conventions[name], where) for name in names}

@@ -82,7 +82,7 @@ def together(mapping: str, errors: Sequence[OpenAxes]) -> str:
                 multiples[axis] = math.gcd(multiples.get(axis, 0), number)
     absent = {axis: reason for error in errors for axis, reason in error.absent.items()}
     shown = [f"{axis}{_allowed(multiples.get(axis, 0), absent.get(axis))}" for axis in asked]
-    rules = list(dict.fromkeys(error.rule for error in errors))
+    rules = [_short(rule) for rule in dict.fromkeys(error.rule for error in errors)]
     more = f" and {len(rules) - 1} more" if len(rules) > 1 else ""
     what = f"size of axis {shown[0]} does" if len(asked) == 1 else f"sizes of axes {', '.join(shown)} do"
     options = " ".join(f"--axis {axis}=SIZE" for axis in asked)
@@ -102,12 +102,7 @@ def _to_ask(errors: Sequence[OpenAxes]) -> list[str]:
     while True:
         left = [axis for error in errors for axis in error.needed - _settled(error, asked)]
         if not left:
-            # One that was asked for early may follow from those asked for later.
-            return [
-                one
-                for one in asked
-                if any(e.needed - _settled(e, [a for a in asked if a != one]) for e in errors)
-            ]
+            return asked
         first = {axis for error in errors for axis in error.asked}
         asked.append(min(set(left), key=lambda axis: (axis not in first, -left.count(axis), axis)))
 
@@ -115,12 +110,18 @@ def _to_ask(errors: Sequence[OpenAxes]) -> list[str]:
 def _settled(error: OpenAxes, given: Sequence[str]) -> set[str]:
     known = set(given)
     while True:
-        solved = {
-            axis for one in error.equations for axis in one.unknown if len(one.unknown - known) == 1
-        } - known
+        # An equation with one unknown from the beginning has no solution: something in it is 0, or multiplies itself.
+        solvable = (one.unknown for one in error.equations if len(one.unknown) > 1)
+        solved = {axis for unknown in solvable if len(unknown - known) == 1 for axis in unknown} - known
         if not solved:
             return known
         known |= solved
+
+
+def _short(rule: str) -> str:
+    """A rule of many tensors by its first one."""
+    first, more, _ = rule.partition(" & ")
+    return f"{first} & ..." if more else rule
 
 
 def _allowed(multiple: int, absent: str | None) -> str:

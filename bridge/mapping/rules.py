@@ -72,6 +72,7 @@ from bridge.mapping.conventions import Convention
 from bridge.mapping.entries import HALF, Entry, Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.model_types import Models, parse_models
+from bridge.text import did_you_mean
 
 Tied = Literal["once", "both"]
 """How often a target stores a weight that has two names."""
@@ -241,7 +242,10 @@ def load_mapping(name_or_path: str | Path) -> MappingTable:
     path = Path(text)
     if path.suffix != ".toml" and path.name == text:
         known = ", ".join(family_names())
-        raise MappingError(f"expected a mapping file (*.toml) or one of the families {known}, got {text!r}")
+        raise MappingError(
+            f"expected a mapping file (*.toml) or one of the families {known}, got {text!r}"
+            f"{did_you_mean(text, family_names())}"
+        )
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

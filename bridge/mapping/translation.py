@@ -42,6 +42,7 @@ from bridge.mapping.scales import of_whole_rows
 from bridge.mapping.sizes import known_sizes
 from bridge.mapping.states import StatePlan, like_source, merged, require_whole
 from bridge.mapping.tied import one_of_two, second_of_two, under_first_names
+from bridge.text import did_you_mean
 
 T = TypeVar("T")
 _Made = tuple[str, View, View | None]
@@ -173,7 +174,7 @@ class _Planner:
                 others = [name for name in conventions if name != self.source.name]
                 raise MappingError(
                     f"expected another convention of mapping {self.mapping.name} than {self.source.name}, which "
-                    f"{self.reader.path} has: {', '.join(others)}; got {into!r}"
+                    f"{self.reader.path} has: {', '.join(others)}; got {into!r}{did_you_mean(into, others)}"
                 )
             return conventions[known]
         left = [c for name, c in conventions.items() if name != self.source.name]

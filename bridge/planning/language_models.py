@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bridge.formats.stores.hub import hub_repository
 from bridge.parity.config import BUILT_IN, ConfigError, ModelConfig
 from bridge.planning.abstract import abstract_module
 from bridge.planning.errors import PlanError
@@ -79,6 +80,7 @@ def causal_lm_config(name: str) -> Any:
     except OSError as error:
         raise PlanError(
             f"model {path}: expected a config.json, as Hugging Face writes it: {error.strerror}"
+            f"{_on_the_hub(name)}"
         ) from error
     if not isinstance(found, Mapping):
         raise PlanError(f"model {path}: expected a table of names and values, got a {type(found).__name__}")
@@ -145,3 +147,12 @@ def abstract_model(name: str, stacked: bool) -> Any:
         return abstract_module(lambda rngs: make(sizes, rngs=rngs, stacked=stacked))
     except ValueError as error:
         raise PlanError(f"model {name}: {error}") from error
+
+
+def _on_the_hub(name: str) -> str:
+    repository = hub_repository(name)
+    if repository is None:
+        return ""
+    return (
+        f"; for a model of the Hugging Face Hub, fetch the file first: hf download {repository} config.json"
+    )

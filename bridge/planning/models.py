@@ -25,6 +25,7 @@ from bridge.planning.language_models import (
 from bridge.planning.model import Model, Parameter
 from bridge.planning.runtimes import RUNTIMES, framework, installed, part
 from bridge.planning.shipped_models import SHIPPED, shape_model, shipped_model
+from bridge.text import did_you_mean
 
 
 def resolve_models(
@@ -63,7 +64,7 @@ def resolve_models(
     else:
         raise PlanError(
             f"model: expected decoder:CONFIG, a path of a config.json, package.module:Factory or one of "
-            f"{', '.join(SHIPPED)}, got {name!r}"
+            f"{', '.join(SHIPPED)}, got {name!r}{did_you_mean(name, SHIPPED)}"
         )
     found = {one: models[one] for one in runtimes if one in models}
     if not found:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from bridge.dtype_names import full_name
+from bridge.dtype_names import full_name, hint
 from bridge.planning.errors import PlanError
 from bridge.planning.runtimes import framework
+from bridge.text import did_you_mean
 
 NAMES = ("adamw", "sgd", "sgd-momentum", "lion", "adafactor", "muon")
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -42,12 +43,16 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
-            raise PlanError(f"--optimizer: expected one of {', '.join(NAMES)}, got {self.name!r}")
+            raise PlanError(
+                f"--optimizer: expected one of {', '.join(NAMES)}, got {self.name!r}{did_you_mean(self.name, NAMES)}"
+            )
         full = (one if one is None else full_name(one, MOMENT_BYTES) for one in self.moments)
         object.__setattr__(self, "moments", tuple(full))
         for dtype in self.moments:
             if dtype is not None and dtype not in MOMENT_BYTES:
-                raise PlanError(f"--moments: expected one of {', '.join(MOMENT_BYTES)}, got {dtype!r}")
+                raise PlanError(
+                    f"--moments: expected one of {', '.join(MOMENT_BYTES)}, got {dtype!r}{hint(dtype, MOMENT_BYTES)}"
+                )
         if not 0 <= self.offload <= 1:
             raise PlanError(f"--offload: expected 0 to 100%, got {float(100 * self.offload):g}%")
 

@@ -184,7 +184,7 @@ def test_a_process_whose_disk_fills_up_says_so_in_one_line(
 def test_a_directory_that_may_not_be_written_to_stays_as_it_is(tmp_path: Path, format: str) -> None:
     new, old = source(tmp_path / "new", 5), source(tmp_path / "old", 6)
     place = tmp_path / "place"
-    to = ["--to", "safetensors" if format == "one file" else format]
+    to = ["--parents", "--to", "safetensors" if format == "one file" else format]
     there, absent = place / TARGETS[format], place / f"b{TARGETS[format]}"
     assert command(old, there, *to)["status"] == 0
     before, read = contents(place), contents(new)

@@ -14,9 +14,15 @@ _SHORT = re.compile(r"hf:/?(?P<id>[^/].*)")
 
 
 def hub_hint(path: str | os.PathLike[str]) -> str:
-    """The end of an error about ``path``, where nothing is: how to write the Hub's repository that may be meant.
+    """The end of an error about ``path``, where nothing is: how to write the Hub's repository that may be meant."""
+    name = hub_repository(path)
+    return "" if name is None else f"; for a repository of the Hugging Face Hub, write hf://{name}"
 
-    `org/name` may be one where there is no local folder `org`, and so may the address of its page. Empty for others.
+
+def hub_repository(path: str | os.PathLike[str]) -> str | None:
+    """The Hub's repository that may be meant by ``path``, where nothing is.
+
+    `org/name` may be one where there is no local folder `org`, and so may the address of its page. None for others.
     """
     text = os.fspath(path)
     if (page := _PAGE.fullmatch(text)) is not None:
@@ -31,5 +37,5 @@ def hub_hint(path: str | os.PathLike[str]) -> str:
     ):
         name = text
     else:
-        return ""
-    return f"; for a repository of the Hugging Face Hub, write hf://{name}"
+        return None
+    return name

@@ -114,7 +114,7 @@ class Sweep:
         return {"first": first, "kept": kept, "second": second, "bytes": taken}
 
     def in_a_process(self) -> dict[str, Any]:
-        arguments = ["convert", self.source, self.target, *self.to]
+        arguments = ["convert", self.source, self.target, *self.to, "--parents"]
         done = subprocess.run(
             [sys.executable, "-c", CLI, self.mount, str(SIZE // 2), *arguments],
             capture_output=True,

@@ -57,7 +57,7 @@ def digest(path: Path) -> str | None:
 
 def command(*arguments: object) -> dict[str, Any]:
     """What `twinshard convert` does and says."""
-    result = CliRunner().invoke(app, ["convert", *map(str, arguments), "--workers", "2"])
+    result = CliRunner().invoke(app, ["convert", *map(str, arguments), "--parents", "--workers", "2"])
     crashed = result.exception is not None and not isinstance(result.exception, SystemExit)
     return {
         "status": result.exit_code,
