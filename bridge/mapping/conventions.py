@@ -164,7 +164,7 @@ class Convention:
 def usual_in(format: str, conventions: Sequence[Convention]) -> list[Convention]:
     """Of ``conventions`` those that one expects in a checkpoint of this format; one, where that is clear.
 
-    Of several trees the one of our own models, which other JAX programs than MaxText have, too.
+    Of several trees the one with the names of our own models.
     """
     fitting = [c for c in conventions if c.format == format]
     if not fitting and format in _FLAT:
