@@ -167,8 +167,8 @@ class Convention:
 def usual_in(format: str, conventions: Sequence[Convention]) -> list[Convention]:
     """Of ``conventions`` those that one expects in a checkpoint of this format; one, where that is clear.
 
-    Of several trees the one of our own models, which other JAX programs than MaxText have, too. Of what is only read,
-    and so only compared, trees are named as in Orbax, and state dicts as in the flat formats.
+    Of several trees the one with the names of our own models. Of what is only read, and so only compared, trees are
+    named as in Orbax, and state dicts as in the flat formats.
     """
     fitting = [c for c in conventions if c.format == _AS_ORBAX.get(format, format)]
     if not fitting and format in _FLAT | {"torch"}:

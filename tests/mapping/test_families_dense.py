@@ -157,9 +157,7 @@ def test_a_hub_folder_needs_neither_into_nor_axis_and_comes_back(tmp_path: Path,
     family = family_of(name)
     convert(tmp_path / "hub", tmp_path / "orbax", mapping=family)
     same_bits(dict(flat(orbax_tree(tmp_path / "orbax")["params"])), hand_made_tree(name, model))
-    convert(
-        tmp_path / "orbax", tmp_path / "back", to="safetensors", mapping=family, axes=axes_of(name, model)
-    )
+    convert(tmp_path / "orbax", tmp_path / "back", to="safetensors", mapping=family)
     same_bits(
         load_file(tmp_path / "back" / "model.safetensors"), load_file(tmp_path / "hub" / "model.safetensors")
     )
@@ -295,14 +293,7 @@ def test_gemma_3_with_its_vision_tower(tmp_path: Path, tied: bool) -> None:
     # The Hub's names; from_pretrained reads those, and the ones that it writes itself.
     for into, below in ((None, "vision_tower.vision_model."), ("saved", "vision_tower.")):
         back = tmp_path / f"back-{into}"
-        convert(
-            tmp_path / "orbax",
-            back,
-            to="safetensors",
-            mapping="gemma3_multimodal",
-            into=into,
-            axes={"w": 8, "q": 3},
-        )
+        convert(tmp_path / "orbax", back, to="safetensors", mapping="gemma3_multimodal", into=into)
         found = load_file(back / "model.safetensors")
         assert f"{below}embeddings.patch_embedding.weight" in found
         again = loaded(type(model), tmp_path / "hub", back)
@@ -329,7 +320,7 @@ def test_the_language_model_of_gemma_3_alone(tmp_path: Path) -> None:
     text.model, text.lm_head = model.model.language_model, model.lm_head
     same_bits(dict(flat(orbax_tree(tmp_path / "orbax")["params"])), hand_made_tree("gemma3", text))
     # And on as the text model of transformers.
-    convert(tmp_path / "orbax", tmp_path / "text", to="safetensors", mapping="gemma3", axes={"d": 10})
+    convert(tmp_path / "orbax", tmp_path / "text", to="safetensors", mapping="gemma3")
     text.config.save_pretrained(tmp_path / "config")
     again = loaded(transformers.Gemma3ForCausalLM, tmp_path / "config", tmp_path / "text")
     assert np.array_equal(hf_logits(again, tokens()), hf_logits(text.eval(), tokens()))

@@ -1,4 +1,4 @@
-"""Configurations of published dense decoders, as `config.json` on the Hub has them, without fields of the tokenizer.
+"""Configurations of published decoders, as `config.json` on the Hub has them, without fields of the tokenizer.
 
 Each is named by its repository there. Parameters: the number that the repository's safetensors files hold, or that the
 paper gives ("GPT-NeoX-20B", arXiv 2204.06745, table 1); None where we know neither.
@@ -181,5 +181,49 @@ PUBLISHED = {
         | {"num_hidden_layers": 24, "num_kv_heads": 32, "parallel_attn": False, "vocab_size": 50304},
         1311625216,
         _attention("layers/23", 2048, 32, 32, 64),
+    ),
+    "Qwen/Qwen3-30B-A3B": Published(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {"model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128}
+        | {"hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "mlp_only_layers": []}
+        | {"max_position_embeddings": 40960, "moe_intermediate_size": 768, "norm_topk_prob": True}
+        | {"num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48}
+        | {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "vocab_size": 151936}
+        | {"tie_word_embeddings": False},
+        30532122624,
+        _attention("layers/47", 2048, 32, 4, 128) | {"layers/0/mlp/down/kernel": (128, 768, 2048)},
+    ),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": Published(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        {"model_type": "qwen3_next", "decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256}
+        | {"hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4}
+        | {"linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
+        | {"linear_value_head_dim": 128, "mlp_only_layers": [], "moe_intermediate_size": 512}
+        | {"norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10}
+        | {"num_hidden_layers": 48, "num_key_value_heads": 2, "partial_rotary_factor": 0.25}
+        | {"rms_norm_eps": 1e-6, "rope_theta": 10000000, "shared_expert_intermediate_size": 512}
+        | {"tie_word_embeddings": False, "vocab_size": 151936},
+        79674391296,
+        _attention("layers/47", 2048, 16, 2, 256) | {"layers/0/delta_net/value/kernel": (2048, 16, 2, 128)},
+    ),
+    "deepseek-ai/DeepSeek-V3": Published(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        {"model_type": "deepseek_v3", "first_k_dense_replace": 3, "hidden_size": 7168, "kv_lora_rank": 512}
+        | {"intermediate_size": 18432, "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256}
+        | {"n_shared_experts": 1, "num_attention_heads": 128, "num_experts_per_tok": 8}
+        | {"num_hidden_layers": 61, "num_key_value_heads": 128, "q_lora_rank": 1536, "qk_nope_head_dim": 128}
+        | {"qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000, "topk_group": 4}
+        | {"tie_word_embeddings": False, "v_head_dim": 128, "vocab_size": 129280},
+        # Of the files without the layer that predicts a second token; the paper has 671 B.
+        671026419200,
+        {
+            "layers/60/attention/query_up/kernel": (1536, 128, 128),
+            "layers/60/attention/value_up/kernel": (512, 128, 128),
+            "layers/60/moe/up/kernel": (256, 7168, 2048),
+            "layers/2/mlp/up/kernel": (7168, 18432),
+        },
     ),
 }

@@ -1,4 +1,4 @@
-"""Decoders of transformers without a shipped mapping, and ports to nnx: GPT-NeoX, OPT and OLMo 2."""
+"""Decoders of transformers, and ports to nnx with names of their own: GPT-NeoX, OPT and OLMo 2."""
 
 from __future__ import annotations
 
