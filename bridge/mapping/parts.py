@@ -63,16 +63,16 @@ def uneven(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -
                     seen.setdefault(place, {}).setdefault(id(rule), set()).add(value)
     for place, numbers in seen.items():
         everything = set().union(*numbers.values())
-        for key, values in numbers.items():
-            if missing := sorted(everything - values):
+        for key, present in numbers.items():
+            if missing := sorted(everything - present):
                 yield (
                     f"rule {by_id[key]}: expected a tensor for each {place} that other rules have, found none for "
                     f"{', '.join(map(str, missing[:_SHOWN]))}; if the model is like that, mark the rule optional"
                 )
     due = needed(rules, convention)
     lacking: dict[int, list[str]] = {}
-    for (part, at), present in parts.items():
-        for key in due[part] - present:
+    for (part, at), have in parts.items():
+        for key in due[part] - have:
             lacking.setdefault(key, []).append(at)
     for key, places in lacking.items():
         yield (
