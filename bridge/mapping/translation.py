@@ -178,7 +178,7 @@ class _Planner:
         if not fitting and self.to in flat:
             fitting = [c for c in left if c.format in flat]
         # A model without its heads becomes one without.
-        fitting = [c for c in fitting if c.without == self.source.without] or fitting
+        fitting = [c for c in fitting if c.without == self.source.without]
         if len(fitting) == 1:
             return fitting[0]
         if len(conventions) == 2:
