@@ -108,7 +108,6 @@ CASES = {
     "whisper-decoder": Case("WhisperForCausalLM", WHISPER, {"proj_out.weight": "lm_head/kernel"}),
     "whisper-classes": Case("WhisperForAudioClassification", WHISPER | {"use_weighted_layer_sum": True}),
 }
-FAST = ("t5", "bert-masked", "vit-classes", "whisper")
 
 
 def outputs(model: nn.Module) -> dict[str, np.ndarray]:
@@ -184,7 +183,7 @@ def only(arrays: Arrays, names: set[str]) -> dict[str, np.ndarray]:
     return {name: array for name, array in arrays.items() if name in names}
 
 
-@pytest.mark.fast_cases(*(f"[{name}]" for name in FAST))
+@pytest.mark.fast_cases("t5", "bert-masked", "vit-classes", "whisper")
 @pytest.mark.parametrize("name", CASES)
 def test_what_save_pretrained_writes_becomes_flax_and_what_from_pretrained_reads(
     tmp_path: Path, name: str
@@ -230,7 +229,7 @@ def moments(model: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> dic
     }
 
 
-@pytest.mark.fast_cases("[t5]")
+@pytest.mark.fast_cases("t5")
 @pytest.mark.parametrize("name", CASES)
 def test_a_trained_model_becomes_an_optax_state_and_goes_on(tmp_path: Path, name: str) -> None:
     case = CASES[name]
@@ -365,6 +364,7 @@ def test_berts_second_bias_must_be_the_first_unless_one_is_left_out(tmp_path: Pa
     same_bits({"kernel": tree["cls/predictions/decoder/kernel"]}, kernel)
 
 
+@pytest.mark.fast_cases("umt5", "relative", "gelu")
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
@@ -379,6 +379,7 @@ def test_berts_second_bias_must_be_the_first_unless_one_is_left_out(tmp_path: Pa
         ("vit-model", {"model_type": "vit_msn"}, "expected model_type 'vit', found 'vit_msn'"),
         ("whisper", {"model_type": "moonshine"}, "expected model_type 'whisper', found 'moonshine'"),
     ],
+    ids=["umt5", "roberta", "relative", "gelu", "vit_msn", "moonshine"],
 )
 def test_another_model_is_refused_unless_insisted(
     tmp_path: Path, name: str, fields: dict, message: str

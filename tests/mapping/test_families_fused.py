@@ -171,6 +171,7 @@ def test_files_of_save_pretrained_become_a_tree_and_what_from_pretrained_reads(
     assert np.array_equal(hf_logits(again.eval(), tokens()), hf_logits(model, tokens()))
 
 
+@pytest.mark.slow
 def test_dense_layers_between_layers_of_experts(tmp_path: Path) -> None:
     model, optimizer = trained("qwen3_moe", tie_word_embeddings=False, mlp_only_layers=[1])
     save_dcp(tmp_path / "dcp", model, optimizer)
