@@ -76,8 +76,8 @@ def uneven(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -
                 )
     due = needed(rules, convention)
     lacking: dict[int, list[str]] = {}
-    for (part, at), present in parts.items():
-        for key in due[part] - present:
+    for (part, at), have in parts.items():
+        for key in due[part] - have:
             lacking.setdefault(key, []).append(at)
     for key, places in lacking.items():
         yield (

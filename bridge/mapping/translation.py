@@ -179,8 +179,7 @@ class _Planner:
             return conventions[known]
         left = [c for name, c in conventions.items() if name != self.source.name]
         # A model without its heads becomes one without.
-        alike = [c for c in left if c.without == self.source.without]
-        fitting = usual_in(self.to, alike) or usual_in(self.to, left)
+        fitting = usual_in(self.to, [c for c in left if c.without == self.source.without])
         if len(fitting) == 1:
             return fitting[0]
         if len(conventions) == 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,11 +16,13 @@ import orbax.checkpoint as ocp
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from torch import nn
 
 from bridge.checkpoints.convert import convert
 from bridge.checkpoints.diff import diff
+from bridge.checkpoints.selection import Selection
+from bridge.mapping import MappingError
 from tests.support.bridge.family_checkpoints import (
     dcp_tensors,
     flat,
@@ -105,7 +108,6 @@ CASES = {
     "whisper-decoder": Case("WhisperForCausalLM", WHISPER, {"proj_out.weight": "lm_head/kernel"}),
     "whisper-classes": Case("WhisperForAudioClassification", WHISPER | {"use_weighted_layer_sum": True}),
 }
-FAST = ("t5", "bert-masked", "vit-classes", "whisper")
 
 
 def outputs(model: nn.Module) -> dict[str, np.ndarray]:
@@ -181,7 +183,7 @@ def only(arrays: Arrays, names: set[str]) -> dict[str, np.ndarray]:
     return {name: array for name, array in arrays.items() if name in names}
 
 
-@pytest.mark.fast_cases(*(f"[{name}]" for name in FAST))
+@pytest.mark.fast_cases("t5", "bert-masked", "vit-classes", "whisper")
 @pytest.mark.parametrize("name", CASES)
 def test_what_save_pretrained_writes_becomes_flax_and_what_from_pretrained_reads(
     tmp_path: Path, name: str
@@ -227,7 +229,7 @@ def moments(model: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> dic
     }
 
 
-@pytest.mark.fast_cases("[t5]")
+@pytest.mark.fast_cases("t5")
 @pytest.mark.parametrize("name", CASES)
 def test_a_trained_model_becomes_an_optax_state_and_goes_on(tmp_path: Path, name: str) -> None:
     case = CASES[name]
@@ -266,3 +268,125 @@ def test_a_trained_model_becomes_an_optax_state_and_goes_on(tmp_path: Path, name
     steps(model, optimizer, (2, 3))
     steps(other, its, (2, 3))
     same_bits(state_of(other), state_of(model))
+
+
+@pytest.mark.parametrize("name", ["t5", pytest.param("t5-gated", marks=pytest.mark.slow)])
+def test_t5_under_the_names_of_t5x(tmp_path: Path, name: str) -> None:
+    """The names and transposes of transformers' own script for T5X checkpoints."""
+    model = CASES[name].model()
+    model.save_pretrained(tmp_path / "hub")
+    convert(tmp_path / "hub", tmp_path / "t5x", mapping="t5", into="t5x")
+    found, state = dict(flat(orbax_tree(tmp_path / "t5x")["target"])), state_of(model)
+    gates = ("wi",) if name == "t5" else ("wi_0", "wi_1")
+    expected = {
+        "token_embedder/embedding": state["shared.weight"],
+        "encoder/encoder_norm/scale": state["encoder.final_layer_norm.weight"],
+        "decoder/decoder_norm/scale": state["decoder.final_layer_norm.weight"],
+    }
+    roles = {
+        "encoder": {"attention": ("SelfAttention", "pre_attention_layer_norm")},
+        "decoder": {
+            "self_attention": ("SelfAttention", "pre_self_attention_layer_norm"),
+            "encoder_decoder_attention": ("EncDecAttention", "pre_cross_attention_layer_norm"),
+        },
+    }
+    for side, layers in (("encoder", 3), ("decoder", 2)):
+        at = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        expected[f"{side}/relpos_bias/rel_embedding"] = state[at].T
+        for i in range(layers):
+            to = f"{side}/layers_{i}"
+            for j, (theirs, (ours, norm)) in enumerate(roles[side].items()):
+                at = f"{side}.block.{i}.layer.{j}"
+                expected[f"{to}/{norm}/scale"] = state[f"{at}.layer_norm.weight"]
+                for part, short in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "o")):
+                    expected[f"{to}/{theirs}/{part}/kernel"] = state[f"{at}.{ours}.{short}.weight"].T
+            at = f"{side}.block.{i}.layer.{len(roles[side])}"
+            expected[f"{to}/pre_mlp_layer_norm/scale"] = state[f"{at}.layer_norm.weight"]
+            for part in (*gates, "wo"):
+                expected[f"{to}/mlp/{part}/kernel"] = state[f"{at}.DenseReluDense.{part}.weight"].T
+    same_bits(found, expected)
+    convert(tmp_path / "t5x", tmp_path / "back", to="safetensors", mapping="t5", into="hf")
+    hub = load_file(tmp_path / "hub" / "model.safetensors")
+    same_bits(load_file(tmp_path / "back" / "model.safetensors"), hub)
+
+
+def test_files_with_tensors_that_no_class_reads(tmp_path: Path) -> None:
+    """The oldest files of T5 and BERT, and T5 with all names of the embedding."""
+    extra = {
+        "t5": "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+        "bert-masked": "bert.embeddings.position_ids",
+    }
+    for name, more in extra.items():
+        model = CASES[name].model()
+        model.save_pretrained(tmp_path / name)
+        file = tmp_path / name / "model.safetensors"
+        weights = load_file(file) | {more: np.ones((2, 3), np.float32)}
+        second = [path for path in state_of(model) if "embed_tokens" in path or path.endswith("decoder.bias")]
+        save_file(weights | {path: state_of(model)[path] for path in second}, file, {"format": "pt"})
+        report = convert(tmp_path / name, tmp_path / f"{name}-flax", mapping=CASES[name].family)
+        assert {*report.dropped} == {more, *second}
+        own = only(state_of(model), own_names(model))
+        same_bits(
+            dict(flat(orbax_tree(tmp_path / f"{name}-flax")["params"])), flax_names(model, own, CASES[name])
+        )
+
+
+def test_an_untied_output_is_a_weight_of_its_own(tmp_path: Path) -> None:
+    for name, output in (("t5-gated", "lm_head.weight"), ("whisper", "proj_out.weight")):
+        model = CASES[name].model()
+        model.save_pretrained(tmp_path / name)
+        file = tmp_path / name / "model.safetensors"
+        weights = load_file(file) | {output: np.random.default_rng(0).standard_normal((40, 12), np.float32)}
+        save_file(weights, file, {"format": "pt"})
+        convert(tmp_path / name, tmp_path / f"{name}-flax", mapping=CASES[name].family)
+        tree = dict(flat(orbax_tree(tmp_path / f"{name}-flax")["params"]))
+        same_bits({"head": tree["lm_head/kernel"]}, {"head": weights[output].T})
+        back = tmp_path / f"{name}-back"
+        convert(tmp_path / f"{name}-flax", back, to="safetensors", mapping=CASES[name].family)
+        same_bits(load_file(back / "model.safetensors"), weights)
+
+
+def test_berts_second_bias_must_be_the_first_unless_one_is_left_out(tmp_path: Path) -> None:
+    case = Case("BertForMaskedLM", BERT | {"tie_word_embeddings": False})
+    model = case.model()
+    model.save_pretrained(tmp_path / "hub")
+    with pytest.raises(
+        MappingError, match=r"decoder\.bias of .* differs from cls\.predictions\.bias.*--drop"
+    ):
+        convert(tmp_path / "hub", tmp_path / "flax", mapping="bert")
+    # The class adds decoder.bias alone.
+    drop = Selection(drop=("cls.predictions.bias",))
+    convert(tmp_path / "hub", tmp_path / "flax", mapping="bert", selection=drop)
+    tree = dict(flat(orbax_tree(tmp_path / "flax")["params"]))
+    state = state_of(model)
+    same_bits({"bias": tree["cls/predictions/bias"]}, {"bias": state["cls.predictions.decoder.bias"]})
+    kernel = {"kernel": state["cls.predictions.decoder.weight"].T}
+    same_bits({"kernel": tree["cls/predictions/decoder/kernel"]}, kernel)
+
+
+@pytest.mark.fast_cases("umt5", "relative", "gelu")
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("t5", {"model_type": "umt5"}, "expected model_type 't5' or 'mt5', found 'umt5'"),
+        ("bert-masked", {"model_type": "roberta"}, "expected model_type 'bert', found 'roberta'"),
+        (
+            "bert-masked",
+            {"position_embedding_type": "relative_key"},
+            "expected position_embedding_type 'absolute'",
+        ),
+        ("vit-model", {"pooler_act": "gelu"}, "expected pooler_act 'tanh', found 'gelu'"),
+        ("vit-model", {"model_type": "vit_msn"}, "expected model_type 'vit', found 'vit_msn'"),
+        ("whisper", {"model_type": "moonshine"}, "expected model_type 'whisper', found 'moonshine'"),
+    ],
+    ids=["umt5", "roberta", "relative", "gelu", "vit_msn", "moonshine"],
+)
+def test_another_model_is_refused_unless_insisted(
+    tmp_path: Path, name: str, fields: dict, message: str
+) -> None:
+    CASES[name].model().save_pretrained(tmp_path / "hub")
+    file = tmp_path / "hub" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with pytest.raises(MappingError, match=rf"{message}.*--any-model"):
+        convert(tmp_path / "hub", tmp_path / "out", mapping=CASES[name].family)
+    assert convert(tmp_path / "hub", tmp_path / "out", mapping=CASES[name].family, any_model=True).tensors

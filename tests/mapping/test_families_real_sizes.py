@@ -152,7 +152,7 @@ def planned(table: MappingTable, shapes: Shapes, **conventions: str) -> dict[str
     return {name: tensor.shape for name, tensor in plan.tensors.items()}
 
 
-@pytest.mark.fast_cases("google/vit-base")
+@pytest.mark.fast_cases("google/vit-base-patch16-224")
 @pytest.mark.parametrize("repository", CASES)
 def test_a_real_model_fits_its_family_and_comes_back(repository: str) -> None:
     family, kind, sizes, shapes = CASES[repository]

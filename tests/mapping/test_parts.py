@@ -210,6 +210,9 @@ def test_a_model_without_its_heads_becomes_one_without(root: str) -> None:
     found = back(tree, mapping=table(HEADS))
     assert found.keys() == given.keys()
     assert all(same_bits(found[name], array) for name, array in given.items())
+    # To names of the same kind it is to be said which.
+    with pytest.raises(MappingError, match=r"is not clear; choose one \(--into\)"):
+        make_plan(MemoryReader("dcp", given), "dcp", table(HEADS))
 
 
 @pytest.mark.parametrize(
