@@ -36,6 +36,7 @@ from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
 from bridge.formats.files.working import Attempt
 from bridge.formats.leaf_kinds import LEAVES
+from bridge.formats.quantized import DequantizedReader
 from bridge.formats.regions import Progress
 from bridge.formats.replaceable import require_replaceable
 from bridge.formats.stores.reader import StoredReader
@@ -58,7 +59,8 @@ class ConvertOptions:
     selection: which part of the source. casts: dtypes by patterns of names in the destination. tied: whether a weight
     that has two names is to be there "once" or under "both"; default: as in the source. verify: hold the source to its
     manifest and to the checksums of its format, as far as it is read. any_model: use the mapping whatever model the
-    source's `config.json` names.
+    source's `config.json` names. dequantize: take MXFP4 weights and float8 weights with scales of blocks as the
+    bfloat16 numbers that they stand for, see `formats/quantized.py`.
     """
 
     to: str | None = None
@@ -71,6 +73,7 @@ class ConvertOptions:
     tied: Tied | None = None
     verify: bool = True
     any_model: bool = False
+    dequantize: bool = False
 
     def __post_init__(self) -> None:
         if self.to is not None and self.to not in FORMATS:
@@ -155,6 +158,7 @@ def convert(
     tied: Tied | None = None,
     verify: bool = True,
     any_model: bool = False,
+    dequantize: bool = False,
     replace: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
@@ -162,12 +166,12 @@ def convert(
 ) -> ConvertReport:
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.
 
-    to, mapping, into, from_, axes, selection, casts, tied, any_model: see `ConvertOptions`. verify: whether checksums
-    of ``src`` are compared; without it, damage goes into ``dst``, whose own checksums then vouch for it. replace:
-    ``dst`` may be a checkpoint, which is kept until the new one is complete. resume: go on where an earlier attempt of
-    the same conversion was killed, and, if this one fails, keep what it has written to be resumed. workers: threads,
-    default by cores; memory grows with it, about 64 MiB each. A checkpoint for a URL is written to a temporary
-    directory first, and replaces nothing.
+    to, mapping, into, from_, axes, selection, casts, tied, any_model, dequantize: see `ConvertOptions`. verify:
+    whether checksums of ``src`` are compared; without it, damage goes into ``dst``, whose own checksums then vouch for
+    it. replace: ``dst`` may be a checkpoint, which is kept until the new one is complete. resume: go on where an
+    earlier attempt of the same conversion was killed, and, if this one fails, keep what it has written to be resumed.
+    workers: threads, default by cores; memory grows with it, about 64 MiB each. A checkpoint for a URL is written to a
+    temporary directory first, and replaces nothing.
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
     damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1), OSError
@@ -185,6 +189,7 @@ def convert(
         tied,
         verify,
         any_model,
+        dequantize,
     )
     workers = default_workers() if workers is None else workers
     if workers < 1:
@@ -278,6 +283,8 @@ def planned(
     casts = parse_casts(options.casts)
     with open_checkpoint(source, verify=options.verify) as whole:
         reader = held = checked(whole) if options.verify else whole
+        if options.dequantize:
+            reader = held = DequantizedReader(held)
         left_out: Sequence[str] = ()
         if table is not None:
             table = with_config(table, whole)

@@ -56,6 +56,14 @@ def convert(
     axis: AxisOption = None,
     tied: TiedOption = None,
     any_model: AnyModelOption = False,
+    dequantize: Annotated[
+        bool,
+        typer.Option(
+            "--dequantize",
+            help="Take MXFP4 weights (GPT-OSS) and float8 weights with scales of blocks (DeepSeek-V3) as the bfloat16 "
+            "numbers that they stand for.",
+        ),
+    ] = False,
     select: Annotated[
         list[str] | None,
         typer.Option(
@@ -133,6 +141,7 @@ def convert(
             tied,
             verify,
             any_model,
+            dequantize,
         )
         with user_errors(), planned(src, options) as (conversion, _):
             if json:
@@ -154,6 +163,7 @@ def convert(
             tied=tied,
             verify=verify,
             any_model=any_model,
+            dequantize=dequantize,
             replace=replace,
             resume=resume,
             progress=progress,

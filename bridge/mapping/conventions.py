@@ -72,7 +72,8 @@ class Convention:
     separator: "/" or ".", which joins the parts of its names. format: its usual file format, "" for none.
     places: for each section the full name of a weight's tensor, with `{w}` for the weight. A `step` without `{w}` is
     one count for all weights. In a tree a number is a position in a list, and a quoted number ('0') is a key. states:
-    the places of optimizer states, if there are several or if they differ from `places`.
+    the places of optimizer states, if there are several or if they differ from `places`. without: whether it is like
+    another convention, without the beginning of its names: a model without its heads.
 
     Raises MappingError when a place is malformed.
     """
@@ -82,6 +83,7 @@ class Convention:
     format: str
     places: Mapping[Section, str] = field(default_factory=dict)
     states: tuple[State, ...] = ()
+    without: bool = False
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.places) - set(SECTIONS))

@@ -91,8 +91,11 @@ class Entry:
 class Rule:
     """Tensors of several conventions that hold the same elements, by the name of the convention.
 
-    tied_to: a path of the rule whose tensors these may be the same as (`tied.py`). moments: by convention, the entries
-    of what the optimizer keeps, where they are not those of the weights.
+    part: a part of the model that the rule belongs to; the rules of a part have all their tensors, or none of the part.
+    With an index of the paths in it, ``"experts of layer {i}"``, it is a part of each layer (`parts.py`).
+    tied_to: a path of the rule whose tensors these may be the same as (`tied.py`). A rule of one convention alone has
+    second names for tensors of that rule. moments: by convention, the entries of what the optimizer keeps, where they
+    are not those of the weights.
     Raises MappingError when the sides do not name the same axes, part by part.
     """
 
@@ -100,10 +103,11 @@ class Rule:
     optional: bool = False
     tied_to: str = ""
     moments: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
+    part: str = ""
 
     def __post_init__(self) -> None:
         entries = [entry for side in self._all_sides().values() for entry in side]
-        if len(self.sides) < 2:
+        if len(self.sides) < (1 if self.tied_to else 2):
             raise MappingError(f"expected entries of two conventions or more in rule {self}")
         if any(entry.expression is None for entry in entries):
             if len(entries) != len(self._all_sides()) or any(
@@ -120,6 +124,9 @@ class Rule:
         for name, side in self.sides.items():
             if len({frozenset(entry.path.indices) for entry in (*side, *self.moments.get(name, ()))}) != 1:
                 raise MappingError(f"expected the same path indices in all entries of a side in rule {self}")
+        indices = {match.group() for match in _INDEX.finditer(self.part)}
+        if indices - {index for entry in entries for index in entry.path.indices}:
+            raise MappingError(f"expected the index of part {self.part!r} in the paths of rule {self}")
         parts = {name: [a for e in side for a in e.axis_sets()] for name, side in self._all_sides().items()}
         for sets in parts.values():
             if len(sets) != len(set(sets)):
@@ -141,6 +148,20 @@ class Rule:
     def __str__(self) -> str:
         return " <-> ".join(map(_texts, self.sides.values()))
 
+    @property
+    def of_each(self) -> bool:
+        """Whether the part is one of each layer."""
+        return "{" in self.part
+
+    def part_at(self, values: Mapping[str, int]) -> str:
+        """The name of the part for these numbers."""
+        return _INDEX.sub(lambda match: str(values.get(match.group(), match.group())), self.part)
+
+    @property
+    def is_second_name(self) -> bool:
+        """Whether the tensors of the rule are those of the rule it is tied to, which other conventions have once."""
+        return len(self.sides) == 1
+
     def between(self, source: str, target: str, *, moments: bool = False) -> str:
         """The rule as text, for two of its conventions."""
         return " <-> ".join(_texts(self.entries(name, moments=moments)) for name in (source, target))
@@ -156,7 +177,7 @@ class Rule:
             {name: side for name, side in table.items() if name in conventions}
             for table in (self.sides, self.moments)
         )
-        return Rule(sides, self.optional, tied_to, moments)
+        return Rule(sides, self.optional, tied_to, moments, self.part)
 
     def _all_sides(self) -> dict[str, tuple[Entry, ...]]:
         return {**self.sides, **{f"{name}'s moments": side for name, side in self.moments.items()}}

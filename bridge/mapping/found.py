@@ -32,6 +32,7 @@ from bridge.mapping.conventions import (
 )
 from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
+from bridge.mapping.parts import complete, needed
 from bridge.mapping.rules import MappingTable
 
 _BEHIND = ("", "/value")
@@ -152,10 +153,14 @@ def _alike(conventions: Sequence[str], rules: Iterable[Rule]) -> bool:
 def _fits(found: Found, mapping: MappingTable) -> bool:
     """Whether every rule that the convention requires has a tensor."""
     index = NameIndex(mapping.rules, found.convention.name)
-    used = {id(rule) for weight in found.weights for rule in index.rules_of(weight)}
-    return all(
-        rule.optional or id(rule) in used for rule in mapping.rules if rule.entries(found.convention.name)
-    )
+    return complete(_used(found.weights, index, mapping), needed(mapping.rules, found.convention.name))
+
+
+def _used(weights: Iterable[str], index: NameIndex, mapping: MappingTable) -> set[int]:
+    """The rules that these weights are of, by id. A second name stands for the first one, too."""
+    rules = [rule for weight in weights for rule in index.rules_of(weight)]
+    firsts = [mapping.rule_of(rule.tied_to) for rule in rules if rule.is_second_name]
+    return {id(rule) for rule in (*rules, *firsts)}
 
 
 def _as(tensors: Sequence[TensorInfo], mapping: MappingTable, convention: Convention, where: str) -> Found:
@@ -173,9 +178,9 @@ def _as(tensors: Sequence[TensorInfo], mapping: MappingTable, convention: Conven
                 # Shorter names are those of other weights with the same ending.
                 kept[seen.node, seen.inner, seen.after][seen.section][seen.weight] = info
                 break
-    required = [rule for rule in mapping.rules if rule.entries(convention.name) and not rule.optional]
+    needs = needed(mapping.rules, convention.name)
     usual = cast(tuple[str, str], tuple(convention.places["weights"].split(WEIGHT)))
-    before, after = _place(weights, usual, index, required, mapping, where)
+    before, after = _place(weights, usual, index, needs, mapping, where)
     places, states = [], []
     for place, sections in _states(kept, convention):
         paths = (info.path for tensors in sections.values() for info in tensors.values())
@@ -250,16 +255,12 @@ def _place(
     places: Mapping[tuple[str, str], Tensors],
     usual: tuple[str, str],
     index: NameIndex,
-    required: Sequence[Rule],
+    needs: Mapping[str, set[int]],
     mapping: MappingTable,
     where: str,
 ) -> tuple[str, str]:
     """The place of the weights: where all required rules find a tensor; else the usual place, or the fullest."""
-    whole = [
-        place
-        for place, weights in places.items()
-        if {id(rule) for weight in weights for rule in index.rules_of(weight)} >= {id(r) for r in required}
-    ]
+    whole = [place for place, weights in places.items() if complete(_used(weights, index, mapping), needs)]
     if usual in whole:
         return usual
     if len(whole) > 1:

@@ -27,8 +27,12 @@ A mapping file::
     flax = "lm_head/kernel : m v"
     optional = true                               # a model without it is fine
 
+``optional = "decoder"`` names a part of the model: a model has the tensors of all rules of a part, or of none. A layer
+has all tensors of ``optional = "experts of layer {i}"``, or none (`parts.py`).
+
 A convention may be like another one (``like = "torchtitan"`` in its table): it has the entries of the other one in
-rules that name none of its own.
+rules that name none of its own. With ``without = "bert."`` beside it, it has those that begin so, without the
+beginning: a model without its heads, whose weights are at the root.
 
 Each convention has one entry ``path : axis expression``, or a list of entries where a fused tensor corresponds to
 several. ``{i}`` in a path stands for a number; used as an axis on another side it stacks. Without expressions the
@@ -43,7 +47,8 @@ attention stores its weight as three, and the moments as one::
     torchtitan.weights = ["wq.weight : (g r d) m", "wk.weight : (g k) m"]
     torchtitan.moments = "wqk.weight : (g (r d + k)) m"
 
-A rule may have ``tied_to = "path of another rule"``: its tensor may be the same one (`tied.py`).
+A rule may have ``tied_to = "path of another rule"``: its tensor may be the same one (`tied.py`). With an entry of one
+convention alone it is a second name, under which that convention has the tensor again.
 
 ``interleaved(d)``: rotary positions turn pairs of elements of ``d``. Hugging Face and flax keep the first elements of
 all pairs before the second ones (two halves), Meta and torchtitan keep each pair together::
@@ -145,9 +150,10 @@ class MappingTable:
         kept = {name: self.conventions[name] for name in conventions}
         rules = []
         for rule in self.rules:
-            if len(kept.keys() & rule.sides.keys()) < 2:
-                continue
             tied = self.rule_of(rule.tied_to) if rule.tied_to else None
+            both = {**rule.sides, **(tied.sides if tied and rule.is_second_name else {})}
+            if len(kept.keys() & both.keys()) < 2 or not kept.keys() & rule.sides.keys():
+                continue
             paths = [e.path.text for name in kept for e in (tied.entries(name) if tied else ())]
             rules.append(rule.kept(kept, paths[0] if paths else ""))
         left = _axes_of(rules)
@@ -158,7 +164,7 @@ class MappingTable:
 
     def part(self) -> MappingTable:
         """The table for a part of a model: no rule requires its tensors."""
-        return replace(self, rules=tuple(replace(rule, optional=True) for rule in self.rules))
+        return replace(self, rules=tuple(replace(rule, optional=True, part="") for rule in self.rules))
 
     def rotary_axes(self) -> tuple[str, ...]:
         """The axes that a rule interleaves."""
@@ -185,9 +191,14 @@ def _convention(name: str, data: Mapping[str, str], rules: Sequence[Rule]) -> Co
     """A convention from its table. The convention is a tree if any of its paths contains "/"."""
     paths = [entry.path.text for rule in rules for entry in rule.entries(name)]
     tree = any("/" in path for path in paths) or (name == "jax" and not any("." in path for path in paths))
-    places = {section: place for section, place in data.items() if section not in ("format", "like")}
+    places = {
+        section: place for section, place in data.items() if section not in ("format", "like", "without")
+    }
     usual = "orbax" if tree else "dcp"
-    return Convention(name, "/" if tree else ".", data.get("format", usual), cast(Any, places))
+    format_ = data.get("format", usual)
+    return Convention(
+        name, "/" if tree else ".", format_, cast(Any, places), without=bool(data.get("without"))
+    )
 
 
 def _drop_regex(pattern: str) -> re.Pattern[str]:
@@ -296,7 +307,13 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
                 f"expected another convention of mapping {origin} ({known}) that convention {name} is like, "
                 f"got {other!r}"
             )
-    conventions = {name: like.get(name, "") for name in given}
+    conventions = {name: (like.get(name, ""), data.get("without", "")) for name, data in given.items()}
+    alone = [name for name, (other, without) in conventions.items() if without and not other]
+    if alone:
+        raise MappingError(
+            f"expected a convention that convention {alone[0]} of mapping {origin} is like, but for the beginning "
+            f"{given[alone[0]]['without']!r} of its names, got none"
+        )
     models = parse_models(table.get("models", {}), f"mapping {origin}")
     parsed = tuple(_parse_rule(rule, conventions, number, origin) for number, rule in enumerate(rules, 1))
     try:
@@ -316,8 +333,12 @@ def _is_text_table(data: object) -> bool:
     return isinstance(data, dict) and all(isinstance(value, str) for value in data.values())
 
 
-def _parse_rule(rule: object, conventions: Mapping[str, str], number: int, origin: str) -> Rule:
-    """A rule from its table. conventions: by name, the one whose entries it has where it has none of its own, or ""."""
+def _parse_rule(rule: object, conventions: Mapping[str, tuple[str, str]], number: int, origin: str) -> Rule:
+    """A rule from its table.
+
+    conventions: by name, the one whose entries it has where it has none of its own, or "", and the beginning of these
+    entries that it lacks.
+    """
     where = f"rule {number} of mapping {origin}"
     if not isinstance(rule, dict):
         raise MappingError(f"expected a table for {where}, got {rule!r}")
@@ -326,19 +347,24 @@ def _parse_rule(rule: object, conventions: Mapping[str, str], number: int, origi
     moments: dict[str, list[str]] = {}
     for name in conventions:
         value = rule.get(name)
-        if value is None and len(conventions) > 2:
+        if value is None and (len(conventions) > 2 or "tied_to" in rule):
             continue
         if isinstance(value, dict):
             _only_keys(value, {"weights", "moments"}, f"{name} in {where}")
             moments[name] = _entry_texts(value.get("moments"), f"moments of {name} in {where}")
             value = value.get("weights")
         texts[name] = _entry_texts(value, f"{name} in {where}")
-    for name, other in conventions.items():
+    for name, (other, without) in conventions.items():
         if name not in texts and other in texts:
-            texts[name] = texts[other]
-            moments |= {name: moments[other]} if other in moments else {}
-    if not isinstance(rule.get("optional", False), bool):
-        raise MappingError(f"expected true or false for optional in {where}, got {rule['optional']!r}")
+            for table in (texts, moments):
+                theirs = table.get(other, [])
+                if theirs and all(text.startswith(without) for text in theirs):
+                    table[name] = [text.removeprefix(without) for text in theirs]
+    optional = rule.get("optional", False)
+    if not isinstance(optional, bool | str) or optional == "":
+        raise MappingError(
+            f"expected true or false for optional, or the name of a part of the model, in {where}, got {optional!r}"
+        )
     if not isinstance(rule.get("tied_to", ""), str):
         raise MappingError(f"expected a path of another rule for tied_to in {where}, got {rule['tied_to']!r}")
     try:
@@ -348,7 +374,10 @@ def _parse_rule(rule: object, conventions: Mapping[str, str], number: int, origi
             {name: tuple(Entry.parse(text, rotary) for text in entries) for name, entries in table.items()}
             for table in (texts, moments)
         )
-        return Rule(sides, rule.get("optional", False), rule.get("tied_to", ""), own)
+        part = optional if isinstance(optional, str) else ""
+        if len(sides) == 1:
+            optional = True
+        return Rule(sides, bool(optional), rule.get("tied_to", ""), own, part)
     except MappingError as error:
         raise MappingError(f"{where}: {error}") from error
     except RecursionError:

@@ -9,11 +9,19 @@
 By default such a rule copies the tensors that the source has. With ``tied = "once"``, the two tensors of a source that
 has both must be equal, to the bit, and only the other one is copied. With ``tied = "both"``, the other tensor is also
 written in place of one that the source lacks. Its optimizer state is written once, since a shared parameter has one.
+
+A rule of one convention alone has second names, which only that convention knows:
+
+    [[rule]]
+    hf = "encoder.embed_tokens.weight : v m"
+    tied_to = "shared.weight"
+
+Such a tensor is always compared, and only the other one is copied. It is written in DCP, or with ``tied = "both"``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -34,10 +42,10 @@ def one_of_two(reader: CheckpointReader, mapping: MappingTable, found: Found, ax
     Raises MappingError when the two differ, or when the second one has optimizer state of its own.
     """
     twice: list[str] = []
-    if mapping.tied != "once":
-        return twice
     source = found.convention.name
     for rule, other in _pairs(mapping, source):
+        if not rule.is_second_name and mapping.tied != "once":
+            continue
         own = _weights(rule, source, found.weights)
         if not own or not _weights(other, source, found.weights):
             continue
@@ -48,9 +56,14 @@ def one_of_two(reader: CheckpointReader, mapping: MappingTable, found: Found, ax
             if info is None:
                 continue
             if (view.shape, view.dtype) != (info.shape, info.dtype) or not _equal(reader, view, info.name):
+                remedy = (
+                    "leave out the one that this model does not use (--drop)"
+                    if rule.is_second_name
+                    else "this model has two weights, so leave out the option that says they are tied"
+                )
                 raise MappingError(
                     f"{info.name} of {reader.path} differs from {view.blocks[0].source}, but tied weights must be "
-                    "equal: this model has two weights, so leave out the option that says they are tied"
+                    f"equal: {remedy}"
                 )
             twice.append(weight)
         with_state = [
@@ -68,13 +81,36 @@ def one_of_two(reader: CheckpointReader, mapping: MappingTable, found: Found, ax
     return twice
 
 
-def second_of_two(mapping: MappingTable, found: Found, target: str, axes: Axes) -> Iterator[tuple[str, View]]:
-    """Target tensors, by weight, that the source lacks and that share another tensor. Raises as `apply_rule` does."""
+def second_of_two(
+    mapping: MappingTable, found: Found, target: str, axes: Axes, parts: Collection[str], *, every: bool
+) -> Iterator[tuple[str, View]]:
+    """Target tensors, by weight, that the source lacks and that share another tensor. Raises as `apply_rule` does.
+
+    parts: the parts of the model that the source has. every: the second names of a convention are written where
+    nothing else is said.
+    """
     source = found.convention.name
-    for rule, other in _pairs(mapping, source) if mapping.tied == "both" else ():
-        if rule.entries(target) and not _weights(rule, source, found.weights):
+    pairs = [*_pairs(mapping, source)] if mapping.tied == "both" else []
+    if mapping.tied == "both" or (mapping.tied is None and every):
+        pairs += [pair for pair in _pairs(mapping, target) if pair[0].is_second_name]
+    for rule, other in pairs:
+        missing = not _weights(rule, source, found.weights) and (not rule.part or rule.part in parts)
+        if rule.entries(target) and other.entries(source) and missing:
             joint = Rule({source: other.entries(source), target: rule.entries(target)})
             yield from apply_rule(joint, source, target, _weights(other, source, found.weights), axes)
+
+
+def under_first_names(mapping: MappingTable, found: Found) -> None:
+    """Give tensors that the source has under a second name only, and their optimizer state, the first one."""
+    source = found.convention.name
+    for rule, other in _pairs(mapping, source):
+        if not rule.is_second_name or not other.entries(source) or _weights(other, source, found.weights):
+            continue
+        (second,), (first, *_) = rule.entries(source), other.entries(source)
+        for tensors in (found.weights, *(t for state in found.states for t in state.sections.values())):
+            for weight in [weight for weight in tensors if second.path.match(weight) is not None]:
+                values = second.path.match(weight) or {}
+                tensors[first.path.format(values)] = tensors.pop(weight)
 
 
 def _pairs(mapping: MappingTable, source: str) -> Iterator[tuple[Rule, Rule]]:

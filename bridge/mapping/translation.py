@@ -6,7 +6,7 @@ reveal, so a conversion that does not fit fails before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
+from bridge.formats.quantized import quantized
 from bridge.mapping import beside_weights
 from bridge.mapping.apply import Axes, View, apply_with_scales
 from bridge.mapping.conventions import (
@@ -31,13 +32,14 @@ from bridge.mapping.errors import MappingError
 from bridge.mapping.found import NameIndex, Tensors, find
 from bridge.mapping.hyperparameters import followed
 from bridge.mapping.notes import PLACES, note, noted, read_notes
+from bridge.mapping.parts import idle, uneven
 from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.relation import identity
 from bridge.mapping.rules import MappingTable
 from bridge.mapping.scales import of_whole_rows
 from bridge.mapping.sizes import known_sizes
 from bridge.mapping.states import StatePlan, like_source, merged, require_whole
-from bridge.mapping.tied import one_of_two, second_of_two
+from bridge.mapping.tied import one_of_two, second_of_two, under_first_names
 
 T = TypeVar("T")
 _Made = tuple[str, View, View | None]
@@ -119,19 +121,16 @@ class _Planner:
                 planned.append(PlannedTensor(_join(info.path, self.to), info.path, view))
             else:
                 unmatched.append(info.name)
+        under_first_names(self.mapping, found)
         sections = merged(found, self.problems)
         twice = self._try(lambda: one_of_two(self.reader, self.mapping, found, self._axes)) or []
         dropped = (*self.dropped, *(found.weights.pop(weight).name for weight in twice))
         owners = self._owners("weights", found.weights)
-        used = {id(rule) for rule in owners.values()}
-        idle = [
-            rule
-            for rule in self.mapping.rules
-            if not rule.optional and rule.entries(self.source.name) and id(rule) not in used
-        ]
-        if unmatched or idle:
-            self.problems.append(self._misfit(unmatched, idle))
-        self.problems += self._uneven(owners)
+        parts = {rule.part for rule in owners.values() if rule.part}
+        unused = idle(self.mapping.rules, self.source.name, owners)
+        if unmatched or unused:
+            self.problems.append(self._misfit(unmatched, unused))
+        self.problems += uneven(self.mapping.rules, self.source.name, owners)
         outputs: dict[Section, dict[str, View]] = {section: {} for section in BY_WEIGHT}
         for moment in MOMENTS:
             owned = self._owners(moment, sections[moment])
@@ -139,9 +138,11 @@ class _Planner:
             made = self._outputs(moment, sections[moment], owned, scales)
             outputs[moment], outputs[SCALES[moment]] = made
         weights, _ = self._outputs("weights", found.weights, owners, {})
-        weights |= (
-            self._try(lambda: dict(second_of_two(self.mapping, found, self.target.name, self._axes))) or {}
+        # A state dict of PyTorch has all names of its tensors.
+        named = partial(
+            second_of_two, self.mapping, found, self.target.name, self._axes, parts, every=self.to == "dcp"
         )
+        weights |= self._try(lambda: dict(named())) or {}
         require_whole(found, self.usual, str(self.reader.path), self.problems)
         planned += [self._tensor("weights", weight, view) for weight, view in weights.items()]
         states = StatePlan(self.reader, found, self.target, outputs, self.kept)
@@ -176,6 +177,8 @@ class _Planner:
         flat = {"dcp", "safetensors"}
         if not fitting and self.to in flat:
             fitting = [c for c in left if c.format in flat]
+        # A model without its heads becomes one without.
+        fitting = [c for c in fitting if c.without == self.source.without]
         if len(fitting) == 1:
             return fitting[0]
         if len(conventions) == 2:
@@ -283,25 +286,6 @@ class _Planner:
                     scale_views[weight] = of_whole_rows(scale, self.reader)
         return views, scale_views
 
-    def _uneven(self, owners: Mapping[str, Rule]) -> Iterator[str]:
-        """Find rules without a tensor for a number that other rules have. No other check misses the last layer's."""
-        rules = {id(rule): rule for rule in owners.values() if not rule.optional}
-        # Numbers are grouped by the text before them, so that layers and blocks are counted separately.
-        seen: dict[str, dict[int, set[int]]] = {}
-        for weight, rule in owners.items():
-            for entry in rule.entries(self.source.name) if id(rule) in rules else ():
-                for index, value in (entry.path.match(weight) or {}).items():
-                    place = entry.path.text.partition(index)[0] + index
-                    seen.setdefault(place, {}).setdefault(id(rule), set()).add(value)
-        for place, by_rule in seen.items():
-            everything = set().union(*by_rule.values())
-            for key, values in by_rule.items():
-                if missing := sorted(everything - values):
-                    yield (
-                        f"rule {rules[key]}: expected a tensor for each {place} that other rules have, found none for "
-                        f"{', '.join(map(str, missing[:_SHOWN]))}; if the model is like that, mark the rule optional"
-                    )
-
     def _try(self, work: Callable[[], T]) -> T | None:
         """The result of ``work``; None if ``work`` raises MappingError, which is then added to the problems."""
         try:
@@ -314,9 +298,21 @@ class _Planner:
     def _axes(self) -> Axes:
         return replace(known_sizes(self.reader, self.mapping), wanted=self.wanted)
 
-    def _misfit(self, unmatched: list[str], idle: list[Rule]) -> str:
+    def _misfit(self, unmatched: list[str], unused: list[Rule]) -> str:
         side = self.source.name
         rules = [rule for rule in self.mapping.rules if rule.entries(side)]
+        if (found := quantized(unmatched)) is not None:
+            name, kind, readable = found
+            remedy = (
+                "decode them to bfloat16 on the way (convert --dequantize; in a program dequantize=True)"
+                if readable
+                else "decode them first, with the program that made them"
+            )
+            return (
+                f"{name} of {self.reader.path} is of quantized weights ({kind}), and {len(unmatched)} of "
+                f"{len(self.tensors)} tensors match no rule of mapping {self.mapping.name}, whose rules are for plain "
+                f"weights: {remedy}, or leave the mapping out to keep names and bytes"
+            )
         lines = [f"mapping {self.mapping.name} does not fit {self.reader.path}; is this another model?"]
         if len(self.mapping.conventions) > 2:
             lines.append(f"Of its conventions ({', '.join(self.mapping.conventions)}) {side} is the nearest.")
@@ -324,9 +320,9 @@ class _Planner:
             lines.append(
                 f"{len(unmatched)} of {len(self.tensors)} tensors match no rule: {_some(unmatched)}."
             )
-        if idle:
-            texts = [" & ".join(e.path.text for e in rule.entries(side)) for rule in idle]
-            lines.append(f"{len(idle)} of {len(rules)} rules found no tensor: {_some(texts)}.")
+        if unused:
+            texts = [" & ".join(e.path.text for e in rule.entries(side)) for rule in unused]
+            lines.append(f"{len(unused)} of {len(rules)} rules found no tensor: {_some(texts)}.")
         else:
             known = [e.path.text for rule in rules for e in rule.entries(side)]
             lines.append(f"Mapping {self.mapping.name} knows {_some(known)}.")

@@ -110,7 +110,9 @@ def _weights(reader: CheckpointReader) -> tuple[list[Family], str]:
     roots = {name.split(separator)[0] for name in named}
     for root in sorted(roots & WEIGHT_ROOTS):
         # As in {"model": {"layers.0.w": ...}, "optimizer": ...}; Hugging Face models have weights beside `model` too.
-        if roots - {root} <= STATE_ROOTS:
+        # Their files hold a model and nothing else, so `model` is of the weights' names there.
+        alone = reader.format == "safetensors" and roots == {root}
+        if roots - {root} <= STATE_ROOTS and not alone:
             named = {n: info for n, info in named.items() if n.split(separator)[0] == root}
             return _placed(named, root + separator, separator)
     weights = {n: info for n, info in named.items() if n.split(separator)[0] not in STATE_ROOTS}

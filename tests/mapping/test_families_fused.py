@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from bridge.checkpoints.convert import convert
 from bridge.formats import open_checkpoint
+from bridge.mapping import MappingError
 from tests.support.bridge.family_checkpoints import (
     dcp_tensors,
     flat,
@@ -168,6 +169,36 @@ def test_files_of_save_pretrained_become_a_tree_and_what_from_pretrained_reads(
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     assert np.array_equal(hf_logits(again.eval(), tokens()), hf_logits(model, tokens()))
+
+
+def test_dense_layers_between_layers_of_experts(tmp_path: Path) -> None:
+    model, optimizer = trained("qwen3_moe", tie_word_embeddings=False, mlp_only_layers=[1])
+    save_dcp(tmp_path / "dcp", model, optimizer)
+    axes = AXES["qwen3_moe"]
+    convert(tmp_path / "dcp", tmp_path / "orbax", mapping="qwen3_moe", into="jax", axes=axes)
+    weights = dict(flat(orbax_tree(tmp_path / "orbax")["params"]))
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    dense = state["model.layers.1.mlp.up_proj.weight"].T
+    same_bits({"up": weights["layers/1/dense_mlp/up/kernel"]}, {"up": dense})
+    convert(tmp_path / "orbax", tmp_path / "back", to="dcp", mapping="qwen3_moe", into="torch", axes=axes)
+    same_bits(dcp_tensors(tmp_path / "back"), dcp_tensors(tmp_path / "dcp"))
+
+
+LOST = {
+    "qwen3_moe": "model.layers.2.mlp.experts.4.down_proj.weight",
+    "qwen3_next": "model.layers.2.linear_attn.A_log",
+    "deepseek_v3": "model.layers.2.mlp.gate.weight",
+}
+
+
+@pytest.mark.parametrize("family", LOST)
+def test_a_tensor_that_a_layer_of_its_kind_lacks_is_named(tmp_path: Path, family: str) -> None:
+    """The last layer's, of layers that are not alike: no rule requires it of every layer."""
+    hf_model(family, tie_word_embeddings=False).save_pretrained(tmp_path / "hub")
+    file = tmp_path / "hub" / "model.safetensors"
+    save_file({name: a for name, a in load_file(file).items() if name != LOST[family]}, file)
+    with pytest.raises(MappingError, match=r"expected a tensor (for each .*experts|wherever other rules)"):
+        convert(tmp_path / "hub", tmp_path / "orbax", mapping=family)
 
 
 def _megatron(model: Any, state: Arrays, i: int) -> dict[str, np.ndarray]:

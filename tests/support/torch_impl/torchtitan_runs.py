@@ -64,6 +64,7 @@ def model_0_2(family: str) -> tuple[nn.Module, Any, Any]:
             v_head_dim=5,
             moe_args=experts,
         )
+        sizes.moe_impl = "standard"
         model: Any = DeepSeekV3Model(sizes)
         adapter: Any = DeepSeekV3StateDictAdapter
     else:
@@ -84,6 +85,7 @@ def model_0_2(family: str) -> tuple[nn.Module, Any, Any]:
             moe_inter_dim=HIDDEN,
             moe_args=experts,
         )
+        sizes.moe_impl = "standard"
         model, adapter = Qwen3Model(sizes), Qwen3StateDictAdapter
     with torch.no_grad():
         model.init_weights(torch.device("cpu"))

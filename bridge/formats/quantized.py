@@ -1,0 +1,167 @@
+"""Weights that files of the Hub store in few bits with scales, and a reader that gives the numbers they stand for.
+
+MXFP4, as OpenAI's GPT-OSS: 32 numbers that follow each other along a row share a scale, a power of two. The model's
+matrices are transposed, ``[experts, in, out]``::
+
+    <name>_blocks   uint8  [experts, out, in / 32, 16]    two numbers a byte, the first in the low bits
+    <name>_scales   uint8  [experts, out, in / 32]        the exponent + 127
+    <name>          bfloat16 [experts, in, out]           what it stands for
+
+Float8 in blocks, as DeepSeek-V3: each block of 128 x 128 numbers, smaller at the ends, shares a scale::
+
+    <name>.weight             float8   [out, in]
+    <name>.weight_scale_inv   float32  [out / 128, in / 128], rounded up
+    <name>.weight             bfloat16 [out, in]          the product in float32, rounded
+
+Both are what transformers computes when it loads such files with ``dequantize=True``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo
+from bridge.formats.scaled import decode, scale_box
+from bridge.formats.wrapping import WrappingReader
+
+DECODED = np.dtype(ml_dtypes.bfloat16)
+
+_BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"
+_RUN = 32
+_BLOCK = 128
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+_KINDS: Mapping[str, str] = {
+    _BLOCKS: "MXFP4",
+    _SCALES: "MXFP4",
+    ".weight_scale_inv": "float8 with scales of blocks",
+    ".weight_packed": "compressed-tensors",
+    ".qweight": "GPTQ or AWQ",
+    ".qzeros": "GPTQ or AWQ",
+    ".absmax": "bitsandbytes",
+}
+_READ = frozenset({_BLOCKS, _SCALES, ".weight_scale_inv"})
+
+
+def quantized(names: Iterable[str]) -> tuple[str, str, bool] | None:
+    """A tensor of quantized weights among these names: its name, the kind, whether `DequantizedReader` reads it."""
+    for name in names:
+        for ending, kind in _KINDS.items():
+            if name.endswith(ending):
+                return name, kind, ending in _READ
+    return None
+
+
+class DequantizedReader(WrappingReader):
+    """A checkpoint with its quantized weights as the bfloat16 numbers that they stand for; see `CheckpointReader`.
+
+    Raises CheckpointError when the checkpoint has none, or scales of a shape that fits no weight.
+    """
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        super().__init__(reader)
+        self._weights: dict[str, _Mxfp4 | _Float8] = {}
+        given = reader.tensors
+        tensors = dict(given)
+        for name, info in given.items():
+            if name.endswith(_BLOCKS) and f"{name.removesuffix(_BLOCKS)}{_SCALES}" in given:
+                plain = name.removesuffix(_BLOCKS)
+                scales = given[plain + _SCALES]
+                self._weights[plain] = weights = _Mxfp4.of(info, scales, self.path)
+                del tensors[info.name], tensors[scales.name]
+                path = (*info.path[:-1], str(info.path[-1]).removesuffix(_BLOCKS))
+                tensors[plain] = _plain(info, plain, path, weights.shape)
+            elif name.endswith(_SCALE_INV) and name.removesuffix(_SCALE_INV) in given:
+                weight = given[name.removesuffix(_SCALE_INV)]
+                self._weights[weight.name] = _Float8.of(weight, info, self.path)
+                del tensors[name]
+                tensors[weight.name] = _plain(weight, weight.name, weight.path, weight.shape)
+        if not self._weights:
+            raise CheckpointError(
+                f"{self.path}: expected quantized weights to decode (<name>_blocks with <name>_scales, or "
+                "<name>.weight_scale_inv beside <name>.weight), found none: leave out --dequantize"
+            )
+        self.tensors = tensors
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        """One block of a tensor; of a quantized one decoded, with memory for twice the block in float32."""
+        if name not in self._weights:
+            return super().read(name, box)
+        info = self.tensors[name]
+        box = Box.whole(info.shape) if box is None else box
+        if not box.inside(info.shape):
+            raise ValueError(f"tensor {name!r}: expected a box inside {info.shape}, got {box}")
+        return self._weights[name].read(self._reader, box).astype(DECODED, order="C")
+
+    def lend(self, name: str, box: Box) -> Loan | None:
+        """None for a quantized tensor, whose numbers are in no file."""
+        return None if name in self._weights else super().lend(name, box)
+
+
+def _plain(info: TensorInfo, name: str, path: tuple[str | int, ...], shape: tuple[int, ...]) -> TensorInfo:
+    return replace(info, name=name, path=path, shape=shape, dtype=DECODED, chunks=(Box.whole(shape),))
+
+
+@dataclass(frozen=True)
+class _Mxfp4:
+    blocks: str
+    scales: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, blocks: TensorInfo, scales: TensorInfo, where: object) -> _Mxfp4:
+        expected = (*scales.shape, _RUN // 2)
+        if (
+            blocks.shape != expected
+            or len(scales.shape) != 3
+            or {blocks.dtype, scales.dtype} != {np.dtype(np.uint8)}
+        ):
+            raise CheckpointError(
+                f"{where}: expected MXFP4 weights, uint8 [experts, out, in / 32, 16], with scales, uint8 [experts, "
+                f"out, in / 32], found {blocks.dtype} {blocks.shape} in {blocks.name} and {scales.dtype} "
+                f"{scales.shape} in {scales.name}"
+            )
+        experts, out, runs = scales.shape
+        return cls(blocks.name, scales.name, (experts, runs * _RUN, out))
+
+    def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
+        """The numbers of a box of ``[experts, in, out]`` in float32."""
+        (expert, start, row), (experts, size, rows) = box.offsets, box.sizes
+        first, last = start // _RUN, -(-(start + size) // _RUN)
+        at, sizes = (expert, row, first), (experts, rows, last - first)
+        packed = reader.read(self.blocks, Box((*at, 0), (*sizes, _RUN // 2)))
+        exponents = reader.read(self.scales, Box(at, sizes)).astype(np.int32) - 127
+        pairs = np.stack([_FP4[packed & 15], _FP4[packed >> 4]], axis=-1).reshape(*sizes, _RUN)
+        numbers = np.ldexp(pairs, exponents[..., None]).reshape(experts, rows, -1)
+        skipped = start - first * _RUN
+        return numbers[..., skipped : skipped + size].swapaxes(1, 2)
+
+
+@dataclass(frozen=True)
+class _Float8:
+    weight: str
+    scales: str
+    runs: tuple[int, ...]
+
+    @classmethod
+    def of(cls, weight: TensorInfo, scales: TensorInfo, where: object) -> _Float8:
+        pairs = [*zip(weight.shape, scales.shape, strict=False)]
+        if len(weight.shape) == len(scales.shape) and weight.dtype.name.startswith("float8"):
+            if all(-(-n // _BLOCK) == s for n, s in pairs):
+                return cls(weight.name, scales.name, (_BLOCK,) * len(pairs))
+            if all(s and n % s == 0 for n, s in pairs):
+                return cls(weight.name, scales.name, tuple(n // s for n, s in pairs))
+        raise CheckpointError(
+            f"{where}: expected float8 weights with a scale for each block of {_BLOCK} x {_BLOCK}, or of a size that "
+            f"divides the weight's, found {weight.dtype} {weight.shape} in {weight.name} and {scales.shape} in "
+            f"{scales.name}"
+        )
+
+    def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
+        """The numbers of a box in float32."""
+        scales = reader.read(self.scales, scale_box(box, self.runs))
+        return decode(reader.read(self.weight, box), box, scales, self.runs)

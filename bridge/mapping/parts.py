@@ -1,0 +1,81 @@
+"""Which tensors a model must have: those of required rules, of parts of the model, and for all numbers.
+
+    [[rule]]                                   # a model has it
+    [[rule]]
+    optional = true                            # a model may have it
+    [[rule]]
+    optional = "decoder"                       # of a part: a model has all of the part's tensors, or none
+    [[rule]]
+    optional = "experts of layer {i}"          # of a part of each layer: layers may differ, as dense ones and experts
+
+A rule that has a tensor for one layer has one for each layer, unless it is optional or of a part of each layer. No
+other check misses the tensors of the last layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from bridge.mapping.entries import PathPattern, Rule
+
+_SHOWN = 10
+
+
+def needed(rules: Sequence[Rule], convention: str) -> dict[str, set[int]]:
+    """The rules of a convention that are needed, by id, for each part of the model that needs them; "": any model."""
+    found: dict[str, set[int]] = {"": set()}
+    for rule in rules:
+        if rule.entries(convention) and not rule.is_second_name and (rule.part or not rule.optional):
+            found.setdefault(rule.part, set()).add(id(rule))
+    return found
+
+
+def complete(used: set[int], needs: Mapping[str, set[int]]) -> bool:
+    """Whether all rules that a model needs have tensors, and all of a part where one has some."""
+    return all(used >= rules or (part and not used & rules) for part, rules in needs.items())
+
+
+def idle(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -> list[Rule]:
+    """The rules that are needed and have no tensor. owners: the rule of each weight."""
+    used = {id(rule) for rule in owners.values()}
+    parts = {rule.part for rule in owners.values()} | {""}
+    due = set().union(*(ids for part, ids in needed(rules, convention).items() if part in parts))
+    return [rule for rule in rules if id(rule) in due - used]
+
+
+def uneven(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -> Iterator[str]:
+    """Find rules without a tensor for a number that other rules have. owners: the rule of each weight."""
+    by_id = {id(rule): rule for rule in rules}
+    # Numbers are grouped by the name before them, so that blocks and the experts of each layer are counted separately.
+    seen: dict[str, dict[int, set[int]]] = {}
+    parts: dict[tuple[str, str], set[int]] = {}
+    for weight, rule in owners.items():
+        for entry in rule.entries(convention):
+            values = entry.path.match(weight)
+            if values is None or (rule.optional and not rule.part):
+                continue
+            if rule.of_each:
+                parts.setdefault((rule.part, rule.part_at(values)), set()).add(id(rule))
+            for index, value in values.items():
+                if index not in rule.part:
+                    before = entry.path.text.partition(index)[0]
+                    place = PathPattern(before).format(values) + index if before else index
+                    seen.setdefault(place, {}).setdefault(id(rule), set()).add(value)
+    for place, numbers in seen.items():
+        everything = set().union(*numbers.values())
+        for key, present in numbers.items():
+            if missing := sorted(everything - present):
+                yield (
+                    f"rule {by_id[key]}: expected a tensor for each {place} that other rules have, found none for "
+                    f"{', '.join(map(str, missing[:_SHOWN]))}; if the model is like that, mark the rule optional"
+                )
+    due = needed(rules, convention)
+    lacking: dict[int, list[str]] = {}
+    for (part, at), have in parts.items():
+        for key in due[part] - have:
+            lacking.setdefault(key, []).append(at)
+    for key, places in lacking.items():
+        yield (
+            f"rule {by_id[key]}: expected a tensor wherever other rules of the part have some, found none for "
+            f"{', '.join(places[:_SHOWN])}"
+        )
