@@ -40,6 +40,9 @@ OF_ITS_OWN = "*.moe.expert_bias*"
 
 def model_0_2(family: str) -> tuple[nn.Module, Any, Any]:
     """A model, its sizes, and the class of its adapter, of torchtitan 0.2."""
+    histc = torch.histc
+    # torch counts whole numbers on GPUs only.
+    torch.histc = lambda values, *args, **sizes: histc(values.float(), *args, **sizes).long()
     from torchtitan.models.moe import MoEArgs
 
     experts = MoEArgs(num_experts=EXPERTS, top_k=CHOSEN, use_grouped_mm=False, num_shared_experts=0)
@@ -104,9 +107,7 @@ def model_0_3(family: str, *, fused: bool) -> tuple[nn.Module, Any, Any]:
     ends = {
         "vocab_size": VOCABULARY,
         "dim": WIDTH,
-        "tok_embeddings": Embedding.Config(
-            num_embeddings=VOCABULARY, embedding_dim=WIDTH, param_init=normal
-        ),
+        "tok_embeddings": Embedding.Config(num_embeddings=VOCABULARY, embedding_dim=WIDTH, param_init=normal),
         "norm": RMSNorm.Config(normalized_shape=WIDTH, param_init={"weight": nn.init.ones_}),
         "lm_head": Linear.Config(in_features=WIDTH, out_features=VOCABULARY, param_init=normal),
     }
