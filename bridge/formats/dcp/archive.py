@@ -19,7 +19,6 @@ import re
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeGuard
 
@@ -71,8 +70,7 @@ _TENSOR = Vocabulary(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """Uncompressed bytes [start, start + size) of a file; crc is their CRC-32, None if the writer computed none."""
 
     start: int
@@ -80,8 +78,7 @@ class Record:
     crc: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """How a chunk's elements lie in its record: element x is at `first + sum(x * strides)`, all in elements."""
 
     dtype: np.dtype
@@ -98,7 +95,7 @@ class StoredTensor:
             self.dtype,
             buffer=file,
             offset=self.record.start + self.first * size,
-            strides=tuple(s * size for s in self.strides),
+            strides=tuple([s * size for s in self.strides]),
         )
 
 

@@ -7,9 +7,9 @@ import mmap
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from operator import mul, sub
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -48,8 +48,7 @@ _MAX_KEPT: Final = 1 << 16
 """Archives whose parsed headers are kept in memory, some 500 bytes each; those of others are parsed at each read."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
+class _Stored(NamedTuple):
     """A chunk in a mapped file: its elements, the byte they begin at, and their checksum if there is one."""
 
     elements: np.ndarray
@@ -239,10 +238,7 @@ class DcpReader(ClosedAtEnd):
                 self._require_same(info, chunk, extent, stored, copy)
             self._verified.add(extent)
         source = stored.elements[common.slices(chunk)]
-        skipped = sum(
-            (o - c) * s
-            for o, c, s in zip(common.offsets, chunk.offsets, stored.elements.strides, strict=True)
-        )
+        skipped = sum(map(mul, map(sub, common.offsets, chunk.offsets), stored.elements.strides))
         return source, file, stored.start + skipped
 
     def _what(self, info: TensorInfo, chunk: Box, extent: Extent) -> str:

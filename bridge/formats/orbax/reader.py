@@ -18,6 +18,7 @@ import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import add, floordiv, le, mul, sub
 from pathlib import Path
 from types import MappingProxyType
 
@@ -156,8 +157,9 @@ class OrbaxReader(ClosedAtEnd):
     def lend(self, name: str, box: Box) -> Loan | None:
         """A block of one raw chunk where it is; see `CheckpointReader.lend`."""
         layout = self._layouts[name]
-        index = tuple(o // n for o, n in zip(box.offsets, layout.chunk, strict=True))
-        inside = all(s <= (i + 1) * n for s, i, n in zip(box.stops, index, layout.chunk, strict=True))
+        index = tuple(map(floordiv, box.offsets, layout.chunk))
+        first = tuple(map(mul, index, layout.chunk))
+        inside = all(map(le, box.stops, map(add, first, layout.chunk)))
         if not (box.numel and layout.raw and inside and layout.chunk_key(index) in self._values):
             return None
         with explain(f"{self._item}: tensor {name!r}: cannot read {box}"):
@@ -215,8 +217,8 @@ class OrbaxReader(ClosedAtEnd):
         file, place = self._values.open(layout.chunk_key(index))
         start = place.start + self._raw_start(name, layout.chunk_key(index), file, place)
         stored = np.ndarray(layout.chunk, layout.dtype, file, start)
-        low = tuple(o - i * n for o, i, n in zip(part.offsets, index, layout.chunk, strict=True))
-        first = sum(o * s for o, s in zip(low, stored.strides, strict=True))
+        low = tuple(map(sub, part.offsets, map(mul, index, layout.chunk)))
+        first = sum(map(mul, low, stored.strides))
         return stored[Box(low, part.sizes).slices()], file, start + first
 
     def _raw_start(self, name: str, key: str, file: mmap.mmap, place: Place) -> int:

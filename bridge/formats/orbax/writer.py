@@ -33,6 +33,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -114,7 +115,7 @@ class OrbaxPart(RecordedChunks):
         leaf, shape, dtype = as_path(path), tuple(shape), np.dtype(dtype)
         name = leaf_name(leaf)
         dtype_name(dtype)
-        if any(n < 0 for n in shape):
+        if min(shape, default=0) < 0:
             raise CheckpointError(f"tensor {name!r}: expected no negative dimension, got shape {shape}")
         if chunk_shape is None:
             chunk = _row_slab(shape, dtype.itemsize, _CHUNK)
@@ -341,6 +342,7 @@ def _manifest_part(item: Path, process: int) -> Path:
     return item / f"{MANIFEST_FILE}.process_{process}"
 
 
+@lru_cache(maxsize=4096)
 def _row_slab(shape: tuple[int, ...], itemsize: int, target: int) -> tuple[int, ...]:
     """A chunk shape of about `target` bytes or less: leading axes cut to one index, the next cut, the others whole."""
     for axis, size in enumerate(shape):

@@ -11,6 +11,7 @@ import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul, sub
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -151,10 +152,9 @@ class SafetensorsReader(ClosedAtEnd):
         file = self._files.get(piece.file, 0, 0)
         elements = piece.array.view(file)
         part = elements[common.slices(piece.box)]
-        start = piece.array.start + sum(
-            (o - p) * s for o, p, s in zip(common.offsets, piece.box.offsets, elements.strides, strict=True)
-        )
-        span = part.itemsize + sum((n - 1) * s for n, s in zip(part.shape, part.strides, strict=True))
+        skipped = map(sub, common.offsets, piece.box.offsets)
+        start = piece.array.start + sum(map(mul, skipped, elements.strides))
+        span = part.itemsize + sum([(n - 1) * s for n, s in zip(part.shape, part.strides, strict=True)])
         self._files.get(piece.file, start, start + span)
         return part, file, start
 
