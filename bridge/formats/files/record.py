@@ -173,8 +173,8 @@ class ChunkRecord:
         fits = array.shape == box.sizes if isinstance(array, np.ndarray) else size == box.numel
         if not fits or [part for part in parts if part.dtype != info.dtype]:
             raise CheckpointError(
-                f"{self._what(name)}: expected {info.dtype.name} of shape {box.sizes} for the chunk at {box.offsets}, got "
-                + " and ".join(f"{part.dtype.name} of shape {part.shape}" for part in parts)
+                f"{self._what(name)}: expected {info.dtype.name} of shape {box.sizes} for the chunk at {box.offsets}, "
+                "got " + " and ".join(f"{part.dtype.name} of shape {part.shape}" for part in parts)
             )
         if number is None:
             raise CheckpointError(
