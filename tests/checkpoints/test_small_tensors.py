@@ -18,11 +18,31 @@ from bridge.checkpoints.diff import diff
 from bridge.checkpoints.summary import inspect
 from bridge.checkpoints.verify import verify
 from bridge.formats import create_checkpoint, open_checkpoint
+from bridge.formats.base import dtype_from_name
 
 FORMATS = ("dcp", "orbax", "safetensors")
 FEW, MANY = 100, 300
 SHAPES = ((8, 16), (16, 8), (128,), (), (3, 5))
 DTYPES = ("float32", "bfloat16", "int64")
+
+# Some 15 % above what was counted on 2026-11-26, in Python 3.11; later versions count fewer.
+LIMITS = {
+    ("dcp", "orbax"): 450,
+    ("dcp", "safetensors"): 415,
+    ("orbax", "dcp"): 405,
+    ("orbax", "safetensors"): 340,
+    ("safetensors", "dcp"): 375,
+    ("safetensors", "orbax"): 345,
+    ("inspect", "dcp"): 155,
+    ("inspect", "orbax"): 85,
+    ("inspect", "safetensors"): 63,
+    ("verify", "dcp"): 290,
+    ("verify", "orbax"): 225,
+    ("verify", "safetensors"): 165,
+    ("diff", "dcp"): 495,
+    ("diff", "orbax"): 395,
+    ("diff", "safetensors"): 270,
+}
 
 
 def make(path: Path, tensors: int) -> Path:
@@ -30,18 +50,12 @@ def make(path: Path, tensors: int) -> Path:
     with create_checkpoint(path, "safetensors") as writer:
         names = []
         for k in range(tensors):
-            dtype = open_dtype(DTYPES[k % 3])
+            dtype = dtype_from_name(DTYPES[k % 3])
             names.append((writer.add_tensor((f"layers.{k}.w",), SHAPES[k % 5], dtype).name, dtype))
         for name, dtype in names:
             for box in writer.chunks(name):
                 writer.write(name, box, rng.integers(-99, 99, box.sizes).astype(dtype))
     return path
-
-
-def open_dtype(name: str) -> np.dtype:
-    from bridge.formats.base import dtype_from_name
-
-    return dtype_from_name(name)
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +100,7 @@ def test_a_tensor_more_is_few_calls_more(
 ) -> None:
     places = (tmp_path / str(k) for k in itertools.count())
     calls = per_tensor(lambda count: convert(sources[a, count], next(places), to=b, workers=1))
-    print(f"CALLS {a} {b} {calls:.0f}")
     assert calls < LIMITS[a, b]
-
-
-LIMITS = dict.fromkeys(itertools.permutations(FORMATS, 2), 1e9)
-OTHER_LIMITS = {"inspect": 1e9, "verify": 1e9, "diff": 1e9}
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -106,8 +115,7 @@ def test_reading_a_tensor_more_is_few_calls_more(
         return verify(path, workers=1) if work == "verify" else diff(path, path)
 
     calls = per_tensor(run)
-    print(f"CALLS {work} {format} {calls:.0f}")
-    assert calls < OTHER_LIMITS[work]
+    assert calls < LIMITS[work, format]
 
 
 @pytest.mark.parametrize(("a", "b"), list(itertools.product(FORMATS, FORMATS)))

@@ -248,7 +248,7 @@ def test_a_terminated_conversion_leaves_nothing(tmp_path: Path, dcp: Path) -> No
         "import os, signal, time\n"
         "from bridge.commands.main import main\n"
         "from bridge.formats.dcp.writer import DcpWriter\n"
-        "def write(*_):\n"
+        "def write(*_, **__):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(2)\n"
         "DcpWriter.write = write\n"

@@ -361,7 +361,7 @@ def test_a_page_of_zeros_is_found(tmp_path: Path) -> None:
 
 def test_each_chunk_is_verified_once(genuine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(module, "verify_record", lambda *args: calls.append(args))
+    monkeypatch.setattr(module, "verify_record", lambda *args, **_: calls.append(args))
     with DcpReader(genuine) as reader:
         for row in range(6):
             reader.read("model.w", Box((row, 0), (1, 4)))
