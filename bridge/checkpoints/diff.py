@@ -6,9 +6,10 @@ written.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from bridge.checkpoints.spread import Spread
 from bridge.checkpoints.ulp import Difference, Tolerance, compare, squared_distance, sum_of_squares
 from bridge.checkpoints.workers import large_buffers_returned, ordered
 from bridge.formats import items_there, open_checkpoint
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, is_whole
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, is_whole, name_of
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import Progress, group_boxes, split_box
 from bridge.formats.step_paths import Step, each_at_step
@@ -39,6 +40,9 @@ from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
 from bridge.mapping.sizes import with_config, with_stored_sizes
 from bridge.mapping.translation import make_plan
+
+_SMALL = 8 << 20
+"""Bytes of a tensor that one worker compares, while others compare its neighbours; a larger one is shared."""
 
 _NOTES = (PLACES, LEAVES)
 """Objects that conversions add, which are about the checkpoint."""
@@ -209,12 +213,17 @@ def diff(
             third = Noise.find(whole, wanted, reader_b.format, mapped)
         total, done = sum(infos[name].nbytes for name in comparable), 0
         tensors = []
-        for name in comparable:
-            pair = _Pair(reader_a, plan.tensors[name], reader_b, infos[name], tolerance, third)
-            tensors.append(pair.compare(workers))
-            done += infos[name].nbytes
+        for found in _compared(
+            (
+                _Pair(reader_a, plan.tensors[name], reader_b, infos[name], tolerance, third)
+                for name in comparable
+            ),
+            workers,
+        ):
+            tensors.append(found)
+            done += infos[found.name].nbytes
             if progress is not None:
-                progress(done, total, name)
+                progress(done, total, found.name)
         return DiffReport(
             place_of(a),
             place_of(b),
@@ -303,10 +312,10 @@ class _Pair:
         return TensorDiff(
             self.info.name,
             self.info.shape,
-            dtype.name,
+            name_of(dtype),
             difference,
-            self.planned.dtype.name,
-            self.info.dtype.name,
+            name_of(self.planned.dtype),
+            name_of(self.info.dtype),
             relative,
             not difference.beyond or (floating and not difference.nan and self._tolerated(relative, noise)),
             noise,
@@ -342,6 +351,16 @@ class _Pair:
 
     def _read_a(self, box: Box, dtype: np.dtype) -> np.ndarray:
         return as_dtype(self.planned.read(self.reader_a, box), dtype)
+
+
+def _compared(pairs: Iterable[_Pair], workers: int) -> Iterator[TensorDiff]:
+    """The differences, in order."""
+    for small, group in itertools.groupby(pairs, lambda pair: pair.info.nbytes <= _SMALL):
+        if small:
+            yield from ordered(lambda pair: pair.compare(1), group, workers)
+        else:
+            for pair in group:
+                yield pair.compare(workers)
 
 
 def _ratio(error: float, reference: float) -> float:

@@ -41,6 +41,8 @@ class Spread:
 
         The value is the upper edge of a bin, at most 16 % above the exact percentile. Keys: "50", "90", "99", "99.9".
         """
+        if not self._counts.any():
+            return {f"{percent:g}": 0.0 for percent in PERCENTILES}
         up_to = np.cumsum(self._counts) + (elements - int(self._counts.sum()))
         zeros = elements - int(self._counts.sum())
         found = {}
@@ -56,6 +58,8 @@ class Spread:
         "0" has the elements without a difference, "inf" the infinite ones, where there are any. Powers between the
         lowest and the highest that occur are listed, also with a count of 0.
         """
+        if not self._counts.any():
+            return {"0": elements} if elements else {}
         counts = {}
         if zeros := elements - int(self._counts.sum()):
             counts["0"] = zeros

@@ -113,6 +113,8 @@ class Difference:
 
     def shifted(self, offsets: tuple[int, ...]) -> Difference:
         """The same difference, its places counted from another corner."""
+        if self.at_ulp is None and self.at_abs is None:
+            return self
         return replace(
             self,
             at_ulp=self.at_ulp and self.at_ulp.shifted(offsets),

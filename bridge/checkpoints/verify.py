@@ -13,10 +13,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from bridge.checkpoints.finite import count_not_finite
 from bridge.checkpoints.manifest_problems import (
@@ -240,6 +241,10 @@ class _Found:
         self.infinite += other.infinite
 
 
+_Work: TypeAlias = Callable[[], tuple[int, _Found]]
+_BATCH_BYTES = 8 << 20
+
+
 class _Check:
     """The tensors of an open checkpoint, compared with its manifest, if any."""
 
@@ -265,14 +270,28 @@ class _Check:
     def run(self, workers: int, progress: Progress | None) -> list[_Found]:
         """Read everything."""
         total, done = sum(info.nbytes for info in self._reader.tensors.values()), 0
-        for size, found in ordered(lambda work: work(), self._work(), workers):
-            self._found[found.name].add(found)
-            done += size
-            if progress is not None:
-                progress(done, total, found.name)
+        for results in ordered(lambda batch: [work() for work in batch], self._batches(), workers):
+            for size, found in results:
+                self._found[found.name].add(found)
+                done += size
+                if progress is not None:
+                    progress(done, total, found.name)
         return list(self._found.values())
 
-    def _work(self) -> Iterator[partial[tuple[int, _Found]]]:
+    def _batches(self) -> Iterator[list[_Work]]:
+        """The work; handing a small tensor to another thread would take as long as to look at it."""
+        batch: list[_Work] = []
+        nbytes = 0
+        for size, work in self._work():
+            batch.append(work)
+            nbytes += size
+            if nbytes >= _BATCH_BYTES:
+                yield batch
+                batch, nbytes = [], 0
+        if batch:
+            yield batch
+
+    def _work(self) -> Iterator[tuple[int, _Work]]:
         closed = unreadable(self._reader)
         for name, info in self._reader.tensors.items():
             if name in closed:
@@ -281,10 +300,12 @@ class _Check:
                 chunks = self._listed[name].chunks
                 # Few large reads rather than many small ones; each chunk has a checksum of its own.
                 for joint, members in group_boxes(chunks, info.dtype.itemsize):
-                    yield partial(self._region, info, joint, {box: chunks[box] for box in members})
+                    size = joint.numel * info.dtype.itemsize
+                    yield size, partial(self._region, info, joint, {box: chunks[box] for box in members})
             else:
                 for joint, members in group_boxes(info.chunks, info.dtype.itemsize):
-                    yield partial(self._region, info, joint, dict.fromkeys(members))
+                    size = joint.numel * info.dtype.itemsize
+                    yield size, partial(self._region, info, joint, dict.fromkeys(members))
 
     def _region(self, info: TensorInfo, joint: Box, crcs: Mapping[Box, int | None]) -> tuple[int, _Found]:
         """Some chunks that fill a box together."""

@@ -12,7 +12,9 @@ from bridge.formats.crc32c import extend
 
 def raw_bytes(array: np.ndarray) -> np.ndarray:
     """The elements in row-major order as one uint8 array; a copy only if they do not lie so already."""
-    return np.ascontiguousarray(as_integers(array)).reshape(-1).view(np.uint8)
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(as_integers(array))
+    return array.reshape(-1).view(np.uint8)
 
 
 def as_integers(array: np.ndarray) -> np.ndarray:

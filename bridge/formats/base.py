@@ -41,7 +41,9 @@ TREE_PATH_KEYS = f"1 to {_MAX_DEPTH} keys, text or list positions from 0 to 2**6
 
 def is_tree_path(keys: Sequence[object]) -> bool:
     """Whether these can be a leaf's path in all formats: see `TREE_PATH_KEYS`."""
-    return 0 < len(keys) <= _MAX_DEPTH and all(
+    if not 0 < len(keys) <= _MAX_DEPTH:
+        return False
+    return set(map(type, keys)) == {str} or all(
         type(key) is str or (type(key) is int and 0 <= key < 1 << 63) for key in keys
     )
 
@@ -211,6 +213,8 @@ def grid_of_chunks(shape: Sequence[int], block: Sequence[int]) -> tuple[Box, ...
 
     CheckpointError for more than MAX_CHUNKS.
     """
+    if len(shape) == len(block) and all(map(le, shape, block)):
+        return () if 0 in shape else (Box.whole(shape),)
     count = math.prod(-(-n // b) for n, b in zip(shape, block, strict=True))
     if count == 0:
         return ()
@@ -242,7 +246,7 @@ class TensorInfo:
     chunks: tuple[Box, ...]
 
     def __post_init__(self) -> None:
-        if any(n < 0 for n in self.shape):
+        if min(self.shape, default=0) < 0:
             raise ValueError(f"tensor {self.name!r}: expected no negative dimension, got shape {self.shape}")
         for chunk in self.chunks:
             if not chunk.inside(self.shape):

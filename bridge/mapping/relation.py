@@ -114,7 +114,7 @@ class TensorView:
     blocks: tuple[Block, ...]
 
     def __post_init__(self) -> None:
-        found = sum(block.numel for block in self.blocks)
+        found = sum([block.numel for block in self.blocks])
         if found != math.prod(self.shape):
             raise ValueError(f"expected {math.prod(self.shape)} elements for shape {self.shape}, got {found}")
 

@@ -344,7 +344,7 @@ def test_two_at_once_do_not_share_a_working_directory(
         "import sys, time\n"
         "from bridge.checkpoints.convert import convert\n"
         "from bridge.formats.dcp.writer import DcpWriter\n"
-        "def write(*_):\n"
+        "def write(*_, **__):\n"
         "    print('writing', flush=True)\n"
         "    time.sleep(60)\n"
         "DcpWriter.write = write\n"

@@ -19,7 +19,6 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeGuard
 
@@ -74,8 +73,7 @@ _TENSOR = Vocabulary(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """Uncompressed bytes [start, start + size) of a file; crc is their CRC-32, None if the writer computed none."""
 
     start: int
@@ -83,8 +81,7 @@ class Record:
     crc: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """How a chunk's elements lie in its record: element x is at `first + sum(x * strides)`, all in elements."""
 
     dtype: np.dtype
@@ -101,7 +98,7 @@ class StoredTensor:
             self.dtype,
             buffer=file,
             offset=self.record.start + self.first * size,
-            strides=tuple(s * size for s in self.strides),
+            strides=tuple([s * size for s in self.strides]),
         )
 
 

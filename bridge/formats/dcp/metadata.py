@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -68,8 +68,7 @@ _VOCABULARY = Vocabulary(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """One archive: bytes [offset, offset + length) of a file in the checkpoint's directory."""
 
     file: str

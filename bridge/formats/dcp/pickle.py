@@ -32,7 +32,8 @@ class Name:
     dotted: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen, which would take three times as long to make: there are six for each tensor.
+@dataclass(slots=True, eq=False)
 class Call:
     """`name(*args)`, not called. state: what would have been given to its result."""
 

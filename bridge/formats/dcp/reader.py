@@ -7,10 +7,10 @@ import mmap
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from operator import mul, sub
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -56,8 +56,7 @@ _MAX_KEPT: Final = 1 << 16
 """Archives whose parsed headers are kept in memory, some 500 bytes each; those of others are parsed at each read."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
+class _Stored(NamedTuple):
     """A chunk in a mapped file: how its elements lie, the byte they begin at, and their checksum if there is one."""
 
     layout: StoredArray | StoredTensor
@@ -68,9 +67,8 @@ class _Stored:
         """The bytes of the file that hold the elements of a box inside of the chunk, and what is between them."""
         size = self.layout.dtype.itemsize
         steps = [step * size for step in self.layout.strides]
-        low = zip(box.offsets, chunk.offsets, steps, strict=True)
-        start = self.start + sum((o - c) * step for o, c, step in low)
-        last = sum((n - 1) * step for n, step in zip(box.sizes, steps, strict=True))
+        start = self.start + sum(map(mul, map(sub, box.offsets, chunk.offsets), steps))
+        last = sum([(n - 1) * step for n, step in zip(box.sizes, steps, strict=True)])
         return start, start + last + size
 
 

@@ -56,7 +56,7 @@ class ManifestTensor:
 
     def __post_init__(self) -> None:
         dtype_from_name(self.dtype)
-        if any(n < 0 for n in self.shape) or not all(box.inside(self.shape) for box in self.chunks):
+        if min(self.shape, default=0) < 0 or not all(box.inside(self.shape) for box in self.chunks):
             raise ValueError(f"expected chunks inside shape {self.shape}, got others")
 
 

@@ -114,6 +114,8 @@ class ChunkRecord:
     def stored(self, name: str, sink: Sink) -> frozenset[Box]:
         """Chunks of a tensor that an earlier attempt has noted, and whose elements are on disk as it noted them."""
         info, crcs = self.infos[name], self._crcs[name]
+        if not crcs:
+            return frozenset()
         for number in list(crcs):
             # Once: chunks that this attempt has written are in the list as well, and need no second look.
             if (name, number) in self._unchecked:
@@ -187,24 +189,28 @@ class ChunkRecord:
     def _claim(self, name: str, box: Box, array: Elements) -> tuple[int, list[np.ndarray]]:
         """The number of the chunk, which nobody else may write from here on, and its bytes, in parts."""
         info, number = self.infos[name], self._numbers[name].get(box)
-        what = f"{self.path}: tensor {name!r}"
         parts = [array] if isinstance(array, np.ndarray) else list(array)
-        size = sum(part.size for part in parts)
+        size = sum([part.size for part in parts])
         fits = array.shape == box.sizes if isinstance(array, np.ndarray) else size == box.numel
-        if not fits or any(part.dtype != info.dtype for part in parts):
+        if not fits or [part for part in parts if part.dtype != info.dtype]:
             raise CheckpointError(
-                f"{what}: expected {info.dtype.name} of shape {box.sizes} for the chunk at {box.offsets}, got "
-                + " and ".join(f"{part.dtype.name} of shape {part.shape}" for part in parts)
+                f"{self._what(name)}: expected {info.dtype.name} of shape {box.sizes} for the chunk at {box.offsets}, "
+                "got " + " and ".join(f"{part.dtype.name} of shape {part.shape}" for part in parts)
             )
         if number is None:
             raise CheckpointError(
-                f"{what}: expected every box to be one of its {len(info.chunks)} chunks, got {box}"
+                f"{self._what(name)}: expected every box to be one of its {len(info.chunks)} chunks, got {box}"
             )
         with self._lock:
             if number in self._crcs[name] or (name, number) in self._claimed:
-                raise CheckpointError(f"{what}: expected every box to be written once, got {box} again")
+                raise CheckpointError(
+                    f"{self._what(name)}: expected every box to be written once, got {box} again"
+                )
             self._claimed.add((name, number))
         return number, [raw_bytes(part) for part in parts]
+
+    def _what(self, name: str) -> str:
+        return f"{self.path}: tensor {name!r}"
 
     def sync(self) -> None:
         """Bring to disk what is written, then note it in the journal.

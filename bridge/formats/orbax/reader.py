@@ -12,13 +12,13 @@ Chunks with a CRC-32C are verified: raw ones here, when first touched, others by
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import add, floordiv, le, mul, sub
 from pathlib import Path
 from types import MappingProxyType
 
@@ -27,7 +27,7 @@ import numpy as np
 import tensorstore as ts
 
 from bridge.callers import warn_caller
-from bridge.formats.arrays import as_integers
+from bridge.formats.arrays import as_integers, strides_of
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
 from bridge.formats.crc32c import extend
 from bridge.formats.files.mapped import (
@@ -157,8 +157,9 @@ class OrbaxReader(ClosedAtEnd):
     def lend(self, name: str, box: Box) -> Loan | None:
         """A block of one raw chunk where it is; see `CheckpointReader.lend`."""
         layout = self._layouts[name]
-        index = tuple(o // n for o, n in zip(box.offsets, layout.chunk, strict=True))
-        inside = all(s <= (i + 1) * n for s, i, n in zip(box.stops, index, layout.chunk, strict=True))
+        index = tuple(map(floordiv, box.offsets, layout.chunk))
+        first = tuple(map(mul, index, layout.chunk))
+        inside = all(map(le, box.stops, map(add, first, layout.chunk)))
         if not (box.numel and layout.raw and inside and layout.chunk_key(index) in self._values):
             return None
         with explain(f"{self._item}: tensor {name!r}: cannot read {box}"):
@@ -218,11 +219,11 @@ class OrbaxReader(ClosedAtEnd):
         """`part` of the array, inside a raw chunk, where it is in the file, and its first byte there."""
         key = layout.chunk_key(index)
         start = self._values.place(key).start + self._raw_start(name, key)
-        steps = [math.prod(layout.chunk[a + 1 :]) * layout.dtype.itemsize for a in range(len(layout.chunk))]
-        low = tuple(o - i * n for o, i, n in zip(part.offsets, index, layout.chunk, strict=True))
-        first = start + sum(o * s for o, s in zip(low, steps, strict=True))
-        last = first + sum((n - 1) * s for n, s in zip(part.sizes, steps, strict=True))
-        file = self._values.open(key, first, last + layout.dtype.itemsize)
+        low = tuple(map(sub, part.offsets, map(mul, index, layout.chunk)))
+        strides = strides_of(layout.chunk, layout.dtype)
+        first = start + sum(map(mul, low, strides))
+        span = layout.dtype.itemsize + sum([(n - 1) * s for n, s in zip(part.sizes, strides, strict=True)])
+        file = self._values.open(key, first, first + span)
         stored = np.ndarray(layout.chunk, layout.dtype, file, start)
         return stored[Box(low, part.sizes).slices()], file, first
 

@@ -253,7 +253,8 @@ def _parse_path(entry: object, what: str) -> TreePath:
         raise CheckpointError(f"{what}: expected key_metadata to be a list of keys, got {keys!r:.80}")
     path: list[str | int] = []
     for key in keys:
-        text, kind = (_mapping(key, f"{what}: key_metadata").get(field) for field in ("key", "key_type"))
+        fields = _mapping(key, f"{what}: key_metadata")
+        text, kind = fields.get("key"), fields.get("key_type")
         if not isinstance(text, str) or kind not in (_SEQUENCE, _MAPPING):
             raise CheckpointError(f"{what}: expected a key with key_type 1 or 2, got {key!r:.80}")
         if kind == _SEQUENCE and not re.fullmatch("0|[1-9][0-9]{0,17}", text):

@@ -33,6 +33,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -389,6 +390,7 @@ def default_chunk(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
     return _row_slab(shape, dtype.itemsize, _CHUNK)
 
 
+@lru_cache(maxsize=4096)
 def _row_slab(shape: tuple[int, ...], itemsize: int, target: int) -> tuple[int, ...]:
     """A chunk shape of about `target` bytes or less: leading axes cut to one index, the next cut, the others whole."""
     for axis, size in enumerate(shape):

@@ -11,6 +11,7 @@ import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul, sub
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -145,11 +146,11 @@ class SafetensorsReader(ClosedAtEnd):
 
     def _part(self, piece: _Piece, common: Box) -> tuple[np.ndarray, mmap.mmap, int]:
         """Elements of a piece where they are in the file, and the first byte there."""
-        steps = [step * piece.array.dtype.itemsize for step in piece.array.strides]
-        low = zip(common.offsets, piece.box.offsets, steps, strict=True)
-        start = piece.array.start + sum((o - p) * step for o, p, step in low)
-        last = sum((n - 1) * step for n, step in zip(common.sizes, steps, strict=True))
-        file = self._files.get(piece.file, start, start + last + piece.array.dtype.itemsize)
+        itemsize = piece.array.dtype.itemsize
+        steps = [step * itemsize for step in piece.array.strides]
+        start = piece.array.start + sum(map(mul, map(sub, common.offsets, piece.box.offsets), steps))
+        span = itemsize + sum([(n - 1) * step for n, step in zip(common.sizes, steps, strict=True)])
+        file = self._files.get(piece.file, start, start + span)
         return piece.array.view(file)[common.slices(piece.box)], file, start
 
     def files(self) -> Sequence[Path]:

@@ -10,7 +10,6 @@ Names are those of DCP: {"model": {"a.weight": t}, "step": 3} has the tensor "mo
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import mmap
 import os
@@ -158,7 +157,7 @@ class TorchSaveReader(ClosedAtEnd):
         """Elements of a tensor where they are in the file, once their storage is verified, and the first byte there."""
         tensor, member = stored.tensor, stored.member
         begin = self._start(stored.file, member)
-        tensor = dataclasses.replace(tensor, record=dataclasses.replace(tensor.record, start=begin))
+        tensor = tensor._replace(record=tensor.record._replace(start=begin))
         if self._verify and (stored.file, member.name) not in self._verified:
             what = f"{self._fileset.directory / stored.file}: tensor {name!r:.200}"
             verify_record(partial(self._files.get, stored.file), tensor.record, what)

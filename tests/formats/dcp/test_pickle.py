@@ -7,6 +7,7 @@ import pickle
 import random
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from bridge.formats.dcp.pickle import (
     plain_from_pickle,
     read_pickle,
 )
-from bridge.formats.dcp.pickle_writer import write_pickle
+from bridge.formats.dcp.pickle_writer import Repeated, write_pickle
 from bridge.formats.plain import plain_value
 
 values = st.recursive(
@@ -258,3 +259,15 @@ def test_a_pickle_cannot_make_more_containers_than_its_length_allows(unit: bytes
 def test_a_pickle_may_be_full_of_small_containers() -> None:
     value = [[k, [], ()] for k in range(200_000)]
     assert read_pickle(pickle.dumps(value, 4), PLAIN_VALUES, "v") == value
+
+
+def test_repeated_descriptions_are_written_as_if_each_were_its_own() -> None:
+    def entries(kind: Callable[[object], object]) -> object:
+        size = kind(Call("torch.Size", ((3, 300),)))
+        tensor = kind(Instance("a.Tensor", {"size": size, "name": "w", "where": [size, size]}))
+        return {f"layers.{k}": (tensor, size, k) for k in range(300)}
+
+    for protocol in (2, 4):
+        assert write_pickle(entries(Repeated), protocol) == write_pickle(
+            entries(lambda value: value), protocol
+        )

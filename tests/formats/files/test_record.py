@@ -168,6 +168,7 @@ def test_a_chunk_whose_write_failed_is_neither_counted_nor_written_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(DataFile, "write_parts", full)
+        patch.setattr(record_module, "SMALL", 0)
         with pytest.raises(OSError, match="No space left") as caught:
             record.write("w", info.chunks[0], np.ones(4, np.float32), sink)
     assert record.failure is caught.value

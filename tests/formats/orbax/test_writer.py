@@ -26,6 +26,7 @@ from bridge.checkpoints.verify import verify
 from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
 from bridge.formats.base import Box
 from bridge.formats.coverage import check_coverage
+from bridge.formats.files import record
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.orbax.ocdbt import OcdbtWriter
 from bridge.formats.orbax.reader import OrbaxReader
@@ -325,6 +326,7 @@ def test_a_failed_write_cannot_be_committed(tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         patch.setattr(DataFile, "write_parts", full)
+        patch.setattr(record, "SMALL", 0)
         with pytest.raises(OSError, match="no space left"):
             writer.write(name, boxes[1], np.ones((2, 3), np.float32))
     with pytest.raises(CheckpointError, match="a write failed"):

@@ -1,0 +1,117 @@
+"""Archives that are alike are parsed once, and found exactly as each of them alone."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bridge.formats.base import CheckpointError
+from bridge.formats.dcp import archives as module
+from bridge.formats.dcp.archive import END, END64, END64_LOCATOR, StoredTensor, find_tensor
+from bridge.formats.dcp.archive_writer import tensor_archive
+from bridge.formats.dcp.archives import Archives
+
+
+def mapped(path: Path, data: bytes) -> mmap.mmap:
+    path.write_bytes(data)
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The offsets of archives that were parsed."""
+    found: list[int] = []
+    parse = module.records_and_places
+
+    def counted(file: mmap.mmap, offset: int, length: int, what: str) -> object:
+        found.append(offset)
+        return parse(file, offset, length, what)
+
+    monkeypatch.setattr(module, "records_and_places", counted)
+    return found
+
+
+def ours(array: np.ndarray, offset: int) -> bytes:
+    data = array.tobytes()
+    before, after = tensor_archive(array.dtype, array.shape, offset, zlib.crc32(data))
+    return before + data + after
+
+
+def outcome(archives: Archives | None, file: mmap.mmap, offset: int, length: int) -> StoredTensor | str:
+    try:
+        find = find_tensor if archives is None else archives.find
+        return find(file, offset, length, "w")
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_alike_archives_are_parsed_once_for_each_place_in_a_row_of_64(
+    tmp_path: Path, parsed: list[int]
+) -> None:
+    data, places = b"xyz", []
+    for k in range(500):
+        array = np.full((3, 5) if k % 2 else (5, 3), k, np.float32)
+        archive = ours(array, len(data))
+        places.append((len(data), len(archive), array))
+        data += archive
+    file, archives = mapped(tmp_path / "f", data), Archives()
+    for offset, length, array in places:
+        stored = archives.find(file, offset, length, "w")
+        assert stored == find_tensor(file, offset, length, "w")
+        assert np.array_equal(stored.view(file), array)
+    assert len(parsed) <= 2 * 64
+
+
+def test_archives_of_torch_are_parsed_once(tmp_path: Path, parsed: list[int]) -> None:
+    data, places = b"", []
+    for k in range(40):
+        buffer = io.BytesIO()
+        torch.save(torch.full((4, 4), float(k)), buffer)
+        places.append((len(data), len(buffer.getvalue())))
+        data += buffer.getvalue()
+    file, archives = mapped(tmp_path / "f", data), Archives()
+    for k, (offset, length) in enumerate(places):
+        assert (archives.find(file, offset, length, "w").view(file) == k).all()
+    assert len(parsed) <= len({offset % 64 for offset, _ in places})
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+def test_with_any_bit_flipped_the_outcome_is_that_of_a_parser_that_knows_no_other(
+    tmp_path: Path, bit: int
+) -> None:
+    good = ours(np.arange(15, dtype=np.float32).reshape(3, 5), 0)
+    good += bytes(-len(good) % 64)
+    length = len(ours(np.arange(15, dtype=np.float32).reshape(3, 5), 0))
+    copies = []
+    for position in range(length):
+        bad = bytearray(good)
+        bad[position] ^= 1 << bit
+        copies.append(bytes(bad))
+    file, archives = mapped(tmp_path / "f", good + b"".join(copies)), Archives()
+    archives.find(file, 0, length, "w")
+    for number in range(1, length + 1):
+        offset = number * len(good)
+        assert outcome(archives, file, offset, length) == outcome(None, file, offset, length), number
+
+
+def test_records_that_overlap_are_parsed_each_time(tmp_path: Path, parsed: list[int]) -> None:
+    """The elements hold the directory: in another archive of the same form they would say something else."""
+    archive = bytearray(ours(np.zeros(4096, np.uint8), 0))
+    size = END64.size + END64_LOCATOR.size + END.size
+    directory = struct.unpack_from("<Q", archive, len(archive) - size + 48)[0]
+    tail = bytes(archive[directory : len(archive) - size])
+    inside = archive.index(bytes(4096))
+    archive[inside : inside + len(tail)] = tail
+    struct.pack_into("<Q", archive, len(archive) - size + 48, inside)
+    file, archives = mapped(tmp_path / "f", bytes(archive)), Archives()
+    for _ in range(2):
+        archives.find(file, 0, len(archive), "w")
+    assert parsed == [0, 0]
