@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,6 +36,7 @@ from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath
 from bridge.formats.files.working import Attempt
 from bridge.formats.leaf_kinds import LEAVES
+from bridge.formats.pipeline import pipeline_companions, pipeline_parts, place_companions
 from bridge.formats.regions import Progress
 from bridge.formats.replaceable import require_replaceable
 from bridge.formats.step_paths import Step, at_step
@@ -251,7 +252,7 @@ def _convert(
             "items": ",".join(options.write_items),
             "twinshard": __version__,
         }
-        attempt = Attempt(require_replaceable if replace else None, key, resume)
+        attempt = Attempt(require_replaceable if replace else None, key, resume, _beside(source))
         with (
             large_buffers_returned(),
             naming(destination),
@@ -281,6 +282,14 @@ def _convert(
             options.verify,
             time.perf_counter() - started,
         )
+
+
+def _beside(source: Path | str) -> Callable[[Path, Path], None] | None:
+    """What puts the configurations of a pipeline's parts beside its weights; None for other sources."""
+    if not isinstance(source, Path) or not pipeline_parts(source):
+        return None
+    files = pipeline_companions(source)
+    return lambda working, _: place_companions(files, working)
 
 
 @contextmanager

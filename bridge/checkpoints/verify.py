@@ -40,7 +40,7 @@ from bridge.formats.files.manifest import (
     manifest_path,
     read_manifest,
 )
-from bridge.formats.orbax.items import items_of_one_state, named_items
+from bridge.formats.parts import parts_of
 from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
 from bridge.formats.step_paths import Step, at_step
 from bridge.formats.stores.mirror import Mirror
@@ -113,7 +113,7 @@ def verify(
     if not place.exists():
         raise FileNotFoundError(f"{place} does not exist: expected a checkpoint there")
     problems: list[Problem] = []
-    parts = named_items(place, items) if items else items_of_one_state(place)
+    parts = parts_of(place, items)
     if len(parts) > 1:
         reports = {
             name: verify(part, finite=finite, workers=workers, progress=progress)

@@ -30,9 +30,10 @@ from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.metadata import metadata_files
 from bridge.formats.files.mapped import Fetch
 from bridge.formats.files.working import Attempt
-from bridge.formats.joined import JoinedReader, require_one_tree
+from bridge.formats.joined import JoinedReader
 from bridge.formats.orbax.item import is_unfinished
-from bridge.formats.orbax.items import has_items, items_of_one_state, named_items
+from bridge.formats.parts import has_parts, parts_of
+from bridge.formats.pipeline import pipeline_parts
 from bridge.formats.read_only import directory_format, single_file_format
 from bridge.formats.safetensors.files import holds_safetensors
 from bridge.formats.step_paths import Step, at_step
@@ -94,6 +95,9 @@ def detect_format(path: str | os.PathLike[str], fetch: Fetch | None = None) -> s
     for pattern in ("", "*/", "*/*/"):
         if any(next(place.glob(pattern + name), None) for name in _ORBAX_FILES):
             return "orbax"
+    if parts := pipeline_parts(place):
+        formats = {detect_format(part, fetch) for part in parts.values()}
+        return formats.pop() if len(formats) == 1 else "safetensors"
     if holds_safetensors(place):
         return "safetensors"
     if (found := directory_format(place)) is not None:
@@ -114,9 +118,10 @@ def open_checkpoint(
     """Open the checkpoint at a local path or a URL, whatever its format.
 
     verify: compare chunks with the checksums that the format itself has (DCP, Orbax, zip files) when they are read.
-    items: of an Orbax step, the items to be read; several are read as one tree, each below its name. Without items the
-    only one is read, or all where their names say that they are one train state, such as params and opt_state. step: a
-    number, or "latest", where `path` is a directory of steps.
+    items: of an Orbax step, the items to be read, or of a pipeline of diffusers the folders; several are read as one
+    tree, each below its name. Without items a pipeline is read whole; of a step its only item, or all where their names
+    say that they are one train state, such as params and opt_state. step: a number, or "latest", where `path` is a
+    directory of steps.
 
     Errors as in `detect_format`, or CheckpointError; OSError when the store at the URL fails.
     """
@@ -132,7 +137,7 @@ def items_there(path: str | os.PathLike[str], items: Sequence[str]) -> Sequence[
     """`items`, for a path that has any; none for another. For a pair of checkpoints, of which one may have items."""
     if not items or is_url(path):
         return items
-    return items if has_items(Path(path)) else ()
+    return items if has_parts(Path(path)) else ()
 
 
 def _open(
@@ -140,10 +145,23 @@ def _open(
 ) -> CheckpointReader:
     # Imported here: reading one format must not need the other's dependencies (tensorstore).
     format = detect_format(path, fetch)
-    if items and format != "orbax":
+    if items and not has_parts(Path(path)):
         raise CheckpointError(
-            f"{path}: expected an Orbax checkpoint, which has items (--item), found {format}"
+            f"{path}: expected a checkpoint of several items (--item), found one of {format}"
         )
+    parts = parts_of(Path(path), items)
+    if len(parts) > 1:
+        opened: dict[str, CheckpointReader] = {}
+        try:
+            for name, place in parts.items():
+                opened[name] = _open(place, fetch, verify, ())
+            return JoinedReader(Path(path), format, opened)
+        except BaseException:
+            for reader in opened.values():
+                reader.close()
+            raise
+    if parts:
+        return _open(next(iter(parts.values())), fetch, verify, ())
     if format == "torch":
         from bridge.formats.torch_save.reader import TorchSaveReader
 
@@ -166,20 +184,6 @@ def _open(
         return SafetensorsReader(path, fetch=fetch)
     from bridge.formats.orbax.reader import OrbaxReader
 
-    require_one_tree(Path(path), list(items))
-    parts = named_items(Path(path), items) if items else items_of_one_state(Path(path))
-    if len(parts) > 1:
-        opened: dict[str, CheckpointReader] = {}
-        try:
-            for name, place in parts.items():
-                opened[name] = OrbaxReader(place, verify=verify, fetch=fetch)
-            return JoinedReader(Path(path), format, opened)
-        except BaseException:
-            for reader in opened.values():
-                reader.close()
-            raise
-    if parts:
-        (path,) = parts.values()
     return OrbaxReader(path, verify=verify, fetch=fetch)
 
 

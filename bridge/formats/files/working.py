@@ -20,12 +20,14 @@ class Attempt:
     replace: with one, an existing checkpoint is replaced at the commit; it is called with the checkpoint's path, and
     raises CheckpointError unless a checkpoint and nothing else is there (`bridge.formats.replaceable`). key: with one,
     progress is noted in a journal, and a later attempt with the same key can resume. resume: take over what such an
-    attempt has written, if there is any, and keep the working directory when this attempt fails.
+    attempt has written, if there is any, and keep the working directory when this attempt fails. accompany: called with
+    the complete working directory and the checkpoint's path just before the commit; it may write further files.
     """
 
     replace: Callable[[Path], None] | None = None
     key: Key = field(default_factory=dict)
     resume: bool = False
+    accompany: Callable[[Path, Path], None] | None = None
 
     def __post_init__(self) -> None:
         if self.resume and not self.key:
@@ -47,6 +49,8 @@ class WorkingDirectory(CommitOrAbort):
                 "8 digits at its end, choose another"
             )
         self._replace = attempt.replace
+        # One file has no place for others.
+        self._accompany = attempt.accompany if payload is None else None
         self._require_replaceable(target)
         journal = resume(target, attempt.key) if attempt.resume else None
         if journal is not None and payload is not None and not (journal.directory / payload).exists():
@@ -91,6 +95,8 @@ class WorkingDirectory(CommitOrAbort):
         try:
             # A second time: hours may have passed since the first.
             self._require_replaceable(self.path)
+            if self._accompany is not None:
+                self._accompany(self.temporary, self.path)
         except BaseException:
             self.abort()
             raise

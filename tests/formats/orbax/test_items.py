@@ -139,7 +139,7 @@ def test_what_is_no_item_is_named(run: Path, tmp_path: Path) -> None:
             convert(run / "2", tmp_path / "out", to="orbax", **options)
         assert list(tmp_path.iterdir()) == []
     convert(run / "2", tmp_path / "dcp")
-    with pytest.raises(CheckpointError, match="expected an Orbax checkpoint, which has items"):
+    with pytest.raises(CheckpointError, match="expected a checkpoint of several items"):
         convert(tmp_path / "dcp", tmp_path / "out", items=["params"])
     with pytest.raises(ValueError, match="expected format orbax, which has items"):
         convert(run / "2", tmp_path / "out", to="dcp", write_items=["params"])
