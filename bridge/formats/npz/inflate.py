@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.mapped import drop_pages
+from bridge.formats.files.mapped import BLOCK, drop_pages
 
 _RAW: Final = -15  # deflate without a header of its own
 _PIECE: Final = 1 << 20
@@ -92,6 +92,8 @@ class Inflated:
             data = inflater.unconsumed_tail
             if not data:
                 data = self._file[self._begin + taken : self._begin + min(taken + _INPUT, self._stored)]
+                if taken // BLOCK < (taken + len(data)) // BLOCK:
+                    drop_pages(self._file, self._begin + max(0, taken - BLOCK), self._begin + taken)
                 taken += len(data)
             try:
                 piece = inflater.decompress(data, _PIECE)
