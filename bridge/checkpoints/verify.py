@@ -35,13 +35,13 @@ from bridge.checkpoints.workers import default_workers, large_buffers_returned, 
 from bridge.formats import open_checkpoint
 from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, unreadable
+from bridge.formats.composite import parts_of
 from bridge.formats.files.manifest import (
     Manifest,
     ManifestTensor,
     manifest_path,
     read_manifest,
 )
-from bridge.formats.orbax.items import items_of_one_state, named_items
 from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
 from bridge.formats.step_paths import Step, at_step
 from bridge.formats.stores.hub import hub_hint
@@ -125,7 +125,7 @@ def _verify(
     started: float,
 ) -> VerifyReport:
     problems: list[Problem] = []
-    parts = named_items(place, items) if items else items_of_one_state(place)
+    parts = parts_of(place, items)
     if len(parts) > 1:
         reports = {
             name: _verify(part, finite, workers, progress, (), started) for name, part in parts.items()

@@ -26,13 +26,14 @@ from bridge.formats.base import (
     dtype_from_name,
     dtype_name,
 )
+from bridge.formats.composite import has_parts, parts_of
 from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.metadata import metadata_files
 from bridge.formats.files.working import Attempt
 from bridge.formats.garbage import collection_paused
-from bridge.formats.joined import JoinedReader, require_one_tree
+from bridge.formats.joined import JoinedReader
 from bridge.formats.orbax.item import is_unfinished
-from bridge.formats.orbax.items import has_items, items_of_one_state, named_items
+from bridge.formats.pipeline import pipeline_parts
 from bridge.formats.read_only import directory_format, single_file_format
 from bridge.formats.safetensors.files import holds_safetensors
 from bridge.formats.step_paths import Step, at_step
@@ -96,6 +97,9 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     for pattern in ("", "*/", "*/*/"):
         if any(next(place.glob(pattern + name), None) for name in _ORBAX_FILES):
             return "orbax"
+    if parts := pipeline_parts(place):
+        formats = {detect_format(part) for part in parts.values()}
+        return formats.pop() if len(formats) == 1 else "safetensors"
     if holds_safetensors(place):
         return "safetensors"
     if (found := directory_format(place)) is not None:
@@ -116,9 +120,10 @@ def open_checkpoint(
     """Open the checkpoint at a local path or a URL, whatever its format.
 
     verify: compare chunks with the checksums that the format itself has (DCP, Orbax, zip files) when they are read.
-    items: of an Orbax step, the items to be read; several are read as one tree, each below its name. Without items the
-    only one is read, or all where their names say that they are one train state, such as params and opt_state. step: a
-    number, or "latest", where `path` is a directory of steps.
+    items: of an Orbax step, the items to be read, or of a pipeline of diffusers the folders; several are read as one
+    tree, each below its name. Without items a pipeline is read whole; of a step its only item, or all where their names
+    say that they are one train state, such as params and opt_state. step: a number, or "latest", where `path` is a
+    directory of steps.
 
     Errors as in `detect_format`, or CheckpointError; OSError when the store at the URL fails.
     """
@@ -136,17 +141,30 @@ def items_there(path: str | os.PathLike[str], items: Sequence[str]) -> Sequence[
     """`items`, for a path that has any; none for another. For a pair of checkpoints, of which one may have items."""
     if not items or is_url(path):
         return items
-    return items if has_items(Path(path)) else ()
+    return items if has_parts(Path(path)) else ()
 
 
 @collection_paused()
 def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
     # Imported here: reading one format must not need the other's dependencies (tensorstore).
     format = detect_format(path)
-    if items and format != "orbax":
+    if items and not has_parts(path):
         raise CheckpointError(
-            f"{path}: expected an Orbax checkpoint, which has items (--item), found {format}"
+            f"{path}: expected a checkpoint of several items (--item), found one of {format}"
         )
+    parts = parts_of(path, items)
+    if len(parts) > 1:
+        opened: dict[str, CheckpointReader] = {}
+        try:
+            for name, place in parts.items():
+                opened[name] = _open(place, verify, ())
+            return JoinedReader(path, format, opened)
+        except BaseException:
+            for reader in opened.values():
+                reader.close()
+            raise
+    if parts:
+        return _open(next(iter(parts.values())), verify, ())
     if format == "torch":
         from bridge.formats.torch_save.reader import TorchSaveReader
 
@@ -169,20 +187,6 @@ def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
         return SafetensorsReader(path)
     from bridge.formats.orbax.reader import OrbaxReader
 
-    require_one_tree(path, list(items))
-    parts = named_items(path, items) if items else items_of_one_state(path)
-    if len(parts) > 1:
-        opened: dict[str, CheckpointReader] = {}
-        try:
-            for name, place in parts.items():
-                opened[name] = OrbaxReader(place, verify=verify)
-            return JoinedReader(path, format, opened)
-        except BaseException:
-            for reader in opened.values():
-                reader.close()
-            raise
-    if parts:
-        (path,) = parts.values()
     return OrbaxReader(path, verify=verify)
 
 

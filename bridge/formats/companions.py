@@ -17,6 +17,7 @@ from typing import Final
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.mapped import MAX_SMALL_FILE, regular_file, small_file
+from bridge.formats.pipeline import pipeline_companions, pipeline_parts
 from bridge.formats.stores.folder import UploadPath
 
 CONFIG_FILE: Final = "config.json"
@@ -61,6 +62,8 @@ class Companions:
         directory = path if path.is_dir() else path.parent
         if directory != path and not (directory / CONFIG_FILE).is_file():
             return Companions()
+        if pipeline_parts(directory):
+            return Companions(pipeline_companions(directory))
         files: dict[str, Path] = {}
         refused: dict[str, str] = {}
         for name in sorted(child.name for child in directory.iterdir() if is_companion(child.name)):
@@ -81,11 +84,12 @@ class Companions:
         if isinstance(working, UploadPath):
             # A checkpoint in a store replaces nothing.
             for name, file in self.files.items():
-                (working / name).write_bytes(small_file(file.parent, name, name))
+                (working / name).write_bytes(small_file(file.parent, file.name, name))
             return
         old = Companions.beside(target).files if target.is_dir() else {}
         for name, file in {**old, **self.files}.items():
-            data = small_file(file.parent, name, name)
+            data = small_file(file.parent, file.name, name)
+            (working / name).parent.mkdir(exist_ok=True)
             # A link of this name, from an attempt that was killed, would lead elsewhere.
             (working / name).unlink(missing_ok=True)
             with open(working / name, "xb") as copy:

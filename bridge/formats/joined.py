@@ -12,7 +12,16 @@ from types import MappingProxyType
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo, TreePath, unreadable
+from bridge.formats.base import (
+    Box,
+    CheckpointError,
+    CheckpointReader,
+    Loan,
+    TensorInfo,
+    TreePath,
+    separator_of,
+    unreadable,
+)
 from bridge.formats.leaf_kinds import kinds_of
 from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
 
@@ -20,12 +29,13 @@ from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
 class JoinedReader(ClosedAtEnd):
     """The checkpoints of one directory, by the key that each is below; see `CheckpointReader`. Closing it closes them.
 
-    Names are those of Orbax, joined by "/".
+    Names are keys and names of parts, joined as in the format.
     """
 
     def __init__(self, path: Path | str, format: str, parts: Mapping[str, CheckpointReader]) -> None:
         self.path, self.format = path, format
         self.parts = parts
+        separator = separator_of(format)
         places: dict[str, tuple[CheckpointReader, str]] = {}
         tensors: dict[str, TensorInfo] = {}
         object_paths: dict[str, TreePath] = {}
@@ -33,14 +43,14 @@ class JoinedReader(ClosedAtEnd):
         closed: dict[str, str] = {}
         for key, part in parts.items():
             for name, info in part.tensors.items():
-                joined = f"{key}/{name}"
+                joined = f"{key}{separator}{name}"
                 places[joined] = part, name
                 tensors[joined] = TensorInfo(joined, (key, *info.path), info.shape, info.dtype, info.chunks)
             for name, below in part.object_paths.items():
-                places[f"{key}/{name}"] = part, name
-                object_paths[f"{key}/{name}"] = (key, *below)
-            kinds |= {f"{key}/{name}": kind for name, kind in kinds_of(part).items()}
-            closed |= {f"{key}/{name}": why for name, why in unreadable(part).items()}
+                places[f"{key}{separator}{name}"] = part, name
+                object_paths[f"{key}{separator}{name}"] = (key, *below)
+            kinds |= {f"{key}{separator}{name}": kind for name, kind in kinds_of(part).items()}
+            closed |= {f"{key}{separator}{name}": why for name, why in unreadable(part).items()}
         self._places = places
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
         self.object_paths: Mapping[str, TreePath] = MappingProxyType(object_paths)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import flax.serialization
 import jax
 import ml_dtypes
 import numpy as np
@@ -62,6 +63,17 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # With it nearly every change is refused before the note of leaves is read.
         (where / f"leaves-{format}" / MANIFEST_FILE).unlink()
     save_file({"w": arrays["w"], "deep.b": np.arange(7.0)}, where / "stock.safetensors", {"format": "pt"})
+    moments = {
+        "state": {0: {"exp_avg": state["w"], "step": torch.tensor(3.0)}},
+        "param_groups": [{"params": [0]}],
+    }
+    torch.save({"model": state, "optimizer": moments, "rng": np.arange(5)}, where / "stock.pt")
+    np.savez(where / "stock.npz", w=arrays["w"], **{"deep/n": np.arange(7.0)})
+    np.savez_compressed(
+        where / "deflated.npz", w=arrays["w"], n=np.zeros((0, 2)), f=np.asfortranarray(np.eye(5))
+    )
+    tree = {"params": arrays, "step": 3, "none": None, "list": ["a", 2.5]}
+    (where / "stock.msgpack").write_bytes(flax.serialization.msgpack_serialize(tree))
     for format in ("dcp", "orbax", "safetensors"):
         convert(where / "stock-dcp", where / f"ours-{format}", to=format)
     return folder

@@ -33,6 +33,19 @@ _BLOBS = "blobs"
 
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
+_STORED = re.compile(
+    r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$"
+    r"|/\.dvc/cache/[0-9a-f]{2}/[0-9a-f]{30}$"
+    r"|/annex/objects/[0-9A-Za-z]{2,3}/[0-9A-Za-z]{2,3}/(?P<key>[A-Z0-9_]+-s\d+-[^/]+)/(?P=key)$"
+)
+"""Where DVC and git-annex, and so DataLad, keep the files that a working tree links to. The Hub's cache has them in
+`blobs`, beside the links in `snapshots/<revision>`."""
+
+
+def is_kept_by_content(target: Path) -> bool:
+    """Whether this is the place of a file in a store that names files after their content; see `_STORED`."""
+    return _STORED.search(str(target)) is not None
+
 
 def is_plain_name(name: object) -> bool:
     """Whether this names a file of a directory: anything else could lead out of it."""
@@ -48,15 +61,21 @@ def regular_file(directory: Path, name: str, what: str, *, links: bool = False) 
     """A file of a checkpoint's directory and its size in bytes.
 
     CheckpointError, beginning with `what`, when it is missing, is no regular file, or is a link out of the directory.
-    Allowed are all `links`, if so asked, and those in the cache of the Hugging Face Hub, where `snapshots/<revision>`
-    holds links into `blobs`.
+    Allowed are all `links`, if so asked, and those into stores whose files are named after their content (`_STORED`):
+    no other file of the system has such a name.
     """
     file = directory / name
     try:
         home, target = directory.resolve(strict=True), file.resolve(strict=True)
         status = target.stat()
     except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{what} is stored in {file}, which cannot be read: {error}") from error
+        absent = file.is_symlink() and isinstance(error, FileNotFoundError)
+        why = (
+            "a link to what is not here: fetch it (dvc pull, git annex get)"
+            if absent
+            else "which cannot be read"
+        )
+        raise CheckpointError(f"{what} is stored in {file}, {why}: {error}") from error
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{what} is stored in {file}, which is not a regular file")
     blobs = home.parent.parent / _BLOBS
@@ -64,6 +83,7 @@ def regular_file(directory: Path, name: str, what: str, *, links: bool = False) 
         not links
         and target.parent != home
         and not (home.parent.name == _SNAPSHOTS and target.parent == blobs)
+        and not is_kept_by_content(target)
     ):
         raise CheckpointError(
             f"{what} is stored in {file}, a link to {target}: expected a file in the checkpoint's directory"

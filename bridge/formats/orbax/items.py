@@ -28,6 +28,7 @@ _BESIDE: Final = frozenset(
             "rngs",
             "ema",
             "ema_params",
+            "twinshard",
         ),
         *(
             "step",

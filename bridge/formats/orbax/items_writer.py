@@ -34,7 +34,7 @@ from bridge.formats.files.manifest import (
 )
 from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
 from bridge.formats.files.working import Attempt, WorkingDirectory
-from bridge.formats.leaf_kinds import implied_kinds, key_implementation
+from bridge.formats.leaf_kinds import LEAVES, implied_kinds, key_implementation
 from bridge.formats.orbax.arrays import ArrayLayout, explain
 from bridge.formats.orbax.chunks import ChunkStore
 from bridge.formats.orbax.item import COMMIT_FILE
@@ -109,11 +109,7 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
         self._ended = False
         try:
             self._record = ChunkRecord(self.path, self._directory.journal)
-            root = self._directory.temporary
-            self._items = {
-                name: _Item(root / name, ChunkStore(root / name, self._record.open, complete=True))
-                for name in items
-            }
+            self._items = {name: self._new_item(name) for name in items}
             self._sink = _Stores(self._items)
         except BaseException:
             self._directory.abort()
@@ -215,8 +211,16 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
             self._record.close()
         self._directory.abort()
 
+    def _new_item(self, name: str) -> _Item:
+        directory = self._directory.temporary / name
+        return _Item(directory, ChunkStore(directory, self._record.open, complete=True))
+
     def _item_of(self, leaf: TreePath) -> _Item:
-        item = self._items.get(str(leaf[0]))
+        name = str(leaf[0])
+        if name == LEAVES[0] and name not in self._items:
+            # What a conversion notes of its own: nobody can be asked to name it.
+            self._items[name] = self._new_item(name)
+        item = self._items.get(name)
         if item is None or len(leaf) < 2:
             raise CheckpointError(
                 f"{self.path}: {leaf_name(leaf)!r}: expected leaves below {', '.join(self._items)} (--write-item), got "

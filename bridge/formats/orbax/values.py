@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import tensorstore as ts
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.mapped import MappedFiles
+from bridge.formats.files.mapped import MappedFiles, is_kept_by_content
 from bridge.formats.orbax.ocdbt import MANIFEST, NodeBudget
 from bridge.formats.stores.listing import StorePath
 
@@ -189,7 +189,7 @@ def _size_of(item: Path, home: Path, file: str, key: str) -> int:
         size = target.stat().st_size
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{key!r} is stored in {path}, which cannot be read: {error}") from error
-    if not target.is_file() or not target.is_relative_to(home):
+    if not target.is_file() or not (target.is_relative_to(home) or is_kept_by_content(target)):
         raise CheckpointError(
             f"{key!r} is stored in {path}: expected a regular file of the checkpoint, got a link to {target}"
         )

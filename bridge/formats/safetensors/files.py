@@ -24,6 +24,10 @@ SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
+_USUAL_FILES: Final = (SINGLE_FILE, f"diffusion_pytorch_{SINGLE_FILE}")
+_USUAL_INDEXES: Final = (INDEX_FILE, f"diffusion_pytorch_{INDEX_FILE}")
+"""Beside them there may be variants, such as diffusion_pytorch_model.fp16.safetensors."""
+
 _RANK_FILE: Final = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
@@ -59,10 +63,14 @@ def find_files(path: Path) -> FileSet:
     names = sorted(child.name for child in path.iterdir())
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     files = [name for name in names if name.endswith(SUFFIX)]
-    if INDEX_FILE in indexes or len(indexes) == 1:
-        return _indexed(path / (INDEX_FILE if INDEX_FILE in indexes else indexes[0]))
-    if not indexes and (SINGLE_FILE in files or len(files) == 1):
-        return FileSet(path, (SINGLE_FILE if SINGLE_FILE in files else files[0],))
+    index = next(
+        (name for name in _USUAL_INDEXES if name in indexes), indexes[0] if len(indexes) == 1 else None
+    )
+    if index is not None:
+        return _indexed(path / index)
+    single = next((name for name in _USUAL_FILES if name in files), files[0] if len(files) == 1 else None)
+    if not indexes and single is not None:
+        return FileSet(path, (single,))
     if not indexes and files and all(_RANK_FILE.fullmatch(name) for name in files):
         return FileSet(path, tuple(files))
     found = indexes or files

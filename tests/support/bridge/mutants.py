@@ -9,6 +9,7 @@ be converted, or be refused by an error of ours; then a summary.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -19,6 +20,8 @@ import signal
 import struct
 import sys
 import traceback
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -145,6 +148,30 @@ def edit_json(data: bytes, rng: random.Random) -> bytes:
     return head + edited + rest
 
 
+def edit_member(data: bytes, rng: random.Random) -> bytes:
+    """A member of a zip file changed, with the right checksum; another file flipped."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as old:
+            members = [(entry.filename, entry.compress_type, old.read(entry)) for entry in old.infolist()]
+    except (zipfile.BadZipFile, zlib.error, ValueError, OSError, NotImplementedError, EOFError):
+        return flip(data, rng)
+    # Most of what can go wrong is in the pickle of torch.save, and in the headers of NumPy.
+    chosen = (
+        [k for k, member in enumerate(members) if member[0].endswith("data.pkl")]
+        if rng.random() < 0.7
+        else []
+    )
+    number = rng.choice(chosen or range(len(members)))
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as new:
+        for k, (name, method, content) in enumerate(members):
+            if k == number and content:
+                content = rng.choice((flip, flip, overwrite, truncate, extend))(content, rng)
+            if k != number or rng.random() > 0.05:
+                new.writestr(name, content, method)
+    return out.getvalue()
+
+
 BYTES: Sequence[Callable[[bytes, random.Random], bytes]] = (
     flip,
     flip,
@@ -152,6 +179,7 @@ BYTES: Sequence[Callable[[bytes, random.Random], bytes]] = (
     truncate,
     extend,
     edit_json,
+    edit_member,
 )
 
 

@@ -1,0 +1,144 @@
+"""A training that torch.save kept goes on in JAX and, by way of JAX's checkpoint, in torch again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.diff import diff
+from bridge.formats import open_checkpoint
+from bridge.mapping import parse_mapping
+from bridge.mapping.numbered_states import with_named_states
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
+)
+RULES = """
+[convention.torch]
+[convention.flax]
+[[rule]]
+torch = "{i}.weight : o i"
+flax = "layers_{i}/kernel : i o"
+[[rule]]
+torch = "{i}.bias : o"
+flax = "layers_{i}/bias : o"
+"""
+RATE, DECAY = 0.1, 0.01
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    loss = (net(torch.linspace(-1, 1, 12).reshape(3, 4)) ** 2).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def trained(named: bool) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    net = model()
+    weights = net.named_parameters() if named else net.parameters()
+    optimizer = torch.optim.AdamW(weights, RATE, weight_decay=DECAY)
+    step(net, optimizer)
+    step(net, optimizer)
+    return net, optimizer
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (("model", "optimizer"), False),
+        pytest.param(("model_state_dict", "optimizer_state_dict"), True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_training_goes_on_in_jax_and_in_torch_again(
+    tmp_path: Path, keys: tuple[str, str], named: bool
+) -> None:
+    net, optimizer = trained(named)
+    saved = {keys[0]: net.state_dict(), keys[1]: optimizer.state_dict(), "epoch": 3}
+    torch.save(saved, tmp_path / "a.pt")
+    losses = [step(net, optimizer), step(net, optimizer)]
+    rules = parse_mapping(RULES, "test")
+    convert(tmp_path / "a.pt", tmp_path / "jax", mapping=rules, into="flax")
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.restore(tmp_path / "jax")
+    params = jax.tree.map(jnp.asarray, tree["params"])
+
+    def loss(params: Any) -> jax.Array:
+        x = jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(3, 4)
+        for k in (0, 2, 4):
+            x = x @ params[f"layers_{k}"]["kernel"] + params[f"layers_{k}"]["bias"]
+            x = jnp.tanh(x) if k < 4 else x
+        return jnp.sum(x**2)
+
+    optax_step = optax.adamw(RATE, weight_decay=DECAY)
+    kept = tree["opt_state"]
+    adam = optax.ScaleByAdamState(
+        jnp.asarray(kept["count"]), *(jax.tree.map(jnp.asarray, kept[k]) for k in ("mu", "nu"))
+    )
+    state = (adam, *optax_step.init(params)[1:])
+    found = []
+    for _ in losses:
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, state = optax_step.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        found.append(float(value))
+    assert np.allclose(found, losses, rtol=1e-5)
+    assert diff(tmp_path / "a.pt", tmp_path / "jax", mapping=rules, into="flax").max_ulp == 0
+    assert diff(tmp_path / "jax", tmp_path / "a.pt", mapping=rules, into="torch").max_ulp == 0
+
+    convert(tmp_path / "jax", tmp_path / "dcp", to="dcp", mapping=rules, into="torch")
+    again = model()
+    fresh = torch.optim.AdamW(again.parameters(), RATE, weight_decay=DECAY)
+    step(again, fresh)
+    weights, states = get_state_dict(again, fresh)
+    content = {keys[0]: weights, keys[1]: {"state": states["state"]}}
+    dcp.load(content, checkpoint_id=tmp_path / "dcp")
+    set_state_dict(again, fresh, model_state_dict=weights, optim_state_dict=states)
+    assert [step(again, fresh), step(again, fresh)] == losses
+
+
+def states_of(path: Path) -> set[str]:
+    with open_checkpoint(path) as reader:
+        named = with_named_states(reader)
+        assert {named.read(name).tobytes() for name in named.tensors} == {
+            reader.read(name).tobytes() for name in reader.tensors
+        }
+        return {name.rpartition(".")[0] for name in named.tensors if name.startswith("optimizer.state.")}
+
+
+def test_numbers_become_names_only_where_there_is_one_way(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3, bias=False))
+    names = ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]
+
+    def saved(optimizer: torch.optim.Optimizer) -> set[str]:
+        for weight in net.parameters():
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+        return {name.removeprefix("optimizer.state.") for name in states_of(tmp_path / "a.pt")}
+
+    assert saved(torch.optim.AdamW(net.parameters())) == set(names)
+    matrices = [weight for weight in net.parameters() if weight.ndim > 1]
+    vectors = [weight for weight in net.parameters() if weight.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    assert saved(torch.optim.AdamW(groups)) == set(names)
+    # One of three vectors of a shape: which one is not told.
+    assert saved(torch.optim.AdamW(vectors[1:2])) == {"0"}
+    assert saved(torch.optim.AdamW([("1.weight", vectors[1])])) == {"1.weight"}
