@@ -27,7 +27,8 @@ class PartEstimate:
 
     bytes: written; read_bytes: of the source, about. rearranged_bytes: those of the written ones that do not lie so in
     the source. memory: above the interpreter with its imports. cpu_seconds, transfer_seconds: how long cores and
-    storage are busy. limit: which of the two is busier, "cores" or "storage"; "nothing to do" for an empty part.
+    storage are busy; seconds: the larger of the two. rate: bytes a second to and from storage. limit: which of the two
+    is busier, "cores" or "storage"; "nothing to do" for an empty part.
     """
 
     part: int
@@ -38,21 +39,9 @@ class PartEstimate:
     memory: int
     cpu_seconds: float
     transfer_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        return max(self.cpu_seconds, self.transfer_seconds)
-
-    @property
-    def rate(self) -> float:
-        """Bytes a second to and from storage, both together."""
-        return (self.bytes + self.read_bytes) / self.seconds if self.seconds else 0.0
-
-    @property
-    def limit(self) -> str:
-        if not self.bytes:
-            return "nothing to do"
-        return "cores" if self.cpu_seconds > self.transfer_seconds else "storage"
+    seconds: float
+    rate: float
+    limit: str
 
 
 def estimate_parts(
@@ -81,6 +70,8 @@ def _estimate(
         if output.is_cast or not output.planned.unchanged:
             rearranged += piece.bytes
     cpu = CPU_SECONDS_PER_GB * (written - rearranged) + REARRANGED_CPU_SECONDS_PER_GB * rearranged
+    cpu, transfer = cpu / 1e9 / workers, max(read, written) / 1e9 / bandwidth
+    seconds = max(cpu, transfer)
     return PartEstimate(
         number,
         len(pieces),
@@ -88,6 +79,9 @@ def _estimate(
         read,
         rearranged,
         workers * (REGION_BYTES + READ_BYTES),
-        cpu / 1e9 / workers,
-        max(read, written) / 1e9 / bandwidth,
+        cpu,
+        transfer,
+        seconds,
+        (read + written) / seconds if seconds else 0.0,
+        ("cores" if cpu > transfer else "storage") if written else "nothing to do",
     )
