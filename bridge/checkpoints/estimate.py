@@ -26,7 +26,8 @@ class PartEstimate:
     """One part on one machine.
 
     bytes: written; read_bytes: of the source, about. rearranged_bytes: those of the written ones that do not lie so in
-    the source. memory: above the interpreter with its imports. cpu_seconds, transfer_seconds: how long cores and
+    the source. memory: above the interpreter with its imports. cache: what the system's page cache should hold beside it,
+    so that a tensor that is read across its rows comes from storage once. cpu_seconds, transfer_seconds: how long cores and
     storage are busy; seconds: the larger of the two. rate: bytes a second to and from storage. limit: which of the two
     is busier, "cores" or "storage"; "nothing to do" for an empty part.
     """
@@ -37,6 +38,7 @@ class PartEstimate:
     read_bytes: int
     rearranged_bytes: int
     memory: int
+    cache: int
     cpu_seconds: float
     transfer_seconds: float
     seconds: float
@@ -62,13 +64,14 @@ def _estimate(
     number: int, pieces: Sequence[Piece], outputs: Mapping[str, Output], workers: int, bandwidth: float
 ) -> PartEstimate:
     written = sum(piece.bytes for piece in pieces)
-    read = rearranged = 0
+    read = rearranged = cache = 0
     for piece in pieces:
         output = outputs[piece.tensor]
         if output.sources:
             read += piece.bytes * output.planned.dtype.itemsize // output.dtype.itemsize
         if output.is_cast or not output.planned.unchanged:
             rearranged += piece.bytes
+            cache = max(cache, output.planned.nbytes)
     cpu = CPU_SECONDS_PER_GB * (written - rearranged) + REARRANGED_CPU_SECONDS_PER_GB * rearranged
     cpu, transfer = cpu / 1e9 / workers, max(read, written) / 1e9 / bandwidth
     seconds = max(cpu, transfer)
@@ -79,6 +82,7 @@ def _estimate(
         read,
         rearranged,
         workers * (REGION_BYTES + READ_BYTES),
+        cache,
         cpu,
         transfer,
         seconds,

@@ -169,6 +169,7 @@ def _print_parts(out: Console, parts: Sequence[PartEstimate], chosen: int) -> No
         "reads",
         "rearranged",
         "memory",
+        "cache",
         "rate",
         "cores s",
         "storage s",

@@ -160,7 +160,7 @@ def main() -> None:
         make(source, matrices)
         print(
             f"\n{matrices} matrices of {ROWS} x {COLUMNS} fp32, transposed, DCP to Orbax\n\n"
-            "| spare cores before | 1 worker: wall s | user | system | 2 workers: wall s | user | system | ratio of walls |\n"
+            "| idle cores before | 1 worker: wall s | user | system | 2 workers: wall s | user | system | ratio |\n"
             "|---:|---:|---:|---:|---:|---:|---:|---:|"
         )
         best = 0.0

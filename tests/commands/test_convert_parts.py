@@ -161,6 +161,7 @@ def test_5_tb_on_16_machines_on_paper(tmp_path: Path) -> None:
         assert part["bytes"] - part["rearranged_bytes"] < 100e6
         assert part["read_bytes"] == part["bytes"]
         assert part["memory"] == 8 * (64 << 20)
+        assert part["cache"] == 57344 * 53248 * 4
         assert part["cpu_seconds"] == pytest.approx(
             part["bytes"] / 1e9 * REARRANGED_CPU_SECONDS_PER_GB / 8, rel=1e-3
         )
@@ -175,7 +176,7 @@ def test_5_tb_on_16_machines_on_paper(tmp_path: Path) -> None:
     assert fast["limit"] == "cores"
     plain = ("--to", "dcp", "--dry-run", "--part", "3/16", "--workers", "8")
     plainly = json.loads(twinshard("convert", tmp_path / "a", "b", *plain, "--json").stdout)["part"]
-    assert plainly["rearranged_bytes"] == 0
+    assert (plainly["rearranged_bytes"], plainly["cache"]) == (0, 0)
     assert plainly["cpu_seconds"] == pytest.approx(plainly["bytes"] / 1e9 * CPU_SECONDS_PER_GB / 8)
     shown = twinshard("convert", tmp_path / "a", "b", *plain).output
     assert (
