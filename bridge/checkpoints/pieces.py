@@ -15,7 +15,7 @@ from functools import cached_property
 
 from bridge.checkpoints.casts import Output
 from bridge.formats.base import CheckpointError
-from bridge.formats.parts import chunk_count, divisible
+from bridge.formats.in_parts import chunk_count, divisible
 from bridge.formats.share import Share
 
 PIECE_BYTES = 256 << 20

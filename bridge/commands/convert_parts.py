@@ -154,6 +154,7 @@ def _print_parts(out: Console, parts: Sequence[PartEstimate], chosen: int) -> No
             human_bytes(e.read_bytes),
             human_bytes(e.rearranged_bytes),
             human_bytes(e.memory),
+            human_bytes(e.cache),
             f"{human_bytes(int(e.rate))}/s",
             f"{e.cpu_seconds:.0f}",
             f"{e.transfer_seconds:.0f}",
