@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from bridge.checkpoints.verify import verify
 from bridge.formats import create_checkpoint
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.journal import Journal
+from bridge.mapping.rules import family_names, load_mapping
 
 ROOT = Path(__file__).parents[2]
 MAPPING = """
@@ -207,6 +209,22 @@ def test_processes_that_are_killed(format: str, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["a", "killed_parts"]
 
 
+@pytest.mark.parametrize("name", family_names())
+def test_mappings_can_be_sent(name: str) -> None:
+    """Each shipped family, with sizes of axes of its own."""
+    table = load_mapping(name).for_any_model()
+    assert pickle.loads(pickle.dumps(table)) == table
+
+
+@pytest.mark.slow
+def test_a_mapped_conversion_by_processes(tmp_path: Path) -> None:
+    source, mapping = make(tmp_path / "a"), tmp_path / "mapping.toml"
+    mapping.write_text(MAPPING)
+    options = ConvertOptions(to="dcp", mapping=mapping, into="two")
+    convert_on(Processes(2), source, tmp_path / "b", options, parts=3)
+    assert diff(source, tmp_path / "b", mapping=mapping, into="two").max_ulp == 0
+
+
 @pytest.mark.slow
 def test_errors_of_processes_come_back(tmp_path: Path) -> None:
     source = make(tmp_path / "a")
@@ -221,10 +239,13 @@ def test_ray_with_workers_killed(format: str, tmp_path: Path) -> None:
     """By the command, as a user would; workers of a local Ray cluster die while they write."""
     pytest.importorskip("ray")
     source, destination = make(tmp_path / "a", 12, 50_000), tmp_path / "killed_parts"
+    mapping = tmp_path / "mapping.toml"
+    mapping.write_text(MAPPING)
     killer = Killer("killed_parts", 3)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "bridge.commands.main", "convert", source, destination, "--to", format),
+            *("--mapping", mapping, "--into", "two"),
             *("--engine", "ray", "--parts", "4", "--workers", "1"),
         ],
         cwd=ROOT,
@@ -236,9 +257,9 @@ def test_ray_with_workers_killed(format: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     killer.join()
     assert len(killer.killed) == 3
-    assert diff(source, destination).max_ulp == 0
+    assert diff(source, destination, mapping=mapping, into="two").max_ulp == 0
     assert verify(destination).good
-    assert sorted(os.listdir(tmp_path)) == ["a", "killed_parts"]
+    assert sorted(os.listdir(tmp_path)) == ["a", "killed_parts", "mapping.toml"]
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
