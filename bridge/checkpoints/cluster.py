@@ -7,12 +7,14 @@ A worker that is lost, with its machine or alone, costs what its part has not no
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
 
 from bridge.checkpoints.convert import ConvertOptions, ConvertReport
 from bridge.checkpoints.parts import PartReport, commit_parts, convert_part
@@ -26,6 +28,18 @@ MAX_LOST = 5
 """How often the worker of one part may be lost: a part that kills each of its workers will kill the next, too."""
 
 Handle = TypeVar("Handle")
+
+
+def _read_only(entries: dict[Any, Any]) -> Mapping[Any, Any]:
+    return MappingProxyType(entries)
+
+
+def _sent(entries: Mapping[Any, Any]) -> tuple[Any, tuple[dict[Any, Any]]]:
+    return _read_only, (dict(entries),)
+
+
+# Mapping tables hold such views, and go to the workers; Python does not know how to send them.
+copyreg.pickle(MappingProxyType, _sent)
 
 
 class WorkerLost(Exception):

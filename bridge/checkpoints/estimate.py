@@ -26,8 +26,10 @@ class PartEstimate:
     """One part on one machine.
 
     bytes: written; read_bytes: of the source, about. rearranged_bytes: those of the written ones that do not lie so in
-    the source. memory: above the interpreter with its imports. cpu_seconds, transfer_seconds: how long cores and
-    storage are busy. limit: which of the two is busier, "cores" or "storage"; "nothing to do" for an empty part.
+    the source. memory: above the interpreter with its imports. cache: what the system's page cache should hold beside
+    it, so that a tensor that is read across its rows comes from storage once. cpu_seconds, transfer_seconds: how long
+    cores and storage are busy; seconds: the larger of the two. rate: bytes a second to and from storage. limit: which
+    of the two is busier, "cores" or "storage"; "nothing to do" for an empty part.
     """
 
     part: int
@@ -36,23 +38,12 @@ class PartEstimate:
     read_bytes: int
     rearranged_bytes: int
     memory: int
+    cache: int
     cpu_seconds: float
     transfer_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        return max(self.cpu_seconds, self.transfer_seconds)
-
-    @property
-    def rate(self) -> float:
-        """Bytes a second to and from storage, both together."""
-        return (self.bytes + self.read_bytes) / self.seconds if self.seconds else 0.0
-
-    @property
-    def limit(self) -> str:
-        if not self.bytes:
-            return "nothing to do"
-        return "cores" if self.cpu_seconds > self.transfer_seconds else "storage"
+    seconds: float
+    rate: float
+    limit: str
 
 
 def estimate_parts(
@@ -73,14 +64,17 @@ def _estimate(
     number: int, pieces: Sequence[Piece], outputs: Mapping[str, Output], workers: int, bandwidth: float
 ) -> PartEstimate:
     written = sum(piece.bytes for piece in pieces)
-    read = rearranged = 0
+    read = rearranged = cache = 0
     for piece in pieces:
         output = outputs[piece.tensor]
         if output.sources:
             read += piece.bytes * output.planned.dtype.itemsize // output.dtype.itemsize
         if output.is_cast or not output.planned.unchanged:
             rearranged += piece.bytes
+            cache = max(cache, output.planned.nbytes)
     cpu = CPU_SECONDS_PER_GB * (written - rearranged) + REARRANGED_CPU_SECONDS_PER_GB * rearranged
+    cpu, transfer = cpu / 1e9 / workers, max(read, written) / 1e9 / bandwidth
+    seconds = max(cpu, transfer)
     return PartEstimate(
         number,
         len(pieces),
@@ -88,6 +82,10 @@ def _estimate(
         read,
         rearranged,
         workers * (REGION_BYTES + READ_BYTES),
-        cpu / 1e9 / workers,
-        max(read, written) / 1e9 / bandwidth,
+        cache,
+        cpu,
+        transfer,
+        seconds,
+        (read + written) / seconds if seconds else 0.0,
+        ("cores" if cpu > transfer else "storage") if written else "nothing to do",
     )

@@ -33,7 +33,7 @@ from bridge.checkpoints.workers import default_workers, large_buffers_returned
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter
 from bridge.formats.files.journal import InUse
 from bridge.formats.files.working import Attempt
-from bridge.formats.parts import create_part, join_parts, require_names
+from bridge.formats.in_parts import create_part, join_parts, require_names
 from bridge.formats.regions import Progress
 from bridge.formats.replaceable import require_replaceable
 from bridge.formats.safetensors.files import SUFFIX

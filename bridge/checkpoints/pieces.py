@@ -15,7 +15,7 @@ from functools import cached_property
 
 from bridge.checkpoints.casts import Output
 from bridge.formats.base import CheckpointError
-from bridge.formats.parts import chunk_count, divisible
+from bridge.formats.in_parts import chunk_count, divisible
 from bridge.formats.share import Share
 
 PIECE_BYTES = 256 << 20
@@ -90,16 +90,13 @@ def _piece_bytes(total: int, count: int) -> int:
 
 def _pieces(format: str, outputs: Iterable[Output], most: int) -> Iterable[Piece]:
     for output in outputs:
-        count = chunk_count(format, output.shape, output.dtype)
+        count, nbytes = chunk_count(format, output.shape, output.dtype), output.nbytes
         # Chunks at the upper ends are smaller; which they are matters little here.
-        step = max(1, count * most // max(output.nbytes, 1)) if divisible(format) else max(count, 1)
+        step = max(1, count * most // max(nbytes, 1)) if divisible(format) else max(count, 1)
         for first in range(0, max(count, 1), step):
             stop = min(first + step, count)
             yield Piece(
-                output.name,
-                first,
-                stop,
-                _share_of(output.nbytes, stop, count) - _share_of(output.nbytes, first, count),
+                output.name, first, stop, _share_of(nbytes, stop, count) - _share_of(nbytes, first, count)
             )
 
 

@@ -40,12 +40,12 @@ FORMATS = ("dcp", "orbax", "safetensors")
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks and pieces in the decoder's tensors, the largest of which has 400 kB."""
-    monkeypatch.setattr(regions, "CHUNK_BYTES", 64 << 10)
-    monkeypatch.setattr(orbax_writer, "_CHUNK", 32 << 10)
-    monkeypatch.setattr(orbax_writer, "_MAX_CHUNK", 64 << 10)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 128 << 10)
-    monkeypatch.setattr(pieces, "_SMALLEST_PIECE", 64 << 10)
+    """Several chunks and pieces in a tensor of the decoder, the largest of which have 480 bytes."""
+    monkeypatch.setattr(regions, "CHUNK_BYTES", 160)
+    monkeypatch.setattr(orbax_writer, "_CHUNK", 96)
+    monkeypatch.setattr(orbax_writer, "_MAX_CHUNK", 160)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 320)
+    monkeypatch.setattr(pieces, "_SMALLEST_PIECE", 160)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,9 @@ def test_the_plan_is_a_list_of_pieces_that_covers_everything_once(source: Path) 
                 output = conversion.outputs[name]
                 assert covered == list(range(pieces.chunk_count("orbax", output.shape, output.dtype)))
             if count <= 7:
-                assert max(plan.sizes) <= conversion.nbytes / count + 2 * (128 << 10)
+                assert max(plan.sizes) <= conversion.nbytes / count + 2 * 320
+        parted = [name for part in plan.parts for name in {piece.tensor for piece in part}]
+        assert len(parted) > len(set(parted)) + 5, "no tensor is in two parts"
         with pytest.raises(CheckpointError, match="expected 1 to 100000 parts, got 0"):
             make_part_plan("orbax", conversion.outputs, 0)
 

@@ -68,7 +68,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
     Tensors above 32 MiB are cut into chunks of at most that size, along the first axis as far as rows allow. Memory:
     none beyond the caller's array, or one copy of it if it is not contiguous. May be used by several threads.
 
-    share: with one, only its chunks are written, and `path` becomes a directory of one part; see `formats/parts.py`.
+    share: with one, only its chunks are written, and `path` becomes a directory of one part; see `formats/in_parts.py`.
     """
 
     format = "dcp"

@@ -63,7 +63,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
     several threads.
 
     share: with one, the tensors that are declared are those of one part, and `path` becomes a directory of these, with
-    an index; see `formats/parts.py`.
+    an index; see `formats/in_parts.py`.
     """
 
     format = "safetensors"
