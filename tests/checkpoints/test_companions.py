@@ -52,6 +52,7 @@ def companions(path: Path) -> dict[str, bytes]:
     return {child.name: child.read_bytes() for child in path.iterdir() if is_companion(child.name)}
 
 
+@pytest.mark.fast_cases("dcp")
 @pytest.mark.parametrize("format", FORMATS)
 def test_companions_go_along_in_every_format_and_back(tmp_path: Path, source: Path, format: str) -> None:
     report = convert(source, tmp_path / "a", to=format)
@@ -74,6 +75,7 @@ def test_stock_readers_take_a_checkpoint_with_companions(tmp_path: Path, source:
     assert float(state["model.w"].sum()) == 15
 
 
+@pytest.mark.fast_cases("dcp")
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_replacement_keeps_what_the_source_does_not_have(tmp_path: Path, source: Path, format: str) -> None:
     convert(source, tmp_path / "a", to=format)

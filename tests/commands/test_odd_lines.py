@@ -93,10 +93,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("map hf.safetensors ./-dash --out nope/x.toml", "nope does not exist: expected the directory"),
         ("inspect hf.safetensors --depth -1", "Invalid value for '--depth'"),
         ("inspect hf.safetensors --depth 2 --list", "expected no --list beside it"),
-        ("plan fsdp --model org/name", "hf download org/name config.json"),
-        ("plan fsdp --model llama3-80b", "did you mean llama3-8b or"),
-        ("plan fsdp --model llama3-8b --optimizer adam", "did you mean adamw?"),
-        ("plan fsdp --model llama3-8b --moments bf17", "got 'bf17'"),
+        pytest.param(
+            "plan fsdp --model org/name", "hf download org/name config.json", marks=pytest.mark.slow
+        ),
+        pytest.param("plan fsdp --model llama3-80b", "did you mean llama3-8b or", marks=pytest.mark.slow),
+        pytest.param(
+            "plan fsdp --model llama3-8b --optimizer adam", "did you mean adamw?", marks=pytest.mark.slow
+        ),
+        pytest.param("plan fsdp --model llama3-8b --moments bf17", "got 'bf17'", marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_line_says_what_to_do(run: Run, line: str, message: str) -> None:

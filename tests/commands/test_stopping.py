@@ -138,10 +138,17 @@ def test_a_reader_that_goes_away_ends_the_command_without_a_word(tmp_path: Path)
         ),
         (("convert", "a"), "MissingParameter", "Missing argument 'DST'"),
         (("convert", "a", "b", "--wrong"), "NoSuchOption", "No such option"),
-        (("plan", "fsdp", "--model", "none"), "PlanError", "none"),
-        (("relay", "none.toml"), "ConfigError", "relay file none.toml: expected a TOML file"),
-        (("parity", "none"), "ValueError", "expected one run file"),
-        (("curves", "none", "--against", "none"), "FileNotFoundError", "none"),
+        pytest.param(("plan", "fsdp", "--model", "none"), "PlanError", "none", marks=pytest.mark.slow),
+        pytest.param(
+            ("relay", "none.toml"),
+            "ConfigError",
+            "relay file none.toml: expected a TOML file",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("parity", "none"), "ValueError", "expected one run file", marks=pytest.mark.slow),
+        pytest.param(
+            ("curves", "none", "--against", "none"), "FileNotFoundError", "none", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_errors_are_one_json_document_too(
