@@ -17,6 +17,7 @@ from typing import Literal
 
 Fault = Literal["500", "503", "reset", "truncate", "slow"]
 
+_COUNTING = threading.Lock()
 _HOP = {"connection", "transfer-encoding", "keep-alive"}
 
 
@@ -30,7 +31,9 @@ def free_port() -> int:
 @contextmanager
 def server(*command: str, port: int) -> Iterator[str]:
     """A server process that listens at the port, until the end of the block; its URL."""
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         for _ in range(600):
             assert process.poll() is None, f"{command} ended with {process.returncode}"
@@ -51,8 +54,6 @@ def s3_environment(url: str) -> Mapping[str, str]:
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": url,
         "AWS_EC2_METADATA_DISABLED": "true",
-        # Of a server that goes on failing there is enough with s3fs's attempts and ours.
-        "AWS_MAX_ATTEMPTS": "1",
     }
 
 
@@ -75,13 +76,14 @@ class Proxy:
     """A proxy before the server at `port`; its own `url`. Every request is in `seen`, in the order of arrival.
 
     latency: seconds before each answer. fault: what goes wrong with a request, None for nothing. before: called before
-    a request goes on.
+    a request goes on; False drops it. busy: requests that are being answered.
     """
 
     port: int
     latency: float = 0.0
+    busy: int = 0
     fault: Callable[[Request], Fault | None] = lambda _: None
-    before: Callable[[Request], None] = lambda _: None
+    before: Callable[[Request], bool] = lambda _: True
     seen: list[Request] = field(default_factory=list)
     url: str = ""
 
@@ -122,8 +124,24 @@ class _Handler(BaseHTTPRequestHandler):
     def do(self) -> None:
         body = self._body()
         request = Request(self.command, self.path, len(body))
-        self.owner.seen.append(request)
-        self.owner.before(request)
+        with _COUNTING:
+            self.owner.seen.append(request)
+            self.owner.busy += 1
+        try:
+            if self.owner.before(request):
+                self._forward(request, body)
+            else:
+                self.close_connection = True
+        finally:
+            with _COUNTING:
+                self.owner.busy -= 1
+
+    def handle(self) -> None:
+        # A client that is killed.
+        with suppress(ConnectionError):
+            super().handle()
+
+    def _forward(self, request: Request, body: bytes) -> None:
         fault = self.owner.fault(request)
         time.sleep(self.owner.latency + (0.3 if fault == "slow" else 0.0))
         if fault == "reset":
@@ -162,7 +180,9 @@ class _Handler(BaseHTTPRequestHandler):
             for name, value in headers.items():
                 if name.lower() not in {*_HOP, "content-length", "server", "date"}:
                     self.send_header(name, value)
-            length = headers.get("Content-Length", str(len(data))) if self.command == "HEAD" else str(len(data))
+            length = (
+                headers.get("Content-Length", str(len(data))) if self.command == "HEAD" else str(len(data))
+            )
             self.send_header("Content-Length", length)
             self.end_headers()
             if self.command != "HEAD":
@@ -171,17 +191,18 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
 
 
-def kill_at(request: int, pid: Callable[[], int]) -> Callable[[Request], None]:
-    """Kill a process as its request of this number arrives, from 1."""
+def kill_at(request: int, pid: Callable[[], int]) -> Callable[[Request], bool]:
+    """Kill a process as its request of this number arrives, from 1; this and later ones are dropped."""
     count = 0
     lock = threading.Lock()
 
-    def before(_: Request) -> None:
+    def before(_: Request) -> bool:
         nonlocal count
         with lock:
             count += 1
             if count == request:
                 with suppress(ProcessLookupError):
                     os.kill(pid(), 9)
+            return count < request
 
     return before

@@ -360,7 +360,11 @@ class StoreFolder:
                 found = {name for name in there if not name.startswith(self._name(CLAIM))}
         files = [self._name(name) for name in earlier.get("files", ())]
         known = {*files, *(self._name(name) for name in earlier.get("data", ()))}
-        if found and (not found <= known or (files and found == known)):
+        complete = bool(files) and found == known
+        if complete:
+            # Its process was killed before it removed these.
+            self._forget()
+        if found and (complete or not found <= known):
             raise FileExistsError(
                 f"expected nothing at {self.url}, found something: remove it first or choose another name"
             )
