@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-Fault = Literal["500", "503", "reset", "truncate", "slow"]
+Fault = Literal["500", "503", "reset", "reset after", "truncate", "slow"]
 
 _COUNTING = threading.Lock()
 _HOP = {"connection", "transfer-encoding", "keep-alive"}
@@ -159,6 +159,9 @@ class _Handler(BaseHTTPRequestHandler):
             data = answer.read()
         finally:
             upstream.close()
+        if fault == "reset after":
+            self.close_connection = True
+            return
         request.received = len(data)
         self._answer(answer.status, dict(answer.getheaders()), data, cut=fault == "truncate")
 

@@ -85,7 +85,7 @@ class UploadPath(_Path):
     def parent(self) -> Self:
         return type(self)(self.folder, self._path[:-1])
 
-    def relative_to(self, *_: Any, **__: Any) -> UploadPath:  # type: ignore[override] # only ever to the checkpoint
+    def relative_to(self, *_: Any, **__: Any) -> UploadPath:
         return _Relative(self.folder, self._path)
 
     def open_data(self) -> UploadFile:

@@ -138,6 +138,19 @@ def test_a_server_that_goes_on_failing_is_one_error_and_leaves_nothing(
     require_clean(bucket, "out")
 
 
+def test_an_answer_that_is_lost_does_not_fail_what_was_done(tmp_path: Path, bucket: Bucket) -> None:
+    """The store has made an object of the parts, and knows the upload no more when it is asked again."""
+    local = source(tmp_path / "local", "dcp", large=3)
+    lost = itertools.count()
+    bucket.proxy.fault = lambda request: (
+        "reset after" if request.method == "POST" and "uploadId=" in request.path and not next(lost) else None
+    )
+    convert(local, bucket.url("out"), to="dcp")
+    assert next(lost) > 1
+    require_same(local, bucket.url("out"))
+    require_clean(bucket, "out")
+
+
 def test_a_source_that_cannot_be_read_is_one_error(tmp_path: Path, bucket: Bucket) -> None:
     url = bucket.put(source(tmp_path / "local", "dcp"), "source")
     bucket.proxy.fault = lambda request: "500" if "distcp" in request.path else None
