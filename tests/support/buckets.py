@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-Fault = Literal["500", "503", "reset", "truncate", "slow"]
+Fault = Literal["500", "503", "reset", "reset after", "truncate", "slow"]
 
+_COUNTING = threading.Lock()
 _HOP = {"connection", "transfer-encoding", "keep-alive"}
 
 
@@ -53,8 +54,6 @@ def s3_environment(url: str) -> Mapping[str, str]:
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": url,
         "AWS_EC2_METADATA_DISABLED": "true",
-        # Of a server that goes on failing there is enough with s3fs's attempts and ours.
-        "AWS_MAX_ATTEMPTS": "1",
     }
 
 
@@ -77,13 +76,14 @@ class Proxy:
     """A proxy before the server at `port`; its own `url`. Every request is in `seen`, in the order of arrival.
 
     latency: seconds before each answer. fault: what goes wrong with a request, None for nothing. before: called before
-    a request goes on.
+    a request goes on; False drops it. busy: requests that are being answered.
     """
 
     port: int
     latency: float = 0.0
+    busy: int = 0
     fault: Callable[[Request], Fault | None] = lambda _: None
-    before: Callable[[Request], None] = lambda _: None
+    before: Callable[[Request], bool] = lambda _: True
     seen: list[Request] = field(default_factory=list)
     url: str = ""
 
@@ -124,8 +124,24 @@ class _Handler(BaseHTTPRequestHandler):
     def do(self) -> None:
         body = self._body()
         request = Request(self.command, self.path, len(body))
-        self.owner.seen.append(request)
-        self.owner.before(request)
+        with _COUNTING:
+            self.owner.seen.append(request)
+            self.owner.busy += 1
+        try:
+            if self.owner.before(request):
+                self._forward(request, body)
+            else:
+                self.close_connection = True
+        finally:
+            with _COUNTING:
+                self.owner.busy -= 1
+
+    def handle(self) -> None:
+        # A client that is killed.
+        with suppress(ConnectionError):
+            super().handle()
+
+    def _forward(self, request: Request, body: bytes) -> None:
         fault = self.owner.fault(request)
         time.sleep(self.owner.latency + (0.3 if fault == "slow" else 0.0))
         if fault == "reset":
@@ -143,6 +159,9 @@ class _Handler(BaseHTTPRequestHandler):
             data = answer.read()
         finally:
             upstream.close()
+        if fault == "reset after":
+            self.close_connection = True
+            return
         request.received = len(data)
         self._answer(answer.status, dict(answer.getheaders()), data, cut=fault == "truncate")
 
@@ -175,17 +194,18 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
 
 
-def kill_at(request: int, pid: Callable[[], int]) -> Callable[[Request], None]:
-    """Kill a process as its request of this number arrives, from 1."""
+def kill_at(request: int, pid: Callable[[], int]) -> Callable[[Request], bool]:
+    """Kill a process as its request of this number arrives, from 1; this and later ones are dropped."""
     count = 0
     lock = threading.Lock()
 
-    def before(_: Request) -> None:
+    def before(_: Request) -> bool:
         nonlocal count
         with lock:
             count += 1
             if count == request:
                 with suppress(ProcessLookupError):
                     os.kill(pid(), 9)
+            return count < request
 
     return before

@@ -56,6 +56,7 @@ from bridge.formats.orbax.memory_arrays import MemoryArrays
 from bridge.formats.orbax.strings import STRINGS_FILE, find_strings
 from bridge.formats.orbax.tree import Tree, leaf_name, parse_tree, storage_key
 from bridge.formats.orbax.values import Place, StoredValues, places_in_files, stored_sizes, values_in_ocdbt
+from bridge.formats.stores.folder import CLAIM
 from bridge.formats.stores.listing import StorePath
 from bridge.formats.wrapping import ClosedAtEnd
 
@@ -87,6 +88,11 @@ class OrbaxReader(ClosedAtEnd):
             raise FileNotFoundError(f"expected a checkpoint directory at {self.path}, found none")
         self._item = find_item(self.path)
         if not is_committed(self.path, self._item):
+            if (self.path / CLAIM).is_file():
+                raise CheckpointError(
+                    f"{self.path} is a checkpoint that was never finished, or is being written ({CLAIM} is there, and "
+                    f"no {COMMIT_FILE}): convert again with --resume, or use an earlier checkpoint"
+                )
             warn_caller(
                 f"{self._item} has no {COMMIT_FILE}: it was written by Orbax before 0.12.3, or its save did not finish",
             )

@@ -85,7 +85,7 @@ class UploadPath(_Path):
     def parent(self) -> Self:
         return type(self)(self.folder, self._path[:-1])
 
-    def relative_to(self, *_: Any, **__: Any) -> UploadPath:  # only ever to the checkpoint
+    def relative_to(self, *_: Any, **__: Any) -> UploadPath:
         return _Relative(self.folder, self._path)
 
     def open_data(self) -> UploadFile:
@@ -372,7 +372,11 @@ class StoreFolder:
                 found = {name for name in there if not name.startswith(self._name(CLAIM))}
         files = [self._name(name) for name in earlier.get("files", ())]
         known = {*files, *(self._name(name) for name in earlier.get("data", ()))}
-        if found and (not found <= known or (files and found == known)):
+        complete = bool(files) and found == known
+        if complete:
+            # Its process was killed before it removed these.
+            self._forget()
+        if found and (complete or not found <= known):
             raise FileExistsError(
                 f"expected nothing at {self.url}, found something: remove it first or choose another name"
             )

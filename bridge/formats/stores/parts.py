@@ -85,12 +85,25 @@ class S3Parts:
 
     def finish(self) -> None:
         parts = [{"PartNumber": number, "ETag": self._tags[number]} for number in sorted(self._tags)]
-        self._call("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": parts})
+        try:
+            self._call("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": parts})
+        except OSError:
+            # The answer to an earlier call may have been lost: then the upload is gone because it is an object.
+            if not self._object_of(len(parts)):
+                raise
 
     def abort(self) -> None:
         if self._upload is not None:
             with suppress(FileNotFoundError):
                 self._call("abort_multipart_upload", UploadId=self._upload)
+
+    def _object_of(self, parts: int) -> bool:
+        """Whether the object is there, made of so many parts: its tag says that."""
+        try:
+            tag = self._call("head_object")["ETag"]
+        except OSError:
+            return False
+        return str(tag).strip('"').endswith(f"-{parts}")
 
     def _call(self, method: str, **arguments: Any) -> Any:
         return retried(lambda: self._system.call_s3(method, **self._where, **arguments))

@@ -60,6 +60,8 @@ def bucket(moto: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
     with Proxy(moto) as proxy:
         for name, value in s3_environment(proxy.url).items():
             monkeypatch.setenv(name, value)
+        # Of a server that goes on failing there is enough with s3fs's attempts and ours.
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
         # Whatever would go to a temporary file fails.
         monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
         monkeypatch.setenv("TMPDIR", "/nonexistent")

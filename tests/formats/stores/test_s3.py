@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,11 +56,11 @@ def require_same(one: str | Path, other: str | Path) -> None:
 def require_clean(bucket: Bucket, path: str) -> None:
     """Nothing of the attempts is there but the checkpoint."""
     assert not bucket.uploads()
-    assert not [name for name in bucket.names() if CLAIM in name]
+    assert not [name for name in bucket.names(path) if CLAIM in name]
     assert bucket.names(path)
 
 
-@pytest.mark.fast_cases("dcp-orbax", "orbax-safetensors", "safetensors-dcp")
+@pytest.mark.fast_cases("dcp-orbax", "orbax-safetensors")
 @pytest.mark.parametrize(("format", "target"), list(itertools.product(FORMATS, FORMATS)))
 def test_from_bucket_to_bucket(tmp_path: Path, bucket: Bucket, format: str, target: str) -> None:
     local = source(tmp_path / "local", format)
@@ -75,6 +76,7 @@ def test_from_bucket_to_bucket(tmp_path: Path, bucket: Bucket, format: str, targ
     require_same(local, bucket.url("out/step_1"))
 
 
+@pytest.mark.fast_cases("safetensors")
 @pytest.mark.parametrize("format", FORMATS)
 def test_many_small_tensors_are_few_requests(tmp_path: Path, bucket: Bucket, format: str) -> None:
     local = source(tmp_path / "local", format, large=0, small=600)
@@ -117,6 +119,7 @@ def test_faults_of_the_server_change_nothing(tmp_path: Path, bucket: Bucket, tar
     require_clean(bucket, "out")
 
 
+@pytest.mark.fast_cases("True")
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_server_that_goes_on_failing_is_one_error_and_leaves_nothing(
     tmp_path: Path, bucket: Bucket, resume: bool
@@ -131,6 +134,19 @@ def test_a_server_that_goes_on_failing_is_one_error_and_leaves_nothing(
         open_checkpoint(bucket.url("out"))
     assert bool(bucket.uploads()) == bool(bucket.names()) == resume
     convert(local, bucket.url("out"), to="dcp", resume=resume)
+    require_same(local, bucket.url("out"))
+    require_clean(bucket, "out")
+
+
+def test_an_answer_that_is_lost_does_not_fail_what_was_done(tmp_path: Path, bucket: Bucket) -> None:
+    """The store has made an object of the parts, and knows the upload no more when it is asked again."""
+    local = source(tmp_path / "local", "dcp", large=3)
+    lost = itertools.count()
+    bucket.proxy.fault = lambda request: (
+        "reset after" if request.method == "POST" and "uploadId=" in request.path and not next(lost) else None
+    )
+    convert(local, bucket.url("out"), to="dcp")
+    assert next(lost) > 1
     require_same(local, bucket.url("out"))
     require_clean(bucket, "out")
 
@@ -158,12 +174,15 @@ def run(bucket: Bucket, *arguments: str, kill: int | None = None) -> int:
     process = subprocess.Popen(
         [sys.executable, "-c", CONVERT, *arguments], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
-    bucket.proxy.before = kill_at(kill, lambda: process.pid) if kill else lambda _: None
+    bucket.proxy.before = kill_at(kill, lambda: process.pid) if kill else lambda _: True
     try:
         return process.wait(120)
     finally:
         process.kill()
-        bucket.proxy.before = lambda _: None
+        # Requests before the one at which it was killed may still be on their way.
+        while bucket.proxy.busy:
+            time.sleep(0.01)
+        bucket.proxy.before = lambda _: True
 
 
 def killed_and_resumed(
@@ -183,15 +202,17 @@ def killed_and_resumed(
         bucket.proxy.seen.clear()
         assert run(bucket, str(local), url, target, "resume" if resume else "anew") == 0
         again = sum(request.sent for request in bucket.proxy.seen if request.part)
-        require_clean(bucket, out)
     else:
+        # All was there but the removal of notes: the next attempt does that, and changes nothing else.
         again = 0
+        assert run(bucket, str(local), url, target, "resume") == 1
+    require_clean(bucket, out)
     assert verify(url).good
     require_same(local, url)
     return True, again
 
 
-@pytest.mark.fast_cases("dcp-True")
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", [True, False])
 @pytest.mark.parametrize("target", FORMATS)
 def test_a_killed_conversion_is_resumed_with_the_parts_that_are_there(
@@ -217,6 +238,7 @@ def test_kills_at_any_time(tmp_path: Path, bucket: Bucket, target: str) -> None:
     assert kills > 5
 
 
+@pytest.mark.slow
 def test_another_conversion_is_not_resumed_and_one_that_lives_not_disturbed(
     tmp_path: Path, bucket: Bucket
 ) -> None:
@@ -258,6 +280,7 @@ def test_no_bucket_is_created_and_what_is_there_stays(tmp_path: Path, bucket: Bu
     assert bucket.names() == ["out/x"]
 
 
+@pytest.mark.slow
 def test_one_file_and_its_manifest(tmp_path: Path, bucket: Bucket) -> None:
     local = source(tmp_path / "local", "dcp")
     convert(local, bucket.url("w.safetensors"))
