@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: relay test test-all test-programs test-versions lint types notebooks bench compilers clean
+.PHONY: relay test test-all test-programs test-versions lint types notebooks bench compilers maxtext clean
 
 relay: .venv/.installed
 	$(BIN)/twinshard relay
@@ -35,6 +35,15 @@ test-programs: .venv-programs/.installed
 	  $(PROGRAMS) -m pip install --quiet --no-deps --upgrade -c constraints.txt \
 	    --target .venv-programs/$$extra -r .venv-programs/$$extra.txt || exit 1; \
 	done
+	touch $@
+
+# MaxText, whose own trees tests/mapping/test_families_maxtext.py compares with (2 GB). It needs Python 3.12.
+PYTHON_MAXTEXT ?= python3.12
+maxtext: .venv-maxtext/.installed
+.venv-maxtext/.installed: tests/support/bridge/maxtext.txt tests/support/bridge/maxtext_needs.txt
+	$(PYTHON_MAXTEXT) -m venv .venv-maxtext
+	.venv-maxtext/bin/python -m pip install --quiet -r tests/support/bridge/maxtext_needs.txt
+	.venv-maxtext/bin/python -m pip install --quiet --no-deps --require-hashes -r tests/support/bridge/maxtext.txt
 	touch $@
 
 # Both ends of the versions that pyproject.toml allows, each in an environment of its own (several GB with CUDA's libraries).
@@ -80,4 +89,4 @@ compilers: .venv/.compilers
 	touch $@
 
 clean:
-	rm -rf .venv .venv-low .venv-new .venv-programs runs
+	rm -rf .venv .venv-low .venv-new .venv-programs .venv-maxtext runs

@@ -4,8 +4,8 @@ Runs as a script, since a process can import one release only: the folders of th
 
     python tests/support/torch_impl/torchtitan_runs.py RELEASE FAMILY FOLDER
 
-The model trains, is saved as torchtitan's checkpoint manager does it, goes to JAX's names and back and to the names of
-Hugging Face, and training goes on from what came back. Prints ``ok`` at the end.
+The model trains, is saved as torchtitan's checkpoint manager does it, goes to JAX's names and back, and to Hugging
+Face's. Training goes on from what came back. Prints ``ok`` at the end.
 """
 
 from __future__ import annotations
