@@ -284,7 +284,7 @@ class CheckpointReader(Protocol):
 
     @property
     def format(self) -> str:
-        """ "dcp", "orbax" or "safetensors"."""
+        """One of FORMATS or READ_ONLY_FORMATS of `bridge.formats`."""
 
     @property
     def path(self) -> Path | str:
