@@ -123,7 +123,9 @@ def main() -> None:
         error.show()  # type: ignore[attr-defined]  # all of typer's errors of usage have it
         for argument in sys.argv[1:]:
             if argument.startswith("-") and os.path.lexists(argument):
-                print_line(Console(stderr=True), f"To name the file or directory {argument}, write ./{argument}")
+                print_line(
+                    Console(stderr=True), f"To name the file or directory {argument}, write ./{argument}"
+                )
         if json:
             print_failure(error, error.format_message(), 2, json=True, told=True)  # type: ignore[attr-defined]
         raise SystemExit(2) from None
