@@ -14,6 +14,8 @@ from bridge.parity.losses import FP32_TOLERANCE, ROUNDING, LossCurves, compare_l
 from bridge.parity.norms import KINDS, Departure, Norms, distances, first_departure, tolerances
 from bridge.text import plain_json
 
+VERSION = 1
+"""Of the report as JSON; see `JSON_VERSION` of the commands."""
 CLOSENESS = 3.0
 # Norms named in a failure, of all that depart in the step.
 NAMED = 3
@@ -227,6 +229,7 @@ class RelayReport:
                 table.pop(name, None)
         curves = self.curves()
         return {
+            "version": VERSION,
             **kept,
             "curves": {
                 "verdict": curves.verdict,

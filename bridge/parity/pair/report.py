@@ -15,6 +15,8 @@ from bridge.parity.pair.distance import FACTOR
 from bridge.parity.pair.rows import STAGES, Row, Stage
 from bridge.text import plain_json
 
+VERSION = 1
+"""Of the report as JSON; see `JSON_VERSION` of the commands."""
 _SHOWN = 8
 
 
@@ -194,6 +196,7 @@ class ParityReport:
     def as_dict(self) -> dict[str, Any]:
         first = self.first_divergence
         return {
+            "version": VERSION,
             **dataclasses.asdict(self),
             "same": self.same,
             "not_compared": list(self.not_compared),
