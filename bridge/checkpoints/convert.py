@@ -349,6 +349,7 @@ def planned(
         kinds = carried_kinds(held, outputs.values(), objects, origins)
         home = whole.home if isinstance(whole, StoredReader) else Path(whole.path)
         beside = Companions.beside(home) if options.companions else Companions()
+        beside = dataclasses.replace(beside, dequantized=options.dequantize)
         conversion = Conversion(
             place_of(source),
             reader.format,

@@ -3,12 +3,14 @@
     hf_folder/config.json, tokenizer.json, model.safetensors   ->   flax/config.json, tokenizer.json, _METADATA, d/ ...
 
 They travel byte for byte, whatever the conversion does to names, layouts and dtypes: a later conversion reads sizes of
-axes from the same `config.json`. Code (*.py), notes and licences are no companions.
+axes from the same `config.json`. Only its `quantization_config` stays behind where weights were dequantized. Code (*.py),
+notes and licences are no companions.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from bridge.formats.pipeline import pipeline_companions, pipeline_parts
 from bridge.formats.stores.folder import UploadPath
 
 CONFIG_FILE: Final = "config.json"
+QUANTIZATION: Final = "quantization_config"
 _NAMES: Final = (
     *(CONFIG_FILE, "*_config.json", "params.json", "preprocessor.json", "modules.json"),
     *("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "normalizer.json", "tekken.json"),
@@ -46,12 +49,14 @@ class Companions:
     """The companions of a source, which go along to its copy.
 
     files: by name. refused: why others of these names do not go along. kept: names of those of a replaced checkpoint
-    that stay, since the source has none of their name; filled by `place`.
+    that stay, since the source has none of their name; filled by `place`. dequantized: whether the copy's weights are
+    not quantized as `config.json` says of the source's.
     """
 
     files: Mapping[str, Path] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
+    dequantized: bool = False
 
     @staticmethod
     def beside(path: Path) -> Companions:
@@ -84,11 +89,11 @@ class Companions:
         if isinstance(working, UploadPath):
             # A checkpoint in a store replaces nothing.
             for name, file in self.files.items():
-                (working / name).write_bytes(small_file(file.parent, file.name, name))
+                (working / name).write_bytes(self._content(name, file))
             return
         old = Companions.beside(target).files if target.is_dir() else {}
         for name, file in {**old, **self.files}.items():
-            data = small_file(file.parent, file.name, name)
+            data = self._content(name, file)
             (working / name).parent.mkdir(exist_ok=True)
             # A link of this name, from an attempt that was killed, would lead elsewhere.
             (working / name).unlink(missing_ok=True)
@@ -97,3 +102,15 @@ class Companions:
                 copy.flush()
                 os.fsync(copy.fileno())
         self.kept[:] = [name for name in old if name not in self.files]
+
+    def _content(self, name: str, file: Path) -> bytes:
+        data = small_file(file.parent, file.name, name)
+        if not self.dequantized or file.name != CONFIG_FILE:
+            return data
+        try:
+            fields = json.loads(data)
+        except (ValueError, RecursionError):
+            return data
+        if not isinstance(fields, dict) or QUANTIZATION not in fields:
+            return data
+        return (json.dumps({k: v for k, v in fields.items() if k != QUANTIZATION}, indent=2) + "\n").encode()

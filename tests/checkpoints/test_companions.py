@@ -114,7 +114,7 @@ def test_a_conversion_that_fails_leaves_the_old_companions(
     def failing(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(DataFile, "write_parts", failing)
+    monkeypatch.setattr(DataFile, "write_aligned", failing)
     with pytest.raises(OSError, match="No space"):
         convert(source, tmp_path / "a", to="dcp", replace=True)
     assert companions(tmp_path / "a") == FILES
@@ -180,3 +180,12 @@ def test_the_command_lists_them_and_can_leave_them(tmp_path: Path, source: Path)
     # Not taking the source's does not remove those that are there.
     assert "kept" in call(source, tmp_path / "a", "--replace", "--no-companions")
     assert companions(tmp_path / "a") == FILES
+
+
+def test_a_dequantized_copy_is_not_said_to_be_quantized(tmp_path: Path, source: Path) -> None:
+    fields = {"d": 1, "quantization_config": {"quant_method": "fp8"}}
+    (source / "config.json").write_text(json.dumps(fields))
+    convert(source, tmp_path / "a", to="safetensors", dequantize=True)
+    convert(source, tmp_path / "b", to="safetensors")
+    assert json.loads((tmp_path / "a/config.json").read_text()) == {"d": 1}
+    assert json.loads((tmp_path / "b/config.json").read_text()) == fields

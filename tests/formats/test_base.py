@@ -224,8 +224,8 @@ def test_what_is_not_a_checkpoint_gets_an_error_that_says_what_it_is(tmp_path: P
     with pytest.raises(CheckpointError, match="an empty directory"):
         open_checkpoint(tmp_path / "empty")
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "model.pt").write_text("")
-    with pytest.raises(CheckpointError, match=r"found model\.pt"):
+    (tmp_path / "other" / "model.h5").write_text("")
+    with pytest.raises(CheckpointError, match=r"found model\.h5"):
         open_checkpoint(tmp_path / "other")
     (tmp_path / "step.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "step.orbax-checkpoint-tmp" / "_METADATA").write_text("{}")

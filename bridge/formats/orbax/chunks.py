@@ -30,6 +30,7 @@ from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.record import Place
 from bridge.formats.orbax.arrays import MANIFEST, ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.formats.orbax.ocdbt import ALIGNMENT, OcdbtWriter
+from bridge.formats.stores.folder import UploadPath
 from bridge.formats.stores.upload import UploadFile
 
 _NUMBERS = struct.Struct("<QQ")
@@ -53,7 +54,7 @@ class ChunkStore:
         self, directory: Path, open_file: Callable[[Path], DataFile | UploadFile], *, complete: bool
     ) -> None:
         self._store = OcdbtWriter(directory, open_file)
-        self._complete = complete
+        self._complete, self._sent = complete, isinstance(directory, UploadPath)
         self._layouts: dict[str, ArrayLayout] = {}
         self._metadata: dict[tuple[tuple[int, ...], tuple[int, ...], np.dtype], bytes] = {}
         self._lock = threading.Lock()
@@ -92,8 +93,9 @@ class ChunkStore:
         if box.sizes != layout.chunk:
             parts = [_padded(parts, box, layout)]
             crc = array_checksum(*parts)
-        # With the padding behind a value its neighbour follows at once, and both are written together.
-        padding = bytes(-(layout.chunk_bytes + _TRAILER) % ALIGNMENT)
+        # With the padding behind a value its neighbour follows at once, and both are written together. What goes to a
+        # store is counted, and the padding comes by itself.
+        padding = b"" if self._sent else bytes(-(layout.chunk_bytes + _TRAILER) % ALIGNMENT)
         return [*(part.data for part in parts), _trailer(layout, crc) + padding]
 
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:

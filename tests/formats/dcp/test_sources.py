@@ -229,7 +229,7 @@ def test_copies_without_checksums_are_compared_by_their_bytes(ranks: RankGroup, 
 
         def unchecked(self: DcpReader, *args: Any) -> Any:
             found = find(self, *args)
-            return type(found)(found.elements, found.start, None)
+            return found._replace(record=None)
 
         patch.setattr(DcpReader, "_find", unchecked)
         patch.setattr("bridge.formats.dcp.reader.BLOCK", 8)
