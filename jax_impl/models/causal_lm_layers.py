@@ -58,11 +58,11 @@ def rotary_tables(length: int, rotary: Rotary, head_dim: int) -> RotaryTables:
 def rotate(x: jax.Array, tables: RotaryTables) -> jax.Array:
     """Rotate the halves of the last axis of ``x [B, T, heads, head_dim]``, or of the part that the tables are for."""
     cos, sin = tables
-    turned, still = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
-    first, second = jnp.split(wide(turned), 2, axis=-1)
+    size = 2 * cos.shape[-1]
+    first, second = jnp.split(wide(x[..., :size]), 2, axis=-1)
     parts = [first * cos - second * sin, second * cos + first * sin]
     turned = jnp.concatenate(parts, axis=-1).astype(x.dtype)
-    return jnp.concatenate([turned, still], axis=-1) if still.shape[-1] else turned
+    return turned if size == x.shape[-1] else jnp.concatenate([turned, x[..., size:]], axis=-1)
 
 
 class Projection(Kernel):
