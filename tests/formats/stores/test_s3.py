@@ -230,12 +230,12 @@ def test_a_killed_conversion_is_resumed_with_the_parts_that_are_there(
 def test_kills_at_any_time(tmp_path: Path, bucket: Bucket, target: str) -> None:
     source(tmp_path / "local", "orbax", large=8)
     rng, kills = random.Random(target), 0
-    for number in range(14):
+    for number in range(6):
         killed, _ = killed_and_resumed(
             tmp_path, bucket, target, rng.randint(4, 30), rng.random() < 0.6, number
         )
         kills += killed
-    assert kills > 5
+    assert kills > 2
 
 
 @pytest.mark.slow
