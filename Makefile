@@ -66,6 +66,7 @@ bench: .venv/.compilers
 	$(BIN)/python -m tests.bench.bench_convert
 	$(BIN)/python -m tests.bench.bench_small_tensors
 	$(BIN)/python -m tests.bench.bench_bucket
+	$(BIN)/python -m tests.bench.bench_workers
 	$(BIN)/python -m tests.bench.bench_layout --speed
 	$(BIN)/python -m tests.bench.bench_torch
 	$(BIN)/python -m tests.bench.bench_jax

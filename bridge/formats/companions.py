@@ -3,8 +3,8 @@
     hf_folder/config.json, tokenizer.json, model.safetensors   ->   flax/config.json, tokenizer.json, _METADATA, d/ ...
 
 They travel byte for byte, whatever the conversion does to names, layouts and dtypes: a later conversion reads sizes of
-axes from the same `config.json`. Only its `quantization_config` stays behind where weights were dequantized. Code (*.py),
-notes and licences are no companions.
+axes from the same `config.json`. Only its `quantization_config` stays behind where weights were dequantized. Code
+(*.py), notes and licences are no companions.
 """
 
 from __future__ import annotations
