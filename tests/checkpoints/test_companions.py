@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import fsspec
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -185,6 +186,11 @@ def test_the_command_lists_them_and_can_leave_them(tmp_path: Path, source: Path)
 def test_a_dequantized_copy_is_not_said_to_be_quantized(tmp_path: Path, source: Path) -> None:
     fields = {"d": 1, "quantization_config": {"quant_method": "fp8"}}
     (source / "config.json").write_text(json.dumps(fields))
+    arrays = {
+        "w.weight": np.ones((2, 2), ml_dtypes.float8_e4m3fn),
+        "w.weight_scale_inv": np.ones((1, 1), np.float32),
+    }
+    save_file(arrays, source / "model.safetensors")
     convert(source, tmp_path / "a", to="safetensors", dequantize=True)
     convert(source, tmp_path / "b", to="safetensors")
     assert json.loads((tmp_path / "a/config.json").read_text()) == {"d": 1}

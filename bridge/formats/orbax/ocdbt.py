@@ -100,8 +100,9 @@ class OcdbtWriter:
         end = self._file.end
         path = f"d/{self._name}"
         node = _leaf_node(path, self._inline, self.places)
-        # Behind the last value's padding, which may be written later.
-        start = self._file.reserve(len(node), ALIGNMENT)
+        # Behind the last value's padding, which may be written later. What goes to a store has none.
+        sent = isinstance(self._file, UploadFile)
+        start = self._file.reserve(len(node), 1 if sent else ALIGNMENT)
         self._file.write(start, node)
         # Before the manifest: it must not lead to a node or to values that the disk does not have.
         sync()
