@@ -10,6 +10,7 @@ Face's. Training goes on from what came back. Prints ``ok`` at the end.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections.abc import Callable
@@ -192,6 +193,18 @@ class Run:
         """As torchtitan's checkpoint manager has it: the model's tensors at the root."""
         return {**self.model.state_dict(), "optimizer": self.optimizers.state_dict()}
 
+    def by_its_adapter(self, key: str = "") -> dict[str, torch.Tensor]:
+        """Hugging Face's names as torchtitan writes them: of the weights, or of what the optimizer keeps of each."""
+        holder = copy.deepcopy(self.model)
+        kept = {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
+        with torch.no_grad():
+            for parameter, own in zip(holder.parameters(), self.model.parameters(), strict=True):
+                parameter.copy_(kept[own][key] if key else own)
+        # torchtitan takes fused weights apart as it saves them.
+        found = self.adapter(self.sizes, None).to_hf(holder.state_dict())
+        buffers = {"e_score_correction_bias"} if key else set()
+        return {name: x.detach().clone() for name, x in found.items() if name.split(".")[-1] not in buffers}
+
     def load(self, folder: Path) -> None:
         state = self.state()
         dcp.load(state, checkpoint_id=folder, no_dist=True)
@@ -225,8 +238,10 @@ def main(release: str, family: str, folder: Path) -> None:
     run.steps(0, 3)
     titan, axes = folder / "titan", AXES[family]
     dcp.save(run.state(), checkpoint_id=titan, no_dist=True)
-    by_torchtitan = run.adapter(run.sizes, None).to_hf(run.model.state_dict())
-    by_torchtitan = {name: tensor.detach().clone() for name, tensor in by_torchtitan.items()}
+    by_torchtitan = run.by_its_adapter()
+    for key in ("exp_avg", "exp_avg_sq"):
+        moments = run.by_its_adapter(key)
+        by_torchtitan |= {f"optimizer.state.{name}.{key}": tensor for name, tensor in moments.items()}
     expected = run.steps(3, 6)
 
     convert(titan, folder / "jax", to="orbax", mapping=family, into="jax", axes=axes)
@@ -242,7 +257,7 @@ def main(release: str, family: str, folder: Path) -> None:
     left = Selection(drop=(OF_ITS_OWN,)) if family == "qwen3_moe" else Selection()
     convert(titan, folder / "hf", to="safetensors", mapping=family, into=hf, axes=axes, selection=left)
     with open_checkpoint(folder / "hf") as reader:
-        names = {name for name in reader.tensors if not name.startswith("optimizer.")}
+        names = {name for name in reader.tensors if not name.endswith(".step")}
         assert names == by_torchtitan.keys(), names ^ by_torchtitan.keys()
         for name, tensor in by_torchtitan.items():
             assert torch.equal(torch.from_numpy(reader.read(name)), tensor), name
