@@ -252,7 +252,7 @@ def test_a_warning_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_bug_keeps_its_traceback(dcp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("bridge.checkpoints.summary.inspect", broken)
