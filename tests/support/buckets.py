@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-Fault = Literal["500", "503", "reset", "reset after", "truncate", "slow"]
+Fault = Literal["404", "500", "503", "reset", "reset after", "truncate", "slow"]
 
 _COUNTING = threading.Lock()
 _HOP = {"connection", "transfer-encoding", "keep-alive"}
@@ -148,8 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
             return
-        if fault in ("500", "503"):
-            self._answer(int(fault), {}, b"<Error><Code>InternalError</Code></Error>")
+        if fault in ("404", "500", "503"):
+            code = b"NoSuchUpload" if fault == "404" else b"InternalError"
+            self._answer(int(fault), {}, b"<Error><Code>" + code + b"</Code></Error>")
             return
         upstream = http.client.HTTPConnection("127.0.0.1", self.owner.port, timeout=120)
         try:
