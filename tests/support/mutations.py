@@ -1363,8 +1363,8 @@ FORMATS = [
     M(
         "chunks skipped",
         "bridge/checkpoints",
-        "        if run:\n            yield run",
-        "        if False:\n            yield run",
+        "    if run:\n        yield run",
+        "    if False:\n        yield run",
         "checkpoints/test_convert.py",
     ),
     M(
@@ -1515,8 +1515,8 @@ CHECKPOINTS = [
     M(
         "a source is verified whatever is asked for",
         "bridge/checkpoints/convert.py",
-        "verify=options.verify) as whole",
-        "verify=True) as whole",
+        "open_checkpoint(source, verify=options.verify, ",
+        "open_checkpoint(source, verify=True, ",
         "checkpoints/test_convert_checked.py",
     ),
     M(
