@@ -13,13 +13,14 @@ import fnmatch
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.mapped import MAX_SMALL_FILE, regular_file, small_file
-from bridge.formats.pipeline import pipeline_companions, pipeline_parts
+from bridge.formats.pipeline import PIPELINE_FILE, pipeline_companions
 from bridge.formats.stores.folder import UploadPath
 
 CONFIG_FILE: Final = "config.json"
@@ -67,9 +68,11 @@ class Companions:
         directory = path if path.is_dir() else path.parent
         if directory != path and not (directory / CONFIG_FILE).is_file():
             return Companions()
-        if pipeline_parts(directory):
-            return Companions(pipeline_companions(directory))
         files: dict[str, Path] = {}
+        if (directory / PIPELINE_FILE).is_file():
+            # Of a converted pipeline, too, whose folders hold nothing else.
+            with suppress(CheckpointError):
+                files.update(pipeline_companions(directory))
         refused: dict[str, str] = {}
         for name in sorted(child.name for child in directory.iterdir() if is_companion(child.name)):
             try:

@@ -41,9 +41,12 @@ def pipeline_parts(path: Path) -> dict[str, Path]:
 
 
 def pipeline_companions(path: Path) -> Mapping[str, Path]:
-    """The files of the pipeline at `path` that are no weights, by their name below `path`."""
+    """The files of the pipeline at `path` that are no weights, by their name below `path`.
+
+    Of a converted pipeline, too, which has no folders but those with such files.
+    """
     found = {PIPELINE_FILE: regular_file(path, PIPELINE_FILE, "the index")[0]}
-    for folder in _folders(path):
+    for folder in filter(lambda name: (path / name).is_dir(), _named(path)):
         for file in sorted((path / folder).iterdir()):
             if file.name.endswith(_BESIDE) and not file.name.endswith(INDEX_END) and file.is_file():
                 place, size = regular_file(file.parent, file.name, f"{folder}/{file.name}")
@@ -54,6 +57,17 @@ def pipeline_companions(path: Path) -> Mapping[str, Path]:
 
 
 def _folders(path: Path) -> list[str]:
+    """The folders that the index names. CheckpointError where one is not there."""
+    named = _named(path)
+    for name in named:
+        if not (path / name).is_dir():
+            raise CheckpointError(
+                f"{path / PIPELINE_FILE}: expected a folder {name!r:.200} beside it, found none: fetch all of it"
+            )
+    return named
+
+
+def _named(path: Path) -> list[str]:
     data = small_file(path, PIPELINE_FILE, "the index", most=1 << 20)
     try:
         content = json.loads(data)
@@ -70,9 +84,9 @@ def _folders(path: Path) -> list[str]:
         if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
     ]
     for name in named:
-        if not is_plain_name(name) or not (path / name).is_dir():
+        if not is_plain_name(name):
             raise CheckpointError(
-                f"{path / PIPELINE_FILE}: expected a folder {name!r:.200} beside it, found none: fetch all of it"
+                f"{path / PIPELINE_FILE}: expected names of folders beside it, found {name!r:.200}"
             )
     return named
 

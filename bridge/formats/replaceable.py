@@ -20,6 +20,7 @@ from bridge.formats.dcp.metadata import metadata_files
 from bridge.formats.files.journal import JOURNAL_FILE
 from bridge.formats.files.manifest import MANIFEST_FILE
 from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE
+from bridge.formats.pipeline import PIPELINE_FILE
 from bridge.formats.safetensors.files import INDEX_SUFFIX, SUFFIX, find_files
 from bridge.formats.saving.retention import METRICS_FILE
 from bridge.formats.share import PARTS_FOLDER
@@ -104,4 +105,9 @@ def _others(path: Path, patterns: Iterable[str]) -> list[str]:
 
 def _stays(child: Path) -> bool:
     """Whether replacing keeps this file; see `Companions.place`."""
-    return is_companion(child.name) and child.name in Companions.beside(child.parent).files
+    if child.is_dir() and not child.is_symlink():
+        # A folder of a pipeline, of which the configurations alone are there.
+        inside = [f"{child.name}/{file.name}" for file in child.iterdir()]
+        return bool(inside) and Companions.beside(child.parent).files.keys() >= set(inside)
+    named = is_companion(child.name) or child.name == PIPELINE_FILE
+    return named and child.name in Companions.beside(child.parent).files

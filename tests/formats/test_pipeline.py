@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_a_pipeline_that_is_not_whole_is_named(pipeline: Path, tmp_path: Path) -
         open_checkpoint(pipeline)
     for name in ("../pipeline/unet", "/etc", "..", "a\0b", ""):
         (pipeline / "model_index.json").write_text(json.dumps({name: ["a", "b"]}))
-        with pytest.raises(CheckpointError, match="expected a folder"):
+        with pytest.raises(CheckpointError, match="expected names of folders"):
             convert(pipeline, tmp_path / "b")
     (pipeline / "model_index.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match="malformed or truncated JSON"):
@@ -134,3 +135,29 @@ def test_a_pipeline_at_a_url(pipeline: Path, tmp_path: Path) -> None:
     fsspec.filesystem("memory").put(str(pipeline), "/pipelines/p", recursive=True)
     convert("memory://pipelines/p", tmp_path / "b")
     assert diff(pipeline, tmp_path / "b").within
+
+
+@pytest.mark.parametrize("format", ["dcp", "orbax", "safetensors"])
+def test_a_converted_pipeline_is_replaced_and_goes_along_as_a_whole(
+    tmp_path: Path, pipeline: Path, format: str
+) -> None:
+    convert(pipeline, tmp_path / "a", to=format)
+    report = convert(pipeline, tmp_path / "a", to=format, replace=True)
+    assert {"model_index.json", "unet/config.json", "tokenizer/vocab.json"} <= set(report.companions)
+    convert(tmp_path / "a", tmp_path / "b", to="orbax")
+    for name in report.companions:
+        assert (tmp_path / "b" / name).read_bytes() == (pipeline / name).read_bytes()
+    (tmp_path / "a/unet/notes.md").write_text("mine")
+    with pytest.raises(CheckpointError, match="found also unet"):
+        convert(pipeline, tmp_path / "a", to=format, replace=True)
+
+
+def test_a_pipeline_in_a_store_takes_its_configurations_along(tmp_path: Path, pipeline: Path) -> None:
+    convert(pipeline, "memory://diffusers/a", to="safetensors")
+    assert json.loads(fsspec.filesystem("memory").cat_file("/diffusers/a/model_index.json")) == INDEX
+    convert("memory://diffusers/a", tmp_path / "b")
+    assert (tmp_path / "b/tokenizer/vocab.json").read_bytes() == (
+        pipeline / "tokenizer/vocab.json"
+    ).read_bytes()
+    report = diff(pipeline, tmp_path / "b")
+    assert (report.max_ulp, report.within) == (0, True)
