@@ -1363,8 +1363,8 @@ FORMATS = [
     M(
         "chunks skipped",
         "bridge/checkpoints",
-        "        if run:\n            yield run",
-        "        if False:\n            yield run",
+        "    if run:\n        yield run",
+        "    if False:\n        yield run",
         "checkpoints/test_convert.py",
     ),
     M(
