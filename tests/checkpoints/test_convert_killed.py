@@ -18,7 +18,7 @@ from bridge.checkpoints.convert import convert
 from bridge.checkpoints.verify import verify
 from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.atomic import temporaries_of
+from bridge.formats.files.atomic import AtomicDirectory, temporaries_of
 from bridge.formats.files.journal import JOURNAL_FILE
 from bridge.formats.files.manifest import manifest_path
 from tests.support.bridge.bits import random_bits, same_bits
@@ -359,3 +359,27 @@ def test_two_at_once_do_not_share_a_working_directory(
         other.kill()
     convert(source[0], tmp_path / "c", to="dcp", resume=True)
     assert_holds(tmp_path / "c", source[1])
+
+
+@pytest.mark.parametrize("items", [(), ("a", "b")])
+def test_a_conversion_killed_at_its_commit_is_resumed_and_lists_its_files_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, items: tuple[str, ...]
+) -> None:
+    source = tmp_path / "source"
+    with create_checkpoint(source, "dcp") as writer:
+        for name in ("a", "b"):
+            info = writer.add_tensor((name, "w"), (2, 3), np.dtype(np.float32))
+            writer.write(info.name, info.chunks[0], np.ones((2, 3), np.float32))
+    (source / "config.json").write_text("{}")
+
+    def killed(*_: object) -> None:
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AtomicDirectory, "commit", killed)
+        with pytest.raises(OSError, match="killed"):
+            convert(source, tmp_path / "c", to="orbax", resume=True, write_items=items)
+    convert(source, tmp_path / "c", to="orbax", resume=True, write_items=items)
+    assert verify(tmp_path / "c", items=items).problems == ()
+    (tmp_path / "c/config.json").write_text('{"changed": true}')
+    assert verify(tmp_path / "c", items=items).problems == ()

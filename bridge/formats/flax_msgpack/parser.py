@@ -52,6 +52,7 @@ class _Parser:
         self._read, self._stop, self._what = read, size, what
         self.at = 0
         self._left = MAX_NODES
+        self._inside = False
 
     def refuse(self, why: str) -> Never:
         raise CheckpointError(f"{self._what}: expected msgpack as flax.serialization writes it, but {why}")
@@ -137,6 +138,9 @@ class _Parser:
 
     def extension(self, count: int) -> object:
         code = self.number("b")
+        if self._inside:
+            self.refuse(f"an array or number has another one inside, before byte {self.at}")
+        self._inside = True
         outer, self._stop = self._stop, self.at + count
         if self._stop > outer:
             self._stop = outer
@@ -154,7 +158,7 @@ class _Parser:
             self.refuse(f"an extension of type {code} is none of flax's, before byte {self.at}")
         if self.at != self._stop:
             self.refuse(f"an array or number ends at byte {self.at} of {self._stop}")
-        self._stop = outer
+        self._stop, self._inside = outer, False
         return found
 
     def stored_array(self) -> StoredArray:

@@ -246,7 +246,9 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
         own = {leaf_name((name, *path)): leaf_name(path) for path in item.layouts}
         tensors = {own[full]: tensor for full, tensor in self._record.manifest().items() if full in own}
         files = {}
-        for path in sorted(p for p in item.directory.rglob("*") if p.is_file() and p.name != JOURNAL_FILE):
+        # An attempt that was killed while it committed may have left its manifest.
+        others = (JOURNAL_FILE, MANIFEST_FILE)
+        for path in sorted(p for p in item.directory.rglob("*") if p.is_file() and p.name not in others):
             # Below "d" are the nodes and values of OCDBT.
             crc = None if path.parent.name == "d" else file_checksum(path)
             files[str(path.relative_to(item.directory))] = ManifestFile(path.stat().st_size, crc)

@@ -47,6 +47,7 @@ from bridge.formats.base import (
     dtype_name,
     grid_of_chunks,
 )
+from bridge.formats.companions import is_companion
 from bridge.formats.files.atomic import CommitOrAbort
 from bridge.formats.files.journal import JOURNAL_FILE, Journal
 from bridge.formats.files.manifest import (
@@ -321,7 +322,8 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         root = self._directory.temporary
         files = {}
         for path in sorted(p for p in root.rglob("*") if p.is_file() and p.name != JOURNAL_FILE):
-            if path.relative_to(root).parts[0] == PARTS_FOLDER:
+            # What stands beside the item's own files, and what an attempt left that was killed while it committed.
+            if path.relative_to(root).parts[0] in (PARTS_FOLDER, MANIFEST_FILE) or is_companion(path.name):
                 continue
             # Below "d" are the nodes and values of OCDBT.
             crc = None if path.parent.name == "d" else file_checksum(path)

@@ -188,6 +188,14 @@ def array(shape: Any = (2,), dtype: Any = "float32", data: Any = bytes(8), code:
     return msgpack.ExtType(code, msgpack.packb((shape, dtype, data)))
 
 
+def nested_extensions(count: int) -> bytes:
+    """An array whose shape is an array, and so on."""
+    inside = b"\1"
+    for _ in range(count):
+        inside = msgpack.packb(msgpack.ExtType(1, b"\x93" + inside))
+    return msgpack.packb({"w": 0})[:-1] + inside
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -211,6 +219,7 @@ def array(shape: Any = (2,), dtype: Any = "float32", data: Any = bytes(8), code:
         (b"\x81\xa1w\xc7\xff\1x", "truncated"),
         (b"\x81\xa1w" * 100 + b"\1", "nested more than 64 deep"),
         (b"\x81\xa1w" + b"\x91" * 5000 + b"\1", "nested more than 64 deep"),
+        (nested_extensions(500), "has another one inside"),
         (b"\x82\xa1w\1\xa1w\2", "the key 'w' is there twice"),
         (b"\x81\xc0\1", "neither text nor a number"),
         (b"\x81\xa1\xff\1", "is not UTF-8"),
