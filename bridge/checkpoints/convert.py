@@ -33,7 +33,7 @@ from bridge.checkpoints.selection import SelectedReader, Selection
 from bridge.checkpoints.workers import default_workers, large_buffers_returned
 from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath, name_of
-from bridge.formats.companions import Companions
+from bridge.formats.companions import Companions, companions_home
 from bridge.formats.files.working import Attempt
 from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
@@ -42,7 +42,7 @@ from bridge.formats.regions import REGION_BYTES, Progress
 from bridge.formats.replaceable import require_replaceable
 from bridge.formats.step_paths import Step, at_step
 from bridge.formats.stores.folder import UploadPath
-from bridge.formats.stores.reader import StoredReader
+from bridge.formats.stores.reader import StoredReader, home_of
 from bridge.formats.stores.store import is_url, local_path, place_of, without_end
 from bridge.mapping.numbered_states import with_named_states
 from bridge.mapping.relation import whole_source
@@ -347,8 +347,7 @@ def planned(
         objects = {name: (path, reader.objects[old]) for name, (path, old) in kept.items()} | dict(plan.notes)
         origins = {name: old for name, (_, old) in kept.items()}
         kinds = carried_kinds(held, outputs.values(), objects, origins)
-        home = whole.home if isinstance(whole, StoredReader) else Path(whole.path)
-        beside = Companions.beside(home) if options.companions else Companions()
+        beside = Companions.beside(companions_home(home_of(whole))) if options.companions else Companions()
         beside = dataclasses.replace(beside, dequantized=options.dequantize)
         conversion = Conversion(
             place_of(source),

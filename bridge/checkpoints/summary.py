@@ -16,7 +16,7 @@ from bridge.formats.joined import JoinedReader
 from bridge.formats.leaf_kinds import LEAVES, key_types
 from bridge.formats.orbax.item import find_item
 from bridge.formats.step_paths import Step, at_step
-from bridge.formats.stores.reader import StoredReader
+from bridge.formats.stores.reader import StoredReader, home_of
 from bridge.formats.stores.store import place_of
 from bridge.sharding.drawing import MAX_TENSORS, letter, more_tensors
 
@@ -85,13 +85,9 @@ def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: St
                 objects[name] = reader.objects[name]
             except CheckpointError as error:
                 unreadable[name] = str(error)
-        home = reader.home if isinstance(reader, StoredReader) else Path(path)
-        homes = (
-            [Path(part.path) for part in reader.parts.values()]
-            if isinstance(reader, JoinedReader)
-            else [home]
-        )
-        manifest = all(manifest_path(manifest_home(one)).is_file() for one in homes)
+        whole = reader.opened if isinstance(reader, StoredReader) else reader
+        parts = whole.parts.values() if isinstance(whole, JoinedReader) else (whole,)
+        manifest = all(manifest_path(manifest_home(home_of(part))).is_file() for part in parts)
         return Summary(
             place_of(path), reader.format, tensors, groups, objects, unreadable, manifest, key_types(reader)
         )
