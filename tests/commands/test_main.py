@@ -465,7 +465,10 @@ def test_families_are_listed_with_their_conventions() -> None:
     assert set(listed) == set(family_names())
     assert listed["qwen3_moe"] == {
         "family": "qwen3_moe",
-        "conventions": ["torch", "hf", "megatron", "jax"],
+        "conventions": [
+            *("torch", "hf", "megatron", "jax"),
+            *("torchtitan", "torchtitan_unfused", "torchtitan_0_2", "maxtext", "maxtext_unscanned"),
+        ],
         "axes": ["d", "r"],
         "models": ["qwen3_moe"],
     }
