@@ -41,9 +41,9 @@ from bridge.formats.quantized import DequantizedReader
 from bridge.formats.regions import REGION_BYTES, Progress
 from bridge.formats.replaceable import require_replaceable
 from bridge.formats.step_paths import Step, at_step
-from bridge.formats.stores.folder import UploadPath
 from bridge.formats.stores.reader import StoredReader, home_of
 from bridge.formats.stores.store import is_url, local_path, place_of, without_end
+from bridge.formats.stores.upload_path import UploadPath
 from bridge.mapping.numbered_states import with_named_states
 from bridge.mapping.relation import whole_source
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
