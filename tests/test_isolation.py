@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import bridge.dtype_names
+
 ROOT = Path(__file__).parents[1]
 TORCH = {"torch", "torch_impl"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "jax_impl"}
@@ -70,7 +72,7 @@ def test_a_side_of_a_pair_imports_its_own_runtime_at_most() -> None:
         assert not imported(PAIR / name) & (TORCH | JAX) - own, name
 
 
-def test_sharding_imports_the_standard_library_numpy_and_itself_only() -> None:
+def test_sharding_imports_the_standard_library_numpy_itself_and_names_of_dtypes_only() -> None:
     paths = modules("bridge/sharding")
     assert len(paths) > 10
     for path in paths:
@@ -79,9 +81,9 @@ def test_sharding_imports_the_standard_library_numpy_and_itself_only() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            assert all(name.startswith("bridge.sharding") for name in names if name.startswith("bridge")), (
-                path
-            )
+            ours = [name for name in names if name.startswith("bridge") and name != "bridge.dtype_names"]
+            assert all(name.startswith("bridge.sharding") for name in ours), path
+    assert imported(Path(bridge.dtype_names.__file__)) <= set(sys.stdlib_module_names)
 
 
 def test_the_second_planner_shares_no_code_with_the_first() -> None:

@@ -94,6 +94,7 @@ def per_tensor(work: Callable[[int], object]) -> float:
     return (python_calls(lambda: work(MANY)) - python_calls(lambda: work(FEW))) / (MANY - FEW)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("a", "b"), list(itertools.permutations(FORMATS, 2)))
 def test_a_tensor_more_is_few_calls_more(
     a: str, b: str, sources: dict[tuple[str, int], Path], tmp_path: Path
@@ -103,6 +104,7 @@ def test_a_tensor_more_is_few_calls_more(
     assert calls < LIMITS[a, b]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("work", ["inspect", "verify", "diff"])
 def test_reading_a_tensor_more_is_few_calls_more(
@@ -118,6 +120,7 @@ def test_reading_a_tensor_more_is_few_calls_more(
     assert calls < LIMITS[work, format]
 
 
+@pytest.mark.fast_cases("dcp-orbax", "orbax-safetensors", "safetensors-dcp")
 @pytest.mark.parametrize(("a", "b"), list(itertools.product(FORMATS, FORMATS)))
 def test_small_tensors_are_exact_and_written_together(
     a: str, b: str, sources: dict[tuple[str, int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -26,8 +26,8 @@ import os, signal, sys
 from bridge.commands.main import main
 from bridge.formats.dcp.writer import DcpWriter
 stock, number, calls = DcpWriter.write, signal.Signals[os.environ["SIGNAL"]], []
-def write(*arguments):
-    stock(*arguments)
+def write(*arguments, **options):
+    stock(*arguments, **options)
     calls.append(arguments)
     if len(calls) == 3:
         os.kill(os.getpid(), number)

@@ -316,7 +316,7 @@ def test_dtypes_are_names_or_dtypes(dtype):
     assert (wire.compute, wire.reduce, wire.grad) == (jnp.bfloat16, jnp.float32, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, np.complex64, object(), "bf16"])
+@pytest.mark.parametrize("dtype", [jnp.int8, np.complex64, object(), "bf17"])
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(ValueError, match=r"reduce_dtype: expected None or one of .*'bfloat16'"):
         plan_sharding(decoder(), data_parallel_mesh(4), reduce_dtype=dtype)
