@@ -19,12 +19,11 @@ from pathlib import Path
 from bridge.checkpoints.convert import (
     Conversion,
     ConvertOptions,
-    ConvertReport,
     conversion_key,
     planned,
     require_unchanged,
-    went_along,
 )
+from bridge.checkpoints.convert_report import ConvertReport, went_along
 from bridge.checkpoints.destination import naming, require_place, require_space, require_untouched
 from bridge.checkpoints.engine import Copier, runs
 from bridge.checkpoints.pieces import PartPlan, make_part_plan

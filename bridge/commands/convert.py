@@ -164,8 +164,9 @@ def convert(
       twinshard convert runs/torch/step_40 small.safetensors --to safetensors --weights-only --cast '*=bfloat16'
       twinshard convert runs/torch/step_40 runs/jax/step_40 --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
     """
-    from bridge.checkpoints.convert import ConvertOptions, format_by_name, planned
+    from bridge.checkpoints.convert import ConvertOptions, planned
     from bridge.checkpoints.convert import convert as run
+    from bridge.checkpoints.destination import format_by_name
     from bridge.checkpoints.selection import Selection
     from bridge.formats.step_paths import at_step
 

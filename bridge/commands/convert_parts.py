@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from bridge.checkpoints.convert import ConvertOptions, ConvertReport, planned
+from bridge.checkpoints.convert import ConvertOptions, planned
+from bridge.checkpoints.convert_report import ConvertReport
 from bridge.checkpoints.estimate import BANDWIDTH, PartEstimate, estimate_parts
 from bridge.checkpoints.parts import PartReport, commit_parts, convert_part
 from bridge.checkpoints.pieces import PartPlan, make_part_plan
