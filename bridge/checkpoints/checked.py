@@ -30,7 +30,8 @@ from bridge.formats.files.manifest import Manifest, manifest_path, read_manifest
 from bridge.formats.files.mapped import ChunkIndex
 from bridge.formats.joined import JoinedReader
 from bridge.formats.regions import split_box
-from bridge.formats.stores.reader import StoredReader
+from bridge.formats.stores.listing import StorePath
+from bridge.formats.stores.reader import StoredReader, home_of
 from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
 
 
@@ -41,10 +42,12 @@ def checked(reader: CheckpointReader) -> CheckpointReader:
 
     Raises CheckpointError, naming file, tensor or chunk, where the checkpoint is not what the manifest says.
     """
+    if isinstance(reader, StoredReader):
+        # Closed by whoever opened it, with what it reads.
+        reader = reader.opened
     if isinstance(reader, JoinedReader):
         return reader.replaced(checked)
-    place = reader.home if isinstance(reader, StoredReader) else Path(reader.path)
-    home = manifest_home(place)
+    home = manifest_home(home_of(reader))
     manifest = read_manifest(home)
     if manifest is None:
         return reader
@@ -57,7 +60,7 @@ def _problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> Itera
     yield from file_problems(home, manifest)
     yield from structure_problems(reader, manifest)
     # Where DCP's chunks are is said between them: a store would be asked for all of its data at once.
-    if reader.format == "safetensors" or not isinstance(reader, StoredReader):
+    if reader.format == "safetensors" or not isinstance(home, StorePath):
         yield from rest_problems(reader, home, manifest)
     for name, entry in manifest.tensors.items():
         yield from entry_problems(reader.tensors[name], entry)

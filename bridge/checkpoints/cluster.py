@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
-from bridge.checkpoints.convert import ConvertOptions, ConvertReport
+from bridge.checkpoints.convert import ConvertOptions
+from bridge.checkpoints.convert_report import ConvertReport
 from bridge.checkpoints.parts import PartReport, commit_parts, convert_part
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.journal import InUse

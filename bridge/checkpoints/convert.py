@@ -20,7 +20,9 @@ from pathlib import Path
 
 from bridge.checkpoints.casts import Output, apply_casts, parse_casts
 from bridge.checkpoints.checked import checked
+from bridge.checkpoints.convert_report import ConvertReport, went_along
 from bridge.checkpoints.destination import (
+    format_by_name,
     naming,
     require_place,
     require_space,
@@ -33,7 +35,7 @@ from bridge.checkpoints.selection import SelectedReader, Selection
 from bridge.checkpoints.workers import default_workers, large_buffers_returned
 from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath, name_of
-from bridge.formats.companions import Companions
+from bridge.formats.companions import Companions, companions_home
 from bridge.formats.files.working import Attempt
 from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
@@ -41,9 +43,9 @@ from bridge.formats.quantized import DequantizedReader
 from bridge.formats.regions import REGION_BYTES, Progress
 from bridge.formats.replaceable import require_replaceable
 from bridge.formats.step_paths import Step, at_step
-from bridge.formats.stores.folder import UploadPath
-from bridge.formats.stores.reader import StoredReader
+from bridge.formats.stores.reader import StoredReader, home_of
 from bridge.formats.stores.store import is_url, local_path, place_of, without_end
+from bridge.formats.stores.upload_path import UploadPath
 from bridge.mapping.numbered_states import with_named_states
 from bridge.mapping.relation import whole_source
 from bridge.mapping.rules import MappingTable, Tied, mapping_table
@@ -139,35 +141,6 @@ class Conversion:
         return digest.hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class ConvertReport:
-    """The result of a conversion.
-
-    bytes: of the tensors' elements. resumed_bytes: those that an earlier attempt had written. dropped: names in the
-    source that did not go along. overflowed: by name, how many finite elements a cast made infinite or NaN, without
-    those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding. verified: whether
-    the source's checksums, where it has any, were compared. companions: files that went along, such as `config.json`.
-    kept: those that a replaced checkpoint had, and the source has not. not_copied: why others did not go along.
-    """
-
-    source: Path | str
-    destination: Path | str
-    source_format: str
-    format: str
-    tensors: int
-    objects: int
-    bytes: int
-    resumed_bytes: int
-    dropped: tuple[str, ...]
-    overflowed: Mapping[str, int]
-    inexact: tuple[str, ...]
-    verified: bool
-    seconds: float
-    companions: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
-    not_copied: Mapping[str, str] = field(default_factory=dict)
-
-
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -242,11 +215,6 @@ def convert(
     return _convert(src, str(dst), options, replace, resume, progress, workers)
 
 
-def format_by_name(dst: str | os.PathLike[str]) -> str | None:
-    """The format that a destination's name asks for: "safetensors" for one that ends so, None for others."""
-    return "safetensors" if os.fspath(dst).endswith(".safetensors") else None
-
-
 def _convert(
     src: str | os.PathLike[str],
     destination: Path | str,
@@ -297,19 +265,6 @@ def _convert(
         )
 
 
-def went_along(
-    beside: Companions, destination: Path | str
-) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, str]]:
-    """The last three fields of a report: the companions that were copied, kept, and left behind with the reason."""
-    alone = (
-        format_by_name(destination) is not None if isinstance(destination, str) else not destination.is_dir()
-    )
-    if not alone:
-        return tuple(beside.files), tuple(beside.kept), beside.refused
-    one_file = dict.fromkeys(beside.files, f"{destination} is one file, and its directory may be anybody's")
-    return (), (), {**beside.refused, **one_file}
-
-
 @contextmanager
 def planned(
     source: str | os.PathLike[str], options: ConvertOptions
@@ -347,8 +302,7 @@ def planned(
         objects = {name: (path, reader.objects[old]) for name, (path, old) in kept.items()} | dict(plan.notes)
         origins = {name: old for name, (_, old) in kept.items()}
         kinds = carried_kinds(held, outputs.values(), objects, origins)
-        home = whole.home if isinstance(whole, StoredReader) else Path(whole.path)
-        beside = Companions.beside(home) if options.companions else Companions()
+        beside = Companions.beside(companions_home(home_of(whole))) if options.companions else Companions()
         beside = dataclasses.replace(beside, dequantized=options.dequantize)
         conversion = Conversion(
             place_of(source),

@@ -14,6 +14,11 @@ from bridge.formats.replaceable import require_replaceable
 from bridge.formats.stores.store import local_path
 
 
+def format_by_name(dst: str | os.PathLike[str]) -> str | None:
+    """The format that a destination's name asks for: "safetensors" for one that ends so, None for others."""
+    return "safetensors" if os.fspath(dst).endswith(".safetensors") else None
+
+
 def require_place(source: Path | str, destination: Path, replace_it: bool) -> None:
     """Refuse a destination that exists already or overlaps with the source, before anything is written."""
     there = os.path.lexists(destination)

@@ -19,12 +19,11 @@ from pathlib import Path
 from bridge.checkpoints.convert import (
     Conversion,
     ConvertOptions,
-    ConvertReport,
     conversion_key,
     planned,
     require_unchanged,
-    went_along,
 )
+from bridge.checkpoints.convert_report import ConvertReport, went_along
 from bridge.checkpoints.destination import naming, require_place, require_space, require_untouched
 from bridge.checkpoints.engine import Copier, runs
 from bridge.checkpoints.pieces import PartPlan, make_part_plan
@@ -37,7 +36,7 @@ from bridge.formats.in_parts import create_part, join_parts, require_names
 from bridge.formats.regions import Progress
 from bridge.formats.replaceable import require_replaceable
 from bridge.formats.safetensors.files import SUFFIX
-from bridge.formats.stores.store import is_url, place_of
+from bridge.formats.stores.store import is_url, local_path, place_of
 
 _WAIT_SECONDS = 0.2
 
@@ -48,7 +47,8 @@ class PartReport:
 
     bytes: of the elements of its pieces. resumed_bytes: those that an earlier attempt had written. found: whether the
     part was complete before. overflowed: see `ConvertReport`. missing: parts that were not complete when this one was.
-    committed: whether the destination is there.
+    committed: whether the destination is there. whole: the report of the whole conversion, whose seconds are those of
+    this part, where this one committed.
     """
 
     destination: Path
@@ -62,6 +62,7 @@ class PartReport:
     missing: tuple[int, ...]
     committed: bool
     seconds: float
+    whole: ConvertReport | None = None
 
 
 def convert_part(
@@ -105,8 +106,10 @@ def convert_part(
                 found, resumed = copy.run(resume, default_workers() if workers is None else workers, progress)
                 overflowed = copy.overflowed
         missing = () if stage.committed() else stage.missing
-        if commit and not missing:
-            _commit(conversion, stage, replace)
+        whole = None
+        if commit and not missing and not stage.committed():
+            notes = _commit(conversion, stage, replace)
+            whole = _whole(source, destination, conversion, options, notes, started)
         committed = stage.committed()
         if committed:
             # A part that came late may have begun anew what another one has just finished.
@@ -123,6 +126,7 @@ def convert_part(
             missing,
             committed,
             time.perf_counter() - started,
+            whole,
         )
 
 
@@ -151,6 +155,17 @@ def commit_parts(
                 raise CheckpointError(_missing(stage))
         notes = _commit(conversion, stage, replace)
         stage.tidy()
+    return _whole(source, destination, conversion, options, notes, started)
+
+
+def _whole(
+    source: Path | str,
+    destination: Path,
+    conversion: Conversion,
+    options: ConvertOptions,
+    notes: Sequence[Mapping[str, object]],
+    started: float,
+) -> ConvertReport:
     overflowed: dict[str, int] = {}
     verified = options.verify
     for note in notes:
@@ -325,7 +340,8 @@ def _require_directory(dst: str | os.PathLike[str], options: ConvertOptions) -> 
             f"{dst}: expected one item for a conversion in parts, got {', '.join(options.write_items)}; "
             "convert without parts to write several"
         )
-    if is_url(dst):
+    local = local_path(str(dst))
+    if is_url(dst) and local is None:
         raise CheckpointError(
             f"{dst} is in an object store: expected a directory that all parts see, for a conversion in parts; convert "
             "to a local path, or without parts"
@@ -335,4 +351,4 @@ def _require_directory(dst: str | os.PathLike[str], options: ConvertOptions) -> 
             f"{dst} is one file, which has one writer: expected a directory for a conversion in parts, which will hold "
             "shards and their index"
         )
-    return Path(os.path.abspath(dst))
+    return Path(os.path.abspath(dst if local is None else local))

@@ -15,8 +15,9 @@ from bridge.formats.files.manifest import manifest_path
 from bridge.formats.joined import JoinedReader
 from bridge.formats.leaf_kinds import LEAVES, key_types
 from bridge.formats.orbax.item import find_item
+from bridge.formats.safetensors.files import find_files
 from bridge.formats.step_paths import Step, at_step
-from bridge.formats.stores.reader import StoredReader
+from bridge.formats.stores.reader import StoredReader, home_of
 from bridge.formats.stores.store import place_of
 from bridge.sharding.drawing import MAX_TENSORS, letter, more_tensors
 
@@ -85,24 +86,25 @@ def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: St
                 objects[name] = reader.objects[name]
             except CheckpointError as error:
                 unreadable[name] = str(error)
-        home = reader.home if isinstance(reader, StoredReader) else Path(path)
-        homes = (
-            [Path(part.path) for part in reader.parts.values()]
-            if isinstance(reader, JoinedReader)
-            else [home]
-        )
-        manifest = all(manifest_path(manifest_home(one)).is_file() for one in homes)
+        whole = reader.opened if isinstance(reader, StoredReader) else reader
+        parts = whole.parts.values() if isinstance(whole, JoinedReader) else (whole,)
+        manifest = all(manifest_path(manifest_home(home_of(part))).is_file() for part in parts)
         return Summary(
             place_of(path), reader.format, tensors, groups, objects, unreadable, manifest, key_types(reader)
         )
 
 
 def manifest_home(path: Path) -> Path:
-    """Whose manifest speaks for ``path``: that of ``path``, or of the only step or item in it."""
+    """Whose manifest speaks for ``path``: that of ``path``, or of the only step, item or safetensors file in it."""
     if not path.is_dir() or manifest_path(path).exists():
         return path
     try:
-        item = find_item(path) if detect_format(path) == "orbax" else path
+        format = detect_format(path)
+        if format == "safetensors":
+            found = find_files(path)
+            file = path / found.names[0]
+            return file if len(found.names) == 1 and manifest_path(file).is_file() else path
+        item = find_item(path) if format == "orbax" else path
     except (CheckpointError, OSError):
         return path
     between = [place for place in (item, *item.parents) if place.is_relative_to(path)]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bridge.commands import completion
-from bridge.commands.grouping import grouped
+from bridge.commands.convert_report import ASKED_FOR, print_report
 from bridge.commands.options import (
     AnyModelOption,
     AxisOption,
@@ -31,7 +30,7 @@ from bridge.commands.options import (
     user_errors,
 )
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
-from bridge.commands.parents import ask_for_parents, missing_parent
+from bridge.commands.parents import ask_for_parents, missing_parent, place_here
 from bridge.commands.part_options import (
     BandwidthOption,
     CommitOption,
@@ -43,15 +42,10 @@ from bridge.commands.part_options import (
 )
 from bridge.commands.stopping import leaving
 from bridge.formats.files.journal import abandoned
-from bridge.formats.stores.store import is_url
 from bridge.text import human_bytes
 
 if TYPE_CHECKING:
-    from bridge.checkpoints.convert import Conversion, ConvertReport
-
-
-_ASKED_FOR = 5
-"""How many of the names left out on request are shown; a selection may leave out most of a checkpoint."""
+    from bridge.checkpoints.convert import Conversion
 
 
 class TargetFormat(StrEnum):
@@ -170,8 +164,9 @@ def convert(
       twinshard convert runs/torch/step_40 small.safetensors --to safetensors --weights-only --cast '*=bfloat16'
       twinshard convert runs/torch/step_40 runs/jax/step_40 --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
     """
-    from bridge.checkpoints.convert import ConvertOptions, format_by_name, planned
+    from bridge.checkpoints.convert import ConvertOptions, planned
     from bridge.checkpoints.convert import convert as run
+    from bridge.checkpoints.destination import format_by_name
     from bridge.checkpoints.selection import Selection
     from bridge.formats.step_paths import at_step
 
@@ -209,7 +204,7 @@ def convert(
 
         report = convert_in_parts(out, request, src, at, dst, options, replace, resume, workers, json)
         if report is not None:
-            _print_report(out, report)
+            print_report(out, report)
         return
     if dry_run:
         with user_errors(json=json), planned(at_step(src, at), options) as (conversion, _):
@@ -249,7 +244,7 @@ def convert(
     if json:
         print_json(out, report)
     else:
-        _print_report(out, report)
+        print_report(out, report)
 
 
 def conversion_document(conversion: Conversion) -> dict[str, object]:
@@ -280,9 +275,8 @@ def conversion_document(conversion: Conversion) -> dict[str, object]:
 
 def _left(dst: str, replace: bool, resume: bool) -> str:
     """What a conversion that was stopped leaves."""
-    if is_url(dst):
+    if (place := place_here(dst)) is None:
         return "the same command with --resume goes on" if resume else f"nothing of it is at {dst}"
-    place = Path(dst)
     if not replace and os.path.lexists(place):
         return f"{dst} is complete"
     kept = [str(directory) for directory in abandoned(place)] if resume else []
@@ -313,45 +307,15 @@ def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
     if conversion.companions.files:
         print_line(out, f"beside it: {some([*conversion.companions.files])}")
     if conversion.left_out:
-        print_line(out, f"left out {len(conversion.left_out)}: {some(conversion.left_out, _ASKED_FOR)}")
+        print_line(out, f"left out {len(conversion.left_out)}: {some(conversion.left_out, ASKED_FOR)}")
     if conversion.inexact:
         print_line(out, f"calculated, with rounding, {len(conversion.inexact)}: {some(conversion.inexact)}")
+    there = (place := place_here(destination)) is not None and os.path.lexists(place)
     print_line(
         out,
         f"{conversion.source} ({conversion.source_format}) -> {destination} ({conversion.format}): "
         f"{len(conversion.outputs)} tensors, {len(conversion.objects)} objects, {human_bytes(conversion.nbytes)} "
-        f"would be written{', over what is there' if os.path.lexists(destination) else ''}",
+        f"would be written{', over what is there' if there else ''}",
     )
     if (missing := missing_parent(destination)) is not None:
         print_line(out, f"{missing} does not exist: it would be asked about, or created by --parents")
-
-
-def _print_report(out: Console, report: ConvertReport) -> None:
-    written = report.bytes - report.resumed_bytes
-    rate = f"{human_bytes(int(written / max(report.seconds, 1e-9)))}/s"
-    resumed = f", {human_bytes(report.resumed_bytes)} of it before" if report.resumed_bytes else ""
-    print_line(
-        out,
-        f"{report.source} ({report.source_format}) -> {report.destination} ({report.format}): "
-        f"{report.tensors} tensors, {report.objects} objects, "
-        f"{human_bytes(report.bytes)}{resumed} in {report.seconds:.1f} s ({rate})",
-    )
-    if report.companions:
-        print_line(out, f"copied along: {some(report.companions)}")
-    if report.kept:
-        print_line(out, f"kept from the checkpoint that was replaced: {some(report.kept)}")
-    for line in grouped(report.not_copied.items()):
-        print_line(out, f"not copied: {line}")
-    if not report.verified:
-        print_line(
-            out,
-            "warning: not verified: damage in the source is in the new checkpoint, whose checksums vouch for what was "
-            "read",
-        )
-    if report.inexact:
-        print_line(out, f"calculated, with rounding, {len(report.inexact)}: {some(report.inexact)}")
-    lost = "finite elements became infinite or NaN by the cast"
-    for line in grouped((name, f"{count} {lost}") for name, count in report.overflowed.items()):
-        print_line(out, f"warning: {line}")
-    if report.dropped:
-        print_line(out, f"dropped {len(report.dropped)}: {some(report.dropped, _ASKED_FOR)}")

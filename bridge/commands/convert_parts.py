@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from bridge.checkpoints.convert import ConvertOptions, ConvertReport, planned
+from bridge.checkpoints.convert import ConvertOptions, planned
+from bridge.checkpoints.convert_report import ConvertReport
 from bridge.checkpoints.estimate import BANDWIDTH, PartEstimate, estimate_parts
 from bridge.checkpoints.parts import PartReport, commit_parts, convert_part
 from bridge.checkpoints.pieces import PartPlan, make_part_plan
 from bridge.checkpoints.workers import default_workers
+from bridge.commands.convert_report import print_remarks
 from bridge.commands.options import progress_console, user_errors
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 from bridge.commands.part_options import Engine, PartRequest
@@ -114,10 +116,12 @@ def _print_part(out: Console, report: PartReport) -> None:
             f"part {report.part} of {report.parts}: {report.pieces} pieces, {human_bytes(report.bytes)}{resumed} in "
             f"{report.seconds:.1f} s ({rate})",
         )
-    for name, count in report.overflowed.items():
+    for name, count in () if report.whole else report.overflowed.items():
         print_line(out, f"warning: {name}: {count} finite elements became infinite or NaN by the cast")
     if report.committed:
         print_line(out, f"{report.destination} is complete")
+        if report.whole is not None:
+            print_remarks(out, report.whole)
     elif report.missing:
         print_line(out, f"{len(report.missing)} of {report.parts} parts are missing for {report.destination}")
     else:

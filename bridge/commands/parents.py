@@ -12,20 +12,25 @@ from pathlib import Path
 import typer
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.stores.store import is_url
+from bridge.formats.stores.store import is_url, local_path
+
+
+def place_here(destination: str) -> Path | None:
+    """The path of ``destination`` on this machine, which `file://` names, too; None in other stores."""
+    return local_path(destination) if is_url(destination) else Path(destination)
 
 
 def missing_parent(destination: str) -> Path | None:
     """The topmost directory above ``destination`` that does not exist; None where all do, and in a store."""
-    if is_url(destination):
+    if (place := place_here(destination)) is None:
         return None
-    missing = [parent for parent in Path(os.path.abspath(destination)).parents if not os.path.lexists(parent)]
+    missing = [parent for parent in Path(os.path.abspath(place)).parents if not os.path.lexists(parent)]
     return missing[-1] if missing else None
 
 
 def ask_for_parents(missing: Path, destination: str) -> None:
     """Return where the user wants the directories. CheckpointError where not, or where nobody can be asked."""
-    wanted = os.path.dirname(os.path.abspath(destination))
+    wanted = os.path.dirname(os.path.abspath(place_here(destination) or destination))
     if sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
         if typer.confirm(f"{missing} does not exist. Create {wanted}?", err=True):
             return

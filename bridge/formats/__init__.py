@@ -36,7 +36,7 @@ from bridge.formats.orbax.item import is_unfinished
 from bridge.formats.pipeline import pipeline_parts
 from bridge.formats.read_only import directory_format, single_file_format
 from bridge.formats.safetensors.files import holds_safetensors
-from bridge.formats.step_paths import Step, at_step
+from bridge.formats.step_paths import Step, at_step, has_steps
 from bridge.formats.stores.hub import hub_hint
 from bridge.formats.stores.listing import StorePath
 from bridge.formats.stores.store import is_url
@@ -108,9 +108,11 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     if any(n.endswith(".distcp") for n in names):
         raise CheckpointError(f"{place} is a DCP checkpoint whose save did not finish: it has no .metadata")
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    steps = "; to take one of several steps, choose it (--step latest, or its number)"
     raise CheckpointError(
         "expected a DCP checkpoint (.metadata), an Orbax one (_METADATA) or *.safetensors, *.bin, *.pt, *.npz or "
         f"*.msgpack files in {place}, found {shown or 'an empty directory'}"
+        f"{steps if has_steps(names) else ''}"
     )
 
 

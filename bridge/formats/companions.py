@@ -20,8 +20,9 @@ from typing import Final
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.mapped import MAX_SMALL_FILE, regular_file, small_file
+from bridge.formats.orbax.item import STEP_FILE, TREE_FILE
 from bridge.formats.pipeline import PIPELINE_FILE, pipeline_companions
-from bridge.formats.stores.folder import UploadPath
+from bridge.formats.stores.upload_path import UploadPath
 
 CONFIG_FILE: Final = "config.json"
 QUANTIZATION: Final = "quantization_config"
@@ -43,6 +44,13 @@ _NAMES: Final = (
 def is_companion(name: str) -> bool:
     """Whether a file of this name beside a checkpoint belongs to its model."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in _NAMES)
+
+
+def companions_home(place: Path) -> Path:
+    """Where the companions of the checkpoint at ``place`` are: of an item of an Orbax step, beside the items."""
+    if not (place / TREE_FILE).is_file() or any(is_companion(child.name) for child in place.iterdir()):
+        return place
+    return place.parent if (place.parent / STEP_FILE).is_file() else place
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Final
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.dcp.metadata import metadata_files
+from bridge.formats.files.manifest import MANIFEST_FILE
 from bridge.formats.files.mapped import MAX_SMALL_FILE, is_plain_name, regular_file, small_file
 from bridge.formats.files.weight_index import INDEX_END
 from bridge.formats.orbax.item import TREE_FILE
@@ -23,6 +24,7 @@ from bridge.formats.safetensors.files import holds_safetensors
 
 PIPELINE_FILE: Final = "model_index.json"
 _BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".spm", ".tiktoken")
+_OF_WEIGHTS: Final = (INDEX_END, MANIFEST_FILE, ".manifest.json")
 
 
 def pipeline_parts(path: Path) -> dict[str, Path]:
@@ -48,7 +50,7 @@ def pipeline_companions(path: Path) -> Mapping[str, Path]:
     found = {PIPELINE_FILE: regular_file(path, PIPELINE_FILE, "the index")[0]}
     for folder in filter(lambda name: (path / name).is_dir(), _named(path)):
         for file in sorted((path / folder).iterdir()):
-            if file.name.endswith(_BESIDE) and not file.name.endswith(INDEX_END) and file.is_file():
+            if file.name.endswith(_BESIDE) and not file.name.endswith(_OF_WEIGHTS) and file.is_file():
                 place, size = regular_file(file.parent, file.name, f"{folder}/{file.name}")
                 if size > MAX_SMALL_FILE:
                     raise CheckpointError(f"{place}: expected at most {MAX_SMALL_FILE} bytes, got {size}")

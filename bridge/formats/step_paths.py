@@ -82,6 +82,11 @@ def each_at_step(paths: Sequence[str | os.PathLike[str]], step: Step | None) -> 
     return found
 
 
+def has_steps(names: Collection[str]) -> bool:
+    """Whether any of these names in a directory may be that of a step."""
+    return any(_NAME.fullmatch(name) and not _UNFINISHED.fullmatch(name) for name in names)
+
+
 def _choose(where: str, step: Step, names: Collection[str], files: Callable[[str], Collection[str]]) -> str:
     if any(name in names for name in _OF_A_CHECKPOINT):
         raise NoStepsError(

@@ -1,6 +1,6 @@
 """What readers have in common: they close at the end of a `with` block, read values when asked, and wrap each other.
 
-SelectedReader -> CheckedReader -> StoredReader -> reader of a format
+SelectedReader -> CheckedReader -> reader of a format <- StoredReader, which was opened and is closed
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, separator_of
+from bridge.formats.companions import companions_home
 from bridge.formats.files.mapped import small_file
-from bridge.formats.stores.reader import StoredReader
+from bridge.formats.stores.reader import home_of
 from bridge.mapping.apply import Axes
 from bridge.mapping.entries import HALF, PAIR
 from bridge.mapping.errors import MappingError
@@ -107,7 +107,7 @@ def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
     """
     if not table.models and not table.config.keys() - table.axes.keys():
         return table
-    home = reader.home if isinstance(reader, StoredReader) else Path(reader.path)
+    home = companions_home(home_of(reader))
     directory = home if home.is_dir() else home.parent
     if not (directory / CONFIG_FILE).exists():
         return table

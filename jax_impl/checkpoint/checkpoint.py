@@ -40,6 +40,7 @@ from bridge.formats.orbax.writer import OrbaxPart, OrbaxWriter
 from bridge.formats.saving import pending
 from bridge.formats.saving.extras import SaveExtras
 from bridge.formats.saving.pending import PendingSave
+from bridge.formats.stores.store import path_here
 from bridge.mapping.running import AnyMapping
 from jax_impl.checkpoint.chunks import Chunks
 from jax_impl.checkpoint.contents import Contents
@@ -182,7 +183,7 @@ class _OpenedSave:
         *,
         copy: bool,
     ) -> None:
-        self.target = Path(os.path.abspath(path))
+        self.target = path_here(path)
         self._processes = processes = Processes(plan.mesh, "save", timeout, background=copy)
         self._item = item
         self._extras = extras

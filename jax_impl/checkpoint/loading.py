@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import optax
 from bridge.formats import CheckpointError, CheckpointReader, TreePath
 from bridge.formats.saving import pending
 from bridge.formats.saving.steps import choose_step
+from bridge.formats.stores.store import path_here
 from bridge.mapping.running import AnyMapping
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.conversion import Conversion, conversion
@@ -118,7 +118,7 @@ def load_checkpoint(
         if moments not in ("same", "convert"):
             raise ValueError(f'moments: expected "same" or "convert", got {moments!r}')
         given = _given(plan, initial, variables, strict=strict)
-        directory = Path(os.path.abspath(path))
+        directory = path_here(path)
         # What this run is still saving is what it means to load.
         pending.settle()
         if processes.first:

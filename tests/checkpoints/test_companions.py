@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from bridge.checkpoints.convert import convert
 from bridge.checkpoints.verify import verify
 from bridge.commands.main import app
-from bridge.formats import open_checkpoint
+from bridge.formats import Box, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError
 from bridge.formats.companions import Companions, is_companion
 from bridge.formats.files.atomic import temporaries_of
@@ -195,3 +195,18 @@ def test_a_dequantized_copy_is_not_said_to_be_quantized(tmp_path: Path, source: 
     convert(source, tmp_path / "b", to="safetensors")
     assert json.loads((tmp_path / "a/config.json").read_text()) == {"d": 1}
     assert json.loads((tmp_path / "b/config.json").read_text()) == fields
+
+
+def test_an_item_of_a_step_has_those_beside_the_items(tmp_path: Path, source: Path) -> None:
+    with create_checkpoint(source / "tree", "dcp") as writer:
+        name = writer.add_tensor(("model", "w"), (2,), np.dtype(np.float32)).name
+        writer.write(name, Box.whole((2,)), np.ones(2, np.float32))
+    for name in FILES:
+        (source / name).rename(source / "tree" / name)
+    convert(source / "tree", tmp_path / "step", write_items=["model"])
+    assert (tmp_path / "step" / "config.json").is_file()
+    fsspec.filesystem("memory").put(str(tmp_path / "step"), "/bucket/step", recursive=True)
+    for number, place in enumerate((tmp_path / "step", "memory://bucket/step", tmp_path / "step" / "model")):
+        items = ["model"] if number < 2 else []
+        convert(place, tmp_path / f"copy{number}", to="dcp", items=items)
+        assert companions(tmp_path / f"copy{number}") == FILES

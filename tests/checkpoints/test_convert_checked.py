@@ -187,3 +187,20 @@ def test_one_file_may_be_renamed_with_its_manifest(copy: Callable[[str], Path], 
     convert(tmp_path / "y.safetensors", tmp_path / "back")
     flipped(tmp_path / "y.safetensors", 12, random.Random(5))
     assert not verify(tmp_path / "y.safetensors").good
+
+
+@pytest.mark.parametrize("place", ["here", "store"])
+def test_the_manifest_of_the_only_file_counts_for_its_directory(tmp_path: Path, place: str) -> None:
+    with create_checkpoint(tmp_path / "a" / "weights.safetensors", "safetensors") as writer:
+        name = writer.add_tensor(("w",), (4,), np.dtype(np.float32)).name
+        writer.write(name, Box.whole((4,)), np.arange(4, dtype=np.float32))
+    file = tmp_path / "a" / "weights.safetensors"
+    assert verify(tmp_path / "a").manifest
+    file.write_bytes(file.read_bytes()[:-1] + b"\x41")
+    path: Path | str = tmp_path / "a"
+    if place == "store":
+        fsspec.filesystem("memory").put(str(path), "/checked/only_file", recursive=True)
+        path = "memory://checked/only_file"
+    assert not verify(path).good
+    with pytest.raises(CheckpointError, match="not what its manifest says"):
+        convert(path, tmp_path / "b")

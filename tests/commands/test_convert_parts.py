@@ -63,6 +63,37 @@ def test_an_array_of_jobs(source: Path, tmp_path: Path) -> None:
     assert "is complete" in again.output
 
 
+def test_the_job_that_commits_says_what_the_whole_conversion_would(source: Path, tmp_path: Path) -> None:
+    destination = f"file://{tmp_path}/b"
+    assert twinshard("convert", source, destination, "--to", "dcp").exit_code == 0
+    (tmp_path / "b" / "config.json").write_text("{}")
+    (source / "tokenizer.json").write_text("{}")
+    options = ("--to", "dcp", "--replace", "--no-verify", "--drop", "w3", "--cast", "*=float16")
+    first = twinshard("convert", source, destination, "--part", "1/2", *options)
+    assert first.exit_code == 0, first.output
+    assert "copied along" not in first.output
+    last = twinshard("convert", source, destination, "--part", "2/2", *options)
+    assert last.exit_code == 0, last.output
+    assert (
+        "copied along: tokenizer.json\nkept from the checkpoint that was replaced: config.json" in last.output
+    )
+    assert "warning: not verified" in last.output
+    assert (
+        "warning: w2: 1000 finite elements became infinite or NaN by the cast\ndropped 1: w3" in last.output
+    )
+    again = json.loads(twinshard("convert", source, destination, "--part", "1/2", "--json", *options).stdout)
+    assert again["whole"] is None
+
+
+def test_directories_above_a_file_url_are_asked_about_too(source: Path, tmp_path: Path) -> None:
+    done = twinshard("convert", source, f"file://{tmp_path}/typo/b")
+    assert done.exit_code == 2
+    assert "typo does not exist: expected the directory that is to hold file://" in done.output.replace(
+        "\n", " "
+    )
+    assert not (tmp_path / "typo").exists()
+
+
 def test_a_commit_of_its_own(source: Path, tmp_path: Path) -> None:
     destination = tmp_path / "b"
     for part in ("1/2", "2/2"):

@@ -161,3 +161,28 @@ def test_a_pipeline_in_a_store_takes_its_configurations_along(tmp_path: Path, pi
     ).read_bytes()
     report = diff(pipeline, tmp_path / "b")
     assert (report.max_ulp, report.within) == (0, True)
+
+
+def test_folders_at_a_url_are_held_to_their_manifests(pipeline: Path, tmp_path: Path) -> None:
+    for folder in ("text_encoder", "unet", "vae"):
+        convert(pipeline / folder, tmp_path / folder, to="safetensors")
+        shutil.rmtree(pipeline / folder)
+        (tmp_path / folder).rename(pipeline / folder)
+    store = fsspec.filesystem("memory")
+    store.put(str(pipeline), "/pipelines/held", recursive=True)
+    assert inspect("memory://pipelines/held").manifest
+    assert convert("memory://pipelines/held", tmp_path / "a", items=["unet"]).companions == ("config.json",)
+    file = "/pipelines/held/vae/model.safetensors"
+    store.pipe_file(file, store.cat_file(file)[:-1] + b"\x55")
+    for items in ([], ["vae"]):
+        with pytest.raises(CheckpointError, match=r"vae: encoder\.w: .* not what its manifest says"):
+            convert("memory://pipelines/held", tmp_path / "b", items=items)
+
+
+def test_our_manifests_of_a_pipelines_weights_stay_with_the_weights(pipeline: Path, tmp_path: Path) -> None:
+    vae = pipeline / "vae" / "diffusion_pytorch_model.safetensors"
+    vae.unlink()
+    convert(pipeline / "unet", vae)
+    assert vae.with_name(f"{vae.name}.manifest.json").is_file()
+    report = convert(pipeline, tmp_path / "b")
+    assert not any("manifest" in name for name in report.companions)

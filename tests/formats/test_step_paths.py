@@ -112,3 +112,14 @@ def test_shards_of_one_model_are_no_steps(tmp_path: Path) -> None:
         save_file({f"w{number}": np.zeros(2)}, tmp_path / f"model-0000{number}-of-00002.safetensors")
     with pytest.raises(CheckpointError, match="found no step among"):
         at_step(tmp_path, "latest")
+
+
+def test_a_directory_of_steps_without_a_step_says_how_to_choose_one(tmp_path: Path) -> None:
+    (tmp_path / "run" / "step_10").mkdir(parents=True)
+    with pytest.raises(
+        CheckpointError, match=r"found step_10; to take one of several steps, choose it \(--step"
+    ):
+        open_checkpoint(tmp_path / "run")
+    (tmp_path / "other" / "weights").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"found weights$"):
+        open_checkpoint(tmp_path / "other")

@@ -1508,7 +1508,7 @@ CHECKPOINTS = [
     M(
         "bytes beside the chunks of DCP are not compared",
         "bridge/checkpoints/checked.py",
-        'if reader.format == "safetensors" or not isinstance(reader, StoredReader):',
+        'if reader.format == "safetensors" or not isinstance(home, StorePath):',
         'if reader.format == "safetensors":',
         "checkpoints/test_convert_checked.py",
     ),

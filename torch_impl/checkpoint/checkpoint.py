@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from bridge.formats.saving import pending
 from bridge.formats.saving.extras import SaveExtras
 from bridge.formats.saving.pending import PendingSave
 from bridge.formats.saving.steps import choose_step
+from bridge.formats.stores.store import path_here
 from bridge.mapping.running import AnyMapping
 from torch_impl.checkpoint.contents import (
     GroupUpdate,
@@ -201,7 +201,7 @@ def load_checkpoint(
     if moments not in MODES:
         raise ValueError(f"moments: expected {' or '.join(map(repr, MODES))}, got {moments!r}")
     added: list[torch.Tensor] = []
-    directory = Path(path)
+    directory = path_here(path)
 
     def choose() -> str | None:
         # What this run is still saving is what it means to load.

@@ -45,6 +45,7 @@ from bridge.formats.files.manifest import (
 )
 from bridge.formats.saving import pending
 from bridge.formats.saving.extras import SaveExtras
+from bridge.formats.stores.store import path_here
 from torch_impl.comm.agreement import agree, gather, rank, scatter
 
 Tree = Mapping[str, Any]
@@ -65,7 +66,7 @@ class PlannedSave:
         *,
         copy: bool,
     ) -> None:
-        self.path = Path(os.path.abspath(path))
+        self.path = path_here(path)
         self._extras = extras
         self._directory: AtomicDirectory | None = None
         self._planner = ChunkPlanner()

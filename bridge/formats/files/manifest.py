@@ -34,8 +34,8 @@ from bridge.formats.base import Box, CheckpointError, dtype_from_name
 from bridge.formats.crc32c import extend
 from bridge.formats.files.atomic import sidecar_of
 from bridge.formats.files.mapped import small_file
-from bridge.formats.stores.folder import UploadPath
 from bridge.formats.stores.listing import StorePath
+from bridge.formats.stores.upload_path import UploadPath
 
 MANIFEST_FILE = "twinshard_manifest.json"
 _MARK = "twinshard_manifest"

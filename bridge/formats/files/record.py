@@ -31,8 +31,9 @@ from bridge.formats.files.data_file import DataFile, allow_open_files
 from bridge.formats.files.gathered import SMALL, Gathered
 from bridge.formats.files.journal import Journal
 from bridge.formats.files.manifest import ManifestTensor
-from bridge.formats.stores.folder import StoredJournal, UploadPath
+from bridge.formats.stores.folder import StoredJournal
 from bridge.formats.stores.upload import UploadFile
+from bridge.formats.stores.upload_path import UploadPath
 
 SYNC_BYTES = 256 << 20
 """Data is synced to disk, and then noted in the journal, whenever so much of it is new."""

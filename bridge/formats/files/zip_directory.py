@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import itertools
 import mmap
-import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Never
 
 from bridge.formats.base import CheckpointError
@@ -176,9 +174,3 @@ def _wide(values: list[int], extra: bytes, refuse: Callable[[str], Never]) -> li
             break
         extra = extra[4 + size :]
     return values
-
-
-def is_zip(path: str | os.PathLike[str]) -> bool:
-    """Whether a local file begins as a zip file does."""
-    with open(Path(path), "rb") as file:
-        return file.read(4) == ZIP_MAGIC

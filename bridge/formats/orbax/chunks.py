@@ -30,8 +30,8 @@ from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.record import Place
 from bridge.formats.orbax.arrays import MANIFEST, ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.formats.orbax.ocdbt import ALIGNMENT, OcdbtWriter
-from bridge.formats.stores.folder import UploadPath
 from bridge.formats.stores.upload import UploadFile
+from bridge.formats.stores.upload_path import UploadPath
 
 _NUMBERS = struct.Struct("<QQ")
 _CRC = struct.Struct("<I")

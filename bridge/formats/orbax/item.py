@@ -16,6 +16,7 @@ from bridge.formats.base import CheckpointError
 from bridge.formats.files.atomic import is_temporary
 
 TREE_FILE = "_METADATA"
+STEP_FILE = "_CHECKPOINT_METADATA"
 COMMIT_FILE = "commit_success.txt"
 _STEP = re.compile(r"(.+_)?\d+")
 

@@ -72,7 +72,8 @@ from bridge.formats.orbax.objects import encode_object
 from bridge.formats.orbax.strings import STRINGS_FILE, render_strings
 from bridge.formats.orbax.tree import Claims, as_path, leaf_name, leaves_of, render_tree, storage_key
 from bridge.formats.share import PARTS_FOLDER, Share
-from bridge.formats.stores.folder import StoredJournal, UploadPath
+from bridge.formats.stores.folder import StoredJournal
+from bridge.formats.stores.upload_path import UploadPath
 
 _CHUNK = 8 << 20
 _MAX_CHUNK = 32 << 20

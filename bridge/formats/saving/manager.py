@@ -27,6 +27,7 @@ from bridge.formats.saving import pending
 from bridge.formats.saving.extras import SaveExtras
 from bridge.formats.saving.retention import METRICS_FILE, Retention, read_metrics, render_metrics
 from bridge.formats.saving.steps import choose_step, complete_steps
+from bridge.formats.stores.store import path_here
 
 
 class StepManager:
@@ -57,7 +58,7 @@ class StepManager:
         best_mode: Literal["min", "max"] = "min",
         asynchronous: bool = True,
     ) -> None:
-        self.directory = Path(os.path.abspath(directory))
+        self.directory = path_here(directory)
         self._retention = Retention(max_to_keep, keep_period, best_metric, best_mode)
         self.asynchronous = asynchronous
         self._cleaned = False

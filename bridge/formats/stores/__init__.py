@@ -1,1 +1,1 @@
-"""Checkpoints at URLs: mirrored before they are read, uploaded after they are written."""
+"""Checkpoints at URLs: read by ranges, and sent part by part as they are written."""

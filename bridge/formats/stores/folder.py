@@ -14,146 +14,25 @@ them all.
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import platform
-import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.stores.parts import OrderedParts, Parts, S3Parts, retried, s3_uploads
 from bridge.formats.stores.store import open_store, store_errors, without_end
 from bridge.formats.stores.upload import Note, UploadFile
+from bridge.formats.stores.upload_path import UploadPath
+from bridge.formats.stores.writing_process import ACTIVE, lives, this_process
 
 CLAIM: Final = "twinshard.uploading"
 _FOUND_BY: Final = (
     *("_CHECKPOINT_METADATA", ".safetensors.index.json", ".metadata", "_METADATA", "commit_success.txt"),
 )
 """Ends of the names of files that make a checkpoint, in the order in which they are sent."""
-
-if TYPE_CHECKING:
-    # Writers take either; at run time a call that would go to this machine's files must not find anything.
-    _Path = Path
-else:
-    _Path = object
-
-
-class UploadPath(_Path):
-    """A file or directory of a checkpoint that goes to a store; has what writers use of `pathlib.Path`, and no more."""
-
-    def __new__(cls, folder: StoreFolder, parts: tuple[str, ...]) -> Self:
-        return object.__new__(cls)
-
-    def __init__(self, folder: StoreFolder, parts: tuple[str, ...]) -> None:
-        self.folder, self._path = folder, parts
-
-    def __truediv__(self, other: str | os.PathLike[str]) -> Self:
-        names = str(other).split("/") if str(other) else []
-        return type(self)(self.folder, (*self._path, *names))
-
-    def __str__(self) -> str:
-        return "/".join((self.folder.url, *self._path))
-
-    def __fspath__(self) -> str:
-        raise TypeError(f"{self} is in an object store: expected a path of this machine")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, UploadPath) and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return hash(self._path)
-
-    def __lt__(self, other: UploadPath) -> bool:  # type: ignore[override] # sorted among its own kind only
-        return self._path < other._path
-
-    @property
-    def relative(self) -> str:
-        """The path from the checkpoint on."""
-        return "/".join(self._path)
-
-    @property
-    def name(self) -> str:
-        return self._path[-1] if self._path else self.folder.url.rpartition("/")[2]
-
-    @property
-    def parent(self) -> Self:
-        return type(self)(self.folder, self._path[:-1])
-
-    def relative_to(self, *_: Any, **__: Any) -> UploadPath:
-        return _Relative(self.folder, self._path)
-
-    def open_data(self) -> UploadFile:
-        """The data file of this name."""
-        return self.folder.open_data(self.relative)
-
-    def exists(self, **_: object) -> bool:
-        return self.is_file()
-
-    def is_file(self, **_: object) -> bool:
-        return self.relative in self.folder.small or self.relative in self.folder.data
-
-    def is_dir(self, **_: object) -> bool:
-        return not self.is_file()
-
-    def mkdir(self, *_: object, **__: object) -> None:
-        """Nothing: a store has no directories."""
-
-    def stat(self, **_: object) -> os.stat_result:
-        data = self.folder.data.get(self.relative)
-        size = len(self.folder.small[self.relative]) if data is None else data.size
-        return os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, size, 0, 0, 0))
-
-    def read_range(self, start: int, stop: int) -> bytes:
-        """What was written beside chunks; see `UploadFile.read`."""
-        return self.folder.data[self.relative].read(start, stop - start)
-
-    def read_bytes(self) -> bytes:
-        return self.folder.small[self.relative]
-
-    def open(self, *_: object, **__: object) -> Any:
-        return io.BytesIO(self.read_bytes())
-
-    def write_bytes(self, data: Any) -> int:
-        self.folder.small[self.relative] = bytes(data)
-        return len(data)
-
-    def write_text(self, data: str, *_: object, **__: object) -> int:
-        return self.write_bytes(data.encode())
-
-    def touch(self, *_: object, **__: object) -> None:
-        self.write_bytes(b"")
-
-    def unlink(self, missing_ok: bool = False) -> None:
-        self.folder.small.pop(self.relative, None)
-
-    def iterdir(self) -> Iterator[Self]:  # type: ignore[override] # an iterator, as pathlib's before Python 3.13
-        """Files directly in a directory, those of the attempt that is resumed, too."""
-        names = dict.fromkeys((*self.folder.small, *self.folder.data, *self.folder.earlier_names))
-        start = f"{self.relative}/" if self._path else ""
-        below = [name.removeprefix(start) for name in names if name.startswith(start)]
-        return (self / name for name in below if "/" not in name)
-
-    def rglob(self, *_: object, **__: object) -> Iterator[Self]:  # type: ignore[override] # as iterdir
-        """All files."""
-        return (
-            type(self)(self.folder, tuple(name.split("/")))
-            for name in (*self.folder.small, *self.folder.data)
-        )
-
-
-class _Relative(UploadPath):
-    def __str__(self) -> str:
-        return self.relative
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return self._path
 
 
 class StoredJournal:
@@ -279,7 +158,7 @@ class StoreFolder:
                 file.stop()
             with suppress(OSError):
                 self._note()
-            _ACTIVE.discard(self._root)
+            ACTIVE.discard(self._root)
             return
         for file in self.data.values():
             with suppress(OSError):
@@ -312,7 +191,7 @@ class StoreFolder:
     def _description(self) -> dict[str, Any]:
         return {
             "key": self._key,
-            "process": _this_process(),
+            "process": this_process(),
             "data": list(self.data),
             "files": sorted(self.small),
         }
@@ -357,7 +236,7 @@ class StoreFolder:
                 found["key"], found["data"], found["files"]  # KeyError for one that is not ours
             except (ValueError, LookupError, TypeError):
                 return {}
-        if _lives(process, self._root):
+        if lives(process, self._root):
             raise CheckpointError(f"{self.url} is being written by another process: wait for it, or stop it")
         return dict(found)
 
@@ -406,11 +285,11 @@ class StoreFolder:
                 number += 1
             self._notes = 0
             self._delete(self._name(CLAIM))
-        _ACTIVE.discard(self._root)
+        ACTIVE.discard(self._root)
 
     def _put(self, name: str, data: bytes) -> None:
         stored = self._name(name)
-        _ACTIVE.add(self._root)
+        ACTIVE.add(self._root)
         with store_errors(f"cannot write {self.url}/{name}"):
             if not self._in_bucket:
                 self._system.makedirs(stored.rpartition("/")[0], exist_ok=True)
@@ -466,38 +345,6 @@ class _Finished:
 
     def abort(self) -> None:
         """Nothing: the folder removes it."""
-
-
-_ACTIVE: set[str] = set()
-"""Places that this process writes to."""
-
-
-def _this_process() -> dict[str, str]:
-    return {"host": platform.node(), "boot": _boot(), "pid": str(os.getpid()), "began": _began(os.getpid())}
-
-
-def _lives(process: Mapping[str, str], root: str) -> bool:
-    """Whether the process that wrote a claim lives, as far as this machine can tell."""
-    own = _this_process()
-    if (process.get("host"), process.get("boot")) != (own["host"], own["boot"]):
-        return False
-    if process.get("pid") == own["pid"]:
-        return process.get("began") == own["began"] and root in _ACTIVE
-    began = _began(int(process.get("pid", "0")))
-    return bool(began) and began == process.get("began")
-
-
-def _boot() -> str:
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
-
-
-def _began(pid: int) -> str:
-    """When a process began, in ticks since the system did; empty if there is none."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
 
 
 def _differences(key: Mapping[str, str], found: Mapping[str, str]) -> str:

@@ -28,9 +28,9 @@ class StoredReader(WrappingReader):
         return self._listing.fingerprint
 
     @property
-    def home(self) -> StorePath:
-        """The checkpoint, as a path in the store."""
-        return self._listing.root
+    def opened(self) -> CheckpointReader:
+        """The reader of its format, whose path is one in the store; of one item or folder, where that is."""
+        return self._reader
 
     def files(self) -> Sequence[Path]:
         """None: they are in the store."""
@@ -40,3 +40,9 @@ class StoredReader(WrappingReader):
         """Let go of what was fetched. Arrays already read stay valid."""
         super().close()
         self._listing.close()
+
+
+def home_of(reader: CheckpointReader) -> Path:
+    """Where a checkpoint that was opened is, here or in a store; of one item or folder, where that is."""
+    place = reader.opened.path if isinstance(reader, StoredReader) else reader.path
+    return place if isinstance(place, StorePath) else Path(place)

@@ -43,6 +43,20 @@ def local_path(place: Path | str) -> Path | None:
     return None
 
 
+def path_here(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a run's checkpoints on a file system of this machine, which `file://` names, too.
+
+    CheckpointError for a URL of another store, which would become a directory of that name.
+    """
+    local = local_path(os.fspath(path))
+    if local is None and is_url(path):
+        raise CheckpointError(
+            f"{path} is in an object store: expected a directory on a file system, where runs save and load; convert "
+            f"from or to the store (twinshard convert {path} DIRECTORY, or the other way round)"
+        )
+    return Path(os.path.abspath(path if local is None else local))
+
+
 def without_end(url: str) -> str:
     """A URL without slashes at its end."""
     return url if url.endswith("://") else url.rstrip("/")

@@ -419,7 +419,7 @@ def test_urls_of_local_files_are_known_to_be_the_source(tmp_path: Path) -> None:
 def test_a_store_of_files_from_the_command_line(tmp_path: Path) -> None:
     local = local_source(tmp_path, "dcp")
     run = CliRunner()
-    result = run.invoke(app, ["convert", f"file://{local}", f"file://{tmp_path}/there/orbax"])
+    result = run.invoke(app, ["convert", f"file://{local}", f"file://{tmp_path}/there/orbax", "--parents"])
     assert result.exit_code == 0, result.output
     assert f"file://{tmp_path}/there/orbax (orbax)" in result.output
     assert run.invoke(app, ["verify", f"file://{tmp_path}/there/orbax"]).exit_code == 0

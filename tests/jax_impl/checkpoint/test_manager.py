@@ -14,7 +14,7 @@ import pytest
 from bridge.checkpoints.verify import verify
 from bridge.formats import CheckpointError
 from bridge.formats.saving import manager as manager_module
-from jax_impl import CheckpointManager, load_checkpoint, save_checkpoint_async
+from jax_impl import CheckpointManager, load_checkpoint, save_checkpoint, save_checkpoint_async
 from jax_impl.checkpoint import checkpoint as checkpoint_module
 from tests.support.jax_impl import checkpoint_runs as runs
 
@@ -116,3 +116,19 @@ def test_a_metric_that_is_no_number_is_refused_before_anything_is_written(tmp_pa
         with pytest.raises(ValueError, match="metrics: loss: expected a number, got None"):
             manager.save(1, plan, state, metrics={"loss": None})  # type: ignore[dict-item]
         assert manager.all_steps() == []
+
+
+def test_urls_of_object_stores_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan, state = runs.plan_of(*CASE), runs.fresh(*CASE)
+    for call in (
+        lambda url: CheckpointManager(url),
+        lambda url: save_checkpoint(url, plan, state),
+        lambda url: load_checkpoint(url, plan, runs.OPTIMIZER),
+    ):
+        with pytest.raises(
+            CheckpointError, match="s3://bucket/run is in an object store: expected a directory"
+        ):
+            call("s3://bucket/run")
+    assert os.listdir() == []
+    assert CheckpointManager(f"file://{tmp_path}/run").directory == tmp_path / "run"

@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 from bridge.checkpoints.verify import verify
+from bridge.formats import CheckpointError
 from bridge.formats.saving import manager as manager_module
 from tests.support.torch_impl import async_jobs as jobs
 from torch_impl import CheckpointManager, load_checkpoint, save_checkpoint, save_checkpoint_async
@@ -98,3 +99,19 @@ def test_a_step_that_is_no_int_is_refused(tmp_path, step):
     save_checkpoint(tmp_path / "1", nn.Linear(2, 2))
     with pytest.raises(ValueError, match="step: expected an int or None, got"):
         load_checkpoint(tmp_path, nn.Linear(2, 2), step=step)
+
+
+def test_urls_of_object_stores_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(2, 2)
+    for call in (
+        lambda url: CheckpointManager(url),
+        lambda url: save_checkpoint(url, model),
+        lambda url: load_checkpoint(url, model),
+    ):
+        with pytest.raises(
+            CheckpointError, match="s3://bucket/run is in an object store: expected a directory"
+        ):
+            call("s3://bucket/run")
+    assert os.listdir() == []
+    assert CheckpointManager(f"file://{tmp_path}/run").directory == tmp_path / "run"

@@ -1,0 +1,53 @@
+"""What a conversion says when it is done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bridge.commands.grouping import grouped
+from bridge.commands.options import some
+from bridge.commands.output import Console, print_line
+from bridge.text import human_bytes
+
+if TYPE_CHECKING:
+    from bridge.checkpoints.convert_report import ConvertReport
+
+ASKED_FOR = 5
+"""How many of the names left out on request are shown; a selection may leave out most of a checkpoint."""
+
+
+def print_report(out: Console, report: ConvertReport) -> None:
+    """What was converted, in which time, and the remarks."""
+    written = report.bytes - report.resumed_bytes
+    rate = f"{human_bytes(int(written / max(report.seconds, 1e-9)))}/s"
+    resumed = f", {human_bytes(report.resumed_bytes)} of it before" if report.resumed_bytes else ""
+    print_line(
+        out,
+        f"{report.source} ({report.source_format}) -> {report.destination} ({report.format}): "
+        f"{report.tensors} tensors, {report.objects} objects, "
+        f"{human_bytes(report.bytes)}{resumed} in {report.seconds:.1f} s ({rate})",
+    )
+    print_remarks(out, report)
+
+
+def print_remarks(out: Console, report: ConvertReport) -> None:
+    """What else is to be known: files that went along, what was rounded, what is not there."""
+    if report.companions:
+        print_line(out, f"copied along: {some(report.companions)}")
+    if report.kept:
+        print_line(out, f"kept from the checkpoint that was replaced: {some(report.kept)}")
+    for line in grouped(report.not_copied.items()):
+        print_line(out, f"not copied: {line}")
+    if not report.verified:
+        print_line(
+            out,
+            "warning: not verified: damage in the source is in the new checkpoint, whose checksums vouch for what was "
+            "read",
+        )
+    if report.inexact:
+        print_line(out, f"calculated, with rounding, {len(report.inexact)}: {some(report.inexact)}")
+    lost = "finite elements became infinite or NaN by the cast"
+    for line in grouped((name, f"{count} {lost}") for name, count in report.overflowed.items()):
+        print_line(out, f"warning: {line}")
+    if report.dropped:
+        print_line(out, f"dropped {len(report.dropped)}: {some(report.dropped, ASKED_FOR)}")

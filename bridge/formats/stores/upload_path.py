@@ -1,0 +1,143 @@
+"""Paths of a checkpoint that goes to a store, for writers that know `pathlib.Path`."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from bridge.formats.stores.upload import UploadFile
+
+if TYPE_CHECKING:
+    # Writers take either; at run time a call that would go to this machine's files must not find anything.
+    _Path = Path
+else:
+    _Path = object
+
+
+class Folder(Protocol):
+    """What the paths are in. small: files in memory by name; data: those that are sent as they are written."""
+
+    url: str
+    small: dict[str, bytes]
+    data: dict[str, UploadFile]
+    recalled: dict[tuple[str, int], int]
+    earlier_names: list[str]
+
+    def open_data(self, name: str) -> UploadFile:
+        """A data file, by its path in the checkpoint."""
+
+
+class UploadPath(_Path):
+    """A file or directory of a checkpoint that goes to a store; has what writers use of `pathlib.Path`, and no more."""
+
+    def __new__(cls, folder: Folder, parts: tuple[str, ...]) -> Self:
+        return object.__new__(cls)
+
+    def __init__(self, folder: Folder, parts: tuple[str, ...]) -> None:
+        self.folder, self._path = folder, parts
+
+    def __truediv__(self, other: str | os.PathLike[str]) -> Self:
+        names = str(other).split("/") if str(other) else []
+        return type(self)(self.folder, (*self._path, *names))
+
+    def __str__(self) -> str:
+        return "/".join((self.folder.url, *self._path))
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self} is in an object store: expected a path of this machine")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UploadPath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(self._path)
+
+    def __lt__(self, other: UploadPath) -> bool:  # type: ignore[override] # sorted among its own kind only
+        return self._path < other._path
+
+    @property
+    def relative(self) -> str:
+        """The path from the checkpoint on."""
+        return "/".join(self._path)
+
+    @property
+    def name(self) -> str:
+        return self._path[-1] if self._path else self.folder.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Self:
+        return type(self)(self.folder, self._path[:-1])
+
+    def relative_to(self, *_: Any, **__: Any) -> UploadPath:
+        return _Relative(self.folder, self._path)
+
+    def open_data(self) -> UploadFile:
+        """The data file of this name."""
+        return self.folder.open_data(self.relative)
+
+    def exists(self, **_: object) -> bool:
+        return self.is_file()
+
+    def is_file(self, **_: object) -> bool:
+        return self.relative in self.folder.small or self.relative in self.folder.data
+
+    def is_dir(self, **_: object) -> bool:
+        return not self.is_file()
+
+    def mkdir(self, *_: object, **__: object) -> None:
+        """Nothing: a store has no directories."""
+
+    def stat(self, **_: object) -> os.stat_result:
+        data = self.folder.data.get(self.relative)
+        size = len(self.folder.small[self.relative]) if data is None else data.size
+        return os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, size, 0, 0, 0))
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        """What was written beside chunks; see `UploadFile.read`."""
+        return self.folder.data[self.relative].read(start, stop - start)
+
+    def read_bytes(self) -> bytes:
+        return self.folder.small[self.relative]
+
+    def open(self, *_: object, **__: object) -> Any:
+        return io.BytesIO(self.read_bytes())
+
+    def write_bytes(self, data: Any) -> int:
+        self.folder.small[self.relative] = bytes(data)
+        return len(data)
+
+    def write_text(self, data: str, *_: object, **__: object) -> int:
+        return self.write_bytes(data.encode())
+
+    def touch(self, *_: object, **__: object) -> None:
+        self.write_bytes(b"")
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        self.folder.small.pop(self.relative, None)
+
+    def iterdir(self) -> Iterator[Self]:  # type: ignore[override] # an iterator, as pathlib's before Python 3.13
+        """Files directly in a directory, those of the attempt that is resumed, too."""
+        names = dict.fromkeys((*self.folder.small, *self.folder.data, *self.folder.earlier_names))
+        start = f"{self.relative}/" if self._path else ""
+        below = [name.removeprefix(start) for name in names if name.startswith(start)]
+        return (self / name for name in below if "/" not in name)
+
+    def rglob(self, *_: object, **__: object) -> Iterator[Self]:  # type: ignore[override] # as iterdir
+        """All files."""
+        return (
+            type(self)(self.folder, tuple(name.split("/")))
+            for name in (*self.folder.small, *self.folder.data)
+        )
+
+
+class _Relative(UploadPath):
+    def __str__(self) -> str:
+        return self.relative
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self._path
