@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from bridge.formats.base import TensorInfo, is_whole
@@ -85,6 +85,20 @@ def apply_with_scales(
     An operation of the rule changes the scales alone, so the payload stays as it is. moments: the tensors are what an
     optimizer keeps, for which a rule may have entries of its own; sizes that these leave open follow from ``weights``.
     """
+    if source in rule.cases or target in rule.cases:
+        for case, own, limits in _cases(rule, source, target, tensors, axes, moments=moments):
+            yield from apply_with_scales(
+                case,
+                source,
+                target,
+                own,
+                {weight: info for weight, info in scales.items() if weight in own},
+                replace(axes, sizes={**axes.sizes, **limits}),
+                power,
+                weights,
+                moments=moments,
+            )
+        return
     inputs = rule.entries(source, moments=moments)
     outputs = rule.entries(target, moments=moments)
     from_path, to_path = inputs[0].path.indices, outputs[0].path.indices
@@ -123,6 +137,57 @@ def apply_with_scales(
             power,
             beside,
         ).outputs()
+
+
+def _cases(
+    rule: Rule,
+    source: str,
+    target: str,
+    tensors: Mapping[str, TensorInfo],
+    axes: Axes,
+    *,
+    moments: bool,
+) -> Iterator[tuple[Rule, dict[str, TensorInfo], dict[str, int]]]:
+    """For each case of a rule: its own rule, its tensors, and how many numbers its digits with bounds have.
+
+    Raises MappingError for a tensor of no case or of several, and OpenAxes for a size that the cases need.
+    """
+    between = rule.between(source, target, moments=moments)
+    known = dict(axes.sizes)
+    known |= {axis: known[other] for axis, other in axes.alias.items() if other in known}
+    owners: dict[str, str] = {}
+    found = []
+    for numbering in rule.numberings.values():
+        try:
+            case = rule.at(here := numbering.at(known))
+        except KeyError:
+            lacking = numbering.axes - known.keys()
+            absent = {axis: why for axis, why in axes.absent.items() if axis in lacking}
+            raise OpenAxes(between, frozenset(lacking), [], axes.asked, absent) from None
+        entries = case.entries(source, moments=moments)
+        own = {
+            name: info
+            for name, info in tensors.items()
+            if any(entry.path.match(name) is not None for entry in entries)
+        }
+        if not own or not case.entries(target, moments=moments):
+            continue
+        for name in own:
+            if name in owners:
+                raise MappingError(
+                    f"rule {between}: expected one case of [numbers] for {tensors[name].name}, got {owners[name]} and "
+                    f"{numbering.name}"
+                )
+            owners[name] = numbering.name
+        found.append((case, own, here.limits()))
+    if left := [info.name for name, info in tensors.items() if name not in owners]:
+        cases = ", ".join(f"{n.name} ({n.text})" for n in rule.numberings.values())
+        raise MappingError(
+            f"rule {between}: expected a number of the cases {cases} in {left[0]}"
+            f"{f' and {len(left) - 1} more' if len(left) > 1 else ''}, got one of none; check the sizes of the axes in "
+            "them"
+        )
+    yield from found
 
 
 @dataclass(frozen=True)

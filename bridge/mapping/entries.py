@@ -9,6 +9,7 @@ from functools import cached_property
 
 from bridge.mapping.errors import MappingError
 from bridge.mapping.expression import Expression
+from bridge.mapping.numbers import Numbering
 from bridge.mapping.operations import Operation
 
 HALF, PAIR = ".half", ".pair"
@@ -19,9 +20,13 @@ _INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 @dataclass(frozen=True)
 class PathPattern:
-    """A tensor path with ``{i}`` for a number without leading zeros."""
+    """A tensor path with ``{i}`` for a number without leading zeros.
+
+    numbering: what the number is the sum of; the path has the summands' indices instead (`numbers.py`).
+    """
 
     text: str
+    numbering: Numbering | None = None
     indices: tuple[str, ...] = field(init=False)
     _regex: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
@@ -35,6 +40,12 @@ class PathPattern:
         regex = "".join(
             re.escape(p) if k % 2 == 0 else f"(?P<{p}>0|[1-9][0-9]*)" for k, p in enumerate(parts)
         )
+        if self.numbering is not None:
+            indices = tuple(
+                digit
+                for index in indices
+                for digit in (self.numbering.indices if index == self.numbering.index else (index,))
+            )
         object.__setattr__(self, "indices", indices)
         object.__setattr__(self, "_regex", re.compile(regex))
 
@@ -46,10 +57,18 @@ class PathPattern:
     def match(self, name: str) -> dict[str, int] | None:
         """The numbers at the indices, or None when ``name`` has another form."""
         match = self._regex.fullmatch(name)
-        return None if match is None else {"{" + k + "}": int(v) for k, v in match.groupdict().items()}
+        if match is None:
+            return None
+        values = {"{" + k + "}": int(v) for k, v in match.groupdict().items()}
+        if self.numbering is None:
+            return values
+        digits = self.numbering.split(values.pop(self.numbering.index))
+        return None if digits is None else values | digits
 
     def format(self, values: Mapping[str, int]) -> str:
         """The concrete path."""
+        if self.numbering is not None:
+            values = {**values, self.numbering.index: self.numbering.join(values)}
         return _INDEX.sub(lambda match: str(values[match.group()]), self.text)
 
 
@@ -95,7 +114,8 @@ class Rule:
     With an index of the paths in it, ``"experts of layer {i}"``, it is a part of each layer (`parts.py`).
     tied_to: a path of the rule whose tensors these may be the same as (`tied.py`). A rule of one convention alone has
     second names for tensors of that rule. moments: by convention, the entries of what the optimizer keeps, where they
-    are not those of the weights.
+    are not those of the weights. cases: by convention and numbering, the entries of one that counts in another way; its
+    side has those of all cases.
     Raises MappingError when the sides do not name the same axes, part by part.
     """
 
@@ -104,8 +124,12 @@ class Rule:
     tied_to: str = ""
     moments: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
     part: str = ""
+    cases: Mapping[str, Mapping[Numbering, tuple[Entry, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.cases:
+            self._require_cases()
+            return
         entries = [entry for side in self._all_sides().values() for entry in side]
         if len(self.sides) < (1 if self.tied_to else 2):
             raise MappingError(f"expected entries of two conventions or more in rule {self}")
@@ -177,7 +201,40 @@ class Rule:
             {name: side for name, side in table.items() if name in conventions}
             for table in (self.sides, self.moments)
         )
-        return Rule(sides, self.optional, tied_to, moments, self.part)
+        cases = {name: case for name, case in self.cases.items() if name in conventions}
+        return Rule(sides, self.optional, tied_to, moments, self.part, cases)
+
+    @property
+    def numberings(self) -> dict[str, Numbering]:
+        """The cases of the rule by name, of all conventions."""
+        return {numbering.name: numbering for cases in self.cases.values() for numbering in cases}
+
+    def at(self, numbering: Numbering) -> Rule:
+        """The rule of one case. Conventions that have ``{i}`` have its summands instead; some may lack the case."""
+        by_name = {
+            name: {case.name: entries for case, entries in cases.items()}
+            for name, cases in self.cases.items()
+        }
+        sides, moments = (
+            {
+                name: by_name[name].get(numbering.name, ())
+                if name in by_name
+                else tuple(replace(entry, path=PathPattern(entry.path.text, numbering)) for entry in entries)
+                for name, entries in table.items()
+            }
+            for table in (self.sides, self.moments)
+        )
+        return Rule({name: side for name, side in sides.items() if side}, self.optional, "", moments)
+
+    def _require_cases(self) -> None:
+        for numbering in self.numberings.values():
+            for name, side in self._all_sides().items():
+                if name not in self.cases and not all(numbering.index in e.path.indices for e in side):
+                    raise MappingError(
+                        f"expected {numbering.index} in the paths of {name} in rule {self}, of which "
+                        f"{numbering.text!r} counts the cases"
+                    )
+            self.at(numbering)
 
     def _all_sides(self) -> dict[str, tuple[Entry, ...]]:
         return {**self.sides, **{f"{name}'s moments": side for name, side in self.moments.items()}}

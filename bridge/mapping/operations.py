@@ -2,6 +2,7 @@
 
     query/kernel : m h d | times(d ** -0.5)      stored = plain * d ** -0.5
     norm/scale | plus(1)                         stored = plain + 1
+    embedding : v m | times(bfloat16(m ** 0.5))  stored = plain * (m ** 0.5 as bfloat16)
 
 From one convention to another, the inverse of the first operation is followed by the second operation. The result is
 computed in float64 and rounded once, to nearest, to the stored dtype: exact for factors that are powers of two, else
@@ -17,13 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
+import ml_dtypes
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, CheckpointReader
 from bridge.mapping.errors import MappingError
 from bridge.mapping.relation import Block, TensorView, elements
 
-_OPERATION = re.compile(r"(times|plus)\(([^()]*)\)")
+_OPERATION = re.compile(r"(times|plus)\((?:([^()]*)|bfloat16\(([^()]*)\))\)")
 _NUMBER = r"-?\d+(?:\.\d+)?"
 _TERM = re.compile(rf"\s*(?P<base>{_NUMBER}|[A-Za-z_]\w*)\s*(?:\*\*\s*(?P<exponent>{_NUMBER}))?\s*")
 
@@ -35,25 +37,33 @@ _BUFFER = 1 << 16
 
 @dataclass(frozen=True)
 class Operation:
-    """``times`` or ``plus`` a constant: a product of numbers and sizes of axes, each to a power."""
+    """``times`` or ``plus`` a constant: a product of numbers and sizes of axes, each to a power.
+
+    narrow: the constant is rounded to bfloat16, as where a model computes it in that dtype.
+    """
 
     text: str
     kind: Literal["times", "plus"]
     terms: tuple[tuple[str, float], ...]
+    narrow: bool = False
 
     @staticmethod
     def parse(text: str) -> Operation:
         """Parse ``times(...)`` or ``plus(...)``. Raises MappingError, quoting the text."""
         match = _OPERATION.fullmatch(text.strip())
         # Powers first, as they contain the sign that separates factors.
-        factors = [] if match is None else re.split(r"(?<!\*)\*(?!\*)", match.group(2))
+        factors = (
+            [] if match is None else re.split(r"(?<!\*)\*(?!\*)", match.group(2) or match.group(3) or "")
+        )
         terms = [_TERM.fullmatch(factor) for factor in factors]
         if match is None or not all(terms):
             raise MappingError(
                 f"expected an operation such as times(d ** -0.5) or plus(1), got {text.strip()!r}"
             )
         powers = tuple((t["base"], float(t["exponent"] or 1)) for t in terms if t is not None)
-        return Operation(text.strip(), cast(Literal["times", "plus"], match.group(1)), powers)
+        return Operation(
+            text.strip(), cast(Literal["times", "plus"], match.group(1)), powers, match.group(3) is not None
+        )
 
     @property
     def axes(self) -> frozenset[str]:
@@ -73,6 +83,8 @@ class Operation:
             ) from error
         except (OverflowError, ZeroDivisionError):
             value = math.nan
+        if self.narrow and not isinstance(value, complex):
+            value = float(rounded(np.array(value), np.dtype(ml_dtypes.bfloat16)))
         if isinstance(value, complex) or not math.isfinite(value) or (self.kind == "times" and not value):
             raise MappingError(f"expected a finite number that can be undone from {self.text}, got {value}")
         return value

@@ -50,6 +50,8 @@ attention stores its weight as three, and the moments as one::
 A rule may have ``tied_to = "path of another rule"``: its tensor may be the same one (`tied.py`). With an entry of one
 convention alone it is a second name, under which that convention has the tensor again.
 
+``[numbers]`` is for conventions that count layers otherwise, in blocks or from another start (`numbers.py`).
+
 ``interleaved(d)``: rotary positions turn pairs of elements of ``d``. Hugging Face and flax keep the first elements of
 all pairs before the second ones (two halves), Meta and torchtitan keep each pair together::
 
@@ -72,6 +74,7 @@ from bridge.mapping.conventions import Convention
 from bridge.mapping.entries import HALF, Entry, Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.model_types import Models, parse_models
+from bridge.mapping.numbers import Numbering, parse_numbers
 from bridge.text import did_you_mean
 
 Tied = Literal["once", "both"]
@@ -197,6 +200,7 @@ def _axes_of(rules: Sequence[Rule]) -> set[str]:
     entries = _entries(rules)
     axes = {axis for entry in entries if entry.expression for axis in entry.expression.axes()}
     axes |= {axis.partition(".")[0] for axis in axes}
+    axes |= {axis for rule in rules for numbering in rule.numberings.values() for axis in numbering.axes}
     return axes | {axis for entry in entries if entry.operation for axis in entry.operation.axes}
 
 
@@ -288,7 +292,7 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
         raise MappingError(f"mapping {origin} is not valid TOML: {error}") from error
     _only_keys(
         table,
-        {"name", "description", "drop", "axes", "config", "rule", "convention", "models", "tied"},
+        {"name", "description", "drop", "axes", "config", "rule", "convention", "models", "numbers", "tied"},
         f"mapping {origin}",
     )
     rules = table.get("rule", [])
@@ -331,7 +335,10 @@ def parse_mapping(content: str, origin: str) -> MappingTable:
             f"{given[alone[0]]['without']!r} of its names, got none"
         )
     models = parse_models(table.get("models", {}), f"mapping {origin}")
-    parsed = tuple(_parse_rule(rule, conventions, number, origin) for number, rule in enumerate(rules, 1))
+    numbers = parse_numbers(table.get("numbers", {}), f"mapping {origin}")
+    parsed = tuple(
+        _parse_rule(rule, conventions, numbers, number, origin) for number, rule in enumerate(rules, 1)
+    )
     try:
         found = {name: _convention(name, data, parsed) for name, data in given.items()}
         name = str(table.get("name", Path(origin).stem))
@@ -349,7 +356,13 @@ def _is_text_table(data: object) -> bool:
     return isinstance(data, dict) and all(isinstance(value, str) for value in data.values())
 
 
-def _parse_rule(rule: object, conventions: Mapping[str, tuple[str, str]], number: int, origin: str) -> Rule:
+def _parse_rule(
+    rule: object,
+    conventions: Mapping[str, tuple[str, str]],
+    numbers: Mapping[str, Numbering],
+    number: int,
+    origin: str,
+) -> Rule:
     """A rule from its table.
 
     conventions: by name, the one whose entries it has where it has none of its own, or "", and the beginning of these
@@ -361,11 +374,18 @@ def _parse_rule(rule: object, conventions: Mapping[str, tuple[str, str]], number
     _only_keys(rule, {*conventions, "optional", "tied_to"}, where)
     texts: dict[str, list[str]] = {}
     moments: dict[str, list[str]] = {}
+    cases: dict[str, dict[str, list[str]]] = {}
     for name in conventions:
         value = rule.get(name)
         if value is None and (len(conventions) > 2 or "tied_to" in rule):
             continue
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value.keys() & numbers.keys():
+            _only_keys(value, {*numbers}, f"{name} in {where}")
+            cases[name] = {
+                case: _entry_texts(given, f"{name}.{case} in {where}") for case, given in value.items()
+            }
+            value = [text for given in cases[name].values() for text in given]
+        elif isinstance(value, dict):
             _only_keys(value, {"weights", "moments"}, f"{name} in {where}")
             moments[name] = _entry_texts(value.get("moments"), f"moments of {name} in {where}")
             value = value.get("weights")
@@ -376,6 +396,8 @@ def _parse_rule(rule: object, conventions: Mapping[str, tuple[str, str]], number
                 theirs = table.get(other, [])
                 if theirs and all(text.startswith(without) for text in theirs):
                     table[name] = [text.removeprefix(without) for text in theirs]
+            if other in cases:
+                cases[name] = cases[other]
     optional = rule.get("optional", False)
     if not isinstance(optional, bool | str) or optional == "":
         raise MappingError(
@@ -393,7 +415,14 @@ def _parse_rule(rule: object, conventions: Mapping[str, tuple[str, str]], number
         part = optional if isinstance(optional, str) else ""
         if len(sides) == 1:
             optional = True
-        return Rule(sides, bool(optional), rule.get("tied_to", ""), own, part)
+        by_case = {
+            name: {
+                numbers[case]: tuple(Entry.parse(text, rotary) for text in entries)
+                for case, entries in table.items()
+            }
+            for name, table in cases.items()
+        }
+        return Rule(sides, bool(optional), rule.get("tied_to", ""), own, part, by_case)
     except MappingError as error:
         raise MappingError(f"{where}: {error}") from error
     except RecursionError:

@@ -4,9 +4,10 @@
     from `config.json` beside it       [config]  d = ["head_dim", "text_config.head_dim", "hidden_size / num_heads"]
                                                  r = ["num_heads / num_kv_heads if grouped", "1 if not multi_query"]
 
-The first text that `config.json` can answer gives the size: a number, a field, or a quotient of two fields; with "if",
-where that field is true, and with "if not", where the field is there and false. The size counts only where neither the
-caller nor the mapping's [axes] gives one. A mapping that is for some models (`model_types.py`) refuses the others.
+The first text that `config.json` can answer gives the size: a number, a field, or a quotient of a field and another one
+or a number, with "//" rounded down; with "if", where that field is true, and with "if not", where the field is there
+and false. The size counts only where neither the caller nor the mapping's [axes] gives one. A mapping that is for some
+models (`model_types.py`) refuses the others.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CONFIG_FILE = "config.json"
 _MAX_BYTES = 1 << 20
 _FIELD = r"[A-Za-z_][\w.]*"
 _SIZE = re.compile(
-    rf"\s*(?:(?P<number>\d+)|(?P<over>{_FIELD})(?:\s*/\s*(?P<under>{_FIELD}))?)"
+    rf"\s*(?:(?P<number>\d+)|(?P<over>{_FIELD})(?:\s*(?P<sign>//?)\s*(?P<under>{_FIELD}|\d+))?)"
     rf"(?:\s+if(?P<no>\s+not)?\s+(?P<condition>(?!not\b){_FIELD}))?\s*"
 )
 
@@ -169,14 +170,16 @@ def _config_value(text: str, fields: Mapping[str, object], file: str) -> int | N
     if match["number"] is not None:
         return int(match["number"])
     names = [name for name in (match["over"], match["under"]) if name is not None]
-    numbers = [field_of(fields, name) for name in names]
+    numbers = [int(name) if name.isdigit() else field_of(fields, name) for name in names]
     if None in numbers:
         return None
-    if not all(type(number) is int and number > 0 for number in numbers):
+    # A number of layers may be 0.
+    least = 0 if len(numbers) == 1 else 1
+    if not all(type(number) is int and number >= least for number in numbers):
         raise MappingError(f"{file}: expected positive integers for {text!r}, got {numbers}")
     over, under = (*numbers, 1)[:2]
     assert isinstance(over, int)
     assert isinstance(under, int)
-    if over % under:
+    if over % under and match["sign"] == "/":
         raise MappingError(f"{file}: expected {text!r} to be an integer, got {over} / {under}")
     return over // under

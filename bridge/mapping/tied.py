@@ -16,7 +16,9 @@ A rule of one convention alone has second names, which only that convention know
     hf = "encoder.embed_tokens.weight : v m"
     tied_to = "shared.weight"
 
-Such a tensor is always compared, and only the other one is copied. It is written in DCP, or with ``tied = "both"``.
+Such a tensor is always compared, and only the other one is copied. It is written in DCP, or with ``tied = "both"``. So
+is the tensor of a rule with ``tied_to`` where the convention on the other side has no name for it, as MaxText's of
+Gemma, which has one weight for both.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import numpy as np
 from bridge.formats.base import Box, CheckpointReader
 from bridge.formats.regions import split_box
 from bridge.mapping.apply import Axes, View, apply_rule
+from bridge.mapping.conventions import Convention
 from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import Found, Tensors
@@ -36,7 +39,9 @@ from bridge.mapping.rules import MappingTable
 _BETWEEN = "other"
 
 
-def one_of_two(reader: CheckpointReader, mapping: MappingTable, found: Found, axes: Axes) -> list[str]:
+def one_of_two(
+    reader: CheckpointReader, mapping: MappingTable, found: Found, target: Convention, axes: Axes
+) -> list[str]:
     """Weights that the source has twice and the target gets once, after a comparison of all their bits.
 
     Raises MappingError when the two differ, or when the second one has optimizer state of its own.
@@ -44,7 +49,7 @@ def one_of_two(reader: CheckpointReader, mapping: MappingTable, found: Found, ax
     twice: list[str] = []
     source = found.convention.name
     for rule, other in _pairs(mapping, source):
-        if not rule.is_second_name and mapping.tied != "once":
+        if mapping.tied != "once" and not (rule.is_second_name or _has_one(target, rule)):
             continue
         own = _weights(rule, source, found.weights)
         if not own or not _weights(other, source, found.weights):
@@ -59,6 +64,8 @@ def one_of_two(reader: CheckpointReader, mapping: MappingTable, found: Found, ax
                 remedy = (
                     "leave out the one that this model does not use (--drop)"
                     if rule.is_second_name
+                    else f"convention {target.name} has one tensor for both, and cannot hold such a model"
+                    if _has_one(target, rule)
                     else "this model has two weights, so leave out the option that says they are tied"
                 )
                 raise MappingError(
@@ -76,7 +83,8 @@ def one_of_two(reader: CheckpointReader, mapping: MappingTable, found: Found, ax
         if with_state:
             raise MappingError(
                 f"{with_state[0]} is optimizer state of a tied weight: expected none of {', '.join(twice)}, whose "
-                "values another weight has; leave out the option that says they are tied"
+                "values another weight has"
+                f"{'; leave out the option that says they are tied' if mapping.tied == 'once' else ''}"
             )
     return twice
 
@@ -92,7 +100,11 @@ def second_of_two(
     source = found.convention.name
     pairs = [*_pairs(mapping, source)] if mapping.tied == "both" else []
     if mapping.tied == "both" or (mapping.tied is None and every):
-        pairs += [pair for pair in _pairs(mapping, target) if pair[0].is_second_name]
+        pairs += [
+            (rule, other)
+            for rule, other in _pairs(mapping, target)
+            if rule.is_second_name or _has_one(found.convention, rule)
+        ]
     for rule, other in pairs:
         missing = not _weights(rule, source, found.weights) and (not rule.part or rule.part in parts)
         if rule.entries(target) and other.entries(source) and missing:
@@ -117,6 +129,11 @@ def _pairs(mapping: MappingTable, source: str) -> Iterator[tuple[Rule, Rule]]:
     for rule in mapping.rules:
         if rule.tied_to and rule.entries(source):
             yield rule, mapping.rule_of(rule.tied_to)
+
+
+def _has_one(convention: Convention, rule: Rule) -> bool:
+    """Whether the convention has no name for this second tensor, and not just because the model has no head."""
+    return not rule.entries(convention.name) and not convention.without
 
 
 def _weights(rule: Rule, convention: str, weights: Tensors) -> Tensors:

@@ -126,7 +126,7 @@ class _Planner:
                 unmatched.append(info.name)
         under_first_names(self.mapping, found)
         sections = merged(found, self.problems)
-        twice = self._try(lambda: one_of_two(self.reader, self.mapping, found, self._axes)) or []
+        twice = self._try(lambda: one_of_two(self.reader, self.mapping, found, self.target, self._axes)) or []
         dropped = (*self.dropped, *(found.weights.pop(weight).name for weight in twice))
         owners = self._owners("weights", found.weights)
         parts = {rule.part for rule in owners.values() if rule.part}
@@ -142,6 +142,12 @@ class _Planner:
             made = self._outputs(moment, sections[moment], owned, scales)
             outputs[moment], outputs[SCALES[moment]] = made
         weights, _ = self._outputs("weights", found.weights, owners, {})
+        if any(self.source.name in rule.cases for rule in owners.values()):
+            # Numbers of cases and heights of stacks can be compared only where all layers have one name.
+            theirs = NameIndex(self.mapping.rules, self.target.name)
+            there = {weight: rule for weight in weights for rule in theirs.rules_of(weight)}
+            for text, rule in uneven(self.mapping.rules, self.target.name, there):
+                self.problems.add(text, rule)
         # A state dict of PyTorch has all names of its tensors.
         named = partial(
             second_of_two, self.mapping, found, self.target.name, self._axes, parts, every=self.to == "dcp"

@@ -35,9 +35,9 @@ SIZES |= {"num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 64, "nu
 SIZES |= {"num_experts_per_tok": 2, "sliding_window": 7, "pad_token_id": 0, "eos_token_id": 1}
 
 
-def gpt_oss(seed: int = 0) -> torch.nn.Module:
+def gpt_oss(seed: int = 0, **changes: Any) -> torch.nn.Module:
     """Float32; every parameter is random, biases and sinks included."""
-    config = transformers.GptOssConfig(**SIZES)
+    config = transformers.GptOssConfig(**(SIZES | changes))
     config._attn_implementation = "eager"
     model = transformers.GptOssForCausalLM(config).eval()
     generator = torch.Generator().manual_seed(seed)

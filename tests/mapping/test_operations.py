@@ -216,6 +216,9 @@ def test_integers_are_refused_when_planning() -> None:
         ("times(4 ** 0.5 * d ** -1)", 0.125),
         ("plus(-1)", -1.0),
         (" plus( 0.5 ) ", 0.5),
+        # Square roots as Gemma 3 has them: 50.596... and 73.321... in bfloat16.
+        ("times(bfloat16(2560 ** 0.5))", 50.5),
+        ("times(bfloat16(336 ** 0.5 * d ** 0.5))", 73.5),
     ],
 )
 def test_constants(text: str, value: float) -> None:
@@ -224,7 +227,17 @@ def test_constants(text: str, value: float) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["times", "times()", "times(d **)", "divide(2)", "times(d d)", "plus(1) plus(1)", "times((d))", "x"],
+    [
+        "times",
+        "times()",
+        "times(d **)",
+        "divide(2)",
+        "times(d d)",
+        "plus(1) plus(1)",
+        "times((d))",
+        "times(bfloat16())",
+        "x",
+    ],
 )
 def test_malformed_operations_are_quoted(text: str) -> None:
     with pytest.raises(MappingError, match=re.escape(f"got {text!r}")):

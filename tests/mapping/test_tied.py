@@ -51,6 +51,49 @@ def test_a_target_with_one_name_gets_one_of_two_that_are_equal_and_back() -> Non
     assert [name for name, array in both.arrays.items() if not same_bits(back[name], array)] == []
 
 
+ONE_NAME = """
+[[rule]]
+torch = "embed.weight : v m"
+jax = "embed/embedding : v m"
+maxtext = "token_embedder/embedding : v m"
+[[rule]]
+torch = "lm_head.weight : v m"
+jax = "lm_head/kernel : m v"
+optional = true
+tied_to = "embed.weight"
+[convention.torch]
+[convention.jax]
+[convention.maxtext]
+format = ""
+"""
+
+
+def test_a_convention_with_one_name_for_both_gets_one_and_a_state_dict_both_again() -> None:
+    embedding = random_bits((5, 3), np.dtype(np.float32), 0)
+    arrays = {"model.embed.weight": embedding, "model.lm_head.weight": embedding.copy()}
+    both = MemoryReader("dcp", arrays)
+    table = parse_mapping(ONE_NAME, "one")
+    plan = make_plan(both, "orbax", table, into="maxtext")
+    assert plan.dropped == ("model.lm_head.weight",)
+    tree = MemoryReader("orbax", contents(plan, both))
+    assert len(tree.arrays) == 1
+    back = contents(make_plan(tree, "dcp", table, into="torch"), tree)
+    assert back.keys() == arrays.keys()
+    assert all(same_bits(back[name], embedding) for name in arrays)
+    # A convention that has both names keeps both.
+    assert make_plan(both, "orbax", table, into="jax").dropped == ()
+
+
+def test_a_model_of_two_weights_does_not_fit_a_convention_with_one_name() -> None:
+    arrays = {
+        f"model.{name}.weight": np.full((5, 3), k, np.float32) for k, name in enumerate(["embed", "lm_head"])
+    }
+    with pytest.raises(
+        MappingError, match=r"lm_head\.weight of memory differs .*convention maxtext has one tensor"
+    ):
+        make_plan(MemoryReader("dcp", arrays), "orbax", parse_mapping(ONE_NAME, "one"), into="maxtext")
+
+
 def test_two_that_differ_in_one_bit_are_not_tied() -> None:
     arrays = dcp_arrays(tied=True)
     other = arrays["model.embed.weight"].copy()

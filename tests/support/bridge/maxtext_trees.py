@@ -54,13 +54,16 @@ def _run(job: dict[str, Any]) -> None:
     names = PARAM_MAPPING[job["model"]](job["config"], config, job["scan"])
     hooks = HOOK_FNS[job["model"]](job["config"], config, job["scan"], saving_to_hf=False)
     made: dict[str, Any] = {}
-    for key, there in names.items():
+    for listed, there in names.items():
+        key = listed
+        if isinstance(key, str) and (own := key.replace("params-", "MoEBiasVar-", 1)) in tree:
+            key = own  # Not a parameter any more, which MaxText's table does not know.
         if any(part not in tree for part in (key if isinstance(key, tuple) else (key,))):
             continue  # MaxText's table has tensors of all variants, such as biases.
         _, shapes = to_maxtext._get_maxtext_indices_and_shapes(key, tree)
-        hook = hooks.get(key)
+        hook = hooks.get(listed)
         # By the name "MoeBlock" it would stack the routers of Mixtral's layers along another axis than the tree's.
-        name = "" if "MoeBlock" in key else key
+        name = "" if "MoeBlock" in key and key == listed else key
         load = to_maxtext._get_hf_loading_function(there, source.__getitem__, hook, shapes, config, name)
         array = np.asarray(load())
         parts = {key: array} if isinstance(key, str) else {k: array[..., n] for n, k in enumerate(key)}
