@@ -6,7 +6,7 @@ Every conversion is a fresh process; one and two workers take turns. Where other
 system gives a process its share whatever the number of its threads, and walls say nothing. So the table also has the
 ratio that idle cores would give, from what the kernel counts for each thread: seconds on a core, and seconds blocked,
 that is neither on a core nor waiting for one. A thread that waits for Python's lock is blocked, all the longer when the
-thread that has the lock waits for a core: the ratio is a lower bound.
+thread that has the lock waits for a core: the ratio is an estimate, of use only where no core is idle.
 
     python -m tests.bench.bench_workers --megabytes 1000 --repeat 5
 """
