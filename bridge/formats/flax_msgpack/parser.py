@@ -122,7 +122,8 @@ class _Parser:
     def map(self, count: int, depth: int) -> dict[str, object]:
         found: dict[str, object] = {}
         for _ in range(self._counted(count)):
-            key = self.value(_MAX_DEPTH)
+            # No map as a key: maps in keys of maps in keys would go as deep as they like.
+            key = self.value(max(depth + 1, _MAX_DEPTH))
             if not isinstance(key, str | int) or isinstance(key, bool):
                 self.refuse(f"a key before byte {self.at} is neither text nor a number")
             if str(key) in found:

@@ -220,6 +220,7 @@ def nested_extensions(count: int) -> bytes:
         (b"\x81\xa1w" * 100 + b"\1", "nested more than 64 deep"),
         (b"\x81\xa1w" + b"\x91" * 5000 + b"\1", "nested more than 64 deep"),
         (nested_extensions(500), "has another one inside"),
+        (b"\x81" * 5000 + b"\1" * 5001, "nested more than 64 deep"),
         (b"\x82\xa1w\1\xa1w\2", "the key 'w' is there twice"),
         (b"\x81\xc0\1", "neither text nor a number"),
         (b"\x81\xa1\xff\1", "is not UTF-8"),
