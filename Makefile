@@ -37,11 +37,11 @@ test-programs: .venv-programs/.installed
 	done
 	touch $@
 
-# MaxText, whose own trees tests/mapping/test_families_maxtext.py compares with (2 GB). It needs Python 3.12.
-PYTHON_MAXTEXT ?= python3.12
+# MaxText, whose own trees tests/mapping/test_families_maxtext.py compares with (2 GB). It needs Python 3.12, which
+# PYTHON_MAXTEXT names where it is not found.
 maxtext: .venv-maxtext/.installed
 .venv-maxtext/.installed: tests/support/bridge/maxtext.txt tests/support/bridge/maxtext_needs.txt
-	$(PYTHON_MAXTEXT) -m venv .venv-maxtext
+	python="$$($(PYTHON) tests/support/versions.py --interpreter maxtext)" && "$$python" -m venv .venv-maxtext
 	.venv-maxtext/bin/python -m pip install --quiet -r tests/support/bridge/maxtext_needs.txt
 	.venv-maxtext/bin/python -m pip install --quiet --no-deps --require-hashes -r tests/support/bridge/maxtext.txt
 	touch $@

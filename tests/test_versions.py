@@ -59,3 +59,11 @@ def test_an_interpreter_that_is_named_and_missing_is_an_error(monkeypatch: pytes
         SystemExit, match=re.escape("none among /nowhere/python3.13; name one by PYTHON_NEW=")
     ):
         versions.interpreter("new")
+
+
+def test_the_interpreter_of_another_environment_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("PYTHON_MAXTEXT", sys.executable)
+    assert versions.main(["--interpreter", "maxtext"]) == 0
+    assert capsys.readouterr().out == f"{sys.executable}\n"

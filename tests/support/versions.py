@@ -2,6 +2,8 @@
 
 Each end gets an environment of its own, ``.venv-low`` or ``.venv-new``, and runs there the tests of ``SLICE``, the
 relay's ``quick`` configuration and a conversion. This script itself needs the standard library only.
+
+``python versions.py --interpreter maxtext`` prints the interpreter for another environment, see the Makefile.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHONS = {"low": "3.11", "new": "3.13"}
+PYTHONS = {"low": "3.11", "new": "3.13", "maxtext": "3.12"}
 # Pins of the lowest end; newest means newest at every run, also of what is installed already.
 INSTALL = {"low": ["-c", "constraints-lowest.txt"], "new": ["--upgrade", "--upgrade-strategy", "eager"]}
 SHOWN = ("torch", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "tensorstore")
@@ -61,7 +63,10 @@ SLICE = (
 
 def main(ends: list[str]) -> int:
     """Run the ends one after the other; 1 when any fails, and the name of what failed on stderr."""
-    failed = [f"{end}: {step}" for end in ends or list(PYTHONS) for step in run(end)]
+    if ends[:1] == ["--interpreter"]:
+        print(interpreter(ends[1]))
+        return 0
+    failed = [f"{end}: {step}" for end in ends or list(INSTALL) for step in run(end)]
     for one in failed:
         print(f"failed: {one}", file=sys.stderr)
     return bool(failed)
@@ -104,7 +109,7 @@ def call(*command: object) -> int:
 
 
 def interpreter(end: str) -> str:
-    """The command of ``PYTHON_LOW`` or ``PYTHON_NEW``, or the first of the usual places that runs.
+    """The command of ``PYTHON_LOW``, ``PYTHON_NEW`` or ``PYTHON_MAXTEXT``, or the first of the usual places that runs.
 
     Raises SystemExit when there is none.
     """
