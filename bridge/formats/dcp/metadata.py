@@ -33,7 +33,8 @@ from bridge.formats.base import (
 from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.archive import is_index
 from bridge.formats.dcp.dtypes import torch_dtype
-from bridge.formats.dcp.pickle import Call, Instance, Name, Vocabulary, read_pickle
+from bridge.formats.dcp.pickle import read_pickle
+from bridge.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary
 from bridge.formats.dcp.pickle_writer import Repeated, write_pickle
 from bridge.formats.files.mapped import is_plain_name
 

@@ -28,7 +28,8 @@ from bridge.formats.base import (
     flat_name,
 )
 from bridge.formats.dcp.archive import Record, StoredTensor, describe_tensor, verify_record
-from bridge.formats.dcp.pickle import Vocabulary, read_pickle
+from bridge.formats.dcp.pickle import read_pickle
+from bridge.formats.dcp.pickle_records import Vocabulary
 from bridge.formats.files.weight_index import check_index
 from bridge.formats.files.zip_directory import Member, data_start
 from bridge.formats.single_chunk import SingleChunkReader

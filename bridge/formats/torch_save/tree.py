@@ -16,7 +16,7 @@ import numpy as np
 
 from bridge.formats.base import DTYPES, TREE_PATH_KEYS, CheckpointError, TreePath, is_tree_path
 from bridge.formats.dcp.archive import REBUILD, REBUILD_UNTYPED, is_index
-from bridge.formats.dcp.pickle import Call, Instance, Name, is_bytes, plain_from_pickle
+from bridge.formats.dcp.pickle_records import Call, Instance, Name, is_bytes, plain_from_pickle
 from bridge.formats.plain import MAX_NODES
 
 _PARAMETERS: Final = frozenset(
