@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.formats.base import CheckpointError, CheckpointWriter, TreePath, flat_name
+from bridge.formats.base import CheckpointError, CheckpointWriter, TreePath
 from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.leaf_names import flat_name
 from bridge.formats.regions import default_chunk_shape
 from bridge.formats.share import Share
 

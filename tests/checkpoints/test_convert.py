@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from bridge.checkpoints.convert import convert
 from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import DTYPES, MAX_NAME, CheckpointError, TensorInfo, TreePath
+from bridge.formats.base import DTYPES, CheckpointError, TensorInfo, TreePath
+from bridge.formats.leaf_names import MAX_NAME
 from bridge.mapping import MappingError
 from tests.support.bridge import stock_dcp
 from tests.support.bridge.bits import random_bits, same_bits

@@ -16,15 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.formats.base import (
-    DTYPES,
-    CheckpointError,
-    TensorInfo,
-    TreePath,
-    dtype_name,
-    flat_name,
-    grid_of_chunks,
-)
+from bridge.formats.base import DTYPES, CheckpointError, TensorInfo, TreePath, dtype_name, grid_of_chunks
 from bridge.formats.crc32c import extend
 from bridge.formats.dcp.archive_writer import (
     data_start,
@@ -47,6 +39,7 @@ from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
 from bridge.formats.files.working import Attempt, working_place
 from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
+from bridge.formats.leaf_names import flat_name
 from bridge.formats.regions import default_chunk_shape
 from bridge.formats.share import Share
 from bridge.formats.stores.upload import UploadFile

@@ -14,14 +14,7 @@ from typing import Final
 import numpy as np
 
 from bridge.formats.arrays import strides_of
-from bridge.formats.base import (
-    Box,
-    CheckpointError,
-    TensorInfo,
-    TreePath,
-    is_tree_path,
-    is_unicode,
-)
+from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath
 from bridge.formats.files.flat import copy_flat
 from bridge.formats.files.mapped import (
     BLOCK,
@@ -31,6 +24,7 @@ from bridge.formats.files.weight_index import check_index
 from bridge.formats.flax_msgpack.parser import parse
 from bridge.formats.flax_msgpack.tree import Pieces, leaves
 from bridge.formats.leaf_kinds import SCALAR, STRING, empty_kind
+from bridge.formats.leaf_names import is_tree_path, is_unicode
 from bridge.formats.plain import plain_value
 from bridge.formats.read_only import MSGPACK_FILES
 from bridge.formats.single_chunk import SingleChunkReader

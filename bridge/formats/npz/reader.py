@@ -24,13 +24,14 @@ from typing import Final, Literal
 import numpy as np
 
 from bridge.formats.arrays import strides_of
-from bridge.formats.base import Box, CheckpointError, TensorInfo, flat_name
+from bridge.formats.base import Box, CheckpointError, TensorInfo
 from bridge.formats.dcp.archive import Record, verify_record
 from bridge.formats.files.flat import copy_flat
 from bridge.formats.files.mapped import (
     drop_pages,
 )
 from bridge.formats.files.zip_directory import STORED, Member, data_start, read_directory
+from bridge.formats.leaf_names import flat_name
 from bridge.formats.npz.header import NpyHeader, read_npy_header
 from bridge.formats.npz.inflate import Inflated
 from bridge.formats.read_only import NPZ_FILES

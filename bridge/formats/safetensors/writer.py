@@ -19,13 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.base import (
-    CheckpointError,
-    TensorInfo,
-    TreePath,
-    flat_name,
-    grid_of_chunks,
-)
+from bridge.formats.base import CheckpointError, TensorInfo, TreePath, grid_of_chunks
 from bridge.formats.files.atomic import CommitOrAbort, sidecar_of
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.manifest import (
@@ -42,6 +36,7 @@ from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
 from bridge.formats.files.working import Attempt, working_place
 from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
+from bridge.formats.leaf_names import flat_name
 from bridge.formats.regions import default_chunk_shape
 from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, encode_value, format_extras
 from bridge.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX

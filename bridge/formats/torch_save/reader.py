@@ -21,17 +21,13 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.base import (
-    Box,
-    CheckpointError,
-    TensorInfo,
-    flat_name,
-)
+from bridge.formats.base import Box, CheckpointError, TensorInfo
 from bridge.formats.dcp.archive import Record, StoredTensor, describe_tensor, verify_record
 from bridge.formats.dcp.pickle import read_pickle
 from bridge.formats.dcp.pickle_records import Vocabulary
 from bridge.formats.files.weight_index import check_index
 from bridge.formats.files.zip_directory import Member, data_start
+from bridge.formats.leaf_names import flat_name
 from bridge.formats.single_chunk import SingleChunkReader
 from bridge.formats.torch_save.files import TORCH_FILES, members_of
 from bridge.formats.torch_save.tree import is_tensor, leaves, value_of
