@@ -71,7 +71,7 @@ def join_parts(
 def chunk_count(format: str, shape: tuple[int, ...], dtype: np.dtype) -> int:
     """How many chunks a tensor has that no chunk shape was wished for."""
     if format == "orbax":
-        from bridge.formats.orbax.writer import default_chunk
+        from bridge.formats.orbax.row_slabs import default_chunk
 
         block = default_chunk(shape, dtype)
     else:

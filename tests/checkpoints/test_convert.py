@@ -129,7 +129,7 @@ def test_tensors_of_many_chunks_in_many_regions_arrive_whole_both_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, workers: int
 ) -> None:
     monkeypatch.setattr("bridge.formats.regions.CHUNK_BYTES", 60)
-    monkeypatch.setattr("bridge.formats.orbax.writer._CHUNK", 72)
+    monkeypatch.setattr("bridge.formats.orbax.row_slabs._CHUNK", 72)
     monkeypatch.setattr("bridge.formats.regions.group_boxes.__defaults__", (200,))
     arrays = dcp_arrays()
     write(tmp_path / "dcp", "dcp", arrays, {})

@@ -39,8 +39,9 @@ from bridge.formats.orbax.arrays import ArrayLayout, explain
 from bridge.formats.orbax.chunks import ChunkStore
 from bridge.formats.orbax.item import COMMIT_FILE
 from bridge.formats.orbax.objects import encode_object
+from bridge.formats.orbax.row_slabs import array_layout
 from bridge.formats.orbax.tree import Claims, as_path, leaf_name
-from bridge.formats.orbax.writer import array_layout, handler_of, write_tree
+from bridge.formats.orbax.writer import handler_of, write_tree
 
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 

@@ -7,16 +7,6 @@
 Stock `CheckpointManager` restores steps that have items, and names one "default" unless told otherwise;
 `StandardCheckpointer` restores what is directly under the path that it is given.
 
-Chunks are row slabs:
-
-      +-----------------+
-      |     chunk 0     |   up to 8 MiB        A row longer than 32 MiB is cut along the next axis in turn.
-      +-----------------+
-      |     chunk 1     |
-      +-----------------+
-      |  chunk 2 (rest) |
-      +-----------------+
-
 Several processes may write one checkpoint, each chunk by one of them, in a directory that all of them see. One of them
 makes an `OrbaxWriter` and tells the others its `temporary` directory, in which each of them makes an `OrbaxPart`:
 
@@ -27,13 +17,11 @@ makes an `OrbaxWriter` and tells the others its `temporary` directory, in which 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -69,14 +57,13 @@ from bridge.formats.orbax.chunks import ChunkStore, join_stores, process_store
 from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE
 from bridge.formats.orbax.keys import write_keys
 from bridge.formats.orbax.objects import encode_object
+from bridge.formats.orbax.row_slabs import array_layout
 from bridge.formats.orbax.strings import STRINGS_FILE, render_strings
-from bridge.formats.orbax.tree import Claims, as_path, leaf_name, leaves_of, render_tree, storage_key
+from bridge.formats.orbax.tree import Claims, as_path, leaf_name, leaves_of, render_tree
 from bridge.formats.share import PARTS_FOLDER, Share
 from bridge.formats.stores.folder import StoredJournal
 from bridge.formats.stores.upload_path import UploadPath
 
-_CHUNK = 8 << 20
-_MAX_CHUNK = 32 << 20
 _HANDLERS = {
     "v0": "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler",
     "v1": "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler",
@@ -358,26 +345,6 @@ def write_tree(
     )
 
 
-def array_layout(
-    leaf: TreePath, shape: tuple[int, ...], dtype: np.dtype, chunk_shape: Sequence[int] | None
-) -> ArrayLayout:
-    """How a new array of an item is stored. CheckpointError for a wished-for chunk shape that is none."""
-    if any(n < 0 for n in shape):
-        raise CheckpointError(
-            f"tensor {leaf_name(leaf)!r}: expected no negative dimension, got shape {shape}"
-        )
-    if chunk_shape is None:
-        chunk = default_chunk(shape, dtype)
-    else:
-        if len(chunk_shape) != len(shape) or any(n < 1 for n in chunk_shape):
-            raise CheckpointError(
-                f"tensor {leaf_name(leaf)!r}: expected a chunk shape of {len(shape)} positive sizes, got "
-                f"{tuple(chunk_shape)}"
-            )
-        chunk = _row_slab(tuple(map(min, chunk_shape, shape)), dtype.itemsize, _MAX_CHUNK)
-    return ArrayLayout(storage_key(leaf), shape, dtype, chunk, chunk, zarr3=True, raw="shard", checksum=True)
-
-
 def handler_of(layout: Literal["v0", "v1"]) -> str:
     """The name by which Orbax finds what reads an item."""
     return _HANDLERS[layout]
@@ -386,23 +353,6 @@ def handler_of(layout: Literal["v0", "v1"]) -> str:
 def manifest_part(item: Path, process: int) -> Path:
     """Where a process writes the checksums of its chunks."""
     return item / f"{MANIFEST_FILE}.process_{process}"
-
-
-def default_chunk(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
-    """The chunk shape of a tensor for which nothing else is wished."""
-    return _row_slab(shape, dtype.itemsize, _CHUNK)
-
-
-@lru_cache(maxsize=4096)
-def _row_slab(shape: tuple[int, ...], itemsize: int, target: int) -> tuple[int, ...]:
-    """A chunk shape of about `target` bytes or less: leading axes cut to one index, the next cut, the others whole."""
-    for axis, size in enumerate(shape):
-        row = itemsize * math.prod(max(1, n) for n in shape[axis + 1 :])
-        if row <= _MAX_CHUNK:
-            # Equal slabs, rather than full ones and a small rest.
-            slabs = max(1, -(-size * row // max(target, row)))
-            return (1,) * axis + (max(1, -(-size // slabs)), *(max(1, n) for n in shape[axis + 1 :]))
-    return ()
 
 
 def _write_json(path: Path, data: object) -> None:
