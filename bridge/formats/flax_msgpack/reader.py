@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.arrays import strides_of
+from bridge.formats.arrays import byte_range, strides_of
 from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath
 from bridge.formats.files.flat import copy_flat
 from bridge.formats.files.mapped import (
@@ -75,9 +75,8 @@ class MsgpackReader(SingleChunkReader):
         name, pieces = stored
         begin, _ = pieces.places[0]
         strides = strides_of(pieces.shape, pieces.dtype)
-        start = begin + sum(o * s for o, s in zip(box.offsets, strides, strict=True))
-        span = sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True)) + pieces.dtype.itemsize
-        file = self._files.get(name, start, start + span)
+        start, stop = byte_range(begin, strides, pieces.dtype.itemsize, box.offsets, box.sizes)
+        file = self._files.get(name, start, stop)
         return np.ndarray(pieces.shape, pieces.dtype, file, begin)[box.slices()], file, start
 
     def _fill(self, info: TensorInfo, box: Box, target: np.ndarray) -> None:

@@ -23,7 +23,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from bridge.formats.arrays import strides_of
+from bridge.formats.arrays import byte_range, strides_of
 from bridge.formats.base import Box, CheckpointError, TensorInfo
 from bridge.formats.dcp.archive import Record, verify_record
 from bridge.formats.files.flat import copy_flat
@@ -161,9 +161,8 @@ class NpzReader(SingleChunkReader):
         begin = stored.start + header.start
         order: Literal["F", "C"] = "F" if header.fortran else "C"
         strides = strides_of(header.shape, header.dtype, order)
-        first = begin + sum(o * s for o, s in zip(box.offsets, strides, strict=True))
-        span = header.dtype.itemsize + sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
-        file = self._files.get(self._name, first, first + span)
+        first, stop = byte_range(begin, strides, header.dtype.itemsize, box.offsets, box.sizes)
+        file = self._files.get(self._name, first, stop)
         return np.ndarray(header.shape, header.dtype, file, begin, order=order)[box.slices()], file, first
 
     def _bytes(self, start: int, stop: int) -> bytes:

@@ -16,7 +16,7 @@ from typing import Final
 import google_crc32c
 import numpy as np
 
-from bridge.formats.arrays import strides_of
+from bridge.formats.arrays import byte_range, strides_of
 from bridge.formats.base import Box, CheckpointError
 from bridge.formats.crc32c import extend
 from bridge.formats.files.mapped import BLOCK, drop_pages
@@ -45,9 +45,8 @@ class RawChunks:
         start = self._values.place(key).start + self._start(name, key)
         low = tuple(map(sub, part.offsets, map(mul, index, layout.chunk)))
         strides = strides_of(layout.chunk, layout.dtype)
-        first = start + sum(map(mul, low, strides))
-        span = layout.dtype.itemsize + sum([(n - 1) * s for n, s in zip(part.sizes, strides, strict=True)])
-        file = self._values.open(key, first, first + span)
+        first, stop = byte_range(start, strides, layout.dtype.itemsize, low, part.sizes)
+        file = self._values.open(key, first, stop)
         stored = np.ndarray(layout.chunk, layout.dtype, file, start)
         return stored[Box(low, part.sizes).slices()], file, first
 

@@ -11,14 +11,14 @@ import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import mul, sub
+from operator import sub
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 
-from bridge.formats.arrays import as_integers
+from bridge.formats.arrays import as_integers, byte_range
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, require_tensor
 from bridge.formats.coverage import check_coverage
 from bridge.formats.files.mapped import (
@@ -148,9 +148,9 @@ class SafetensorsReader(ClosedAtEnd):
         """Elements of a piece where they are in the file, and the first byte there."""
         itemsize = piece.array.dtype.itemsize
         steps = [step * itemsize for step in piece.array.strides]
-        start = piece.array.start + sum(map(mul, map(sub, common.offsets, piece.box.offsets), steps))
-        span = itemsize + sum([(n - 1) * step for n, step in zip(common.sizes, steps, strict=True)])
-        file = self._files.get(piece.file, start, start + span)
+        offsets = map(sub, common.offsets, piece.box.offsets)
+        start, stop = byte_range(piece.array.start, steps, itemsize, offsets, common.sizes)
+        file = self._files.get(piece.file, start, stop)
         return piece.array.view(file)[common.slices(piece.box)], file, start
 
     def files(self) -> Sequence[Path]:

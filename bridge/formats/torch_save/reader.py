@@ -21,6 +21,7 @@ from typing import Final
 
 import numpy as np
 
+from bridge.formats.arrays import byte_range
 from bridge.formats.base import Box, CheckpointError, TensorInfo
 from bridge.formats.dcp.archive import Record, StoredTensor, describe_tensor, verify_record
 from bridge.formats.dcp.pickle import read_pickle
@@ -107,11 +108,9 @@ class TorchSaveReader(SingleChunkReader):
             verify_record(partial(self._files.get, stored.file), tensor.record, what)
             self._verified.add((stored.file, member.name))
         size = tensor.dtype.itemsize
-        first = begin + size * (
-            tensor.first + sum(o * s for o, s in zip(box.offsets, tensor.strides, strict=True))
-        )
-        span = size * (1 + sum((n - 1) * s for n, s in zip(box.sizes, tensor.strides, strict=True)))
-        file = self._files.get(stored.file, first, first + span)
+        strides = [step * size for step in tensor.strides]
+        first, stop = byte_range(begin + tensor.first * size, strides, size, box.offsets, box.sizes)
+        file = self._files.get(stored.file, first, stop)
         return tensor.view(file)[box.slices()], file, first
 
     def _start(self, file: str, member: Member) -> int:
