@@ -30,9 +30,10 @@ from bridge.formats.files.mapped import (
     lend_mapped,
     regular_file,
 )
+from bridge.formats.files.model_files import ModelFiles
 from bridge.formats.files.weight_index import check_index
 from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, parse_extras
-from bridge.formats.safetensors.files import FileSet, find_files
+from bridge.formats.safetensors.files import find_files
 from bridge.formats.safetensors.header import (
     LENGTH_BYTES,
     METADATA_KEY,
@@ -155,9 +156,7 @@ class SafetensorsReader(ClosedAtEnd):
 
     def files(self) -> Sequence[Path]:
         """The safetensors files and their index."""
-        directory = self._fileset.directory
-        index = () if self._fileset.index is None else (directory / self._fileset.index,)
-        return (*index, *(directory / name for name in self._fileset.names))
+        return self._fileset.paths
 
     def checksummed(self, name: str) -> bool:
         """Never: the format has no checksums."""
@@ -181,7 +180,7 @@ class SafetensorsReader(ClosedAtEnd):
         length = header_length(self._files.get(name, 0, LENGTH_BYTES))
         return read_header(self._files.get(name, 0, LENGTH_BYTES + length), str(self._files.directory / name))
 
-    def _find_pieces(self, fileset: FileSet, headers: Mapping[str, Header]) -> dict[str, list[_Piece]]:
+    def _find_pieces(self, fileset: ModelFiles, headers: Mapping[str, Header]) -> dict[str, list[_Piece]]:
         pieces: dict[str, list[_Piece]] = {}
         for file, header in headers.items():
             what = str(fileset.directory / file)
