@@ -31,7 +31,7 @@ from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestFile,
-    file_checksum,
+    file_entry,
     object_checksum,
     render_manifest,
 )
@@ -156,7 +156,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
             name = ".metadata" if self._share is None else rank_metadata(self._share.number - 1)
             (folder / name).write_bytes(format_metadata(metadata))
             files = {
-                name: ManifestFile((folder / name).stat().st_size, file_checksum(folder / name)),
+                name: file_entry(folder / name),
                 self._data_file: ManifestFile(self._data.end, None, self._rest()),
             }
             manifest = Manifest(self.format, self._record.manifest(), self._object_checksums, files)

@@ -26,7 +26,7 @@ from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestFile,
-    file_checksum,
+    file_entry,
     object_checksum,
     render_manifest,
     require_own,
@@ -249,8 +249,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
             rest = rest_checksum(folder / file, ranges)
             files[file] = ManifestFile((folder / file).stat().st_size, None, rest)
         if (folder / INDEX_FILE).exists():
-            index = folder / INDEX_FILE
-            files[INDEX_FILE] = ManifestFile(index.stat().st_size, file_checksum(index))
+            files[INDEX_FILE] = file_entry(folder / INDEX_FILE)
         manifest = Manifest(self.format, self._record.manifest(), self._object_checksums, files)
         (folder / MANIFEST_FILE).write_bytes(render_manifest(manifest))
         if self._single is not None:
