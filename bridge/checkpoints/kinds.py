@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 import numpy as np
 
 from bridge.checkpoints.casts import Output
-from bridge.formats.base import CheckpointError, CheckpointReader, TreePath, separator_of
+from bridge.formats.base import CheckpointError, CheckpointReader, TreePath
 from bridge.formats.leaf_kinds import (
     EMPTY,
     STRING,
@@ -18,6 +18,7 @@ from bridge.formats.leaf_kinds import (
     kinds_of,
     tree_kinds,
 )
+from bridge.formats.leaf_names import separator_of
 from bridge.mapping.plan import Plan, PlannedTensor
 
 _ROOT = "(the whole tree)"

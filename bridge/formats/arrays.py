@@ -1,8 +1,9 @@
-"""Arrays as bytes: the elements in row-major order, copied fast, and their checksum."""
+"""Arrays as bytes: the elements in row-major order, copied fast, their checksum, and which bytes hold a box."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import mul
 from typing import Literal
 
 import numpy as np
@@ -42,3 +43,15 @@ def strides_of(shape: Sequence[int], dtype: np.dtype, order: Literal["C", "F"] =
         steps.append(step)
         step *= n
     return tuple(steps if order == "F" else reversed(steps))
+
+
+def byte_range(
+    start: int, strides: Sequence[int], itemsize: int, offsets: Iterable[int], sizes: Sequence[int]
+) -> tuple[int, int]:
+    """The bytes that hold the elements of a box, and what is between them: the first, and the one after the last.
+
+    start: where the array's first element begins. strides: of the array, in bytes. The box has elements.
+    """
+    first = start + sum(map(mul, offsets, strides))
+    # By a list: a generator takes longer than what it computes, and there may be 100,000 tensors.
+    return first, first + itemsize + sum([(n - 1) * s for n, s in zip(sizes, strides, strict=True)])

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.formats.base import CheckpointError, CheckpointWriter, TreePath, flat_name
+from bridge.formats.base import CheckpointError, CheckpointWriter, TreePath
 from bridge.formats.files.working import Attempt, WorkingDirectory
+from bridge.formats.leaf_names import flat_name
 from bridge.formats.regions import default_chunk_shape
 from bridge.formats.share import Share
 
@@ -70,7 +71,7 @@ def join_parts(
 def chunk_count(format: str, shape: tuple[int, ...], dtype: np.dtype) -> int:
     """How many chunks a tensor has that no chunk shape was wished for."""
     if format == "orbax":
-        from bridge.formats.orbax.writer import default_chunk
+        from bridge.formats.orbax.row_slabs import default_chunk
 
         block = default_chunk(shape, dtype)
     else:

@@ -12,17 +12,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from bridge.formats.base import (
-    Box,
-    CheckpointError,
-    CheckpointReader,
-    Loan,
-    TensorInfo,
-    TreePath,
-    separator_of,
-    unreadable,
-)
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo, TreePath, unreadable
 from bridge.formats.leaf_kinds import kinds_of
+from bridge.formats.leaf_names import separator_of
 from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bridge.formats.base import CheckpointError, is_unicode
+from bridge.formats.base import CheckpointError
+from bridge.formats.leaf_names import is_unicode
 
 MAX_NODES = 1 << 20
 _MAX_DEPTH = 32

@@ -16,9 +16,10 @@ import json
 import re
 from collections.abc import Mapping
 
-from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, separator_of
+from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo
 from bridge.formats.companions import companions_home
 from bridge.formats.files.mapped import small_file
+from bridge.formats.leaf_names import separator_of
 from bridge.formats.stores.reader import home_of
 from bridge.mapping.apply import Axes
 from bridge.mapping.entries import HALF, PAIR

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath, separator_of
+from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
+from bridge.formats.leaf_names import separator_of
 from bridge.formats.quantized import quantized
 from bridge.mapping import beside_weights
 from bridge.mapping.apply import Axes, View, apply_with_scales

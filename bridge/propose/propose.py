@@ -19,7 +19,8 @@ from pathlib import Path
 
 from bridge.checkpoints.selection import STATE_ROOTS, WEIGHT_ROOTS
 from bridge.formats import items_there, open_checkpoint
-from bridge.formats.base import TREE_FORMATS, CheckpointReader, TensorInfo
+from bridge.formats.base import CheckpointReader, TensorInfo
+from bridge.formats.leaf_names import TREE_FORMATS
 from bridge.formats.step_paths import Step, each_at_step
 from bridge.formats.stores.store import place_of
 from bridge.mapping.conventions import WEIGHT

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from bridge.checkpoints.convert import convert
 from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import DTYPES, MAX_NAME, CheckpointError, TensorInfo, TreePath
+from bridge.formats.base import DTYPES, CheckpointError, TensorInfo, TreePath
+from bridge.formats.leaf_names import MAX_NAME
 from bridge.mapping import MappingError
 from tests.support.bridge import stock_dcp
 from tests.support.bridge.bits import random_bits, same_bits
@@ -128,7 +129,7 @@ def test_tensors_of_many_chunks_in_many_regions_arrive_whole_both_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, workers: int
 ) -> None:
     monkeypatch.setattr("bridge.formats.regions.CHUNK_BYTES", 60)
-    monkeypatch.setattr("bridge.formats.orbax.writer._CHUNK", 72)
+    monkeypatch.setattr("bridge.formats.orbax.row_slabs._CHUNK", 72)
     monkeypatch.setattr("bridge.formats.regions.group_boxes.__defaults__", (200,))
     arrays = dcp_arrays()
     write(tmp_path / "dcp", "dcp", arrays, {})

@@ -28,7 +28,7 @@ from bridge.checkpoints.verify import verify
 from bridge.formats import create_checkpoint, open_checkpoint, regions
 from bridge.formats.base import Box, CheckpointError
 from bridge.formats.files import journal
-from bridge.formats.orbax import writer as orbax_writer
+from bridge.formats.orbax import row_slabs
 from bridge.formats.replaceable import require_replaceable
 from tests.support.bridge.bits import same_bits
 from tests.support.bridge.dcp_files import array_of, stock_load_all
@@ -42,8 +42,8 @@ FORMATS = ("dcp", "orbax", "safetensors")
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks and pieces in a tensor of the decoder, the largest of which have 480 bytes."""
     monkeypatch.setattr(regions, "CHUNK_BYTES", 160)
-    monkeypatch.setattr(orbax_writer, "_CHUNK", 96)
-    monkeypatch.setattr(orbax_writer, "_MAX_CHUNK", 160)
+    monkeypatch.setattr(row_slabs, "_CHUNK", 96)
+    monkeypatch.setattr(row_slabs, "_MAX_CHUNK", 160)
     monkeypatch.setattr(pieces, "PIECE_BYTES", 320)
     monkeypatch.setattr(pieces, "_SMALLEST_PIECE", 160)
 

@@ -1278,8 +1278,8 @@ FORMATS = [
     ),
     M(
         "other dtypes pass for the data of keys",
-        "bridge/formats/orbax/writer.py",
-        "data = info is not None and info.dtype == np.uint32 and len(info.shape) > 0",
+        "bridge/formats/orbax/metadata_writer.py",
+        "data = dtype == np.uint32 and len(shape) > 0",
         "data = True",
         "formats/orbax/test_keys.py",
     ),

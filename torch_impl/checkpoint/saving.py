@@ -39,7 +39,7 @@ from bridge.formats.files.manifest import (
     Manifest,
     ManifestFile,
     ManifestTensor,
-    file_checksum,
+    file_entry,
     object_checksum,
     render_manifest,
 )
@@ -166,8 +166,7 @@ class PlannedSave:
         for name, content in self._extras.files.items():
             (self._temporary / name).write_bytes(content)
         for name in (".metadata", *self._extras.files):
-            path = self._temporary / name
-            files[name] = ManifestFile(path.stat().st_size, file_checksum(path))
+            files[name] = file_entry(self._temporary / name)
         chunks: dict[str, dict[Box, int]] = {}
         kinds: dict[str, ManifestTensor] = {}
         for part in parts:

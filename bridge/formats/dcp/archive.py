@@ -26,14 +26,14 @@ import numpy as np
 
 from bridge.formats.base import DTYPES, CheckpointError
 from bridge.formats.dcp.dtypes import torch_dtype
-from bridge.formats.dcp.pickle import (
+from bridge.formats.dcp.pickle import read_pickle
+from bridge.formats.dcp.pickle_records import (
     PLAIN_VALUES,
     Call,
     Name,
     Persistent,
     Vocabulary,
     plain_from_pickle,
-    read_pickle,
 )
 from bridge.formats.files.mapped import BLOCK, drop_pages
 

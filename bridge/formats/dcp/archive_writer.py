@@ -33,7 +33,7 @@ from bridge.formats.dcp.archive import (
     UNTYPED,
     ZIP64_FIELD,
 )
-from bridge.formats.dcp.pickle import PLAIN_VALUES, Call, Name, Persistent
+from bridge.formats.dcp.pickle_records import PLAIN_VALUES, Call, Name, Persistent
 from bridge.formats.dcp.pickle_writer import write_pickle
 from bridge.formats.plain import plain_value
 

@@ -19,23 +19,15 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from bridge.formats.base import (
-    DTYPES,
-    MAX_NAME,
-    TREE_PATH_KEYS,
-    Box,
-    CheckpointError,
-    TensorInfo,
-    TreePath,
-    dtype_name,
-    is_tree_path,
-)
+from bridge.formats.base import DTYPES, Box, CheckpointError, TensorInfo, TreePath, dtype_name
 from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.archive import is_index
 from bridge.formats.dcp.dtypes import torch_dtype
-from bridge.formats.dcp.pickle import Call, Instance, Name, Vocabulary, read_pickle
+from bridge.formats.dcp.pickle import read_pickle
+from bridge.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary
 from bridge.formats.dcp.pickle_writer import Repeated, write_pickle
 from bridge.formats.files.mapped import is_plain_name
+from bridge.formats.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path
 
 METADATA_FILE: Final = ".metadata"
 _RANK_FILE: Final = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")

@@ -7,14 +7,8 @@ from pathlib import Path
 
 from bridge.formats.dcp.metadata import METADATA_FILE, format_metadata, parse_rank_metadata
 from bridge.formats.dcp.writer import data_file, rank_metadata
-from bridge.formats.files.manifest import (
-    MANIFEST_FILE,
-    Manifest,
-    ManifestFile,
-    file_checksum,
-    render_manifest,
-)
-from bridge.formats.files.parts import move_up, part_manifest, tensors_of
+from bridge.formats.files.manifest import file_entry
+from bridge.formats.files.parts import move_up, part_manifest, write_joint_manifest
 
 
 def join(folder: Path, parts: Sequence[Path], conversion: str) -> None:
@@ -31,9 +25,6 @@ def join(folder: Path, parts: Sequence[Path], conversion: str) -> None:
         name = data_file(rank)
         move_up(part / name, folder / name, manifest.files[name].size)
         files[name] = manifest.files[name]
-    path = folder / METADATA_FILE
-    path.write_bytes(format_metadata(metadata))
-    files[METADATA_FILE] = ManifestFile(path.stat().st_size, file_checksum(path))
-    objects = {name: crc for manifest in manifests for name, crc in manifest.objects.items()}
-    whole = Manifest("dcp", tensors_of(manifests), objects, files, conversion)
-    (folder / MANIFEST_FILE).write_bytes(render_manifest(whole))
+    (folder / METADATA_FILE).write_bytes(format_metadata(metadata))
+    files[METADATA_FILE] = file_entry(folder / METADATA_FILE)
+    write_joint_manifest(folder, "dcp", manifests, files, conversion)

@@ -11,76 +11,24 @@ never ends. Hence only str, small int, bool, None and Instance are dict keys, er
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final, Never, TypeGuard
 
 from bridge.formats.base import CheckpointError
+from bridge.formats.dcp.pickle_records import (
+    GETATTR,
+    ORDERED_DICT,
+    Call,
+    Instance,
+    Name,
+    Persistent,
+    Vocabulary,
+)
 from bridge.formats.garbage import collection_paused
-from bridge.formats.plain import MAX_NODES, plain_value
+from bridge.formats.plain import MAX_NODES
 
 _MAX_NAME = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """A class, function or constant by its dotted name, such as torch.float32."""
-
-    dotted: str
-
-
-# Not frozen, which would take three times as long to make: there are six for each tensor.
-@dataclass(slots=True, eq=False)
-class Call:
-    """`name(*args)`, not called. state: what would have been given to its result."""
-
-    name: str
-    args: tuple[object, ...]
-    state: object = None
-
-
-@dataclass(slots=True, eq=False)
-class Instance:
-    """An object of class `name` with this pickled state; compared by identity."""
-
-    name: str
-    state: object = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Persistent:
-    """A reference to something stored beside the pickle."""
-
-    id: object
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The allowed contents of a kind of pickle: names of calls, instances, constants; persistent ids; its size.
-
-    enumerations: of ``calls``, the classes whose members may be named instead: Python before 3.11.4 writes a member as
-    ``getattr(enumeration, name)``, later versions as ``enumeration(value)``.
-    foreign: whether other names may occur, too. They stay names: what is made of them is a Call or an Instance.
-    """
-
-    max_bytes: int
-    calls: frozenset[str] = frozenset()
-    instances: frozenset[str] = frozenset()
-    constants: re.Pattern[str] | None = None
-    persistent: bool = False
-    enumerations: frozenset[str] = frozenset()
-    foreign: bool = False
-
-    def knows(self, dotted: str) -> bool:
-        """Whether this name may occur."""
-        if self.foreign:
-            return True
-        if dotted in self.calls or dotted in self.instances or (dotted == _GETATTR and self.enumerations):
-            return True
-        return self.constants is not None and self.constants.fullmatch(dotted) is not None
 
 
 class _Bad(Exception):
@@ -244,7 +192,7 @@ class _Interpreter:
 
     def call(self) -> None:
         name, args = self.cut(2)
-        if isinstance(name, Name) and name.dotted == _GETATTR:
+        if isinstance(name, Name) and name.dotted == GETATTR:
             self.member(args)
             return
         allowed = self.vocabulary.foreign or (isinstance(name, Name) and name.dotted in self.vocabulary.calls)
@@ -253,7 +201,7 @@ class _Interpreter:
         if name.dotted == _SIZE and len(args) == 1 and isinstance(args[0], tuple) and self.vocabulary.foreign:
             self.stack.append(args[0])
             return
-        empty = name.dotted == _DEFAULT_DICT or (name.dotted == _ORDERED_DICT and not args)
+        empty = name.dotted == _DEFAULT_DICT or (name.dotted == ORDERED_DICT and not args)
         self.stack.append({} if empty else Call(name.dotted, args))
 
     def member(self, args: object) -> None:
@@ -307,10 +255,8 @@ class _Interpreter:
 _STOP: Final = 0x2E
 _BINGET, _LONG_BINGET, _BININT1, _MEMOIZE, _BINPUT = 0x68, 0x6A, 0x4B, 0x94, 0x71
 _MARK, _TUPLE = 0x28, 0x74
-_ORDERED_DICT: Final = "collections.OrderedDict"
 _SIZE: Final = "torch.Size"
 _DEFAULT_DICT: Final = "collections.defaultdict"
-_GETATTR: Final = "builtins.getattr"
 
 
 def _push(value: object) -> Callable[[_Interpreter], None]:
@@ -395,34 +341,3 @@ _BINARY: dict[int, Callable[[_Interpreter], object]] = {
 _MAKING: Final = frozenset(
     {0x5D, 0x7D, 0x85, 0x86, 0x87, 0x74, 0x94, 0x71, 0x72, 0x52, 0x81, 0x51, 0x8F, 0x91, 0x92}
 )  # containers, records and memo entries
-
-# What protocol 2 makes of bytes: codecs.encode(text, "latin1"), and bytes() for none.
-_BYTES: Final = frozenset({"__builtin__.bytes", "builtins.bytes"})
-PLAIN_VALUES = Vocabulary(max_bytes=16 << 20, calls=frozenset({_ORDERED_DICT, "_codecs.encode"}) | _BYTES)
-
-
-def plain_from_pickle(value: object, what: str) -> object:
-    """What `read_pickle` returned, as a plain value; descriptions of bytes become bytes. See `plain_value`."""
-    return plain_value(value, what, foreign=_bytes_or_name)
-
-
-def is_bytes(node: object) -> bool:
-    """Whether this is the description of bytes."""
-    return isinstance(node, Call) and (node.name in _BYTES or node.name == "_codecs.encode")
-
-
-def _bytes_or_name(node: object) -> bytes | str:
-    match node:
-        case bytes():
-            return node
-        case Call(name=name, args=()) if name in _BYTES:
-            return b""
-        case Call(name="_codecs.encode", args=(str(text), "latin1")):
-            with suppress(UnicodeEncodeError):
-                return text.encode("latin1")
-            return node.name
-        case Call() | Instance():
-            return node.name
-        case Name():
-            return node.dotted
-    return type(node).__name__

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bridge.formats.dcp.pickle import Call, Instance, Name, Persistent
+from bridge.formats.dcp.pickle_records import Call, Instance, Name, Persistent
 
 
 @dataclass(eq=False, slots=True)

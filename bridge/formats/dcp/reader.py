@@ -8,13 +8,13 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from operator import mul, sub
+from operator import sub
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from bridge.formats.arrays import as_integers
+from bridge.formats.arrays import as_integers, byte_range
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, require_tensor
 from bridge.formats.dcp.archive import Record, StoredTensor, around, read_value, verify_record
 from bridge.formats.dcp.archives import Archives
@@ -67,9 +67,7 @@ class _Stored(NamedTuple):
         """The bytes of the file that hold the elements of a box inside of the chunk, and what is between them."""
         size = self.layout.dtype.itemsize
         steps = [step * size for step in self.layout.strides]
-        start = self.start + sum(map(mul, map(sub, box.offsets, chunk.offsets), steps))
-        last = sum([(n - 1) * step for n, step in zip(box.sizes, steps, strict=True)])
-        return start, start + last + size
+        return byte_range(self.start, steps, size, map(sub, box.offsets, chunk.offsets), box.sizes)
 
 
 class DcpReader(ClosedAtEnd):

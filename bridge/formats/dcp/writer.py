@@ -16,15 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.formats.base import (
-    DTYPES,
-    CheckpointError,
-    TensorInfo,
-    TreePath,
-    dtype_name,
-    flat_name,
-    grid_of_chunks,
-)
+from bridge.formats.base import DTYPES, CheckpointError, TensorInfo, TreePath, dtype_name, grid_of_chunks
 from bridge.formats.crc32c import extend
 from bridge.formats.dcp.archive_writer import (
     data_start,
@@ -39,7 +31,7 @@ from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestFile,
-    file_checksum,
+    file_entry,
     object_checksum,
     render_manifest,
 )
@@ -47,6 +39,7 @@ from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
 from bridge.formats.files.working import Attempt, working_place
 from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
+from bridge.formats.leaf_names import flat_name
 from bridge.formats.regions import default_chunk_shape
 from bridge.formats.share import Share
 from bridge.formats.stores.upload import UploadFile
@@ -163,7 +156,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
             name = ".metadata" if self._share is None else rank_metadata(self._share.number - 1)
             (folder / name).write_bytes(format_metadata(metadata))
             files = {
-                name: ManifestFile((folder / name).stat().st_size, file_checksum(folder / name)),
+                name: file_entry(folder / name),
                 self._data_file: ManifestFile(self._data.end, None, self._rest()),
             }
             manifest = Manifest(self.format, self._record.manifest(), self._object_checksums, files)

@@ -118,6 +118,11 @@ def file_checksum(path: Path) -> int:
     return int(google_crc32c.value(path.read_bytes()))
 
 
+def file_entry(path: Path) -> ManifestFile:
+    """The entry of a small file: its size, and the checksum of all its bytes."""
+    return ManifestFile(path.stat().st_size, file_checksum(path))
+
+
 def gaps(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
     """What these ranges leave of ``size`` bytes, each from its first byte to the one after its last."""
     position = 0

@@ -52,7 +52,7 @@ class FileKind:
     def find(self, path: Path) -> ModelFiles:
         """The files of the checkpoint at `path`: a file, an index or a directory. CheckpointError when several fit."""
         if not path.is_dir():
-            return _indexed(path) if path.name.endswith(INDEX_END) else ModelFiles(path.parent, (path.name,))
+            return _files_of(path)
         found = self._candidates(path)
         indexes = [name for name in found if name.endswith(INDEX_END)]
         usual = next((n for name in self.usual for n in (name + INDEX_END, name) if n in found), None)
@@ -62,7 +62,7 @@ class FileKind:
                 f"{path}: expected one file of weights, found {', '.join(found[:_SHOWN]) or 'none'}"
                 f"{', ...' if len(found) > _SHOWN else ''}: give the path of one of them"
             )
-        return _indexed(path / chosen) if chosen.endswith(INDEX_END) else ModelFiles(path, (chosen,))
+        return _files_of(path / chosen)
 
     def _candidates(self, directory: Path) -> list[str]:
         ends = (*self.ends, *(end + INDEX_END for end in self.ends))
@@ -70,6 +70,11 @@ class FileKind:
         return [name for name in names if self.beside is None or self.beside.fullmatch(name) is None]
 
 
-def _indexed(index: Path) -> ModelFiles:
+def indexed_files(index: Path) -> ModelFiles:
+    """The files that an index names. CheckpointError when it is malformed or names anything but files beside it."""
     weight_map = read_weight_map(index)
     return ModelFiles(index.parent, tuple(dict.fromkeys(weight_map.values())), weight_map, index.name)
+
+
+def _files_of(file: Path) -> ModelFiles:
+    return indexed_files(file) if file.name.endswith(INDEX_END) else ModelFiles(file.parent, (file.name,))

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bridge.formats.base import Box, CheckpointError
-from bridge.formats.files.manifest import Manifest, ManifestTensor, read_manifest
+from bridge.formats.files.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ManifestFile,
+    ManifestTensor,
+    read_manifest,
+    render_manifest,
+)
 
 
 def part_manifest(part: Path) -> Manifest:
@@ -20,20 +27,17 @@ def part_manifest(part: Path) -> Manifest:
     return manifest
 
 
-def tensors_of(manifests: Iterable[Manifest]) -> dict[str, ManifestTensor]:
-    """The tensors of all parts, each with the chunks of all. CheckpointError when parts contradict each other."""
-    found: dict[str, ManifestTensor] = {}
-    chunks: dict[str, dict[Box, int]] = {}
-    for manifest in manifests:
-        for name, tensor in manifest.tensors.items():
-            first = found.setdefault(name, tensor)
-            if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
-                raise CheckpointError(
-                    f"tensor {name!r}: expected {first.dtype} {first.shape} in all parts, got {tensor.dtype} "
-                    f"{tensor.shape}"
-                )
-            chunks.setdefault(name, {}).update(tensor.chunks)
-    return {name: ManifestTensor(tensor.dtype, tensor.shape, chunks[name]) for name, tensor in found.items()}
+def write_joint_manifest(
+    folder: Path,
+    format: str,
+    parts: Sequence[Manifest],
+    files: Mapping[str, ManifestFile],
+    conversion: str,
+) -> None:
+    """Write the manifest of the checkpoint in `folder` that joins these parts. CheckpointError when they contradict."""
+    objects = {name: crc for part in parts for name, crc in part.objects.items()}
+    whole = Manifest(format, _tensors_of(parts), objects, files, conversion)
+    (folder / MANIFEST_FILE).write_bytes(render_manifest(whole))
 
 
 def move_up(source: Path, target: Path, size: int) -> None:
@@ -54,3 +58,19 @@ def move_up(source: Path, target: Path, size: int) -> None:
             f"{target}: expected {size} bytes as in the manifest of its part, found {target.stat().st_size}: remove "
             f"{source.parent}, and write this part again"
         )
+
+
+def _tensors_of(manifests: Iterable[Manifest]) -> dict[str, ManifestTensor]:
+    """The tensors of all parts, each with the chunks of all. CheckpointError when parts contradict each other."""
+    found: dict[str, ManifestTensor] = {}
+    chunks: dict[str, dict[Box, int]] = {}
+    for manifest in manifests:
+        for name, tensor in manifest.tensors.items():
+            first = found.setdefault(name, tensor)
+            if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
+                raise CheckpointError(
+                    f"tensor {name!r}: expected {first.dtype} {first.shape} in all parts, got {tensor.dtype} "
+                    f"{tensor.shape}"
+                )
+            chunks.setdefault(name, {}).update(tensor.chunks)
+    return {name: ManifestTensor(tensor.dtype, tensor.shape, chunks[name]) for name, tensor in found.items()}

@@ -15,34 +15,27 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final, Literal
 
 import numpy as np
 
-from bridge.formats.arrays import as_integers, strides_of
-from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, flat_name, require_tensor
+from bridge.formats.arrays import byte_range, strides_of
+from bridge.formats.base import Box, CheckpointError, TensorInfo
 from bridge.formats.dcp.archive import Record, verify_record
 from bridge.formats.files.flat import copy_flat
 from bridge.formats.files.mapped import (
-    MappedFiles,
-    array_for,
-    box_of,
-    copy_mapped,
     drop_pages,
-    lend_mapped,
-    regular_file,
 )
 from bridge.formats.files.zip_directory import STORED, Member, data_start, read_directory
+from bridge.formats.leaf_names import flat_name
 from bridge.formats.npz.header import NpyHeader, read_npy_header
 from bridge.formats.npz.inflate import Inflated
 from bridge.formats.read_only import NPZ_FILES
-from bridge.formats.stores.listing import StorePath
-from bridge.formats.wrapping import ClosedAtEnd
+from bridge.formats.single_chunk import SingleChunkReader
 
 _NPY: Final = ".npy"
 _MAX_INFLATED: Final = 8
@@ -57,7 +50,7 @@ class _Stored:
     """Of the member's data in the file."""
 
 
-class NpzReader(ClosedAtEnd):
+class NpzReader(SingleChunkReader):
     """An .npz file, opened for reading; see `CheckpointReader`. `path`: the file, or a directory with one.
 
     Opening reads the directory and the header of each array. Arrays of pickled objects, text, dates and of elements
@@ -70,70 +63,21 @@ class NpzReader(ClosedAtEnd):
     format = "npz"
 
     def __init__(self, path: str | os.PathLike[str], verify: bool = True) -> None:
-        self.path = path if isinstance(path, StorePath) else Path(path)
+        super().__init__(path, NPZ_FILES)
         self._verify = verify
-        fileset = NPZ_FILES.find(self.path)
-        self._name = fileset.names[0]
-        self._file_path = fileset.directory / self._name
-        self._files = MappedFiles(fileset.directory)
+        self._name = self._fileset.names[0]
+        self._file_path = self._regular_file(self._name)
         self._verified: set[str] = set()
         self._inflated: OrderedDict[str, Inflated] = OrderedDict()
         self._lock = threading.Lock()
-        regular_file(
-            fileset.directory, self._name, "a part of the checkpoint", links=self.path == self._file_path
-        )
         self._stored: dict[str, _Stored] = {}
-        self._tensors: dict[str, TensorInfo] = {}
-        unreadable: dict[str, str] = {}
         for member in read_directory(self._files, self._name, "an archive of NumPy (.npz)").values():
             name, stored = self._find(member)
             header = stored.header
             if header.unreadable is not None:
-                unreadable[name] = header.unreadable
-            box = Box.whole(header.shape)
-            tree_path: TreePath = tuple(name.split("/"))
+                self._unreadable[name] = header.unreadable
             self._stored[name] = stored
-            self._tensors[name] = TensorInfo(
-                name, tree_path, header.shape, header.native, (box,) if box.numel else ()
-            )
-        self.unreadable: Mapping[str, str] = MappingProxyType(unreadable)
-        self.objects: Mapping[str, object] = MappingProxyType({})
-        self.object_paths: Mapping[str, TreePath] = MappingProxyType({})
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every array by name, in the order of the file."""
-        return MappingProxyType(self._tensors)
-
-    def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """One block (default: all) of an array as a new C-contiguous array.
-
-        KeyError for an unknown name, ValueError for a box outside the array, CheckpointError for damaged data.
-        """
-        info = self._tensors[name]
-        require_tensor(self, name)
-        box = box_of(info, box)
-        result = array_for(info, box, self.path)
-        if not box.numel:
-            return result
-        stored = self._stored[name]
-        target = result if stored.header.dtype == info.dtype else result.view(stored.header.dtype)
-        if stored.member.method == STORED:
-            source, file, start = self._part(name, box)
-            copy_mapped(as_integers(target), as_integers(source), file, start)
-        else:
-            self._inflate(name, stored, box, target)
-        if stored.header.dtype != info.dtype:
-            result[...] = target.astype(info.dtype)
-        return result
-
-    def lend(self, name: str, box: Box) -> Loan | None:
-        """A block where it is in the file, if it is stored there as it is; see `CheckpointReader.lend`."""
-        stored = self._stored[name]
-        as_it_is = stored.member.method == STORED and stored.header.dtype == self._tensors[name].dtype
-        if not as_it_is or name in self.unreadable or not box.numel:
-            return None
-        return lend_mapped(*self._part(name, box))
+            self._add_tensor(name, tuple(name.split("/")), header.shape, header.native)
 
     def files(self) -> Sequence[Path]:
         """The file."""
@@ -145,7 +89,7 @@ class NpzReader(ClosedAtEnd):
 
     def close(self) -> None:
         """Release the file. Arrays already read stay valid."""
-        self._files.close()
+        super().close()
         self._inflated.clear()
 
     def _find(self, member: Member) -> tuple[str, _Stored]:
@@ -190,9 +134,23 @@ class NpzReader(ClosedAtEnd):
             )
         return (piece for _, piece in self._inflater(name, stored).pieces(0, member.size))
 
-    def _part(self, name: str, box: Box) -> tuple[np.ndarray, mmap.mmap, int]:
-        """Elements of a stored array where they are in the file, once it is verified, and the first byte there."""
-        stored = self._stored[name]
+    def _in_place(self, info: TensorInfo) -> bool:
+        stored = self._stored[info.name]
+        return stored.member.method == STORED and stored.header.dtype == info.dtype
+
+    def _fill(self, info: TensorInfo, box: Box, target: np.ndarray) -> None:
+        stored = self._stored[info.name]
+        native = stored.header.dtype == info.dtype
+        raw = target if native else target.view(stored.header.dtype)
+        if stored.member.method == STORED:
+            self._copy(info, box, raw)
+        else:
+            self._inflate(info.name, stored, box, raw)
+        if not native:
+            target[...] = raw.astype(info.dtype)
+
+    def _part(self, info: TensorInfo, box: Box) -> tuple[np.ndarray, mmap.mmap, int]:
+        name, stored = info.name, self._stored[info.name]
         member, header = stored.member, stored.header
         if self._verify and name not in self._verified:
             record = Record(stored.start, member.size, member.crc)
@@ -203,9 +161,8 @@ class NpzReader(ClosedAtEnd):
         begin = stored.start + header.start
         order: Literal["F", "C"] = "F" if header.fortran else "C"
         strides = strides_of(header.shape, header.dtype, order)
-        first = begin + sum(o * s for o, s in zip(box.offsets, strides, strict=True))
-        span = header.dtype.itemsize + sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
-        file = self._files.get(self._name, first, first + span)
+        first, stop = byte_range(begin, strides, header.dtype.itemsize, box.offsets, box.sizes)
+        file = self._files.get(self._name, first, stop)
         return np.ndarray(header.shape, header.dtype, file, begin, order=order)[box.slices()], file, first
 
     def _bytes(self, start: int, stop: int) -> bytes:

@@ -10,7 +10,6 @@ together, or not at all.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
@@ -27,20 +26,25 @@ from bridge.formats.files.journal import JOURNAL_FILE
 from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
-    ManifestFile,
-    file_checksum,
     object_checksum,
     render_manifest,
 )
 from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
 from bridge.formats.files.working import Attempt, WorkingDirectory
-from bridge.formats.leaf_kinds import LEAVES, implied_kinds, key_implementation
+from bridge.formats.leaf_kinds import LEAVES, implied_kinds
 from bridge.formats.orbax.arrays import ArrayLayout, explain
 from bridge.formats.orbax.chunks import ChunkStore
-from bridge.formats.orbax.item import COMMIT_FILE
+from bridge.formats.orbax.metadata_writer import (
+    HANDLERS,
+    item_entry,
+    mark_item,
+    require_key_data,
+    write_step,
+    write_tree,
+)
 from bridge.formats.orbax.objects import encode_object
+from bridge.formats.orbax.row_slabs import array_layout
 from bridge.formats.orbax.tree import Claims, as_path, leaf_name
-from bridge.formats.orbax.writer import array_layout, handler_of, write_tree
 
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
@@ -163,12 +167,9 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
                 layout = item.layouts.get(path)
                 if kind is None:
                     continue
-                data = layout is not None and layout.dtype == np.uint32 and len(layout.shape) > 0
-                if layout is not None and key_implementation(kind) is not None and not data:
-                    raise CheckpointError(
-                        f"{self.path}: tensor {leaf_name((key, *path))!r}: expected uint32 of at least one dimension "
-                        f"for a {kind}, got {layout.dtype} of shape {layout.shape}"
-                    )
+                if layout is not None:
+                    what = f"{self.path}: tensor {leaf_name((key, *path))!r}"
+                    require_key_data(what, kind, layout.dtype, layout.shape)
                 item.kinds[path] = kind
 
     def commit(self) -> None:
@@ -194,9 +195,9 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
                 )
                 kinds = {path[1:]: kind for path, kind in implied.items()} | item.kinds
                 write_tree(item.directory, f"{self.path}/{name}", item.layouts, item.objects, kinds)
-                (item.directory / COMMIT_FILE).write_text("This item is complete.\n")
+                mark_item(item.directory)
                 self._write_manifest(name, item)
-            self._write_step()
+            write_step(self._directory.temporary, dict.fromkeys(self._items, HANDLERS["v0"]), self._started)
             self._directory.commit()
         except BaseException:
             self.abort()
@@ -229,19 +230,6 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
             )
         return item
 
-    def _write_step(self) -> None:
-        root = self._directory.temporary
-        step = {
-            "item_handlers": dict.fromkeys(self._items, handler_of("v0")),
-            "metrics": {},
-            "performance_metrics": {},
-            "init_timestamp_nsecs": self._started,
-            "commit_timestamp_nsecs": time.time_ns(),
-            "custom_metadata": {},
-        }
-        (root / "_CHECKPOINT_METADATA").write_text(json.dumps(step))
-        (root / COMMIT_FILE).write_text("This checkpoint is complete.\n")
-
     def _write_manifest(self, name: str, item: _Item) -> None:
         own = {leaf_name((name, *path)): leaf_name(path) for path in item.layouts}
         tensors = {own[full]: tensor for full, tensor in self._record.manifest().items() if full in own}
@@ -249,9 +237,7 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
         # An attempt that was killed while it committed may have left its manifest.
         others = (JOURNAL_FILE, MANIFEST_FILE)
         for path in sorted(p for p in item.directory.rglob("*") if p.is_file() and p.name not in others):
-            # Below "d" are the nodes and values of OCDBT.
-            crc = None if path.parent.name == "d" else file_checksum(path)
-            files[str(path.relative_to(item.directory))] = ManifestFile(path.stat().st_size, crc)
+            files[str(path.relative_to(item.directory))] = item_entry(path)
         objects = {leaf_name(path): object_checksum(value) for path, value in item.objects.items()}
         manifest = Manifest(self.format, tensors, objects, files)
         (item.directory / MANIFEST_FILE).write_bytes(render_manifest(manifest))

@@ -10,7 +10,8 @@ import math
 import struct
 from typing import TypeAlias
 
-from bridge.formats.base import CheckpointError, is_unicode
+from bridge.formats.base import CheckpointError
+from bridge.formats.leaf_names import is_unicode
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 

@@ -6,34 +6,28 @@ A region is read chunk by chunk:
     other chunk inside the region     decoded into place; at most 64 MiB of chunks in flight
     other chunk partly inside         decoded whole and kept until another is needed: the next region often wants it
 
-Chunks with a CRC-32C are verified: raw ones here, when first touched, others by tensorstore.
+Chunks with a CRC-32C are verified: raw ones by `raw_chunks.py`, when first touched, others by tensorstore.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
-import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import add, floordiv, le, mul, sub
+from operator import add, floordiv, le, mul
 from pathlib import Path
 from types import MappingProxyType
 
-import google_crc32c
 import numpy as np
 import tensorstore as ts
 
 from bridge.callers import warn_caller
-from bridge.formats.arrays import as_integers, strides_of
+from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath
-from bridge.formats.crc32c import extend
 from bridge.formats.files.mapped import (
-    BLOCK,
     copy_mapped,
-    drop_pages,
     files_below,
     lend_mapped,
     regular_file,
@@ -53,6 +47,7 @@ from bridge.formats.orbax.arrays import (
 from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE, find_item, is_committed, items_beside
 from bridge.formats.orbax.keys import read_keys
 from bridge.formats.orbax.memory_arrays import MemoryArrays
+from bridge.formats.orbax.raw_chunks import RawChunks
 from bridge.formats.orbax.strings import STRINGS_FILE, find_strings
 from bridge.formats.orbax.tree import Tree, leaf_name, parse_tree, storage_key
 from bridge.formats.orbax.values import Place, StoredValues, places_in_files, stored_sizes, values_in_ocdbt
@@ -66,7 +61,6 @@ _MAX_MANIFEST = 64 << 20  # of OCDBT: it names roots, not arrays
 _MAX_METADATA = 256 << 20  # of all arrays together
 _FREE_CHUNK = 64 << 20
 _STORED_PER_BYTE = 64  # shards of tiny chunks have an index of 16 bytes for each
-_SHARD_INDEX = struct.Struct("<QQI")
 
 
 class OrbaxReader(ClosedAtEnd):
@@ -100,11 +94,9 @@ class OrbaxReader(ClosedAtEnd):
             warn_caller(
                 f"{self._item.parent} also holds {', '.join(beside)}, which is not read: one item is, that with arrays",
             )
-        self._verify = verify
         self._decoder = MemoryArrays() if isinstance(self._item, StorePath) else None
         self._lock = threading.Lock()
         self._decoded: tuple[tuple[str, tuple[int, ...]], np.ndarray] | None = None
-        self._raw_starts: dict[str, int] = {}
         self._arrays: dict[str, ts.TensorStore] = {}
         self._places: dict[str, Place] = {}
         self._inline: dict[str, bytes] = {}
@@ -114,6 +106,7 @@ class OrbaxReader(ClosedAtEnd):
         self._store = self._open_store(tree)
         self._layouts = self._read_layouts(tree)
         self._values = self._find_values()
+        self._raw = RawChunks(self._item, self._values, self._layouts, verify)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
             {
                 leaf_name(path): TensorInfo(
@@ -152,7 +145,8 @@ class OrbaxReader(ClosedAtEnd):
                 part = chunk.intersect(box)
                 assert part is not None
                 if layout.raw and layout.chunk_key(index) in self._values:
-                    self._copy_raw(name, layout, index, part, out[part.slices(box)])
+                    source, file, start = self._raw.part(name, index, part)
+                    copy_mapped(as_integers(out[part.slices(box)]), as_integers(source), file, start)
                 elif part == chunk or layout.chunk_bytes < _IN_FLIGHT // 16:
                     whole_chunks.append(part)
                 else:
@@ -169,14 +163,10 @@ class OrbaxReader(ClosedAtEnd):
         if not (box.numel and layout.raw and inside and layout.chunk_key(index) in self._values):
             return None
         with explain(f"{self._item}: tensor {name!r}: cannot read {box}"):
-            loan = lend_mapped(*self._raw_part(name, layout, index, box))
-        if loan is not None and layout.checksum and self._verify and box.sizes == layout.chunk:
-            key = layout.chunk_key(index)
-            stop = self._values.place(key).start + self._raw_starts[key] + layout.chunk_bytes
-            file = self._values.open(key, stop, stop + 4)
-            # The stored checksum, which `_raw_part` has compared.
-            loan = replace(loan, crc=int.from_bytes(file[stop : stop + 4], "little"))
-        return loan
+            loan = lend_mapped(*self._raw.part(name, index, box))
+        if loan is None or box.sizes != layout.chunk:
+            return loan
+        return replace(loan, crc=self._raw.compared_crc(name, index))
 
     def files(self) -> Sequence[Path]:
         """All files of the item that holds the arrays."""
@@ -211,63 +201,6 @@ class OrbaxReader(ClosedAtEnd):
                 self._decoded = None  # before the next one is decoded: memory for one chunk, not two
                 self._decoded = (name, index), self._array(name, [chunk])[chunk.slices()].read().result()
             return self._decoded[1]
-
-    def _copy_raw(
-        self, name: str, layout: ArrayLayout, index: tuple[int, ...], part: Box, out: np.ndarray
-    ) -> None:
-        """Copy `part` of the array, inside a raw chunk, into `out`."""
-        source, file, start = self._raw_part(name, layout, index, part)
-        copy_mapped(as_integers(out), as_integers(source), file, start)
-
-    def _raw_part(
-        self, name: str, layout: ArrayLayout, index: tuple[int, ...], part: Box
-    ) -> tuple[np.ndarray, mmap.mmap, int]:
-        """`part` of the array, inside a raw chunk, where it is in the file, and its first byte there."""
-        key = layout.chunk_key(index)
-        start = self._values.place(key).start + self._raw_start(name, key)
-        low = tuple(map(sub, part.offsets, map(mul, index, layout.chunk)))
-        strides = strides_of(layout.chunk, layout.dtype)
-        first = start + sum(map(mul, low, strides))
-        span = layout.dtype.itemsize + sum([(n - 1) * s for n, s in zip(part.sizes, strides, strict=True)])
-        file = self._values.open(key, first, first + span)
-        stored = np.ndarray(layout.chunk, layout.dtype, file, start)
-        return stored[Box(low, part.sizes).slices()], file, first
-
-    def _raw_start(self, name: str, key: str) -> int:
-        """Where the data of a raw chunk begins in its value, once sizes and checksums are found right."""
-        if key not in self._raw_starts:
-            layout, place = self._layouts[name], self._values.place(key)
-            what = f"{self._item / place.file}: tensor {name!r}, chunk {key!r}"
-            start, size = 0, layout.chunk_bytes + 4 * layout.checksum
-            expected = size + (_SHARD_INDEX.size if layout.raw == "shard" else 0)
-            if layout.raw == "shard" and place.size >= _SHARD_INDEX.size:
-                position = place.start + place.size - _SHARD_INDEX.size
-                file = self._values.open(key, position, position + _SHARD_INDEX.size)
-                start, stored, crc = _SHARD_INDEX.unpack_from(file, position)
-                if google_crc32c.value(file[position : position + 16]) != crc:
-                    raise CheckpointError(f"{what}: damaged shard index")
-                if stored != size:
-                    raise CheckpointError(f"{what}: expected {size} bytes of data, found {stored}")
-            if place.size < expected or start + size > place.size:
-                raise CheckpointError(f"{what}: expected {expected} bytes, found {place.size}")
-            if layout.checksum and self._verify:
-                self._verify_raw(key, place.start + start, layout.chunk_bytes, what)
-            self._raw_starts[key] = start
-        return self._raw_starts[key]
-
-    def _verify_raw(self, key: str, start: int, size: int, what: str) -> None:
-        """Compare the bytes of a raw chunk with the CRC-32C that follows them."""
-        crc = 0
-        for first in range(start, start + size, BLOCK):
-            stop = min(first + BLOCK, start + size)
-            file = self._values.open(key, first, stop)
-            crc = extend(crc, np.frombuffer(file, np.uint8, stop - first, first))
-            # A small chunk is copied right away.
-            if size > BLOCK:
-                drop_pages(file, first, stop)
-        file = self._values.open(key, start + size, start + size + 4)
-        if crc.to_bytes(4, "little") != file[start + size : start + size + 4]:
-            raise CheckpointError(f"{what}: checksum mismatch, the data is damaged")
 
     def _array(self, name: str, boxes: Iterable[Box]) -> ts.TensorStore:
         """The array, of which these boxes will be read. MemoryError when a chunk is larger than any memory there is."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from bridge.formats.base import CheckpointError, TreePath, is_unicode
+from bridge.formats.base import CheckpointError, TreePath
+from bridge.formats.leaf_names import is_unicode
 from bridge.formats.orbax.objects import Json
 from bridge.formats.orbax.tree import leaf_name, storage_key
 

@@ -20,8 +20,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bridge.formats.base import MAX_NAME, TREE_PATH_KEYS, CheckpointError, TreePath, is_tree_path
+from bridge.formats.base import CheckpointError, TreePath
 from bridge.formats.leaf_kinds import EMPTY, SCALAR, STRING, implied_kinds, is_kind_of, key_implementation
+from bridge.formats.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path
 from bridge.formats.orbax.objects import Json, decode_object, encode_object, require_unicode
 
 _SEQUENCE, _MAPPING = 1, 2

@@ -7,16 +7,6 @@
 Stock `CheckpointManager` restores steps that have items, and names one "default" unless told otherwise;
 `StandardCheckpointer` restores what is directly under the path that it is given.
 
-Chunks are row slabs:
-
-      +-----------------+
-      |     chunk 0     |   up to 8 MiB        A row longer than 32 MiB is cut along the next axis in turn.
-      +-----------------+
-      |     chunk 1     |
-      +-----------------+
-      |  chunk 2 (rest) |
-      +-----------------+
-
 Several processes may write one checkpoint, each chunk by one of them, in a directory that all of them see. One of them
 makes an `OrbaxWriter` and tells the others its `temporary` directory, in which each of them makes an `OrbaxPart`:
 
@@ -26,14 +16,11 @@ makes an `OrbaxWriter` and tells the others its `temporary` directory, in which 
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -53,9 +40,7 @@ from bridge.formats.files.journal import JOURNAL_FILE, Journal
 from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
-    ManifestFile,
     ManifestTensor,
-    file_checksum,
     object_checksum,
     parse_manifest,
     render_manifest,
@@ -63,24 +48,22 @@ from bridge.formats.files.manifest import (
 from bridge.formats.files.record import ChunkRecord, RecordedChunks
 from bridge.formats.files.working import Attempt, working_place
 from bridge.formats.garbage import collection_paused
-from bridge.formats.leaf_kinds import STRING, key_implementation
 from bridge.formats.orbax.arrays import ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.formats.orbax.chunks import ChunkStore, join_stores, process_store
-from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE
-from bridge.formats.orbax.keys import write_keys
+from bridge.formats.orbax.metadata_writer import (
+    HANDLERS,
+    item_entry,
+    mark_item,
+    require_key_data,
+    write_step,
+    write_tree,
+)
 from bridge.formats.orbax.objects import encode_object
-from bridge.formats.orbax.strings import STRINGS_FILE, render_strings
-from bridge.formats.orbax.tree import Claims, as_path, leaf_name, leaves_of, render_tree, storage_key
+from bridge.formats.orbax.row_slabs import array_layout
+from bridge.formats.orbax.tree import Claims, as_path, leaf_name, leaves_of
 from bridge.formats.share import PARTS_FOLDER, Share
 from bridge.formats.stores.folder import StoredJournal
 from bridge.formats.stores.upload_path import UploadPath
-
-_CHUNK = 8 << 20
-_MAX_CHUNK = 32 << 20
-_HANDLERS = {
-    "v0": "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler",
-    "v1": "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler",
-}
 
 
 class OrbaxPart(RecordedChunks):
@@ -185,7 +168,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         process: int | None = None,
         attempt: Attempt | None = None,
     ) -> None:
-        if layout not in _HANDLERS:
+        if layout not in HANDLERS:
             raise ValueError(f"expected layout 'v0' or 'v1', got {layout!r}")
         if item is not None and (layout == "v1" or not re.fullmatch(r"[A-Za-z_][\w-]*", item)):
             raise ValueError(
@@ -225,12 +208,8 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
         self._require_open()
         for name, kind in kinds.items():
             info = self._record.infos.get(name)
-            data = info is not None and info.dtype == np.uint32 and len(info.shape) > 0
-            if info is not None and key_implementation(kind) is not None and not data:
-                raise CheckpointError(
-                    f"{self.path}: tensor {name!r}: expected uint32 of at least one dimension for a {kind}, got "
-                    f"{info.dtype} of shape {info.shape}"
-                )
+            if info is not None:
+                require_key_data(f"{self.path}: tensor {name!r}", kind, info.dtype, info.shape)
         self._kinds.update(kinds)
 
     @collection_paused()
@@ -283,23 +262,14 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
 
     def _write_metadata(self) -> None:
         root = self._directory.temporary
-        handler = _HANDLERS[self._layout]
-        step = {
-            "item_handlers": handler if self._item_name is None else {self._item_name: handler},
-            "metrics": {},
-            "performance_metrics": {},
-            "init_timestamp_nsecs": self._started,
-            "commit_timestamp_nsecs": time.time_ns(),
-            "custom_metadata": {},
-        }
+        handler = HANDLERS[self._layout]
         layouts = {info.path: self._layouts[name] for name, info in self._record.infos.items()}
         write_tree(self._item, str(self.path), layouts, self._objects, self._kinds_by_path())
-        _write_json(root / "_CHECKPOINT_METADATA", step)
         if self._layout == "v1":
             (root / "orbax.checkpoint").touch()
         elif self._item_name is not None:
-            (self._item / COMMIT_FILE).write_text("This item is complete.\n")
-        (root / COMMIT_FILE).write_text("This checkpoint is complete.\n")
+            mark_item(self._item)
+        write_step(root, handler if self._item_name is None else {self._item_name: handler}, self._started)
 
     def _kinds_by_path(self) -> dict[TreePath, str]:
         paths = {info.name: info.path for info in self._record.infos.values()}
@@ -326,84 +296,12 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
             # What stands beside the item's own files, and what an attempt left that was killed while it committed.
             if path.relative_to(root).parts[0] in (PARTS_FOLDER, MANIFEST_FILE) or is_companion(path.name):
                 continue
-            # Below "d" are the nodes and values of OCDBT.
-            crc = None if path.parent.name == "d" else file_checksum(path)
-            files[str(path.relative_to(root))] = ManifestFile(path.stat().st_size, crc)
+            files[str(path.relative_to(root))] = item_entry(path)
         objects = {leaf_name(path): object_checksum(value) for path, value in self._objects.items()}
         manifest = Manifest(self.format, tensors, objects, files, self._conversion)
         (root / MANIFEST_FILE).write_bytes(render_manifest(manifest))
 
 
-def write_tree(
-    item: Path,
-    what: str,
-    layouts: Mapping[TreePath, ArrayLayout],
-    objects: Mapping[TreePath, object],
-    kinds: Mapping[TreePath, str],
-) -> None:
-    """Write the metadata of an item beside its arrays: the tree, its strings and typed keys.
-
-    layouts: of all arrays, objects and kinds: of leaves, each by tree path in the item. what: the item, for errors.
-    """
-    _write_json(item / TREE_FILE, render_tree(list(layouts), objects, kinds))
-    leaves = leaves_of(list(layouts), objects, kinds)
-    strings = {path: str(objects[path]) for path, kind in leaves.items() if kind == STRING}
-    if strings:
-        _write_json(item / STRINGS_FILE, render_strings(strings, what))
-    keys = {path: key_implementation(kinds.get(path)) for path in layouts}
-    write_keys(
-        item,
-        {layouts[path].key: kind for path, kind in keys.items() if kind is not None},
-        {layout.key: layout for layout in layouts.values()},
-    )
-
-
-def array_layout(
-    leaf: TreePath, shape: tuple[int, ...], dtype: np.dtype, chunk_shape: Sequence[int] | None
-) -> ArrayLayout:
-    """How a new array of an item is stored. CheckpointError for a wished-for chunk shape that is none."""
-    if any(n < 0 for n in shape):
-        raise CheckpointError(
-            f"tensor {leaf_name(leaf)!r}: expected no negative dimension, got shape {shape}"
-        )
-    if chunk_shape is None:
-        chunk = default_chunk(shape, dtype)
-    else:
-        if len(chunk_shape) != len(shape) or any(n < 1 for n in chunk_shape):
-            raise CheckpointError(
-                f"tensor {leaf_name(leaf)!r}: expected a chunk shape of {len(shape)} positive sizes, got "
-                f"{tuple(chunk_shape)}"
-            )
-        chunk = _row_slab(tuple(map(min, chunk_shape, shape)), dtype.itemsize, _MAX_CHUNK)
-    return ArrayLayout(storage_key(leaf), shape, dtype, chunk, chunk, zarr3=True, raw="shard", checksum=True)
-
-
-def handler_of(layout: Literal["v0", "v1"]) -> str:
-    """The name by which Orbax finds what reads an item."""
-    return _HANDLERS[layout]
-
-
 def manifest_part(item: Path, process: int) -> Path:
     """Where a process writes the checksums of its chunks."""
     return item / f"{MANIFEST_FILE}.process_{process}"
-
-
-def default_chunk(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
-    """The chunk shape of a tensor for which nothing else is wished."""
-    return _row_slab(shape, dtype.itemsize, _CHUNK)
-
-
-@lru_cache(maxsize=4096)
-def _row_slab(shape: tuple[int, ...], itemsize: int, target: int) -> tuple[int, ...]:
-    """A chunk shape of about `target` bytes or less: leading axes cut to one index, the next cut, the others whole."""
-    for axis, size in enumerate(shape):
-        row = itemsize * math.prod(max(1, n) for n in shape[axis + 1 :])
-        if row <= _MAX_CHUNK:
-            # Equal slabs, rather than full ones and a small rest.
-            slabs = max(1, -(-size * row // max(target, row)))
-            return (1,) * axis + (max(1, -(-size // slabs)), *(max(1, n) for n in shape[axis + 1 :]))
-    return ()
-
-
-def _write_json(path: Path, data: object) -> None:
-    path.write_text(json.dumps(data))

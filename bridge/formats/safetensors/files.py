@@ -12,13 +12,11 @@ dir/shard-00001-model-00001-of-00001.safetensors    PyTorch's HuggingFaceStorage
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.weight_index import read_weight_map
+from bridge.formats.files.model_files import ModelFiles, indexed_files
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
@@ -31,19 +29,6 @@ _USUAL_INDEXES: Final = (INDEX_FILE, f"diffusion_pytorch_{INDEX_FILE}")
 _RANK_FILE: Final = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
-@dataclass(frozen=True)
-class FileSet:
-    """The files of a checkpoint, all in one directory.
-
-    weight_map: which file the index gives for each tensor, index: its name; both None without one.
-    """
-
-    directory: Path
-    names: tuple[str, ...]
-    weight_map: Mapping[str, str] | None = None
-    index: str | None = None
-
-
 def holds_safetensors(path: Path) -> bool:
     """Whether a file or directory looks like a safetensors checkpoint, by names only."""
     if path.is_dir():
@@ -51,15 +36,15 @@ def holds_safetensors(path: Path) -> bool:
     return path.name.endswith((SUFFIX, INDEX_SUFFIX))
 
 
-def find_files(path: Path) -> FileSet:
+def find_files(path: Path) -> ModelFiles:
     """The files of the checkpoint at `path`: a file, an index file or a directory.
 
     CheckpointError when several could be meant, or when the index is malformed or names anything but files beside it.
     """
     if not path.is_dir():
         if path.name.endswith(INDEX_SUFFIX):
-            return _indexed(path)
-        return FileSet(path.parent, (path.name,))
+            return indexed_files(path)
+        return ModelFiles(path.parent, (path.name,))
     names = sorted(child.name for child in path.iterdir())
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     files = [name for name in names if name.endswith(SUFFIX)]
@@ -67,20 +52,14 @@ def find_files(path: Path) -> FileSet:
         (name for name in _USUAL_INDEXES if name in indexes), indexes[0] if len(indexes) == 1 else None
     )
     if index is not None:
-        return _indexed(path / index)
+        return indexed_files(path / index)
     single = next((name for name in _USUAL_FILES if name in files), files[0] if len(files) == 1 else None)
     if not indexes and single is not None:
-        return FileSet(path, (single,))
+        return ModelFiles(path, (single,))
     if not indexes and files and all(_RANK_FILE.fullmatch(name) for name in files):
-        return FileSet(path, tuple(files))
+        return ModelFiles(path, tuple(files))
     found = indexes or files
     raise CheckpointError(
         f"{path}: expected {INDEX_FILE}, {SINGLE_FILE} or one *{SUFFIX} file, found {', '.join(found[:5]) or 'none'}"
         f"{', ...' if len(found) > 5 else ''}: {'give the path of one of them' if found else 'is this the directory?'}"
     )
-
-
-def _indexed(index: Path) -> FileSet:
-    weight_map = read_weight_map(index)
-    names = tuple(dict.fromkeys(weight_map.values()))
-    return FileSet(index.parent, names, weight_map, index.name)

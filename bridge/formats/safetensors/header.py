@@ -23,7 +23,8 @@ from typing import Final, Never
 import ml_dtypes
 import numpy as np
 
-from bridge.formats.base import DTYPES, MAX_NAME, CheckpointError
+from bridge.formats.base import DTYPES, CheckpointError
+from bridge.formats.leaf_names import MAX_NAME
 
 MAX_HEADER: Final = 100_000_000
 """Bytes of a header that every reader of the format accepts."""

@@ -6,14 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from bridge.formats.files.manifest import (
-    MANIFEST_FILE,
-    Manifest,
-    ManifestFile,
-    file_checksum,
-    render_manifest,
-)
-from bridge.formats.files.parts import move_up, part_manifest, tensors_of
+from bridge.formats.files.manifest import ManifestFile, file_entry
+from bridge.formats.files.parts import move_up, part_manifest, write_joint_manifest
 from bridge.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
 
 
@@ -47,9 +41,5 @@ def join(folder: Path, parts: Sequence[Path], conversion: str) -> None:
         total = sum(index["metadata"]["total_size"] for index in indexes)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-        files[INDEX_FILE] = ManifestFile(
-            (folder / INDEX_FILE).stat().st_size, file_checksum(folder / INDEX_FILE)
-        )
-    objects = {name: crc for manifest in manifests for name, crc in manifest.objects.items()}
-    whole = Manifest("safetensors", tensors_of(manifests), objects, files, conversion)
-    (folder / MANIFEST_FILE).write_bytes(render_manifest(whole))
+        files[INDEX_FILE] = file_entry(folder / INDEX_FILE)
+    write_joint_manifest(folder, "safetensors", manifests, files, conversion)

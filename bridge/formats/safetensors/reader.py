@@ -11,14 +11,14 @@ import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import mul, sub
+from operator import sub
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 
-from bridge.formats.arrays import as_integers
+from bridge.formats.arrays import as_integers, byte_range
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, require_tensor
 from bridge.formats.coverage import check_coverage
 from bridge.formats.files.mapped import (
@@ -30,9 +30,10 @@ from bridge.formats.files.mapped import (
     lend_mapped,
     regular_file,
 )
+from bridge.formats.files.model_files import ModelFiles
 from bridge.formats.files.weight_index import check_index
 from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, parse_extras
-from bridge.formats.safetensors.files import FileSet, find_files
+from bridge.formats.safetensors.files import find_files
 from bridge.formats.safetensors.header import (
     LENGTH_BYTES,
     METADATA_KEY,
@@ -148,16 +149,14 @@ class SafetensorsReader(ClosedAtEnd):
         """Elements of a piece where they are in the file, and the first byte there."""
         itemsize = piece.array.dtype.itemsize
         steps = [step * itemsize for step in piece.array.strides]
-        start = piece.array.start + sum(map(mul, map(sub, common.offsets, piece.box.offsets), steps))
-        span = itemsize + sum([(n - 1) * step for n, step in zip(common.sizes, steps, strict=True)])
-        file = self._files.get(piece.file, start, start + span)
+        offsets = map(sub, common.offsets, piece.box.offsets)
+        start, stop = byte_range(piece.array.start, steps, itemsize, offsets, common.sizes)
+        file = self._files.get(piece.file, start, stop)
         return piece.array.view(file)[common.slices(piece.box)], file, start
 
     def files(self) -> Sequence[Path]:
         """The safetensors files and their index."""
-        directory = self._fileset.directory
-        index = () if self._fileset.index is None else (directory / self._fileset.index,)
-        return (*index, *(directory / name for name in self._fileset.names))
+        return self._fileset.paths
 
     def checksummed(self, name: str) -> bool:
         """Never: the format has no checksums."""
@@ -181,7 +180,7 @@ class SafetensorsReader(ClosedAtEnd):
         length = header_length(self._files.get(name, 0, LENGTH_BYTES))
         return read_header(self._files.get(name, 0, LENGTH_BYTES + length), str(self._files.directory / name))
 
-    def _find_pieces(self, fileset: FileSet, headers: Mapping[str, Header]) -> dict[str, list[_Piece]]:
+    def _find_pieces(self, fileset: ModelFiles, headers: Mapping[str, Header]) -> dict[str, list[_Piece]]:
         pieces: dict[str, list[_Piece]] = {}
         for file, header in headers.items():
             what = str(fileset.directory / file)

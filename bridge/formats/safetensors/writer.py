@@ -19,20 +19,14 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.base import (
-    CheckpointError,
-    TensorInfo,
-    TreePath,
-    flat_name,
-    grid_of_chunks,
-)
+from bridge.formats.base import CheckpointError, TensorInfo, TreePath, grid_of_chunks
 from bridge.formats.files.atomic import CommitOrAbort, sidecar_of
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestFile,
-    file_checksum,
+    file_entry,
     object_checksum,
     render_manifest,
     require_own,
@@ -42,6 +36,7 @@ from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
 from bridge.formats.files.working import Attempt, working_place
 from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
+from bridge.formats.leaf_names import flat_name
 from bridge.formats.regions import default_chunk_shape
 from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, encode_value, format_extras
 from bridge.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
@@ -254,8 +249,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
             rest = rest_checksum(folder / file, ranges)
             files[file] = ManifestFile((folder / file).stat().st_size, None, rest)
         if (folder / INDEX_FILE).exists():
-            index = folder / INDEX_FILE
-            files[INDEX_FILE] = ManifestFile(index.stat().st_size, file_checksum(index))
+            files[INDEX_FILE] = file_entry(folder / INDEX_FILE)
         manifest = Manifest(self.format, self._record.manifest(), self._object_checksums, files)
         (folder / MANIFEST_FILE).write_bytes(render_manifest(manifest))
         if self._single is not None:

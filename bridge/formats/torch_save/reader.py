@@ -17,38 +17,22 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 
-from bridge.formats.arrays import as_integers
-from bridge.formats.base import (
-    Box,
-    CheckpointError,
-    Loan,
-    TensorInfo,
-    TreePath,
-    flat_name,
-    require_tensor,
-)
+from bridge.formats.arrays import byte_range
+from bridge.formats.base import Box, CheckpointError, TensorInfo
 from bridge.formats.dcp.archive import Record, StoredTensor, describe_tensor, verify_record
-from bridge.formats.dcp.pickle import Vocabulary, read_pickle
-from bridge.formats.files.mapped import (
-    MappedFiles,
-    array_for,
-    box_of,
-    copy_mapped,
-    lend_mapped,
-    regular_file,
-)
+from bridge.formats.dcp.pickle import read_pickle
+from bridge.formats.dcp.pickle_records import Vocabulary
 from bridge.formats.files.weight_index import check_index
 from bridge.formats.files.zip_directory import Member, data_start
-from bridge.formats.stores.listing import StorePath
+from bridge.formats.leaf_names import flat_name
+from bridge.formats.single_chunk import SingleChunkReader
 from bridge.formats.torch_save.files import TORCH_FILES, members_of
 from bridge.formats.torch_save.tree import is_tensor, leaves, value_of
-from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
+from bridge.formats.wrapping import ReadWhenAsked
 
 _ADVICE: Final = "a conversion can leave it out (--drop, --weights-only)"
 _VOCABULARY: Final = Vocabulary(max_bytes=256 << 20, persistent=True, foreign=True)
@@ -65,7 +49,7 @@ class _Stored:
     tensor: StoredTensor
 
 
-class TorchSaveReader(ClosedAtEnd):
+class TorchSaveReader(SingleChunkReader):
     """A checkpoint of torch.save, opened for reading; see `CheckpointReader`. `path`: a file, an index or a directory.
 
     Opening reads the directory and the pickle of each file. No class and no function that a pickle names is imported
@@ -79,95 +63,54 @@ class TorchSaveReader(ClosedAtEnd):
     format = "torch"
 
     def __init__(self, path: str | os.PathLike[str], verify: bool = True) -> None:
-        self.path = path if isinstance(path, StorePath) else Path(path)
+        super().__init__(path, TORCH_FILES)
         self._verify = verify
-        self._fileset = TORCH_FILES.find(self.path)
-        self._files = MappedFiles(self._fileset.directory)
         self._starts: dict[tuple[str, str], int] = {}
         self._verified: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         self._stored: dict[str, _Stored | np.ndarray] = {}
-        self._tensors: dict[str, TensorInfo] = {}
         self._values: dict[str, tuple[object, str]] = {}
-        self._object_paths: dict[str, TreePath] = {}
-        unreadable: dict[str, str] = {}
         owners: dict[str, str] = {}
         for file in self._fileset.names:
             for name, reason in self._read_file(file):
                 owners[name] = file
                 if reason is not None:
-                    unreadable[name] = reason
-        self.unreadable: Mapping[str, str] = MappingProxyType(unreadable)
+                    self._unreadable[name] = reason
         if self._fileset.weight_map is not None:
             check_index(self._fileset.directory, self._fileset.weight_map, owners.items())
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor by name, in the order of the files."""
-        return MappingProxyType(self._tensors)
 
     @property
     def objects(self) -> Mapping[str, object]:
         """Values that are not tensors, by name. CheckpointError from a look-up for one that is no plain value."""
         return ReadWhenAsked(self._values, self._object)
 
-    @property
-    def object_paths(self) -> Mapping[str, TreePath]:
-        """The tree path of every object, by name."""
-        return MappingProxyType(self._object_paths)
-
-    def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """One block (default: all) of a tensor as a new C-contiguous array in the stored dtype.
-
-        KeyError for an unknown name, ValueError for a box outside the tensor, CheckpointError for damaged data.
-        """
-        info = self._tensors[name]
-        require_tensor(self, name)
-        box = box_of(info, box)
-        result = array_for(info, box, self.path)
-        stored = self._stored[name]
-        if isinstance(stored, np.ndarray):
-            result[...] = stored[box.slices()]
-        elif box.numel:
-            source, file, start = self._part(name, stored, box)
-            copy_mapped(as_integers(result), as_integers(source), file, start)
-        return result
-
-    def lend(self, name: str, box: Box) -> Loan | None:
-        """A block where it is in the file; see `CheckpointReader.lend`."""
-        stored = self._stored[name]
-        if isinstance(stored, np.ndarray) or name in self.unreadable or not box.numel:
-            return None
-        return lend_mapped(*self._part(name, stored, box))
-
-    def files(self) -> Sequence[Path]:
-        """The files and their index."""
-        return self._fileset.paths
-
     def checksummed(self, name: str) -> bool:
         """Whether the tensor's storage has a CRC-32, which reading verifies."""
         stored = self._stored[name]
         return isinstance(stored, _Stored) and (stored.tensor.record.crc is not None)
 
-    def close(self) -> None:
-        """Release the files. Arrays already read stay valid."""
-        self._files.close()
+    def _in_place(self, info: TensorInfo) -> bool:
+        return isinstance(self._stored[info.name], _Stored)
 
-    def _part(self, name: str, stored: _Stored, box: Box) -> tuple[np.ndarray, mmap.mmap, int]:
-        """Elements of a tensor where they are in the file, once their storage is verified, and the first byte there."""
+    def _fill(self, info: TensorInfo, box: Box, target: np.ndarray) -> None:
+        stored = self._stored[info.name]
+        assert isinstance(stored, np.ndarray)
+        target[...] = stored[box.slices()]
+
+    def _part(self, info: TensorInfo, box: Box) -> tuple[np.ndarray, mmap.mmap, int]:
+        stored = self._stored[info.name]
+        assert isinstance(stored, _Stored)
         tensor, member = stored.tensor, stored.member
         begin = self._start(stored.file, member)
         tensor = tensor._replace(record=tensor.record._replace(start=begin))
         if self._verify and (stored.file, member.name) not in self._verified:
-            what = f"{self._fileset.directory / stored.file}: tensor {name!r:.200}"
+            what = f"{self._fileset.directory / stored.file}: tensor {info.name!r:.200}"
             verify_record(partial(self._files.get, stored.file), tensor.record, what)
             self._verified.add((stored.file, member.name))
         size = tensor.dtype.itemsize
-        first = begin + size * (
-            tensor.first + sum(o * s for o, s in zip(box.offsets, tensor.strides, strict=True))
-        )
-        span = size * (1 + sum((n - 1) * s for n, s in zip(box.sizes, tensor.strides, strict=True)))
-        file = self._files.get(stored.file, first, first + span)
+        strides = [step * size for step in tensor.strides]
+        first, stop = byte_range(begin + tensor.first * size, strides, size, box.offsets, box.sizes)
+        file = self._files.get(stored.file, first, stop)
         return tensor.view(file)[box.slices()], file, first
 
     def _start(self, file: str, member: Member) -> int:
@@ -185,9 +128,7 @@ class TorchSaveReader(ClosedAtEnd):
 
     def _read_file(self, file: str) -> Iterator[tuple[str, str | None]]:
         """Take up the leaves of a file: each name, and for a tensor that cannot be read the reason."""
-        path = self._fileset.directory / file
-        what = str(path)
-        regular_file(self._fileset.directory, file, "a part of the checkpoint", links=self.path == path)
+        what = str(self._regular_file(file))
         members = members_of(self._files, file)
         if "byteorder" in members and (order := self._small(file, members["byteorder"], 16)) != b"little":
             raise CheckpointError(f"{what}: expected little-endian data, got byte order {order!r}")
@@ -200,15 +141,13 @@ class TorchSaveReader(ClosedAtEnd):
         root = read_pickle(self._small(file, members["data.pkl"], _VOCABULARY.max_bytes), _VOCABULARY, what)
         for path_in_tree, node in leaves(root, what):
             name, tree_path = flat_name(path_in_tree)
-            if name in self._tensors or name in self._object_paths:
-                raise CheckpointError(f"{what}: expected names that differ, found {name!r:.200} twice")
+            self._require_new(name, what)
             if not (is_tensor(node) or isinstance(node, np.ndarray)):
                 self._values[name], self._object_paths[name] = (node, what), tree_path
                 yield name, None
                 continue
             shape, dtype, reason = self._take(name, node, file, listed, records)
-            whole = Box.whole(shape)
-            self._tensors[name] = TensorInfo(name, tree_path, shape, dtype, (whole,) if whole.numel else ())
+            self._add_tensor(name, tree_path, shape, dtype)
             yield name, reason
 
     def _take(

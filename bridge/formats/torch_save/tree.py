@@ -14,9 +14,10 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.base import DTYPES, TREE_PATH_KEYS, CheckpointError, TreePath, is_tree_path
+from bridge.formats.base import DTYPES, CheckpointError, TreePath
 from bridge.formats.dcp.archive import REBUILD, REBUILD_UNTYPED, is_index
-from bridge.formats.dcp.pickle import Call, Instance, Name, is_bytes, plain_from_pickle
+from bridge.formats.dcp.pickle_records import Call, Instance, Name, is_bytes, plain_from_pickle
+from bridge.formats.leaf_names import TREE_PATH_KEYS, is_tree_path
 from bridge.formats.plain import MAX_NODES
 
 _PARAMETERS: Final = frozenset(

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.dcp.pickle import (
+from bridge.formats.dcp.pickle import read_pickle
+from bridge.formats.dcp.pickle_records import (
     PLAIN_VALUES,
     Call,
     Instance,
@@ -23,7 +24,6 @@ from bridge.formats.dcp.pickle import (
     Persistent,
     Vocabulary,
     plain_from_pickle,
-    read_pickle,
 )
 from bridge.formats.dcp.pickle_writer import Repeated, write_pickle
 from bridge.formats.plain import plain_value

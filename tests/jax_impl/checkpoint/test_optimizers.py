@@ -133,7 +133,7 @@ class Odd(nnx.Module):
 def test_odd_parameters_are_exact_for_every_granularity_and_chunk_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, granularity: tuple[str, int], chunk: int
 ) -> None:
-    monkeypatch.setattr("bridge.formats.orbax.writer._CHUNK", chunk)
+    monkeypatch.setattr("bridge.formats.orbax.row_slabs._CHUNK", chunk)
     optimizer = main_weight_adamw(0.1)
     kind, rows = granularity
     plan, weights = fully_shard(Odd(1), data_parallel_mesh(4), granularity=kind, rows=rows)

@@ -28,14 +28,14 @@ from bridge.checkpoints.parts import PartReport, convert_part
 from bridge.checkpoints.verify import verify
 from bridge.formats import create_checkpoint, open_checkpoint, regions
 from bridge.formats.files import atomic, data_file, record
-from bridge.formats.orbax import writer as orbax_writer
+from bridge.formats.orbax import row_slabs
 from tests.support.bridge.killed import OPERATIONS
 
 
 def small_chunks() -> None:
     """Chunks, pieces and syncs of some kilobytes, so that small tensors have several. For this process only."""
     regions.CHUNK_BYTES = 4096
-    orbax_writer._CHUNK, orbax_writer._MAX_CHUNK = 2048, 4096
+    row_slabs._CHUNK, row_slabs._MAX_CHUNK = 2048, 4096
     pieces.PIECE_BYTES = pieces._SMALLEST_PIECE = 4096
     record.SYNC_BYTES = 4000
     data_file._DIRECT_BYTES = data_file.BLOCK

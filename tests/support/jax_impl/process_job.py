@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from bridge.formats.orbax import writer as orbax_writer
+from bridge.formats.orbax import row_slabs
 from bridge.formats.orbax.reader import OrbaxReader
 from bridge.formats.orbax.writer import OrbaxPart
 from bridge.mapping import load_mapping
@@ -153,11 +153,11 @@ def train_and_save(
 @contextmanager
 def small_chunks() -> Iterator[None]:
     """Chunks of a few rows: some inside one device's shard, some over two or three."""
-    before, orbax_writer._CHUNK = orbax_writer._CHUNK, 300
+    before, row_slabs._CHUNK = row_slabs._CHUNK, 300
     try:
         yield
     finally:
-        orbax_writer._CHUNK = before
+        row_slabs._CHUNK = before
 
 
 def bits(array: jax.Array) -> bytes:

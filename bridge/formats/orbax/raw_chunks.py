@@ -1,0 +1,97 @@
+"""Raw chunks, whose elements are in the file as they are: where they are there, and whether they are what was written.
+
+a file of zarr      elements
+a shard of zarr3    elements, CRC-32C | index: where they begin, how many bytes, CRC-32C of both
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from operator import mul, sub
+from pathlib import Path
+from typing import Final
+
+import google_crc32c
+import numpy as np
+
+from bridge.formats.arrays import byte_range, strides_of
+from bridge.formats.base import Box, CheckpointError
+from bridge.formats.crc32c import extend
+from bridge.formats.files.mapped import BLOCK, drop_pages
+from bridge.formats.orbax.arrays import ArrayLayout
+from bridge.formats.orbax.values import StoredValues
+
+_SHARD_INDEX: Final = struct.Struct("<QQI")
+
+
+class RawChunks:
+    """The raw chunks of an item's arrays, by the array's name and the chunk's index. May be used by several threads.
+
+    verify: compare a chunk with its CRC-32C when it is first touched, which reads all of it once.
+    """
+
+    def __init__(
+        self, item: Path, values: StoredValues, layouts: Mapping[str, ArrayLayout], verify: bool
+    ) -> None:
+        self._item, self._values, self._layouts, self._verify = item, values, layouts, verify
+        self._starts: dict[str, int] = {}
+
+    def part(self, name: str, index: tuple[int, ...], part: Box) -> tuple[np.ndarray, mmap.mmap, int]:
+        """`part` of the array, inside a raw chunk, where it is in the file, and its first byte there."""
+        layout = self._layouts[name]
+        key = layout.chunk_key(index)
+        start = self._values.place(key).start + self._start(name, key)
+        low = tuple(map(sub, part.offsets, map(mul, index, layout.chunk)))
+        strides = strides_of(layout.chunk, layout.dtype)
+        first, stop = byte_range(start, strides, layout.dtype.itemsize, low, part.sizes)
+        file = self._values.open(key, first, stop)
+        stored = np.ndarray(layout.chunk, layout.dtype, file, start)
+        return stored[Box(low, part.sizes).slices()], file, first
+
+    def compared_crc(self, name: str, index: tuple[int, ...]) -> int | None:
+        """The stored CRC-32C of a chunk of which `part` was taken, None if it was compared with none."""
+        layout = self._layouts[name]
+        if not (layout.checksum and self._verify):
+            return None
+        key = layout.chunk_key(index)
+        stop = self._values.place(key).start + self._starts[key] + layout.chunk_bytes
+        file = self._values.open(key, stop, stop + 4)
+        return int.from_bytes(file[stop : stop + 4], "little")
+
+    def _start(self, name: str, key: str) -> int:
+        """Where the data of a raw chunk begins in its value, once sizes and checksums are found right."""
+        if key not in self._starts:
+            layout, place = self._layouts[name], self._values.place(key)
+            what = f"{self._item / place.file}: tensor {name!r}, chunk {key!r}"
+            start, size = 0, layout.chunk_bytes + 4 * layout.checksum
+            expected = size + (_SHARD_INDEX.size if layout.raw == "shard" else 0)
+            if layout.raw == "shard" and place.size >= _SHARD_INDEX.size:
+                position = place.start + place.size - _SHARD_INDEX.size
+                file = self._values.open(key, position, position + _SHARD_INDEX.size)
+                start, stored, crc = _SHARD_INDEX.unpack_from(file, position)
+                if google_crc32c.value(file[position : position + 16]) != crc:
+                    raise CheckpointError(f"{what}: damaged shard index")
+                if stored != size:
+                    raise CheckpointError(f"{what}: expected {size} bytes of data, found {stored}")
+            if place.size < expected or start + size > place.size:
+                raise CheckpointError(f"{what}: expected {expected} bytes, found {place.size}")
+            if layout.checksum and self._verify:
+                self._compare_crc(key, place.start + start, layout.chunk_bytes, what)
+            self._starts[key] = start
+        return self._starts[key]
+
+    def _compare_crc(self, key: str, start: int, size: int, what: str) -> None:
+        """Compare the bytes of a raw chunk with the CRC-32C that follows them."""
+        crc = 0
+        for first in range(start, start + size, BLOCK):
+            stop = min(first + BLOCK, start + size)
+            file = self._values.open(key, first, stop)
+            crc = extend(crc, np.frombuffer(file, np.uint8, stop - first, first))
+            # A small chunk is copied right away.
+            if size > BLOCK:
+                drop_pages(file, first, stop)
+        file = self._values.open(key, start + size, start + size + 4)
+        if crc.to_bytes(4, "little") != file[start + size : start + size + 4]:
+            raise CheckpointError(f"{what}: checksum mismatch, the data is damaged")

@@ -1,0 +1,124 @@
+"""What readers share whose formats are only read: each tensor is one chunk, in a file as it is or made from what is.
+
+read    in the file as it is: copied from there       else: `_fill`, which inflates, joins or converts
+lend    in the file as it is: where it is there       else: None
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from bridge.formats.arrays import as_integers
+from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, require_tensor
+from bridge.formats.files.mapped import (
+    MappedFiles,
+    array_for,
+    box_of,
+    copy_mapped,
+    lend_mapped,
+    regular_file,
+)
+from bridge.formats.files.model_files import FileKind
+from bridge.formats.stores.listing import StorePath
+from bridge.formats.wrapping import ClosedAtEnd
+
+
+class SingleChunkReader(ClosedAtEnd):
+    """A checkpoint whose tensors are one chunk each, opened for reading; see `CheckpointReader`.
+
+    kind: which files the format has. A subclass takes up what they hold by `_add_tensor`, `_object_paths` and
+    `_unreadable`, and says where a tensor lies. `unreadable`: by name, why a tensor can be listed only.
+    """
+
+    format: str
+
+    def __init__(self, path: str | os.PathLike[str], kind: FileKind) -> None:
+        self.path = path if isinstance(path, StorePath) else Path(path)
+        self._fileset = kind.find(self.path)
+        self._files = MappedFiles(self._fileset.directory)
+        self._tensors: dict[str, TensorInfo] = {}
+        self._object_paths: dict[str, TreePath] = {}
+        self._unreadable: dict[str, str] = {}
+        self.unreadable: Mapping[str, str] = MappingProxyType(self._unreadable)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by name, in the order of the files."""
+        return MappingProxyType(self._tensors)
+
+    @property
+    def objects(self) -> Mapping[str, object]:
+        """Values that are not tensors, by name: none where a format has only tensors."""
+        return MappingProxyType({})
+
+    @property
+    def object_paths(self) -> Mapping[str, TreePath]:
+        """The tree path of every object, by name."""
+        return MappingProxyType(self._object_paths)
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        """One block (default: all) of a tensor as a new C-contiguous array in the dtype of `tensors`.
+
+        KeyError for an unknown name, ValueError for a box outside the tensor, CheckpointError for damaged data.
+        """
+        info = self._tensors[name]
+        require_tensor(self, name)
+        box = box_of(info, box)
+        result = array_for(info, box, self.path)
+        if box.numel and self._in_place(info):
+            self._copy(info, box, result)
+        elif box.numel:
+            self._fill(info, box, result)
+        return result
+
+    def lend(self, name: str, box: Box) -> Loan | None:
+        """A block where it is in the file, if it is there as it is; see `CheckpointReader.lend`."""
+        info = self._tensors[name]
+        if name in self.unreadable or not box.numel or not self._in_place(info):
+            return None
+        return lend_mapped(*self._part(info, box))
+
+    def files(self) -> Sequence[Path]:
+        """The files and their index."""
+        return self._fileset.paths
+
+    def close(self) -> None:
+        """Release the files. Arrays already read stay valid."""
+        self._files.close()
+
+    @abstractmethod
+    def _in_place(self, info: TensorInfo) -> bool:
+        """Whether all elements of a tensor are in one file as they are, each once."""
+
+    @abstractmethod
+    def _part(self, info: TensorInfo, box: Box) -> tuple[np.ndarray, mmap.mmap, int]:
+        """Elements of a tensor where they are in the file, once they are verified, and the first byte there."""
+
+    @abstractmethod
+    def _fill(self, info: TensorInfo, box: Box, target: np.ndarray) -> None:
+        """Write a box, which has elements, of a tensor that is not in place into `target`."""
+
+    def _copy(self, info: TensorInfo, box: Box, target: np.ndarray) -> None:
+        source, file, start = self._part(info, box)
+        copy_mapped(as_integers(target), as_integers(source), file, start)
+
+    def _add_tensor(self, name: str, path: TreePath, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        box = Box.whole(shape)
+        self._tensors[name] = TensorInfo(name, path, shape, dtype, (box,) if box.numel else ())
+
+    def _require_new(self, name: str, what: str) -> None:
+        if name in self._tensors or name in self._object_paths:
+            raise CheckpointError(f"{what}: expected names that differ, found {name!r:.200} twice")
+
+    def _regular_file(self, name: str) -> Path:
+        """One of the files, which is found to be a regular one."""
+        path = self._fileset.directory / name
+        regular_file(self._fileset.directory, name, "a part of the checkpoint", links=self.path == path)
+        return path
