@@ -37,8 +37,9 @@ from bridge.mapping.notes import PLACES
 from bridge.mapping.numbered_states import with_named_states
 from bridge.mapping.operations import as_dtype
 from bridge.mapping.plan import Plan, PlannedTensor
-from bridge.mapping.rules import MappingTable, Tied, mapping_table
+from bridge.mapping.rules import mapping_table
 from bridge.mapping.sizes import with_config, with_stored_sizes
+from bridge.mapping.table import MappingTable, Tied
 from bridge.mapping.translation import make_plan
 
 _SMALL = 8 << 20
