@@ -195,7 +195,8 @@ PUBLISHED = {
         | {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "vocab_size": 151936}
         | {"tie_word_embeddings": False},
         30532122624,
-        _attention("layers/47", 2048, 32, 4, 128) | {"layers/0/mlp/down/kernel": (128, 768, 2048)},
+        _attention("layers/47", 2048, 32, 4, 128)
+        | {"layers/0/mlp/down/kernel": (128, 768, 2048), "layers/47/mlp/gate/kernel": (128, 2048, 768)},
     ),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": Published(
         "qwen3_next",
@@ -209,7 +210,13 @@ PUBLISHED = {
         | {"rms_norm_eps": 1e-6, "rope_theta": 10000000, "shared_expert_intermediate_size": 512}
         | {"tie_word_embeddings": False, "vocab_size": 151936},
         79674391296,
-        _attention("layers/47", 2048, 16, 2, 256) | {"layers/0/delta_net/value/kernel": (2048, 16, 2, 128)},
+        _attention("layers/47", 2048, 16, 2, 256)
+        | {
+            "layers/0/delta_net/value/kernel": (2048, 16, 2, 128),
+            "layers/0/delta_net/query_conv/kernel": (4, 1, 16, 128),
+            "layers/3/attention/gate/kernel": (2048, 16, 256),
+            "layers/47/moe/up/kernel": (512, 2048, 512),
+        },
     ),
     "deepseek-ai/DeepSeek-V3": Published(
         "deepseek_v3",
@@ -224,8 +231,11 @@ PUBLISHED = {
         671026419200,
         {
             "layers/60/attention/query_up/kernel": (1536, 128, 128),
+            "layers/60/attention/query_up_rope/kernel": (1536, 128, 64),
+            "layers/60/attention/key_up/kernel": (512, 128, 128),
             "layers/60/attention/value_up/kernel": (512, 128, 128),
             "layers/60/moe/up/kernel": (256, 7168, 2048),
+            "layers/60/moe/down/kernel": (256, 2048, 7168),
             "layers/2/mlp/up/kernel": (7168, 18432),
         },
     ),
