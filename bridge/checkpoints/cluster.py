@@ -23,7 +23,8 @@ from bridge.formats.base import CheckpointError
 from bridge.formats.files.journal import InUse
 from bridge.formats.regions import Progress
 from bridge.formats.stores.store import is_url
-from bridge.mapping.rules import MappingTable, load_mapping
+from bridge.mapping.rules import load_mapping
+from bridge.mapping.table import MappingTable
 
 MAX_LOST = 5
 """How often the worker of one part may be lost: a part that kills each of its workers will kill the next, too."""

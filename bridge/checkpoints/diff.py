@@ -6,28 +6,23 @@ written.
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
-
-import numpy as np
 
 from bridge.checkpoints.common_dtype import common_dtype
+from bridge.checkpoints.diff_report import DiffReport
+from bridge.checkpoints.diff_tensors import Pair, compared
 from bridge.checkpoints.dtypes import require_readable
 from bridge.checkpoints.kinds import dtype_names, structure_differences
 from bridge.checkpoints.noise import Noise
 from bridge.checkpoints.selection import SelectedReader, Selection, selected_pair
-from bridge.checkpoints.spread import Spread
-from bridge.checkpoints.ulp import Difference, Tolerance, compare, squared_distance, sum_of_squares
-from bridge.checkpoints.workers import large_buffers_returned, ordered
+from bridge.checkpoints.ulp import Tolerance
+from bridge.checkpoints.workers import large_buffers_returned
 from bridge.formats import items_there, open_checkpoint
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, is_whole, name_of
+from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, is_whole
 from bridge.formats.leaf_kinds import LEAVES
-from bridge.formats.regions import Progress, group_boxes, split_box
+from bridge.formats.regions import Progress
 from bridge.formats.step_paths import Step, each_at_step
 from bridge.formats.stores.store import place_of
 from bridge.mapping.conventions import Convention
@@ -35,100 +30,14 @@ from bridge.mapping.errors import MappingError
 from bridge.mapping.found import find
 from bridge.mapping.notes import PLACES
 from bridge.mapping.numbered_states import with_named_states
-from bridge.mapping.operations import as_dtype
 from bridge.mapping.plan import Plan, PlannedTensor
-from bridge.mapping.rules import MappingTable, Tied, mapping_table
+from bridge.mapping.rules import mapping_table
 from bridge.mapping.sizes import with_config, with_stored_sizes
+from bridge.mapping.table import MappingTable, Tied
 from bridge.mapping.translation import make_plan
-
-_SMALL = 8 << 20
-"""Bytes of a tensor that one worker compares, while others compare its neighbours; a larger one is shared."""
 
 _NOTES = (PLACES, LEAVES)
 """Objects that conversions add, which are about the checkpoint."""
-
-
-@dataclass(frozen=True)
-class TensorDiff:
-    """One tensor that both checkpoints have, in the same shape; ``name`` as in ``b``.
-
-    dtype: the one compared in, which both have unless they were compared ``rounded``. dtype_a, dtype_b: as stored.
-    relative: norm of the difference over the norm of ``a``, in float64, of all elements that are no NaN in either;
-    infinite against zeros, and where a norm is not finite. Norms are Euclidean, over all elements. within: whether the
-    tensor passes as a whole, see `Tolerance`. noise: the norm of the difference over that of ``b`` minus the noise
-    checkpoint; None without one and for integers.
-
-    percentiles, histogram: of the elements' relative differences, see `Spread`; pairs with a NaN are left out.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    difference: Difference
-    dtype_a: str
-    dtype_b: str
-    relative: float
-    within: bool = True
-    noise: float | None = None
-    percentiles: Mapping[str, float] = field(default_factory=dict)
-    histogram: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class DiffReport:
-    """The comparison of two checkpoints; all names are those of ``b``.
-
-    missing: only ``a`` has it. extra: only ``b``. mismatched: (name, what differs) where shape or dtype does.
-    objects: (name, value in a, value in b) of values that are not tensors and that both have, differently; lists
-    and tuples are alike, other types are not. unreadable: (name, why) where a value is not plain data in either.
-    objects_missing, objects_extra: names of values that only ``a``, only ``b`` has; they are no difference.
-    structure: (name, what differs) where the trees differ in None, empty containers and texts that are leaves of one
-    only, and in lists that are dicts in the other; not compared through a mapping. noise: the noise checkpoint, if
-    there was one.
-    """
-
-    a: Path | str
-    b: Path | str
-    tolerance: Tolerance
-    tensors: tuple[TensorDiff, ...]
-    missing: tuple[str, ...]
-    extra: tuple[str, ...]
-    mismatched: tuple[tuple[str, str], ...]
-    objects: tuple[tuple[str, object, object], ...]
-    unreadable: tuple[tuple[str, str], ...]
-    objects_missing: tuple[str, ...]
-    objects_extra: tuple[str, ...]
-    structure: tuple[tuple[str, str], ...] = ()
-    noise: Path | str | None = None
-
-    @property
-    def total(self) -> Difference:
-        """All compared tensors together."""
-        return sum((tensor.difference for tensor in self.tensors), Difference())
-
-    @property
-    def max_ulp(self) -> int:
-        """The largest distance in any compared tensor; 0 only when all their bits agree."""
-        return self.total.max_ulp
-
-    @property
-    def within(self) -> bool:
-        """Whether both hold the same tensors in the same tree, all within the tolerance, and common objects agree."""
-        differs = (
-            self.missing or self.extra or self.mismatched or self.objects or self.unreadable or self.structure
-        )
-        return all(tensor.within for tensor in self.tensors) and not differs
-
-    @property
-    def offenders(self) -> tuple[TensorDiff, ...]:
-        """Tensors that differ: those beyond the tolerance first, then those with NaNs, then by relative error."""
-        differing = [tensor for tensor in self.tensors if tensor.difference.differing]
-        return tuple(sorted(differing, key=_severity, reverse=True))
-
-
-def _severity(tensor: TensorDiff) -> tuple[bool, bool, float, int]:
-    difference = tensor.difference
-    return not tensor.within, bool(difference.nan), tensor.relative, difference.max_ulp
 
 
 def diff(
@@ -213,9 +122,9 @@ def diff(
             third = Noise.find(whole, wanted, reader_b.format, mapped)
         total, done = sum(infos[name].nbytes for name in comparable), 0
         tensors = []
-        for found in _compared(
+        for found in compared(
             (
-                _Pair(reader_a, plan.tensors[name], reader_b, infos[name], tolerance, third)
+                Pair(reader_a, plan.tensors[name], reader_b, infos[name], tolerance, third)
                 for name in comparable
             ),
             workers,
@@ -271,104 +180,6 @@ def _mismatch(planned: PlannedTensor, info: TensorInfo, rounded: bool, keys: tup
     elif planned.dtype != info.dtype and not (rounded and common_dtype(planned.dtype, info.dtype)):
         parts.append(f"dtype {planned.dtype} in a, {info.dtype} in b")
     return "; ".join(parts)
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """A tensor of ``b``, and the tensor of ``a`` to compare it with."""
-
-    reader_a: CheckpointReader
-    planned: PlannedTensor
-    reader_b: CheckpointReader
-    info: TensorInfo
-    tolerance: Tolerance
-    noise: Noise | None
-
-    def compare(self, workers: int) -> TensorDiff:
-        dtype = common_dtype(self.planned.dtype, self.info.dtype)
-        assert dtype is not None
-        boxes = list(self._boxes())
-        difference, spread, norms, due = Difference(), Spread(), [], []
-        regions = ordered(lambda box: self._region(box, dtype), boxes, workers)
-        for box, (one, norm, its_spread) in zip(boxes, regions, strict=True):
-            difference += one
-            if norm is None:
-                due.append(box)
-            else:
-                norms.append(norm)
-                spread.join(its_spread)
-        relative, noise = 0.0, None
-        if difference.squares:
-            # Equal regions took no arithmetic; their norm is needed only now.
-            norms += ordered(lambda box: sum_of_squares(self._read_a(box, dtype)), due, workers)
-            relative = _ratio(difference.squares, math.fsum(norms))
-        floating = not is_whole(dtype)
-        if self.noise is not None and floating:
-            noise = 0.0
-            if difference.squares:
-                squares = ordered(self._noise, boxes, workers)
-                noise = _ratio(difference.squares, math.fsum(squares))
-        compared = difference.elements - difference.nan
-        return TensorDiff(
-            self.info.name,
-            self.info.shape,
-            name_of(dtype),
-            difference,
-            name_of(self.planned.dtype),
-            name_of(self.info.dtype),
-            relative,
-            not difference.beyond or (floating and not difference.nan and self._tolerated(relative, noise)),
-            noise,
-            spread.percentiles(compared),
-            spread.histogram(compared),
-        )
-
-    def _tolerated(self, relative: float, noise: float | None) -> bool:
-        """Whether the tensor passes whatever its elements are."""
-        by_error = self.tolerance.max_error is not None and relative <= self.tolerance.max_error
-        return by_error or (noise is not None and noise <= self.tolerance.noise_factor)
-
-    def _boxes(self) -> Iterator[Box]:
-        # Along b's stored chunks, as its compressed ones are decoded whole.
-        itemsize = max(self.info.dtype.itemsize, self.planned.dtype.itemsize)
-        if self.noise is not None:
-            itemsize = max(itemsize, self.noise.itemsize(self.info.name))
-        for joint, _ in group_boxes(self.info.chunks, itemsize):
-            yield from (box for box in split_box(joint, itemsize) if box.numel)
-
-    def _region(self, box: Box, dtype: np.dtype) -> tuple[Difference, float | None, Spread]:
-        """The difference within a box, its spread, and the sum of squares of ``a`` there if there is any difference."""
-        left, right = self._read_a(box, dtype), as_dtype(self.reader_b.read(self.info.name, box), dtype)
-        # A cast does not keep a NaN's payload.
-        any_nan = self.planned.dtype != self.info.dtype
-        spread = Spread()
-        found = compare(left, right, self.tolerance, any_nan=any_nan, spread=spread).shifted(box.offsets)
-        return found, sum_of_squares(left) if found.differing else None, spread
-
-    def _noise(self, box: Box) -> float:
-        assert self.noise is not None
-        return squared_distance(self.reader_b.read(self.info.name, box), self.noise.read(self.info.name, box))
-
-    def _read_a(self, box: Box, dtype: np.dtype) -> np.ndarray:
-        return as_dtype(self.planned.read(self.reader_a, box), dtype)
-
-
-def _compared(pairs: Iterable[_Pair], workers: int) -> Iterator[TensorDiff]:
-    """The differences, in order."""
-    for small, group in itertools.groupby(pairs, lambda pair: pair.info.nbytes <= _SMALL):
-        if small:
-            yield from ordered(lambda pair: pair.compare(1), group, workers)
-        else:
-            for pair in group:
-                yield pair.compare(workers)
-
-
-def _ratio(error: float, reference: float) -> float:
-    """Of two norms, from their squares."""
-    # Against an infinite norm, which one infinite element makes, every error would be 0.
-    if math.isinf(error) or math.isinf(reference) or not reference:
-        return math.inf
-    return math.sqrt(error) / math.sqrt(reference)
 
 
 def _objects(

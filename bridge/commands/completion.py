@@ -12,7 +12,8 @@ from pathlib import Path
 import typer
 
 from bridge.formats.base import DTYPES, CheckpointError
-from bridge.mapping.rules import MappingTable, family_names, load_mapping
+from bridge.mapping.rules import family_names, load_mapping
+from bridge.mapping.table import MappingTable
 
 _Proposals = list[tuple[str, str]]
 

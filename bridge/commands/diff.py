@@ -32,7 +32,7 @@ from bridge.commands.options import (
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from bridge.checkpoints.diff import DiffReport, TensorDiff
+    from bridge.checkpoints.diff_report import DiffReport, TensorDiff
 
 _WORST = 5
 _BAR = 50

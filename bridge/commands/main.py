@@ -15,7 +15,7 @@ import shlex
 import sys
 import warnings
 from contextlib import suppress
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -82,8 +82,9 @@ def _show_warning(
     print_line(Console(stderr=True), f"warning: {message}")
 
 
-# What typer raises for wrong usage; of these classes only this one's subclass has a public name in all versions.
-_WrongUsage: type[Exception] = typer.BadParameter.__mro__[2]
+# What typer raises for wrong usage; of these classes only this one's subclass has a public name in all versions. Any:
+# there is no public type with its show() and format_message().
+_WrongUsage: Any = typer.BadParameter.__mro__[2]
 
 
 def _require_no_empty_argument() -> None:
@@ -120,14 +121,14 @@ def main() -> None:
         print_failure(stopped, str(stopped), int(str(stopped.code)), json=json)
         raise
     except _WrongUsage as error:
-        error.show()  # type: ignore[attr-defined]  # all of typer's errors of usage have it
+        error.show()
         for argument in sys.argv[1:]:
             if argument.startswith("-") and os.path.lexists(argument):
                 print_line(
                     Console(stderr=True), f"To name the file or directory {argument}, write ./{argument}"
                 )
         if json:
-            print_failure(error, error.format_message(), 2, json=True, told=True)  # type: ignore[attr-defined]
+            print_failure(error, error.format_message(), 2, json=True, told=True)
         raise SystemExit(2) from None
     except OSError as error:
         # Commands explain all errors of files themselves; what is left is their own output.

@@ -2,7 +2,8 @@
 
 from bridge.mapping.errors import MappingError
 from bridge.mapping.plan import Plan, PlannedTensor
-from bridge.mapping.rules import MappingTable, load_mapping, parse_mapping
+from bridge.mapping.rules import load_mapping, parse_mapping
+from bridge.mapping.table import MappingTable
 from bridge.mapping.translation import make_plan
 
 __all__ = [

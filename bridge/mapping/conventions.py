@@ -48,8 +48,7 @@ MODEL_WEIGHTS = f"model.{WEIGHT}"
 _OPTAX: Mapping[Moment, str] = MappingProxyType(
     {"exp_avg": "mu", "exp_avg_sq": "nu", "max_exp_avg_sq": "nu_max", "momentum_buffer": "trace"}
 )
-# mypy takes dict(_OPTAX), which C416 asks for, for a dictionary of moments alone, to which no scales can be added.
-_WORDS: dict[Section, str] = {section: word for section, word in _OPTAX.items()}  # noqa: C416
+_WORDS: dict[Section, str] = {moment: _OPTAX[moment] for moment in MOMENTS}
 _WORDS |= {SCALES[moment]: f"{word}_scale" for moment, word in _OPTAX.items()}
 WORDS: Mapping[Section, str] = MappingProxyType(_WORDS)
 """Optax's names of the moments, and our optimizers' names of the scales."""

@@ -33,7 +33,7 @@ from bridge.mapping.conventions import (
 from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.parts import complete, needed
-from bridge.mapping.rules import MappingTable
+from bridge.mapping.table import MappingTable
 from bridge.text import did_you_mean
 
 _BEHIND = ("", "/value")

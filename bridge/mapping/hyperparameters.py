@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from bridge.formats.base import CheckpointReader, TreePath
 from bridge.mapping.conventions import Convention
 from bridge.mapping.errors import MappingError
-from bridge.mapping.rules import MappingTable
+from bridge.mapping.table import MappingTable
 
 _GROUPS = "param_groups"
 

@@ -26,8 +26,9 @@ from bridge.mapping.found import find
 from bridge.mapping.operations import Change, ChangedView
 from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.relation import Block, Ranges, TensorView, dense_pieces, elements
-from bridge.mapping.rules import MappingTable, mapping_table
+from bridge.mapping.rules import mapping_table
 from bridge.mapping.sizes import require_model, with_config, with_config_fields
+from bridge.mapping.table import MappingTable
 from bridge.mapping.translation import make_plan
 
 AnyMapping = str | os.PathLike[str] | MappingTable

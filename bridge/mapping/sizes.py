@@ -25,7 +25,8 @@ from bridge.mapping.apply import Axes
 from bridge.mapping.entries import HALF, PAIR
 from bridge.mapping.errors import MappingError
 from bridge.mapping.model_types import field_of, mismatch
-from bridge.mapping.rules import MappingTable, family_names, load_mapping
+from bridge.mapping.rules import family_names, load_mapping
+from bridge.mapping.table import MappingTable
 
 CONFIG_FILE = "config.json"
 _MAX_BYTES = 1 << 20

@@ -34,7 +34,7 @@ from bridge.mapping.conventions import Convention
 from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import Found, Tensors
-from bridge.mapping.rules import MappingTable
+from bridge.mapping.table import MappingTable
 
 _BETWEEN = "other"
 

@@ -38,10 +38,10 @@ from bridge.mapping.parts import idle, uneven
 from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.problems import NAMES, Problems
 from bridge.mapping.relation import identity
-from bridge.mapping.rules import MappingTable
 from bridge.mapping.scales import of_whole_rows
 from bridge.mapping.sizes import known_sizes
 from bridge.mapping.states import StatePlan, like_source, merged, require_whole
+from bridge.mapping.table import MappingTable
 from bridge.mapping.tied import one_of_two, second_of_two, under_first_names
 from bridge.text import did_you_mean
 

@@ -17,7 +17,7 @@ from bridge.formats.base import CheckpointReader
 from bridge.mapping.conventions import SECTIONS
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import find
-from bridge.mapping.rules import MappingTable
+from bridge.mapping.table import MappingTable
 
 
 @dataclass(frozen=True)

@@ -1,120 +1,14 @@
-"""Hugging Face's ``config.json`` read key by key; what is not understood is refused, never skipped."""
+"""The families of ``CausalLM``, each read from Hugging Face's ``config.json``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# Keys that say nothing about the logits of a forward pass without dropout.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "attn_pdrop",
-        "auto_map",
-        "bos_token_id",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "classifier_dropout",
-        "dtype",
-        "embd_pdrop",
-        "eos_token_id",
-        "hidden_dropout",
-        "id2label",
-        "label2id",
-        "max_position_embeddings",
-        "n_ctx",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "pretraining_tp",
-        "reorder_and_upcast_attn",
-        "resid_pdrop",
-        "return_dict",
-        "router_aux_loss_coef",
-        "router_jitter_noise",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "task_specific_params",
-        "torch_dtype",
-        "transformers_version",
-        "unk_token_id",
-        "use_cache",
-    }
-)
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_fast": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-_REQUIRED: Any = object()
+from jax_impl.models.causal_lm_hf_keys import Keys
 
 
-class _Keys:
-    """Hands out the values of a config, checked, and knows at the end which were not asked for."""
-
-    def __init__(self, config: Mapping[str, Any], at: str = "config.json") -> None:
-        self._config = config
-        self._at = at
-        self._left = {key for key, value in config.items() if value is not None and value is not False}
-
-    def fail(self, key: str, expected: str, got: Any) -> ValueError:
-        return ValueError(f"{self._at}: {key!r}: expected {expected}, got {got!r}")
-
-    def take(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
-        """The value of ``key``, which is ``default`` where it is missing or null."""
-        self._left.discard(key)
-        value = self._config.get(key)
-        if value is None:
-            if default is _REQUIRED:
-                raise self.fail(key, f"{kind.__name__}", None)
-            return default
-        if kind is float and type(value) is int:
-            value = float(value)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise self.fail(key, kind.__name__, value)
-        return value
-
-    def has(self, key: str) -> bool:
-        return key in self._config
-
-    def positive(self, key: str, default: float) -> float:
-        found: float = self.take(key, float, default)
-        if not found > 0:
-            raise self.fail(key, "a value > 0", found)
-        return found
-
-    def must_be(self, key: str, expected: Any, default: Any = None) -> None:
-        found = self.take(key, type(expected), expected if default is None else default)
-        if found != expected:
-            raise self.fail(key, f"{expected!r} (the only one supported)", found)
-
-    def activation(self, key: str, default: str) -> str:
-        found = self.take(key, str, default)
-        if found not in _ACTIVATIONS:
-            raise self.fail(key, f"one of {sorted(_ACTIVATIONS)}", found)
-        return _ACTIVATIONS[found]
-
-    def finish(self) -> None:
-        unknown = sorted(self._left - _WITHOUT_EFFECT)
-        if unknown:
-            found = ", ".join(f"{key!r}: {self._config[key]!r}" for key in unknown)
-            raise ValueError(
-                f"{self._at}: expected keys whose meaning is known, got {found}. If they do not change the model, "
-                "leave them out of the dictionary"
-            )
-
-
-def _rotary(keys: _Keys, theta: float, fraction: float | None = None) -> dict[str, Any]:
+def _rotary(keys: Keys, theta: float, fraction: float | None = None) -> dict[str, Any]:
     """Keywords of ``Rotary``: transformers 5 has one dictionary, transformers 4 a number and a dictionary.
 
     ``fraction``: the share of a head that turns where nothing says it; ``None``: all, in models that know no shares.
@@ -129,9 +23,9 @@ def _rotary(keys: _Keys, theta: float, fraction: float | None = None) -> dict[st
 
 
 def _rope(
-    keys: _Keys, given: Mapping[str, Any], theta: float, fraction: float | None = None
+    keys: Keys, given: Mapping[str, Any], theta: float, fraction: float | None = None
 ) -> dict[str, Any]:
-    rope = _Keys(given, "config.json: rope_parameters")
+    rope = Keys(given, "config.json: rope_parameters")
     kind = rope.take("type", str, "default")
     kind = rope.take("rope_type", str, kind)
     result: dict[str, Any] = {"theta": rope.take("rope_theta", float, theta)}
@@ -153,20 +47,20 @@ def _rope(
     return result
 
 
-def _rotaries(keys: _Keys, theta: float, of_windows: float | None) -> dict[str, Any]:
+def _rotaries(keys: Keys, theta: float, of_windows: float | None) -> dict[str, Any]:
     """``rotary`` and ``window_rotary``. transformers 5 has a dictionary for each kind of layer; in files of
     transformers 4 scaling is for layers without a window. ``of_windows``: theta of the others, by default the same.
     """
     theta = keys.take("rope_theta", float, theta)
     of_windows = keys.take("rope_local_base_freq", float, theta if of_windows is None else of_windows)
-    kinds = _Keys(keys.take("rope_parameters", dict, {}), "config.json: rope_parameters")
+    kinds = Keys(keys.take("rope_parameters", dict, {}), "config.json: rope_parameters")
     wide, narrow = (kinds.take(f"{kind}_attention", dict, {}) for kind in ("full", "sliding"))
     kinds.finish()
     wide = wide | keys.take("rope_scaling", dict, {})
     return {"rotary": _rope(keys, wide, theta), "window_rotary": _rope(keys, narrow, of_windows)}
 
 
-def _windows(keys: _Keys, n_layers: int, default: Callable[[int], bool]) -> tuple[int | None, ...]:
+def _windows(keys: Keys, n_layers: int, default: Callable[[int], bool]) -> tuple[int | None, ...]:
     """Each layer's window; ``default(i)`` says whether layer ``i`` has one where ``layer_types`` is missing."""
     size = keys.take("sliding_window", int, None)
     kinds = keys.take("layer_types", list, None)
@@ -181,7 +75,7 @@ def _windows(keys: _Keys, n_layers: int, default: Callable[[int], bool]) -> tupl
 
 
 def _common(
-    keys: _Keys, *, theta: float = 10000.0, tied: bool = False, rotary: dict[str, Any] | None = None
+    keys: Keys, *, theta: float = 10000.0, tied: bool = False, rotary: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """What the Llama-like families have in common; missing keys have the values of transformers' classes.
 
@@ -203,7 +97,7 @@ def _common(
     }
 
 
-def _llama(keys: _Keys) -> dict[str, Any]:
+def _llama(keys: Keys) -> dict[str, Any]:
     bias = keys.take("attention_bias", bool, False)
     return _common(keys) | {
         "activation": keys.activation("hidden_act", "silu"),
@@ -213,7 +107,7 @@ def _llama(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _qwen(keys: _Keys) -> dict[str, Any]:
+def _qwen(keys: Keys) -> dict[str, Any]:
     result = _common(keys) | {"activation": keys.activation("hidden_act", "silu")}
     used = keys.take("use_sliding_window", bool, False)
     first = keys.take("max_window_layers", int, 28)
@@ -221,17 +115,17 @@ def _qwen(keys: _Keys) -> dict[str, Any]:
     return result | {"windows": windows if used else ()}
 
 
-def _qwen2(keys: _Keys) -> dict[str, Any]:
+def _qwen2(keys: Keys) -> dict[str, Any]:
     return _qwen(keys) | {"qkv_bias": True}
 
 
-def _qwen3(keys: _Keys) -> dict[str, Any]:
+def _qwen3(keys: Keys) -> dict[str, Any]:
     bias = keys.take("attention_bias", bool, False)
     keys.take("head_dim", int)  # the class has 128 whatever the other sizes: not to be guessed from them
     return _qwen(keys) | {"qkv_bias": bias, "out_bias": bias, "query_key_norms": True}
 
 
-def _mixtral(keys: _Keys) -> dict[str, Any]:
+def _mixtral(keys: Keys) -> dict[str, Any]:
     result = _common(keys, theta=1e6)
     window = keys.take("sliding_window", int, None)
     return result | {
@@ -242,7 +136,7 @@ def _mixtral(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _mistral(keys: _Keys) -> dict[str, Any]:
+def _mistral(keys: Keys) -> dict[str, Any]:
     # The class has 8 whatever the other sizes, and a window of 4096 where the file says nothing.
     keys.take("num_key_value_heads", int)
     result = _common(keys)
@@ -253,7 +147,7 @@ def _mistral(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _granite(keys: _Keys) -> dict[str, Any]:
+def _granite(keys: Keys) -> dict[str, Any]:
     return _llama(keys) | {
         "embedding_scale": keys.take("embedding_multiplier", float, 1.0),
         "attention_scale": keys.take("attention_multiplier", float, 1.0),
@@ -262,7 +156,7 @@ def _granite(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _olmo2(keys: _Keys, *, rotary: dict[str, Any] | None = None) -> dict[str, Any]:
+def _olmo2(keys: Keys, *, rotary: dict[str, Any] | None = None) -> dict[str, Any]:
     bias = keys.take("attention_bias", bool, False)
     return _common(keys, rotary=rotary) | {
         "activation": keys.activation("hidden_act", "silu"),
@@ -275,14 +169,14 @@ def _olmo2(keys: _Keys, *, rotary: dict[str, Any] | None = None) -> dict[str, An
     }
 
 
-def _olmo3(keys: _Keys) -> dict[str, Any]:
+def _olmo3(keys: Keys) -> dict[str, Any]:
     rotaries = _rotaries(keys, 10000.0, None)
     result = _olmo2(keys, rotary=rotaries["rotary"])
     keys.take("sliding_window", int)
     return result | rotaries | {"windows": _windows(keys, result["n_layers"], lambda i: (i + 1) % 4 != 0)}
 
 
-def _phi3(keys: _Keys) -> dict[str, Any]:
+def _phi3(keys: Keys) -> dict[str, Any]:
     keys.take("original_max_position_embeddings", int, 0)  # the class reads this number for longrope alone
     keys.must_be("attention_bias", False)
     result = _common(keys, rotary=_rotary(keys, 10000.0, 1.0))
@@ -293,7 +187,7 @@ def _phi3(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _gpt_neox(keys: _Keys) -> dict[str, Any]:
+def _gpt_neox(keys: Keys) -> dict[str, Any]:
     d_model, n_heads = keys.take("hidden_size", int), keys.take("num_attention_heads", int)
     if n_heads < 1 or d_model % n_heads:
         raise keys.fail("num_attention_heads", f"a divisor of hidden_size = {d_model}", n_heads)
@@ -321,11 +215,11 @@ def _gpt_neox(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _gemma2(keys: _Keys) -> dict[str, Any]:
+def _gemma2(keys: Keys) -> dict[str, Any]:
     return _gemma(keys, _common(keys, tied=True), lambda i: i % 2 == 0)
 
 
-def _gemma3_text(keys: _Keys) -> dict[str, Any]:
+def _gemma3_text(keys: Keys) -> dict[str, Any]:
     rotaries = _rotaries(keys, 1e6, 10000.0)
     every = keys.take("sliding_window_pattern", int, keys.take("_sliding_window_pattern", int, 6))
     if every < 1:
@@ -335,7 +229,7 @@ def _gemma3_text(keys: _Keys) -> dict[str, Any]:
     return result | rotaries | {"query_key_norms": True}
 
 
-def _gemma(keys: _Keys, result: dict[str, Any], windowed: Callable[[int], bool]) -> dict[str, Any]:
+def _gemma(keys: Keys, result: dict[str, Any], windowed: Callable[[int], bool]) -> dict[str, Any]:
     """What Gemma 2 and 3 have in common; ``windowed``: of a layer, as in ``_windows``."""
     keys.take("head_dim", int)  # the class has 256 whatever the other sizes: not to be guessed from them
     keys.take("hidden_act", str, "")  # older files have both; transformers reads the other one
@@ -355,7 +249,7 @@ def _gemma(keys: _Keys, result: dict[str, Any], windowed: Callable[[int], bool])
     }
 
 
-def _gpt2(keys: _Keys) -> dict[str, Any]:
+def _gpt2(keys: Keys) -> dict[str, Any]:
     d_model, n_heads = keys.take("n_embd", int), keys.take("n_head", int)
     if n_heads < 1 or d_model % n_heads:
         raise keys.fail("n_head", f"a divisor of n_embd = {d_model}", n_heads)
@@ -384,7 +278,7 @@ def _gpt2(keys: _Keys) -> dict[str, Any]:
     }
 
 
-_FAMILIES: dict[str, Callable[[_Keys], dict[str, Any]]] = {
+_FAMILIES: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
@@ -418,7 +312,7 @@ _GEMMA3_TEXT: dict[str, Any] = {
 
 def keywords_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of ``CausalLMConfig``, ``rotary`` as those of ``Rotary`` or ``None``; see ``CausalLMConfig.from_hf``."""
-    keys = _Keys(config)
+    keys = Keys(config)
     kind = keys.take("model_type", str)
     if kind == "gemma3":
         tied = keys.take("tie_word_embeddings", bool, True)

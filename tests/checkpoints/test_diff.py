@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-import bridge.checkpoints.diff as diff_module
+from bridge.checkpoints import diff_tensors
 from bridge.checkpoints.convert import convert
 from bridge.checkpoints.diff import diff
 from bridge.checkpoints.ulp import Difference, Tolerance
@@ -172,13 +172,13 @@ def test_tensors_larger_than_a_region_are_compared_to_the_last_element(
     write(tmp_path / "a", "dcp", {"w": a}, {})
     write(tmp_path / "b", "orbax", {"w": b}, {})
     compared = []
-    compare = diff_module.compare
+    compare = diff_tensors.compare
 
     def recorded(left: np.ndarray, right: np.ndarray, tolerance: Tolerance, **options: bool) -> Difference:
         compared.append(left.nbytes)
         return compare(left, right, tolerance, **options)
 
-    monkeypatch.setattr(diff_module, "compare", recorded)
+    monkeypatch.setattr(diff_tensors, "compare", recorded)
     total = diff(tmp_path / "a", tmp_path / "b").total
     assert (total.elements, total.differing) == (33 * 70, 1)
     assert max(compared) <= 256

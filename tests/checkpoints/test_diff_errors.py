@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from bridge import Tolerance
-from bridge.checkpoints.diff import DiffReport, diff
+from bridge.checkpoints.diff import diff
+from bridge.checkpoints.diff_report import DiffReport
 from bridge.checkpoints.selection import Selection
 from bridge.checkpoints.spread import Spread
 from bridge.checkpoints.ulp import compare

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import DiffReport, diff
+from bridge.checkpoints.diff import diff
+from bridge.checkpoints.diff_report import DiffReport
 from bridge.checkpoints.selection import Selection
 from bridge.commands.main import app
 from bridge.formats.base import CheckpointError

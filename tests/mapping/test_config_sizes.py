@@ -12,8 +12,9 @@ from bridge.checkpoints.convert import convert
 from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError
 from bridge.mapping.errors import MappingError
-from bridge.mapping.rules import MappingTable, parse_mapping
+from bridge.mapping.rules import parse_mapping
 from bridge.mapping.sizes import with_config, with_config_fields
+from bridge.mapping.table import MappingTable
 
 TABLE = """
 [config]

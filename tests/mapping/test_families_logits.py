@@ -16,7 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bridge.checkpoints.convert import convert
-from bridge.mapping.rules import MappingTable, parse_mapping
+from bridge.mapping.rules import parse_mapping
+from bridge.mapping.table import MappingTable
 from tests.support.bridge.family_checkpoints import (
     config_json,
     dcp_tensors,

@@ -40,20 +40,6 @@ WHISPER |= {"encoder_attention_heads": 20, "decoder_attention_heads": 20, "encod
 WHISPER |= {"decoder_ffn_dim": 5120, "max_source_positions": 1500, "max_target_positions": 448}
 GPT_OSS = {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24}
 GPT_OSS |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32}
-QWEN3_MOE = {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32}
-QWEN3_MOE |= {"num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "moe_intermediate_size": 768}
-QWEN3_NEXT = {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16}
-QWEN3_NEXT |= {"num_key_value_heads": 2, "head_dim": 256, "num_experts": 512, "moe_intermediate_size": 512}
-QWEN3_NEXT |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
-QWEN3_NEXT |= {
-    "linear_value_head_dim": 128,
-    "shared_expert_intermediate_size": 512,
-    "intermediate_size": 5120,
-}
-DEEPSEEK = {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61}
-DEEPSEEK |= {"num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256}
-DEEPSEEK |= {"moe_intermediate_size": 2048, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-DEEPSEEK |= {"qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 3, "n_shared_experts": 1}
 
 # By repository: family, class, sizes that differ from the class's defaults, and some of the tree's shapes.
 CASES: dict[str, tuple[str, str, Mapping[str, Any], Shapes]] = {
@@ -107,34 +93,6 @@ CASES: dict[str, tuple[str, str, Mapping[str, Any], Shapes]] = {
             "layers/23/mlp/gate/kernel": (32, 2880, 2880),
             "layers/23/attention/key/kernel": (2880, 8, 64),
             "layers/0/attention/sinks": (64,),
-        },
-    ),
-    "Qwen/Qwen3-30B-A3B": (
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        QWEN3_MOE,
-        {"layers/47/mlp/gate/kernel": (128, 2048, 768), "layers/47/attention/query/kernel": (2048, 32, 128)},
-    ),
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": (
-        "qwen3_next",
-        "Qwen3NextForCausalLM",
-        QWEN3_NEXT,
-        {
-            "layers/0/delta_net/value/kernel": (2048, 16, 2, 128),
-            "layers/0/delta_net/query_conv/kernel": (4, 1, 16, 128),
-            "layers/3/attention/gate/kernel": (2048, 16, 256),
-            "layers/47/moe/up/kernel": (512, 2048, 512),
-        },
-    ),
-    "deepseek-ai/DeepSeek-V3": (
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        DEEPSEEK,
-        {
-            "layers/60/attention/key_up/kernel": (512, 128, 128),
-            "layers/60/attention/query_up_rope/kernel": (1536, 128, 64),
-            "layers/60/moe/down/kernel": (256, 2048, 7168),
-            "layers/2/mlp/up/kernel": (7168, 18432),
         },
     ),
 }

@@ -30,26 +30,29 @@ def without_values(format: str, paths: Mapping[TreePath, tuple[int, ...]]) -> Ru
     return RunState(format, "the model", infos, {}, {}, lambda name: None)
 
 
-def class_shapes(kind: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def class_shapes(kind: str, config: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """The shapes of a model's weights, and the `config.json` that transformers writes for the model."""
     model_class = getattr(transformers, kind)
     with torch.device("meta"):
         model = model_class(model_class.config_class(**copy.deepcopy(dict(config))))
     state = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
-    return state
+    return state, model.config.to_dict()
 
 
 @pytest.mark.fast_cases("tiiuae/falcon-rw-1b", "microsoft/phi-4")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_by_its_shapes(name: str) -> None:
     published = PUBLISHED[name]
-    shapes = class_shapes(published.kind, published.config)
+    shapes, written = class_shapes(published.kind, published.config)
     count = sum(map(math.prod, shapes.values()))
     assert published.parameters in (count, None)
-    table = load_mapping(published.family)
-    require_model(table, published.config, "config.json")
-    table = with_config_fields(table, published.config, "config.json")
+    family = load_mapping(published.family)
+    require_model(family, published.config, "config.json")
+    table = with_config_fields(family, published.config, "config.json")
+    require_model(family, written, "config.json")
+    assert with_config_fields(family, written, "config.json") == table
     torch_state = without_values("dcp", {("model", weight): shape for weight, shape in shapes.items()})
     there = make_plan(torch_state, "orbax", table)
     tree = {t.path[1:]: t.shape for t in there.tensors.values()}

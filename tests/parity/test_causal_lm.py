@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -73,6 +74,30 @@ def pair(family: str, **changes: Any) -> tuple[torch.nn.Module, CausalLM]:
     return model, flax_model(as_json(model.config), flax_weights(model))
 
 
+def assert_same_gradients(
+    torch_model: torch.nn.Module, model: CausalLM, weights_of: Callable[[torch.nn.Module], dict[str, Any]]
+) -> None:
+    """Of the same loss; ``weights_of``: the weights of a model of transformers, as our model has them."""
+    rows = tokens(2, 20, seed=3)
+    ids = torch.from_numpy(rows).long()
+    logits = torch_model(input_ids=ids[:, :-1], use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    gradients = copy.deepcopy(torch_model)
+    with torch.no_grad():
+        for path, parameter in torch_model.named_parameters():
+            gradients.get_parameter(path).copy_(parameter.grad)
+    found = named(nnx.jit(nnx.grad(loss))(model, rows))
+    expected = weights_of(gradients)
+    assert sorted(found) == sorted(expected)
+    for path, value in expected.items():
+        assert np.abs(value).max() > 0, path
+        # The same vector added to all keys changes no weight: without rotations its gradient is rounding.
+        floor = 1e-6 if path.endswith("key/bias") else 0
+        np.testing.assert_allclose(
+            found[path], value, rtol=0, atol=5e-5 * np.abs(value).max() + floor, err_msg=path
+        )
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize(("family", "changes"), VARIATIONS)
 def test_logits_equal_those_of_transformers(family, changes):
@@ -87,24 +112,7 @@ def test_logits_equal_those_of_transformers(family, changes):
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "gemma2", "gpt2"])
 def test_gradients_equal_those_of_transformers(family):
     torch_model, model = pair(family, num_hidden_layers=2)
-    rows = tokens(2, 20, seed=3)
-    ids = torch.from_numpy(rows).long()
-    logits = torch_model(input_ids=ids[:, :-1], use_cache=False).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
-    gradients = copy.deepcopy(torch_model)
-    with torch.no_grad():
-        for path, parameter in torch_model.named_parameters():
-            gradients.get_parameter(path).copy_(parameter.grad)
-    found = named(nnx.jit(nnx.grad(loss))(model, rows))
-    expected = flax_weights(gradients)
-    assert sorted(found) == sorted(expected)
-    for path, value in expected.items():
-        assert np.abs(value).max() > 0, path
-        # The same vector added to all keys changes no weight: without rotations its gradient is rounding.
-        floor = 1e-6 if path.endswith("key/bias") else 0
-        np.testing.assert_allclose(
-            found[path], value, rtol=0, atol=5e-5 * np.abs(value).max() + floor, err_msg=path
-        )
+    assert_same_gradients(torch_model, model, flax_weights)
 
 
 # What is broken, and in which family it must be seen.

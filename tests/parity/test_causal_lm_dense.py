@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from flax import nnx
 
 from jax_impl.models.causal_lm import CausalLM
 from jax_impl.models.causal_lm_config import CausalLMConfig, Rotary
-from tests.parity.test_causal_lm import TOLERANCE, as_json, error, loss
+from tests.parity.test_causal_lm import TOLERANCE, as_json, assert_same_gradients, error
 from tests.support.bridge.dense_families import MODELS, dense_config, dense_model, family_of, hand_made_tree
 from tests.support.bridge.family_models import flax_model, hf_logits, tokens
 from tests.support.bridge.published_decoders import PUBLISHED
-from tests.support.jax_impl.tiny import named
 
 HELD = [name for name in MODELS if not name.startswith("falcon") and name != "mistral-ministral3"]
 """The models that ``CausalLM`` can be."""
@@ -40,24 +39,8 @@ def test_logits_equal_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", ["mistral", "granite-biases", "olmo2", "gemma3", "phi3", "gpt_neox"])
 def test_gradients_equal_those_of_transformers(name: str) -> None:
     model = dense_model(name)
-    rows = tokens(2, 20, seed=3)
-    ids = torch.from_numpy(rows).long()
-    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
-    gradients = copy.deepcopy(model)
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            gradients.get_parameter(path).copy_(parameter.grad)
     ours = flax_model(as_json(model.config), hand_made_tree(name, model))
-    found = named(nnx.jit(nnx.grad(loss))(ours, rows))
-    expected = hand_made_tree(name, gradients)
-    assert sorted(found) == sorted(expected)
-    for path, value in expected.items():
-        assert np.abs(value).max() > 0, path
-        floor = 1e-6 if path.endswith("key/bias") else 0
-        np.testing.assert_allclose(
-            found[path], value, rtol=0, atol=5e-5 * np.abs(value).max() + floor, err_msg=path
-        )
+    assert_same_gradients(model, ours, partial(hand_made_tree, name))
 
 
 # What is broken, and in which model it must be seen.

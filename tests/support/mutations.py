@@ -1486,7 +1486,7 @@ CHECKPOINTS = [
     ),
     M(
         "another structure is within",
-        "bridge/checkpoints/diff.py",
+        "bridge/checkpoints/diff_report.py",
         "self.unreadable or self.structure",
         "self.unreadable",
         "formats/orbax/test_structure.py",

@@ -87,7 +87,7 @@ class Store:
         digest = hashlib.blake2b(data, digest_size=16).digest()
         if self._file is None:
             # The file has no name and outlives this call: the system frees it when nothing maps or holds it.
-            self._file = tempfile.TemporaryFile(prefix="twinshard-parity-", buffering=0)  # noqa: SIM115
+            self._file = tempfile.TemporaryFile(prefix="twinshard-parity-", buffering=0)  # noqa: SIM115 (see above)
         offset = self._known.get(digest)
         if offset is None:
             offset = self._known[digest] = self._size

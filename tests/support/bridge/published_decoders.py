@@ -33,6 +33,8 @@ def _attention(layer: str, m: int, heads: int, groups: int, size: int) -> dict[s
 
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attn_logit_softcapping": None}
 _GEMMA |= {"final_logit_softcapping": None, "rms_norm_eps": 1e-6, "use_cache": True}
+_FALCON = {"model_type": "falcon", "alibi": False, "bias": False, "layer_norm_epsilon": 1e-5}
+_FALCON |= {"multi_query": True, "parallel_attn": True, "vocab_size": 65024}
 
 PUBLISHED = {
     "mistralai/Mistral-7B-v0.1": Published(
@@ -148,37 +150,38 @@ PUBLISHED = {
     "tiiuae/falcon-7b": Published(
         "falcon",
         "FalconForCausalLM",
-        {"model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 4544, "multi_query": True}
-        | {"layer_norm_epsilon": 1e-5, "new_decoder_architecture": False, "num_attention_heads": 71}
-        | {"num_hidden_layers": 32, "num_kv_heads": 71, "parallel_attn": True, "vocab_size": 65024},
+        _FALCON
+        | {"hidden_size": 4544, "new_decoder_architecture": False, "num_attention_heads": 71}
+        | {"num_hidden_layers": 32, "num_kv_heads": 71},
         6921720704,
         _attention("layers/31", 4544, 71, 1, 64),
     ),
     "tiiuae/falcon-40b": Published(
         "falcon",
         "FalconForCausalLM",
-        {"model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 8192, "multi_query": True}
-        | {"layer_norm_epsilon": 1e-5, "new_decoder_architecture": True, "num_attention_heads": 128}
-        | {"num_hidden_layers": 60, "num_kv_heads": 8, "parallel_attn": True, "vocab_size": 65024},
+        _FALCON
+        | {"hidden_size": 8192, "new_decoder_architecture": True, "num_attention_heads": 128}
+        | {"num_hidden_layers": 60, "num_kv_heads": 8},
         41303293952,
         _attention("layers/59", 8192, 128, 8, 64),
     ),
     "tiiuae/falcon-11B": Published(
         "falcon",
         "FalconForCausalLM",
-        {"model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 4096, "multi_query": True}
-        | {"layer_norm_epsilon": 1e-5, "new_decoder_architecture": True, "num_attention_heads": 32}
+        _FALCON
+        | {"hidden_size": 4096, "new_decoder_architecture": True, "num_attention_heads": 32}
         | {"num_hidden_layers": 60, "num_kv_heads": 8, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 16384}
-        | {"parallel_attn": True, "vocab_size": 65024, "tie_word_embeddings": False, "ff_factor": 4},
+        | {"tie_word_embeddings": False, "ff_factor": 4},
         None,
         _attention("layers/59", 4096, 32, 8, 128),
     ),
     "tiiuae/falcon-rw-1b": Published(
         "falcon",
         "FalconForCausalLM",
-        {"model_type": "falcon", "alibi": True, "bias": True, "hidden_size": 2048, "multi_query": False}
-        | {"layer_norm_epsilon": 1e-5, "new_decoder_architecture": False, "num_attention_heads": 32}
-        | {"num_hidden_layers": 24, "num_kv_heads": 32, "parallel_attn": False, "vocab_size": 50304},
+        _FALCON
+        | {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False, "vocab_size": 50304}
+        | {"hidden_size": 2048, "new_decoder_architecture": False, "num_attention_heads": 32}
+        | {"num_hidden_layers": 24, "num_kv_heads": 32},
         1311625216,
         _attention("layers/23", 2048, 32, 32, 64),
     ),
@@ -192,7 +195,8 @@ PUBLISHED = {
         | {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "vocab_size": 151936}
         | {"tie_word_embeddings": False},
         30532122624,
-        _attention("layers/47", 2048, 32, 4, 128) | {"layers/0/mlp/down/kernel": (128, 768, 2048)},
+        _attention("layers/47", 2048, 32, 4, 128)
+        | {"layers/0/mlp/down/kernel": (128, 768, 2048), "layers/47/mlp/gate/kernel": (128, 2048, 768)},
     ),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": Published(
         "qwen3_next",
@@ -206,7 +210,13 @@ PUBLISHED = {
         | {"rms_norm_eps": 1e-6, "rope_theta": 10000000, "shared_expert_intermediate_size": 512}
         | {"tie_word_embeddings": False, "vocab_size": 151936},
         79674391296,
-        _attention("layers/47", 2048, 16, 2, 256) | {"layers/0/delta_net/value/kernel": (2048, 16, 2, 128)},
+        _attention("layers/47", 2048, 16, 2, 256)
+        | {
+            "layers/0/delta_net/value/kernel": (2048, 16, 2, 128),
+            "layers/0/delta_net/query_conv/kernel": (4, 1, 16, 128),
+            "layers/3/attention/gate/kernel": (2048, 16, 256),
+            "layers/47/moe/up/kernel": (512, 2048, 512),
+        },
     ),
     "deepseek-ai/DeepSeek-V3": Published(
         "deepseek_v3",
@@ -221,8 +231,11 @@ PUBLISHED = {
         671026419200,
         {
             "layers/60/attention/query_up/kernel": (1536, 128, 128),
+            "layers/60/attention/query_up_rope/kernel": (1536, 128, 64),
+            "layers/60/attention/key_up/kernel": (512, 128, 128),
             "layers/60/attention/value_up/kernel": (512, 128, 128),
             "layers/60/moe/up/kernel": (256, 7168, 2048),
+            "layers/60/moe/down/kernel": (256, 2048, 7168),
             "layers/2/mlp/up/kernel": (7168, 18432),
         },
     ),

@@ -29,6 +29,23 @@ from bridge.formats import open_checkpoint
 
 VOCABULARY, WIDTH, HEADS, GROUPS, HEAD, LATENT = 67, 32, 4, 2, 8, 16
 LAYERS, EXPERTS, CHOSEN, HIDDEN = 3, 4, 2, 16
+GROUPED_ATTENTION = {
+    "dim": WIDTH,
+    "n_layers": LAYERS,
+    "n_heads": HEADS,
+    "n_kv_heads": GROUPS,
+    "head_dim": HEAD,
+}
+LATENT_ATTENTION = {
+    "dim": WIDTH,
+    "n_layers": LAYERS,
+    "n_heads": HEADS,
+    "q_lora_rank": 12,
+    "kv_lora_rank": LATENT,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
 AXES = {
     "qwen3": {"d": HEAD, "r": HEADS // GROUPS},
     "qwen3_moe": {"d": HEAD, "r": HEADS // GROUPS},
@@ -56,17 +73,10 @@ def model_0_2(family: str) -> tuple[nn.Module, Any, Any]:
         sizes = DeepSeekV3ModelArgs(
             vocab_size=VOCABULARY,
             max_seq_len=10,
-            dim=WIDTH,
             inter_dim=24,
             moe_inter_dim=HIDDEN,
-            n_layers=LAYERS,
-            n_heads=HEADS,
-            q_lora_rank=12,
-            kv_lora_rank=LATENT,
-            qk_nope_head_dim=6,
-            qk_rope_head_dim=4,
-            v_head_dim=5,
             moe_args=experts,
+            **LATENT_ATTENTION,
         )
         sizes.moe_impl = "standard"
         model: Any = DeepSeekV3Model(sizes)
@@ -77,17 +87,13 @@ def model_0_2(family: str) -> tuple[nn.Module, Any, Any]:
         from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 
         sizes = Qwen3ModelArgs(
-            dim=WIDTH,
-            n_layers=LAYERS,
-            n_heads=HEADS,
-            n_kv_heads=GROUPS,
             vocab_size=VOCABULARY,
-            head_dim=HEAD,
             hidden_dim=24,
             max_seq_len=10,
             moe_enabled=family == "qwen3_moe",
             moe_inter_dim=HIDDEN,
             moe_args=experts,
+            **GROUPED_ATTENTION,
         )
         sizes.moe_impl = "standard"
         model, adapter = Qwen3Model(sizes), Qwen3StateDictAdapter
@@ -114,15 +120,7 @@ def model_0_3(family: str, *, fused: bool) -> tuple[nn.Module, Any, Any]:
     }
     if family == "deepseek_v3":
         layers = package._build_dsv3_layers(
-            n_layers=LAYERS,
             n_dense_layers=1,
-            dim=WIDTH,
-            n_heads=HEADS,
-            q_lora_rank=12,
-            kv_lora_rank=LATENT,
-            qk_nope_head_dim=6,
-            qk_rope_head_dim=4,
-            v_head_dim=5,
             mscale=1.0,
             dense_hidden_dim=24,
             moe_hidden_dim=HIDDEN,
@@ -134,19 +132,16 @@ def model_0_3(family: str, *, fused: bool) -> tuple[nn.Module, Any, Any]:
             moe_comm_backend="standard",
             non_blocking_capacity_factor=None,
             rope=ComplexRoPE.Config(dim=4, max_seq_len=10, theta=300.0),
+            **LATENT_ATTENTION,
         )
         config = package.DeepSeekV3Model.Config(layers=layers, **ends)
         adapter = package.state_dict_adapter.DeepSeekV3StateDictAdapter
     else:
         sizes = {
-            "n_layers": LAYERS,
-            "dim": WIDTH,
-            "n_heads": HEADS,
-            "n_kv_heads": GROUPS,
-            "head_dim": HEAD,
             "fuse_qkv": fused,
             "attn_backend": "",
             "rope": CosSinRoPE.Config(dim=HEAD, max_seq_len=10, theta=300.0),
+            **GROUPED_ATTENTION,
         }
         if family == "qwen3_moe":
             layers = package._build_qwen3_moe_layers(

@@ -1,0 +1,92 @@
+"""What a comparison of two checkpoints finds: of each tensor, and of the two as wholes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bridge.checkpoints.ulp import Difference, Tolerance
+
+
+@dataclass(frozen=True)
+class TensorDiff:
+    """One tensor that both checkpoints have, in the same shape; ``name`` as in ``b``.
+
+    dtype: the one compared in, which both have unless they were compared ``rounded``. dtype_a, dtype_b: as stored.
+    relative: norm of the difference over the norm of ``a``, in float64, of all elements that are no NaN in either;
+    infinite against zeros, and where a norm is not finite. Norms are Euclidean, over all elements. within: whether the
+    tensor passes as a whole, see `Tolerance`. noise: the norm of the difference over that of ``b`` minus the noise
+    checkpoint; None without one and for integers.
+
+    percentiles, histogram: of the elements' relative differences, see `Spread`; pairs with a NaN are left out.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    difference: Difference
+    dtype_a: str
+    dtype_b: str
+    relative: float
+    within: bool = True
+    noise: float | None = None
+    percentiles: Mapping[str, float] = field(default_factory=dict)
+    histogram: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """The comparison of two checkpoints; all names are those of ``b``.
+
+    missing: only ``a`` has it. extra: only ``b``. mismatched: (name, what differs) where shape or dtype does.
+    objects: (name, value in a, value in b) of values that are not tensors and that both have, differently; lists
+    and tuples are alike, other types are not. unreadable: (name, why) where a value is not plain data in either.
+    objects_missing, objects_extra: names of values that only ``a``, only ``b`` has; they are no difference.
+    structure: (name, what differs) where the trees differ in None, empty containers and texts that are leaves of one
+    only, and in lists that are dicts in the other; not compared through a mapping. noise: the noise checkpoint, if
+    there was one.
+    """
+
+    a: Path | str
+    b: Path | str
+    tolerance: Tolerance
+    tensors: tuple[TensorDiff, ...]
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+    mismatched: tuple[tuple[str, str], ...]
+    objects: tuple[tuple[str, object, object], ...]
+    unreadable: tuple[tuple[str, str], ...]
+    objects_missing: tuple[str, ...]
+    objects_extra: tuple[str, ...]
+    structure: tuple[tuple[str, str], ...] = ()
+    noise: Path | str | None = None
+
+    @property
+    def total(self) -> Difference:
+        """All compared tensors together."""
+        return sum((tensor.difference for tensor in self.tensors), Difference())
+
+    @property
+    def max_ulp(self) -> int:
+        """The largest distance in any compared tensor; 0 only when all their bits agree."""
+        return self.total.max_ulp
+
+    @property
+    def within(self) -> bool:
+        """Whether both hold the same tensors in the same tree, all within the tolerance, and common objects agree."""
+        differs = (
+            self.missing or self.extra or self.mismatched or self.objects or self.unreadable or self.structure
+        )
+        return all(tensor.within for tensor in self.tensors) and not differs
+
+    @property
+    def offenders(self) -> tuple[TensorDiff, ...]:
+        """Tensors that differ: those beyond the tolerance first, then those with NaNs, then by relative error."""
+        differing = [tensor for tensor in self.tensors if tensor.difference.differing]
+        return tuple(sorted(differing, key=_severity, reverse=True))
+
+
+def _severity(tensor: TensorDiff) -> tuple[bool, bool, float, int]:
+    difference = tensor.difference
+    return not tensor.within, bool(difference.nan), tensor.relative, difference.max_ulp

@@ -1,0 +1,123 @@
+"""One tensor of two checkpoints compared, region by region and on several threads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from bridge.checkpoints.common_dtype import common_dtype
+from bridge.checkpoints.diff_report import TensorDiff
+from bridge.checkpoints.noise import Noise
+from bridge.checkpoints.spread import Spread
+from bridge.checkpoints.ulp import Difference, Tolerance, compare, squared_distance, sum_of_squares
+from bridge.checkpoints.workers import ordered
+from bridge.formats.base import Box, CheckpointReader, TensorInfo, is_whole, name_of
+from bridge.formats.regions import group_boxes, split_box
+from bridge.mapping.operations import as_dtype
+from bridge.mapping.plan import PlannedTensor
+
+_SMALL = 8 << 20
+"""Bytes of a tensor that one worker compares, while others compare its neighbours; a larger one is shared."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tensor of ``b``, and the tensor of ``a`` to compare it with."""
+
+    reader_a: CheckpointReader
+    planned: PlannedTensor
+    reader_b: CheckpointReader
+    info: TensorInfo
+    tolerance: Tolerance
+    noise: Noise | None
+
+    def compare(self, workers: int) -> TensorDiff:
+        """What differs between the two, whose regions that many threads compare."""
+        dtype = common_dtype(self.planned.dtype, self.info.dtype)
+        assert dtype is not None
+        boxes = list(self._boxes())
+        difference, spread, norms, due = Difference(), Spread(), [], []
+        regions = ordered(lambda box: self._region(box, dtype), boxes, workers)
+        for box, (one, norm, its_spread) in zip(boxes, regions, strict=True):
+            difference += one
+            if norm is None:
+                due.append(box)
+            else:
+                norms.append(norm)
+                spread.join(its_spread)
+        relative, noise = 0.0, None
+        if difference.squares:
+            # Equal regions took no arithmetic; their norm is needed only now.
+            norms += ordered(lambda box: sum_of_squares(self._read_a(box, dtype)), due, workers)
+            relative = _ratio(difference.squares, math.fsum(norms))
+        floating = not is_whole(dtype)
+        if self.noise is not None and floating:
+            noise = 0.0
+            if difference.squares:
+                squares = ordered(self._noise, boxes, workers)
+                noise = _ratio(difference.squares, math.fsum(squares))
+        compared = difference.elements - difference.nan
+        return TensorDiff(
+            self.info.name,
+            self.info.shape,
+            name_of(dtype),
+            difference,
+            name_of(self.planned.dtype),
+            name_of(self.info.dtype),
+            relative,
+            not difference.beyond or (floating and not difference.nan and self._tolerated(relative, noise)),
+            noise,
+            spread.percentiles(compared),
+            spread.histogram(compared),
+        )
+
+    def _tolerated(self, relative: float, noise: float | None) -> bool:
+        """Whether the tensor passes whatever its elements are."""
+        by_error = self.tolerance.max_error is not None and relative <= self.tolerance.max_error
+        return by_error or (noise is not None and noise <= self.tolerance.noise_factor)
+
+    def _boxes(self) -> Iterator[Box]:
+        # Along b's stored chunks, as its compressed ones are decoded whole.
+        itemsize = max(self.info.dtype.itemsize, self.planned.dtype.itemsize)
+        if self.noise is not None:
+            itemsize = max(itemsize, self.noise.itemsize(self.info.name))
+        for joint, _ in group_boxes(self.info.chunks, itemsize):
+            yield from (box for box in split_box(joint, itemsize) if box.numel)
+
+    def _region(self, box: Box, dtype: np.dtype) -> tuple[Difference, float | None, Spread]:
+        """The difference within a box, its spread, and the sum of squares of ``a`` there if there is any difference."""
+        left, right = self._read_a(box, dtype), as_dtype(self.reader_b.read(self.info.name, box), dtype)
+        # A cast does not keep a NaN's payload.
+        any_nan = self.planned.dtype != self.info.dtype
+        spread = Spread()
+        found = compare(left, right, self.tolerance, any_nan=any_nan, spread=spread).shifted(box.offsets)
+        return found, sum_of_squares(left) if found.differing else None, spread
+
+    def _noise(self, box: Box) -> float:
+        assert self.noise is not None
+        return squared_distance(self.reader_b.read(self.info.name, box), self.noise.read(self.info.name, box))
+
+    def _read_a(self, box: Box, dtype: np.dtype) -> np.ndarray:
+        return as_dtype(self.planned.read(self.reader_a, box), dtype)
+
+
+def compared(pairs: Iterable[Pair], workers: int) -> Iterator[TensorDiff]:
+    """The differences, in order."""
+    for small, group in itertools.groupby(pairs, lambda pair: pair.info.nbytes <= _SMALL):
+        if small:
+            yield from ordered(lambda pair: pair.compare(1), group, workers)
+        else:
+            for pair in group:
+                yield pair.compare(workers)
+
+
+def _ratio(error: float, reference: float) -> float:
+    """Of two norms, from their squares."""
+    # Against an infinite norm, which one infinite element makes, every error would be 0.
+    if math.isinf(error) or math.isinf(reference) or not reference:
+        return math.inf
+    return math.sqrt(error) / math.sqrt(reference)

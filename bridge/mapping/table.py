@@ -1,0 +1,159 @@
+"""The mapping table: the rules of a mapping, its conventions, sizes of its axes. `rules.py` reads it from TOML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+from bridge.mapping.conventions import Convention
+from bridge.mapping.entries import HALF, Entry, Rule
+from bridge.mapping.errors import MappingError
+from bridge.mapping.model_types import Models
+
+Tied = Literal["once", "both"]
+"""How often a target stores a weight that has two names."""
+
+# A mapping that has both names of a pair means two things.
+_SYNONYMS = {"jax": "flax", "flax": "jax", "hf": "torch", "torch": "hf"}
+
+
+@dataclass(frozen=True)
+class MappingTable:
+    """A validated mapping table. ``conventions``: those of the rules, by name. tied: see `tied.py`.
+
+    config: the fields of a `config.json` beside the source that give sizes of axes, see `sizes.py`. models: the models
+    that the mapping is for, by their model_type; empty: any. See `model_types.py`.
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+    axes: Mapping[str, int | str] = field(default_factory=dict)
+    drop: tuple[str, ...] = ()
+    conventions: Mapping[str, Convention] = field(default_factory=dict)
+    tied: Tied | None = None
+    config: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    models: Models = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.conventions:
+            names = dict.fromkeys(name for rule in self.rules for name in rule.sides)
+            found = {name: convention_of_rules(name, {}, self.rules) for name in names}
+            object.__setattr__(self, "conventions", found)
+        known = _axes_of(self.rules)
+        alias = {value for value in self.axes.values() if isinstance(value, str)}
+        unknown = sorted({*self.axes, *self.config} - known - alias)
+        if unknown:
+            raise MappingError(
+                f"expected sizes for axes of mapping {self.name} ({', '.join(sorted(known)) or 'it has none'}), "
+                f"got {', '.join(unknown)}"
+            )
+        for rule in self.rules:
+            other = self.rule_of(rule.tied_to) if rule.tied_to else rule
+            for name in rule.sides.keys() & other.sides.keys() if other is not rule else ():
+                Rule({name: rule.entries(name), "the tied one": other.entries(name)})
+        if self.tied not in (None, "once", "both"):
+            raise MappingError(f"expected once or both for tied in mapping {self.name}, got {self.tied!r}")
+
+    def rule_of(self, path: str) -> Rule:
+        """The rule with an entry of exactly this path. Raises MappingError if there is none."""
+        for rule in self.rules:
+            if any(entry.path.text == path for side in rule.sides.values() for entry in side):
+                return rule
+        raise MappingError(f"expected the path of a rule of mapping {self.name} for tied_to, got {path!r}")
+
+    def convention_of(self, name: str) -> str | None:
+        """The mapping's name of a convention, for this name or another one of the same thing; None if it has none.
+
+        "flax" and "jax" are two names of the tree of our own models, "hf" and "torch" of the class of transformers.
+        """
+        if name in self.conventions:
+            return name
+        other = _SYNONYMS.get(name)
+        return other if other in self.conventions else None
+
+    def drops(self, name: str) -> bool:
+        """Whether the tensor or object of this full name may be left behind."""
+        return any(_drop_regex(pattern).fullmatch(name) for pattern in self.drop)
+
+    def with_axes(self, axes: Mapping[str, int]) -> MappingTable:
+        """The same table with some axis sizes given."""
+        return replace(self, axes={**self.axes, **axes})
+
+    def with_tied(self, tied: Tied | None) -> MappingTable:
+        """The table for a target that stores tied weights once or under both names; None: as the table says."""
+        return replace(self, tied=tied or self.tied)
+
+    def for_any_model(self) -> MappingTable:
+        """The table for whatever model a `config.json` names: its caller knows that the rules hold for that model."""
+        return replace(self, models={})
+
+    def between(self, *conventions: str) -> MappingTable:
+        """The table with these conventions alone. Raises MappingError for one that the mapping has not."""
+        names = [self.convention_of(name) for name in conventions]
+        kept = {name: self.conventions[name] for name in names if name is not None}
+        if None in names or len(kept) < 2:
+            raise MappingError(
+                f"expected two conventions or more of mapping {self.name} ({', '.join(self.conventions)}), got "
+                f"{', '.join(conventions) or 'none'}"
+            )
+        rules = []
+        for rule in self.rules:
+            tied = self.rule_of(rule.tied_to) if rule.tied_to else None
+            both = {**rule.sides, **(tied.sides if tied and rule.is_second_name else {})}
+            if len(kept.keys() & both.keys()) < 2 or not kept.keys() & rule.sides.keys():
+                continue
+            paths = [e.path.text for name in kept for e in (tied.entries(name) if tied else ())]
+            rules.append(rule.kept(kept, paths[0] if paths else ""))
+        left = _axes_of(rules)
+        left |= {value for axis, value in self.axes.items() if isinstance(value, str) and axis in left}
+        axes = {axis: value for axis, value in self.axes.items() if axis in left}
+        config = {axis: fields for axis, fields in self.config.items() if axis in left}
+        return replace(self, rules=tuple(rules), conventions=kept, axes=axes, config=config)
+
+    def part(self) -> MappingTable:
+        """The table for a part of a model: no rule requires its tensors."""
+        return replace(self, rules=tuple(replace(rule, optional=True, part="") for rule in self.rules))
+
+    def rotary_axes(self) -> tuple[str, ...]:
+        """The axes that a rule interleaves."""
+        axes = {
+            axis for entry in _entries(self.rules) if entry.expression for axis in entry.expression.axes()
+        }
+        return tuple(sorted(axis.removesuffix(HALF) for axis in axes if axis.endswith(HALF)))
+
+
+def _entries(rules: Sequence[Rule]) -> list[Entry]:
+    sides = [side for rule in rules for table in (rule.sides, rule.moments) for side in table.values()]
+    return [entry for side in sides for entry in side]
+
+
+def _axes_of(rules: Sequence[Rule]) -> set[str]:
+    """The axes whose sizes the rules use, also by operations."""
+    entries = _entries(rules)
+    axes = {axis for entry in entries if entry.expression for axis in entry.expression.axes()}
+    axes |= {axis.partition(".")[0] for axis in axes}
+    axes |= {axis for rule in rules for numbering in rule.numberings.values() for axis in numbering.axes}
+    return axes | {axis for entry in entries if entry.operation for axis in entry.operation.axes}
+
+
+def convention_of_rules(name: str, data: Mapping[str, str], rules: Sequence[Rule]) -> Convention:
+    """A convention from its table. The convention is a tree if any of its paths contains "/"."""
+    paths = [entry.path.text for rule in rules for entry in rule.entries(name)]
+    tree = any("/" in path for path in paths) or (name == "jax" and not any("." in path for path in paths))
+    places = {
+        section: place for section, place in data.items() if section not in ("format", "like", "without")
+    }
+    usual = "orbax" if tree else "dcp"
+    format_ = data.get("format", usual)
+    return Convention(
+        name, "/" if tree else ".", format_, cast(Any, places), without=bool(data.get("without"))
+    )
+
+
+def _drop_regex(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(\{\w+\}|\*)", pattern)
+    return re.compile(
+        "".join({"*": ".*"}.get(p, r"\d+" if p.startswith("{") else re.escape(p)) for p in parts)
+    )
