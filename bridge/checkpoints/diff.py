@@ -24,7 +24,7 @@ from bridge.checkpoints.selection import SelectedReader, Selection, selected_pai
 from bridge.checkpoints.spread import Spread
 from bridge.checkpoints.ulp import Difference, Tolerance, compare, squared_distance, sum_of_squares
 from bridge.checkpoints.workers import large_buffers_returned, ordered
-from bridge.formats import items_there, open_checkpoint
+from bridge.formats import items_of_each, open_checkpoint
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, is_whole, name_of
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.regions import Progress, group_boxes, split_box
@@ -167,9 +167,10 @@ def diff(
     tolerance, selection = tolerance or Tolerance(), selection or Selection()
     table = mapping_table(mapping, axes, tied, any_model=any_model)
     with large_buffers_returned(), ExitStack() as opened:
+        places = each_at_step((a, b), step)
         whole_a, whole_b = (
-            opened.enter_context(open_checkpoint(path, items=items_there(path, items)))
-            for path in each_at_step((a, b), step)
+            opened.enter_context(open_checkpoint(path, items=own))
+            for path, own in zip(places, items_of_each(places, items), strict=True)
         )
         if table is not None:
             whole_a, whole_b = with_named_states(whole_a), with_named_states(whole_b)
