@@ -11,7 +11,7 @@ from bridge.checkpoints.estimate import BANDWIDTH, PartEstimate, estimate_parts
 from bridge.checkpoints.parts import PartReport, commit_parts, convert_part
 from bridge.checkpoints.pieces import PartPlan, make_part_plan
 from bridge.checkpoints.workers import default_workers
-from bridge.commands.convert_report import print_remarks
+from bridge.commands.convert_report import print_remarks, written_in
 from bridge.commands.options import progress_console, user_errors
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 from bridge.commands.part_options import Engine, PartRequest
@@ -109,12 +109,10 @@ def _print_part(out: Console, report: PartReport) -> None:
     if report.found:
         print_line(out, f"part {report.part} of {report.parts} was complete already")
     else:
-        rate = f"{human_bytes(int((report.bytes - report.resumed_bytes) / max(report.seconds, 1e-9)))}/s"
-        resumed = f", {human_bytes(report.resumed_bytes)} of it before" if report.resumed_bytes else ""
         print_line(
             out,
-            f"part {report.part} of {report.parts}: {report.pieces} pieces, {human_bytes(report.bytes)}{resumed} in "
-            f"{report.seconds:.1f} s ({rate})",
+            f"part {report.part} of {report.parts}: {report.pieces} pieces, "
+            f"{written_in(report.bytes, report.resumed_bytes, report.seconds)}",
         )
     for name, count in () if report.whole else report.overflowed.items():
         print_line(out, f"warning: {name}: {count} finite elements became infinite or NaN by the cast")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -108,6 +109,8 @@ def test_a_commit_of_its_own(source: Path, tmp_path: Path) -> None:
         else:
             assert early.exit_code == 0, early.output
             assert "(safetensors): 4 tensors, 0 objects, 16 kB" in early.output.replace("\n", " ")
+            # A commit writes no elements, and its seconds are no part's.
+            assert re.search(r"16 kB, all of it before, in \d+\.\d s\n", early.output), early.output
     assert diff(source, destination).max_ulp == 0
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
