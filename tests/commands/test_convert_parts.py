@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from bridge.checkpoints.diff import diff
 from bridge.checkpoints.estimate import CPU_SECONDS_PER_GB, REARRANGED_CPU_SECONDS_PER_GB
+from bridge.commands import output
 from bridge.commands.main import app
 from bridge.formats import create_checkpoint
 from bridge.formats.safetensors.header import format_header
@@ -219,3 +220,15 @@ def test_5_tb_on_16_machines_on_paper(tmp_path: Path) -> None:
     )
     assert "limited by storage" in shown.replace("\n", " ")
     assert not (tmp_path / "b").exists()
+
+
+def test_an_engine_says_which_parts_are_done(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "PLAIN_SECONDS", 0.0)
+    done = twinshard(
+        "convert", source, tmp_path / "b", "--engine", "processes", "--workers", "1", "--parts", "2", "--json"
+    )
+    assert done.exit_code == 0, done.output
+    assert done.stderr == "convert: 1 of 2 parts, part 1 just now\nconvert: 2 of 2 parts, part 2 just now\n"
+    assert json.loads(done.stdout)["tensors"] == 4
