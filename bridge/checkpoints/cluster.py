@@ -113,8 +113,9 @@ def convert_on(
 ) -> ConvertReport:
     """Convert on a cluster, in so many parts, each with ``workers`` threads; see `convert_part` and `commit_parts`.
 
-    Parts that are complete from an earlier attempt are not run again. Raises what these two raise, and CheckpointError
-    for a part whose worker was lost MAX_LOST times; the parts that are complete then stay for the next attempt.
+    progress: called with the parts done, their number, and which one was done last, after each. Parts that are complete
+    from an earlier attempt are not run again. Raises what these two raise, and CheckpointError for a part whose worker
+    was lost MAX_LOST times; the parts that are complete then stay for the next attempt.
     """
     started = time.perf_counter()
     source = str(src) if is_url(src) else os.path.abspath(src)

@@ -14,11 +14,12 @@ from bridge.formats.companions import Companions
 class ConvertReport:
     """The result of a conversion.
 
-    bytes: of the tensors' elements. resumed_bytes: those that an earlier attempt had written. dropped: names in the
-    source that did not go along. overflowed: by name, how many finite elements a cast made infinite or NaN, without
-    those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding. verified: whether
-    the source's checksums, where it has any, were compared. companions: files that went along, such as `config.json`.
-    kept: those that a replaced checkpoint had, and the source has not. not_copied: why others did not go along.
+    bytes: of the tensors' elements. resumed_bytes: those that an earlier attempt or other parts had written. dropped:
+    names in the source that did not go along. overflowed: by name, how many finite elements a cast made infinite or
+    NaN, without those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding.
+    verified: whether the source's checksums, where it has any, were compared. companions: files that went along, such
+    as `config.json`. kept: those that a replaced checkpoint had, and the source has not. not_copied: why others did not
+    go along.
     """
 
     source: Path | str

@@ -19,9 +19,10 @@ from bridge.checkpoints.noise import Noise
 from bridge.checkpoints.selection import SelectedReader, Selection, selected_pair
 from bridge.checkpoints.ulp import Tolerance
 from bridge.checkpoints.workers import large_buffers_returned
-from bridge.formats import items_there, open_checkpoint
+from bridge.formats import items_of_each, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, is_whole
 from bridge.formats.leaf_kinds import LEAVES
+from bridge.formats.quantized import DequantizedReader
 from bridge.formats.regions import Progress
 from bridge.formats.step_paths import Step, each_at_step
 from bridge.formats.stores.store import place_of
@@ -50,6 +51,7 @@ def diff(
     axes: Mapping[str, int] | None = None,
     tied: Tied | None = None,
     any_model: bool = False,
+    dequantize: bool = False,
     selection: Selection | None = None,
     tolerance: Tolerance | None = None,
     rounded: bool = False,
@@ -62,13 +64,14 @@ def diff(
     """Compare two checkpoints of any format.
 
     mapping, into, from_, axes, tied, any_model: as for `convert`; without a mapping names are compared as tree paths.
-    selection: which part of ``a``; what corresponds to the rest of it in ``b`` is left out there, too, as are names of
-    ``b`` that are to be dropped. rounded: tensors of different dtypes are compared too, see `common_dtype`; so 0 ULP
-    says that the narrower is exactly the other, cast. noise: another run of the same thing (another order of summation,
-    or a float64 twin), with the names of ``b``, or of ``a`` through the mapping; a tensor then also passes when the
-    difference is at most ``tolerance.noise_factor`` times that of ``b`` and this run. workers: regions compared in
-    parallel, some 100 MiB of memory each. items, step: see `open_checkpoint`; each is for those of ``a`` and ``b`` that
-    have items or steps.
+    dequantize: take quantized weights of ``a`` as the numbers that they stand for, as `convert` does. selection: which
+    part of ``a``; what corresponds to the rest of it in ``b`` is left out there, too, as are names of ``b`` that are to
+    be dropped. rounded: tensors of different dtypes are compared too, see `common_dtype`; so 0 ULP says that the
+    narrower is exactly the other, cast. noise: another run of the same thing (another order of summation, or a float64
+    twin), with the names of ``b``, or of ``a`` through the mapping; a tensor then also passes when the difference is at
+    most ``tolerance.noise_factor`` times that of ``b`` and this run. workers: regions compared in parallel, some 100
+    MiB of memory each. items, step: see `open_checkpoint`; each is for those of ``a`` and ``b`` that have items or
+    steps.
 
     Raises FileNotFoundError, or CheckpointError when one is damaged, the mapping does not fit ``a``, or the noise
     checkpoint lacks a tensor that is compared.
@@ -76,10 +79,13 @@ def diff(
     tolerance, selection = tolerance or Tolerance(), selection or Selection()
     table = mapping_table(mapping, axes, tied, any_model=any_model)
     with large_buffers_returned(), ExitStack() as opened:
+        places = each_at_step((a, b), step)
         whole_a, whole_b = (
-            opened.enter_context(open_checkpoint(path, items=items_there(path, items)))
-            for path in each_at_step((a, b), step)
+            opened.enter_context(open_checkpoint(path, items=own))
+            for path, own in zip(places, items_of_each(places, items), strict=True)
         )
+        if dequantize:
+            whole_a = DequantizedReader(whole_a)
         if table is not None:
             whole_a, whole_b = with_named_states(whole_a), with_named_states(whole_b)
         reader_a, reader_b = selected_pair(whole_a, whole_b, selection)

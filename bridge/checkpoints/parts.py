@@ -109,7 +109,8 @@ def convert_part(
         whole = None
         if commit and not missing and not stage.committed():
             notes = _commit(conversion, stage, replace)
-            whole = _whole(source, destination, conversion, options, notes, started)
+            written = 0 if found else plan.sizes[part - 1] - resumed
+            whole = _whole(source, destination, conversion, options, notes, started, written)
         committed = stage.committed()
         if committed:
             # A part that came late may have begun anew what another one has just finished.
@@ -165,7 +166,9 @@ def _whole(
     options: ConvertOptions,
     notes: Sequence[Mapping[str, object]],
     started: float,
+    written: int = 0,
 ) -> ConvertReport:
+    """The report of the whole conversion. written: bytes since it started; other runs wrote the rest."""
     overflowed: dict[str, int] = {}
     verified = options.verify
     for note in notes:
@@ -180,7 +183,7 @@ def _whole(
         len(conversion.outputs),
         len(conversion.objects),
         conversion.nbytes,
-        0,
+        conversion.nbytes - written,
         conversion.left_out,
         overflowed,
         conversion.inexact,

@@ -13,6 +13,7 @@ from bridge.commands.convert_report import ASKED_FOR, print_report
 from bridge.commands.options import (
     AnyModelOption,
     AxisOption,
+    DequantizeOption,
     FromOption,
     IntoOption,
     ItemOption,
@@ -69,14 +70,7 @@ def convert(
     axis: AxisOption = None,
     tied: TiedOption = None,
     any_model: AnyModelOption = False,
-    dequantize: Annotated[
-        bool,
-        typer.Option(
-            "--dequantize",
-            help="Take MXFP4 weights (GPT-OSS) and float8 weights with scales of blocks (DeepSeek-V3) as the bfloat16 "
-            "numbers that they stand for.",
-        ),
-    ] = False,
+    dequantize: DequantizeOption = False,
     select: Annotated[
         list[str] | None,
         typer.Option(

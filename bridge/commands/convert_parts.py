@@ -11,11 +11,12 @@ from bridge.checkpoints.estimate import BANDWIDTH, PartEstimate, estimate_parts
 from bridge.checkpoints.parts import PartReport, commit_parts, convert_part
 from bridge.checkpoints.pieces import PartPlan, make_part_plan
 from bridge.checkpoints.workers import default_workers
-from bridge.commands.convert_report import print_remarks
+from bridge.commands.convert_report import print_remarks, written_in
 from bridge.commands.options import progress_console, user_errors
-from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
+from bridge.commands.output import Console, byte_progress, part_progress, print_json, print_line, print_table
 from bridge.commands.part_options import Engine, PartRequest
 from bridge.commands.stopping import leaving
+from bridge.formats.regions import Progress
 from bridge.formats.step_paths import Step, at_step
 from bridge.text import human_bytes
 
@@ -69,8 +70,12 @@ def convert_in_parts(
         with leaving(lambda: _left(resume)), user_errors(json=json):
             report = commit_parts(src, dst, options, replace=replace)
     else:
-        with leaving(lambda: _left(resume=True)), user_errors(json=json):
-            report = _on_engine(request, src, dst, options, replace, workers or default_workers())
+        with (
+            leaving(lambda: _left(resume=True)),
+            user_errors(json=json),
+            part_progress(progress_console(), "convert") as progress,
+        ):
+            report = _on_engine(request, src, dst, options, replace, workers or default_workers(), progress)
     if json:
         print_json(out, report)
         return None
@@ -86,7 +91,13 @@ def _left(resume: bool) -> str:
 
 
 def _on_engine(
-    request: PartRequest, src: str, dst: str, options: ConvertOptions, replace: bool, workers: int
+    request: PartRequest,
+    src: str,
+    dst: str,
+    options: ConvertOptions,
+    replace: bool,
+    workers: int,
+    progress: Progress,
 ) -> ConvertReport:
     from bridge.checkpoints.cluster import convert_on
 
@@ -94,14 +105,16 @@ def _on_engine(
         from bridge.checkpoints.processes import Processes
 
         processes = Processes(workers)
+        parts = request.count or processes.slots
         return convert_on(
-            processes, src, dst, options, parts=request.count or processes.slots, replace=replace, workers=1
+            processes, src, dst, options, parts=parts, replace=replace, workers=1, progress=progress
         )
     from bridge.checkpoints.ray_cluster import RayCluster
 
     cluster = RayCluster(workers)
+    parts = request.count or cluster.slots
     return convert_on(
-        cluster, src, dst, options, parts=request.count or cluster.slots, replace=replace, workers=workers
+        cluster, src, dst, options, parts=parts, replace=replace, workers=workers, progress=progress
     )
 
 
@@ -109,12 +122,10 @@ def _print_part(out: Console, report: PartReport) -> None:
     if report.found:
         print_line(out, f"part {report.part} of {report.parts} was complete already")
     else:
-        rate = f"{human_bytes(int((report.bytes - report.resumed_bytes) / max(report.seconds, 1e-9)))}/s"
-        resumed = f", {human_bytes(report.resumed_bytes)} of it before" if report.resumed_bytes else ""
         print_line(
             out,
-            f"part {report.part} of {report.parts}: {report.pieces} pieces, {human_bytes(report.bytes)}{resumed} in "
-            f"{report.seconds:.1f} s ({rate})",
+            f"part {report.part} of {report.parts}: {report.pieces} pieces, "
+            f"{written_in(report.bytes, report.resumed_bytes, report.seconds)}",
         )
     for name, count in () if report.whole else report.overflowed.items():
         print_line(out, f"warning: {name}: {count} finite elements became infinite or NaN by the cast")

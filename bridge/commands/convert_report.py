@@ -18,16 +18,22 @@ ASKED_FOR = 5
 
 def print_report(out: Console, report: ConvertReport) -> None:
     """What was converted, in which time, and the remarks."""
-    written = report.bytes - report.resumed_bytes
-    rate = f"{human_bytes(int(written / max(report.seconds, 1e-9)))}/s"
-    resumed = f", {human_bytes(report.resumed_bytes)} of it before" if report.resumed_bytes else ""
     print_line(
         out,
         f"{report.source} ({report.source_format}) -> {report.destination} ({report.format}): "
         f"{report.tensors} tensors, {report.objects} objects, "
-        f"{human_bytes(report.bytes)}{resumed} in {report.seconds:.1f} s ({rate})",
+        f"{written_in(report.bytes, report.resumed_bytes, report.seconds)}",
     )
     print_remarks(out, report)
+
+
+def written_in(nbytes: int, before: int, seconds: float) -> str:
+    """So many bytes in these seconds, and the rate of those that were not written before, if there are any."""
+    written = nbytes - before
+    earlier = f", {human_bytes(before) if written else 'all'} of it before," if before else ""
+    # The seconds of a commit, or of an attempt that found everything there, say nothing about a rate.
+    rate = f" ({human_bytes(int(written / max(seconds, 1e-9)))}/s)" if written else ""
+    return f"{human_bytes(nbytes)}{earlier} in {seconds:.1f} s{rate}"
 
 
 def print_remarks(out: Console, report: ConvertReport) -> None:

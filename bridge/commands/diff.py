@@ -13,6 +13,7 @@ from bridge.commands.options import (
     SHOWN,
     AnyModelOption,
     AxisOption,
+    DequantizeOption,
     FromOption,
     IntoOption,
     ItemOption,
@@ -47,6 +48,7 @@ def diff(
     axis: AxisOption = None,
     tied: TiedOption = None,
     any_model: AnyModelOption = False,
+    dequantize: DequantizeOption = False,
     select: Annotated[
         list[str] | None,
         typer.Option(
@@ -136,6 +138,7 @@ def diff(
             axes=axes,
             tied=tied,
             any_model=any_model,
+            dequantize=dequantize,
             selection=Selection(tuple(select or ()), tuple(drop or ()), weights_only),
             tolerance=tolerance,
             rounded=rounded,

@@ -66,6 +66,14 @@ AnyModelOption = Annotated[
         "--any-model", help="Use the mapping also for a model that its rules are not for by its config.json."
     ),
 ]
+DequantizeOption = Annotated[
+    bool,
+    typer.Option(
+        "--dequantize",
+        help="Take MXFP4 weights (GPT-OSS) and float8 weights with scales of blocks (DeepSeek-V3) of the first "
+        "checkpoint as the bfloat16 numbers that they stand for.",
+    ),
+]
 ItemOption = Annotated[
     list[str] | None,
     typer.Option(

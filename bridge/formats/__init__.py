@@ -57,7 +57,7 @@ __all__ = [
     "detect_format",
     "dtype_from_name",
     "dtype_name",
-    "items_there",
+    "items_of_each",
     "open_checkpoint",
 ]
 
@@ -139,11 +139,10 @@ def open_checkpoint(
     return _open(path if isinstance(path, StorePath) else Path(path), verify, items)
 
 
-def items_there(path: str | os.PathLike[str], items: Sequence[str]) -> Sequence[str]:
-    """`items`, for a path that has any; none for another. For a pair of checkpoints, of which one may have items."""
-    if not items or is_url(path):
-        return items
-    return items if has_parts(Path(path)) else ()
+def items_of_each(paths: Sequence[str | os.PathLike[str]], items: Sequence[str]) -> list[Sequence[str]]:
+    """`items` for each path that has any, none for the others; for all where none has, so that opening refuses them."""
+    there = [bool(items) and (is_url(path) or has_parts(Path(path))) for path in paths]
+    return [items if has or not any(there) else () for has in there]
 
 
 @collection_paused()

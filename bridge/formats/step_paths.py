@@ -56,6 +56,8 @@ def at_step(path: str | os.PathLike[str], step: Step | None) -> str | os.PathLik
                 for name, info in system.find(root, maxdepth=4, detail=True).items()
             }
         names = {name.partition("/")[0] for name in below}
+        if not names:
+            raise NoStepsError(f"{url}: expected a directory of steps (--step), found nothing there")
         chosen = _choose(url, step, names, lambda name: _files_of(name, below))
         return f"{url}/{chosen}"
     place = Path(path)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bridge.checkpoints.selection import STATE_ROOTS, WEIGHT_ROOTS
-from bridge.formats import items_there, open_checkpoint
+from bridge.formats import items_of_each, open_checkpoint
 from bridge.formats.base import CheckpointReader, TensorInfo
 from bridge.formats.leaf_names import TREE_FORMATS
 from bridge.formats.step_paths import Step, each_at_step
@@ -85,9 +85,10 @@ def propose(
     `open_checkpoint`. Raises FileNotFoundError, or CheckpointError when one is damaged.
     """
     a, b = each_at_step((a, b), step)
+    items_a, items_b = items_of_each((a, b), items)
     with (
-        open_checkpoint(a, items=items_there(a, items)) as reader_a,
-        open_checkpoint(b, items=items_there(b, items)) as reader_b,
+        open_checkpoint(a, items=items_a) as reader_a,
+        open_checkpoint(b, items=items_b) as reader_b,
     ):
         (left, place_a), (right, place_b) = _weights(reader_a), _weights(reader_b)
         # Names that no rule can have must stay out of the file.

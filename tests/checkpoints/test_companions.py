@@ -195,6 +195,10 @@ def test_a_dequantized_copy_is_not_said_to_be_quantized(tmp_path: Path, source: 
     convert(source, tmp_path / "b", to="safetensors")
     assert json.loads((tmp_path / "a/config.json").read_text()) == {"d": 1}
     assert json.loads((tmp_path / "b/config.json").read_text()) == fields
+    # What --dequantize wrote is compared with what it was made of.
+    compared = ["diff", str(source), str(tmp_path / "a")]
+    assert CliRunner().invoke(app, compared).exit_code == 1
+    assert CliRunner().invoke(app, [*compared, "--dequantize"]).exit_code == 0
 
 
 def test_an_item_of_a_step_has_those_beside_the_items(tmp_path: Path, source: Path) -> None:

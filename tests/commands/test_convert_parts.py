@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from bridge.checkpoints.diff import diff
 from bridge.checkpoints.estimate import CPU_SECONDS_PER_GB, REARRANGED_CPU_SECONDS_PER_GB
+from bridge.commands import output
 from bridge.commands.main import app
 from bridge.formats import create_checkpoint
 from bridge.formats.safetensors.header import format_header
@@ -110,6 +112,8 @@ def test_a_commit_of_its_own(source: Path, tmp_path: Path) -> None:
         else:
             assert early.exit_code == 0, early.output
             assert "(safetensors): 4 tensors, 0 objects, 16 kB" in early.output.replace("\n", " ")
+            # A commit writes no elements, and its seconds are no part's.
+            assert re.search(r"16 kB, all of it before, in \d+\.\d s\n", early.output), early.output
     assert diff(source, destination).max_ulp == 0
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
@@ -218,3 +222,15 @@ def test_5_tb_on_16_machines_on_paper(tmp_path: Path) -> None:
     )
     assert "limited by storage" in shown.replace("\n", " ")
     assert not (tmp_path / "b").exists()
+
+
+def test_an_engine_says_which_parts_are_done(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "PLAIN_SECONDS", 0.0)
+    done = twinshard(
+        "convert", source, tmp_path / "b", "--engine", "processes", "--workers", "1", "--parts", "2", "--json"
+    )
+    assert done.exit_code == 0, done.output
+    assert done.stderr == "convert: 1 of 2 parts, part 1 just now\nconvert: 2 of 2 parts, part 2 just now\n"
+    assert json.loads(done.stdout)["tensors"] == 4

@@ -74,7 +74,7 @@ class StoreFolder:
         self.url = without_end(url)
         if not self.url.rpartition("/")[2]:
             raise CheckpointError(
-                f"{url}: expected the URL of a new checkpoint, such as {url}step_40, got no name"
+                f"{url}: expected the URL of a new checkpoint, such as {self.url}bucket/runs/step_40, got no name"
             )
         self.small: dict[str, bytes] = {}
         self.data: dict[str, UploadFile] = {}

@@ -83,10 +83,16 @@ class Listing:
     def _list(self, system: FileSystem, root: str) -> tuple[Mapping[str, Mapping[str, Any]], str]:
         """Files by their name in the store, and the directory there that they are below."""
         parent = root.rpartition("/")[0]
+        found: dict[str, Mapping[str, Any]] = {}
+        refused = ""
         with store_errors(f"cannot list {self.url}"):
             # What another process wrote meanwhile is not in the listing that the file system remembers.
             system.invalidate_cache()
-            found = dict(system.find(root, detail=True))
+            try:
+                found = dict(system.find(root, detail=True))
+            except FileNotFoundError as error:
+                # The bucket or repository is not: a directory that is not there is an empty listing.
+                refused = str(error).partition("\n")[0].rstrip(".")
             if root.endswith(_INDEX_SUFFIX):
                 # An index lists files beside it.
                 found |= system.find(parent, maxdepth=1, detail=True)
@@ -96,7 +102,9 @@ class Listing:
                         found[beside] = system.info(beside)
         files = {n: i for n, i in found.items() if i["type"] == "file" and not n.endswith("/")}
         if not files:
-            raise FileNotFoundError(f"{self.url} does not exist: expected a checkpoint there")
+            raise FileNotFoundError(
+                f"{self.url} does not exist: expected a checkpoint there{f'; {refused}' if refused else ''}"
+            )
         for name, info in files.items():
             size = info.get("size")
             if not isinstance(size, int) or not 0 <= size < 1 << 46:

@@ -59,22 +59,42 @@ def path_here(path: str | os.PathLike[str]) -> Path:
 
 def without_end(url: str) -> str:
     """A URL without slashes at its end."""
-    return url if url.endswith("://") else url.rstrip("/")
+    protocol, mark, name = url.partition("://")
+    return f"{protocol}{mark}{name.rstrip('/')}"
 
 
 def open_store(url: str) -> tuple[FileSystem, str]:
     """The file system of a URL, and the name there without an end slash.
 
-    CheckpointError when fsspec does not know the protocol, or its package is not installed.
+    CheckpointError for a URL that names nothing, and when fsspec does not know the protocol, or its package is not
+    installed.
     """
+    _require_name(url)
     # Here, so that local paths do not wait for it: importing fsspec takes longer than listing a checkpoint.
     import fsspec.core
 
     try:
         system, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise CheckpointError(f"cannot open {url}: {error}") from error
+        raise CheckpointError(
+            f"cannot open {url}: {error}; expected a local path, or the URL of a store that fsspec can open here, such "
+            "as s3://bucket/runs/step_40"
+        ) from error
     return system, root.rstrip("/")
+
+
+def _require_name(url: str) -> None:
+    """Refuse a protocol alone: stores answer it in words of their own, and `file://` would be the working directory."""
+    protocol, _, rest = url.partition("://")
+    here = protocol.lower() in ("file", "local")
+    if rest.strip("/") or (here and rest):
+        return
+    examples = {"hf": "hf://org/model"} | dict.fromkeys(("file", "local"), f"{protocol}:///runs/step_40")
+    example = examples.get(protocol.lower(), f"{protocol}://bucket/runs/step_40")
+    raise CheckpointError(
+        f"{protocol}:// is a protocol alone: expected the URL of a checkpoint, such as {example}, got no name: is a "
+        "variable of your script not set?"
+    )
 
 
 @contextmanager

@@ -154,6 +154,19 @@ def test_what_is_no_item_is_named(run: Path, tmp_path: Path) -> None:
     assert len(inspect(tmp_path / "odd", items=["other"]).tensors) == 5
 
 
+@pytest.mark.parametrize("command", ["diff", "map"])
+def test_items_of_two_checkpoints_that_have_none_are_refused(command: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        np.savez(tmp_path / f"{name}.npz", w=np.ones(3))
+    found = CliRunner().invoke(
+        app, [command, str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), "--item", "params"]
+    )
+    assert found.exit_code == 2
+    assert found.output == (
+        f"error: {tmp_path}/a.npz: expected a checkpoint of several items (--item), found one of npz\n"
+    )
+
+
 def test_what_a_conversion_notes_gets_an_item_of_its_own(tmp_path: Path) -> None:
     key = jax.random.key(0, impl="rbg")
     with ocp.StandardCheckpointer() as checkpointer:

@@ -285,6 +285,19 @@ def test_no_bucket_is_created_and_what_is_there_stays(tmp_path: Path, bucket: Bu
 
 
 @pytest.mark.slow
+def test_a_bucket_or_a_directory_of_steps_that_is_not_there(bucket: Bucket) -> None:
+    with pytest.raises(FileNotFoundError) as missing:
+        open_checkpoint("s3://no-such-bucket/runs/step_1")
+    assert str(missing.value) == (
+        "s3://no-such-bucket/runs/step_1 does not exist: expected a checkpoint there; The specified bucket does not "
+        "exist"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"runs: expected a directory of steps \(--step\), found nothing there$"
+    ):
+        open_checkpoint(bucket.url("runs"), step="latest")
+
+
 def test_one_file_and_its_manifest(tmp_path: Path, bucket: Bucket) -> None:
     local = source(tmp_path / "local", "dcp")
     convert(local, bucket.url("w.safetensors"))

@@ -370,6 +370,30 @@ def test_a_url_without_a_name_is_no_place_for_a_checkpoint(tmp_path: Path) -> No
         convert(local, "counted://")
 
 
+@pytest.mark.parametrize(
+    ("url", "example"),
+    [
+        ("s3://", "s3://bucket/runs/step_40"),
+        ("gs:///", "gs://bucket/runs/step_40"),
+        ("hf://", "hf://org/model"),
+        ("file://", "file:///runs/step_40"),
+        ("memory://", "memory://bucket/runs/step_40"),
+    ],
+)
+def test_a_protocol_alone_is_refused_in_our_words(
+    url: str, example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local_source(tmp_path, "safetensors")
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["inspect", url], ["verify", url], ["convert", url, "b", "--step", "3"]):
+        failed = CliRunner().invoke(app, arguments)
+        assert failed.exit_code == 2
+        assert failed.output == (
+            f"error: {url.partition('://')[0]}:// is a protocol alone: expected the URL of a checkpoint, such as "
+            f"{example}, got no name: is a variable of your script not set?\n"
+        )
+
+
 def test_metadata_is_sent_last(tmp_path: Path, store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
     pipe_file = Counting.pipe_file
