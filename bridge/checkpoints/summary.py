@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.formats import detect_format, open_checkpoint
-from bridge.formats.base import Box, CheckpointError, TensorInfo
+from bridge.formats.base import Box, CheckpointError, TensorInfo, unreadable
 from bridge.formats.files.manifest import manifest_path
 from bridge.formats.joined import JoinedReader
 from bridge.formats.leaf_kinds import LEAVES, key_types
@@ -37,7 +37,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Summary:
-    """The contents of a checkpoint. ``unreadable`` says why, for objects whose value is not plain data.
+    """The contents of a checkpoint. ``unreadable`` says why, for tensors that can only be listed, and for
+    objects whose value is not plain data.
 
     manifest: whether it has one of ours, by which `verify` can tell that nothing changed. key_types: by name, the
     implementation of tensors that are typed PRNG keys; their dtype is that of the key data.
@@ -79,18 +80,18 @@ def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: St
             for name, group in members.items()
         )
         objects: dict[str, object] = {}
-        unreadable: dict[str, str] = {}
+        reasons = dict(unreadable(reader))
         # What the note of leaves says of keys is shown with them, the rest in the objects themselves.
         for name in (name for name in reader.objects if reader.object_paths[name] != LEAVES):
             try:
                 objects[name] = reader.objects[name]
             except CheckpointError as error:
-                unreadable[name] = str(error)
+                reasons[name] = str(error)
         whole = reader.opened if isinstance(reader, StoredReader) else reader
         parts = whole.parts.values() if isinstance(whole, JoinedReader) else (whole,)
         manifest = all(manifest_path(manifest_home(home_of(part))).is_file() for part in parts)
         return Summary(
-            place_of(path), reader.format, tensors, groups, objects, unreadable, manifest, key_types(reader)
+            place_of(path), reader.format, tensors, groups, objects, reasons, manifest, key_types(reader)
         )
 
 

@@ -192,3 +192,11 @@ def test_a_terminal_gets_a_tree(tmp_path: Path) -> None:
         print_tree(terminal, "title", tensor_tree(reader.tensors.values()), None)
     assert "├── lm_head" in screen.getvalue()
     assert max(map(len, screen.getvalue().splitlines())) <= 20
+
+
+def test_tensors_that_can_only_be_listed_are_said_to_be_so(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", odd=np.array([{}], object), even=np.ones(2))
+    done = call(tmp_path / "a.npz")
+    assert done.exit_code == 0
+    assert "odd cannot be read: pickled objects" in done.stdout
+    assert "even cannot" not in done.stdout

@@ -64,6 +64,11 @@ class NpzReader(SingleChunkReader):
 
     def __init__(self, path: str | os.PathLike[str], verify: bool = True) -> None:
         super().__init__(path, NPZ_FILES)
+        if self._fileset.weight_map is not None:
+            raise CheckpointError(
+                f"{self.path}: expected one archive of NumPy (.npz), found an index of {len(self._fileset.names)}: "
+                "give the path of one of them"
+            )
         self._verify = verify
         self._name = self._fileset.names[0]
         self._file_path = self._regular_file(self._name)

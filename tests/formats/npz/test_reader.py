@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,9 @@ from bridge.checkpoints.selection import Selection
 from bridge.checkpoints.summary import inspect
 from bridge.checkpoints.verify import verify
 from bridge.formats import Box, CheckpointError, open_checkpoint
+from bridge.formats.base import unreadable
 from bridge.formats.npz import inflate
+from bridge.formats.npz.reader import NpzReader
 from tests.support.bridge.bits import random_bits, same_bits
 
 SAVED: dict[str, Callable[..., None]] = {"stored": np.savez, "deflated": np.savez_compressed}
@@ -105,7 +108,7 @@ def test_what_is_no_number_is_named(tmp_path: Path) -> None:
         **{n: a for n, (a, _) in odd.items()},
     )
     with open_checkpoint(tmp_path / "a.npz") as reader:
-        reasons = dict(reader.unreadable)  # type: ignore[attr-defined]
+        reasons = dict(unreadable(reader))
         assert reader.read("e5m2").dtype == ml_dtypes.float8_e5m2
         for name, (_, why) in odd.items():
             assert reasons[name].startswith(why)
@@ -227,3 +230,12 @@ def test_a_folder_with_one_archive_and_one_without_its_usual_name(tmp_path: Path
         assert inspect(place).format == "npz"
         with open_checkpoint(place) as reader:
             assert same_bits(reader.read("w"), values)
+
+
+def test_an_index_of_archives_is_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        np.savez(tmp_path / f"{name}.npz", **{name: np.ones(2)})
+    index = tmp_path / "all.npz.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "a.npz", "b": "b.npz"}}))
+    with pytest.raises(CheckpointError, match=r"expected one archive of NumPy .*found an index of 2"):
+        NpzReader(index)
