@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from isal import isal_zlib
 
-from bridge.formats.arrays import as_integers, byte_range, strides_of
+from bridge.formats.arrays import as_integers, byte_range, row_major
 from bridge.formats.base import (
     Box,
     CheckpointError,
@@ -164,10 +164,11 @@ class DcpReader(ClosedAtEnd):
             if not isinstance(found.layout, StoredTensor):
                 return None
             stored = found.layout
-        record, dtype = stored.record, stored.dtype
+        record = stored.record
         if (
-            (dtype, stored.shape, stored.first, record.size) != (info.dtype, info.shape, 0, target.nbytes)
-            or [step * dtype.itemsize for step in stored.strides] != list(strides_of(info.shape, dtype))
+            (stored.dtype, stored.shape, stored.first, record.size)
+            != (info.dtype, info.shape, 0, target.nbytes)
+            or not row_major(stored.shape, stored.strides)
             or not self._files.read_into(extent.file, record.start, target)
         ):
             return None
