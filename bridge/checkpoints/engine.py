@@ -3,6 +3,9 @@
     worker 0   tensor 0: read region, write its chunks; read region, write ...   tensor 2: ...
     worker 1   tensor 1: read region, write its chunks; ...
 
+A tensor of less than 1 MiB that goes along unchanged takes a shorter way: one read, from the source's file into the
+memory in which the writer gathers what it writes next; checksums are computed there, once each.
+
 Copying, checksums and files let go of Python's lock, so threads use all cores. Each worker holds one region of 32 MiB,
 and what its reading needs beside it: memory does not depend on the size of the checkpoint.
 """
