@@ -24,8 +24,8 @@ from bridge.formats.dcp.pickle_records import Instance
 _LONGEST: Final = 1024
 _MOST_KINDS: Final = 4096
 _BLOCK: Final = 64 << 10
-_TEXT, _MEMOIZE, _LONG_GET = b"\x8c", b"\x94", b"j"
-_GETS: Final = b"hj"
+_TEXT, _MEMOIZE, _GET, _LONG_GET = b"\x8c", b"\x94", b"h", b"j"
+_GETS: Final = _GET + _LONG_GET
 
 
 def _entry_pattern() -> re.Pattern[bytes]:
@@ -112,11 +112,12 @@ class RepeatedEntries:
     def _looked_up(self) -> bytes:
         """For each memo entry, whether it is 1: looked up somewhere, or bytes of something else look like that."""
         looked_up = np.zeros(self._data.count(_MEMOIZE) + 1, np.bool_)
-        looked_up[:256] = True
         data = np.frombuffer(self._data, np.uint8)
-        for start in range(0, len(data) - 4, _BLOCK):
+        for start in range(0, len(data), _BLOCK):
             block = data[start : start + _BLOCK + 4]
-            at = np.flatnonzero(block[:-4] == ord(_LONG_GET))
-            numbers = block[at[:, None] + np.arange(1, 5)].view("<u4").ravel()
-            looked_up[numbers[numbers < len(looked_up)]] = True
+            for get, size in ((_GET, 1), (_LONG_GET, 4)):
+                at = np.flatnonzero(block[:_BLOCK] == ord(get))
+                at = at[at + size < len(block)]
+                numbers = block[at[:, None] + np.arange(1, size + 1)].view(f"<u{size}").ravel()
+                looked_up[numbers[numbers < len(looked_up)]] = True
         return looked_up.tobytes()
