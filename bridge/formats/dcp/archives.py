@@ -152,7 +152,8 @@ class _Form:
         like = self.tensor
         written = file[offset + self.crc : offset + self.crc + 4]
         stop = offset + self.start + like.record.size
-        # Two looks instead of seven, if also the records not looked at are the same, as they are with one writer.
+        # Two looks instead of seven where also the records not looked at are the same, as one writer has them: half
+        # of the time.
         if file[offset : offset + self.start] != written.join(self.before) or file[
             stop : offset + self.length
         ] != written.join(self.after):

@@ -44,7 +44,7 @@ _MARK = "twinshard_manifest"
 _VERSION = 1
 _MAX_BYTES = 1 << 30
 _BLOCK = 8 << 20
-_SMALL = 4 << 10
+_SMALL, _TOGETHER = 4 << 10, 1 << 10
 _MAX_SIZE = 1 << 63
 _MAX_ALIKE = 4096
 _HEX = re.compile("[0-9a-f]{8}").fullmatch
@@ -159,17 +159,22 @@ def rest_checksum(path: Path, ranges: Iterable[tuple[int, int]], mapped: mmap.mm
         return int(crc)
     with open(path, "rb") as file:
         end = os.fstat(file.fileno()).st_size
+        small: list[bytes] = []
         for position, stop in gaps(ranges, end):
             if mapped is not None and stop - position <= _SMALL and stop <= len(mapped):
-                crc = google_crc32c.extend(crc, mapped[position:stop])
-                continue
+                small.append(mapped[position:stop])
+                if len(small) < _TOGETHER:
+                    continue
+                position = stop
+            crc = extend(crc, b"".join(small))
+            small.clear()
             while position < stop:
                 data = os.pread(file.fileno(), min(stop - position, _BLOCK), position)
                 if not data:
                     raise OSError(f"{path}: expected {end} bytes, found {position}")
                 crc = extend(crc, data)
                 position += len(data)
-    return int(crc)
+    return extend(crc, b"".join(small))
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:
@@ -248,8 +253,9 @@ def _tensors(entries: Any) -> dict[str, ManifestTensor]:
                 known[content] = tensor, tuple(tensor.chunks)
         else:
             first, boxes = like
-            crcs = [_crc(crc) for _, _, crc in entry["chunks"]]
-            tensors[name] = first.with_chunks(dict(zip(boxes, crcs, strict=True)))
+            tensors[name] = first.with_chunks(
+                {box: _crc(crc) for box, (_, _, crc) in zip(boxes, entry["chunks"], strict=True)}
+            )
     return tensors
 
 

@@ -229,6 +229,7 @@ START = (
 )
 MEMO = 5
 INSTANCE = b"h\x02)\x81}(h\x03K\x07ub"
+CHANGE = b"\x8c\x01y\x94K\x01s"
 REMEMBERED = b"h\x02)\x81\x94}\x94(h\x03K\x07ub"
 
 
@@ -260,12 +261,12 @@ def test_an_entry_again_is_not_followed_again(entry: bytes, repeats: list[int]) 
 @pytest.mark.parametrize(
     ("change", "reads"),
     [
-        # The memo entry of the first instance's state; then "x" -> 1 in it, of which no other state may know.
-        (b"h" + bytes([MEMO + 2]) + b"\x8c\x01y\x94K\x01s", [{"x": 7, "y": 1}, {"x": 7}, {"x": 7}, {"x": 7}]),
-        (b"h" + bytes([MEMO + 8]) + b"\x8c\x01y\x94K\x01s", [{"x": 7}, {"x": 7}, {"x": 7, "y": 1}, {"x": 7}]),
-        (b"j" + bytes([MEMO + 8, 0, 0, 0]) + b"\x8c\x01y\x94K\x01s", [{"x": 7}, {"x": 7}, {"x": 7, "y": 1}, {"x": 7}]),
+        # The memo entry of an instance's state; then "y" -> 1 in it, of which no other state may know.
+        (b"h" + bytes([MEMO + 2]) + CHANGE, [{"x": 7, "y": 1}, {"x": 7}, {"x": 7}, {"x": 7}]),
+        (b"h" + bytes([MEMO + 5]) + CHANGE, [{"x": 7}, {"x": 7, "y": 1}, {"x": 7}, {"x": 7}]),
+        (b"j" + bytes([MEMO + 5, 0, 0, 0]) + CHANGE, [{"x": 7}, {"x": 7, "y": 1}, {"x": 7}, {"x": 7}]),
     ],
-)  # fmt: skip
+)
 def test_states_that_can_still_be_reached_are_not_shared(change: bytes, reads: list[object]) -> None:
     data = START + b"".join(named(k) + REMEMBERED for k in range(3))
     data += b"u" + change + b"}(" + named(3) + REMEMBERED + b"ut."
