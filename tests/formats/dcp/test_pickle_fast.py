@@ -282,10 +282,17 @@ def test_a_memo_entry_that_is_replaced_counts_from_then_on() -> None:
     """PUT makes 3, the key of the states, another text, for entries of the same bytes."""
     for put in (b"q\x03", b"r\x03\0\0\0"):
         other = b"\x8c\x05other" + put
-        data = START + named(0) + INSTANCE + named(1) + INSTANCE + other + b"N" + named(2) + INSTANCE + b"ut."
+        entries = [named(k) + INSTANCE for k in range(5)]
+        data = START + entries[0] + entries[1] + other + b"N" + b"".join(entries[2:]) + b"ut."
         value = read_pickle(data, CLASS, "w")
         assert picture(value) == picture(by_table(data, CLASS))
-        assert states(value) == [{"x": 7}, {"x": 7}, {"other": 7}]
+        assert states(value) == [{"x": 7}] * 2 + [{"other": 7}] * 3
+
+
+def test_entries_that_are_alike_up_to_a_byte_like_the_start_of_a_text_are_told_apart() -> None:
+    one, two = b"h\x02)\x81}(h\x03K\x8cub", b"h\x02)\x81}(h\x03K\x8cNK\x01ub"
+    data = START + b"".join(named(k) + (two if k % 2 else one) for k in range(6)) + b"ut."
+    assert states(read_pickle(data, CLASS, "w")) == [{"x": 140}, {"x": 140, None: 1}] * 3
 
 
 def test_instances_of_the_same_bytes_are_different_keys() -> None:
