@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.formats import FORMATS, create_checkpoint, detect_format, open_checkpoint
-from bridge.formats.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
+from bridge.formats.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name, grid_of_chunks
 from bridge.formats.coverage import check_coverage
 from bridge.formats.files.atomic import AtomicDirectory, is_temporary
 
@@ -360,3 +361,12 @@ def test_the_longest_path_and_the_largest_position_come_back(tmp_path: Path, for
         writer.write(name, Box.whole((1,)), np.ones(1, np.float32))
     with open_checkpoint(tmp_path / "c") as reader:
         assert set(paths) <= set(reader.object_paths.values())
+
+
+def test_a_tensor_of_another_name_is_like_one_that_was_checked() -> None:
+    info = TensorInfo("a", ("a",), (4, 3), np.dtype("float32"), grid_of_chunks((4, 3), (2, 3)))
+    other = info.named("b.c", ("b", "c"))
+    assert other == TensorInfo("b.c", ("b", "c"), info.shape, info.dtype, info.chunks)
+    assert vars(other).keys() == {field.name for field in dataclasses.fields(TensorInfo)}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        other.name = "d"  # type: ignore[misc]

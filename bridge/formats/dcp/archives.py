@@ -25,12 +25,14 @@ from bridge.formats.dcp.archive import (
     records_and_places,
     tensor_in,
 )
+from bridge.formats.safetensors.header import LENGTH_BYTES
 
 _CRC: Final = struct.Struct("<L")
 _LOCAL_CRC: Final = 14
 _ENTRY_CRC: Final = 16
 """Where a record's checksum is in its own header, and in its entry of the directory."""
 
+_SAFETENSORS: Final = ord("{")
 _PADDED_TO: Final = 64
 _MAX_FORMS: Final = 4096
 _MAX_FIXED: Final = 16 << 10
@@ -42,6 +44,13 @@ class Archives:
 
     def __init__(self) -> None:
         self._forms: dict[tuple[int, int, bytes], _Form] = {}
+
+    def known(self, file: mmap.mmap, offset: int, length: int) -> StoredTensor | None:
+        """The tensor of an archive that is like one found before; None if it may be another, or no archive."""
+        form = self._forms.get(
+            (length, offset % _PADDED_TO, file[offset + _LOCAL_CRC : offset + _LOCAL_CRC + 4])
+        )
+        return None if form is None or form.begins_as_safetensors else form.found(file, offset)
 
     def find(self, file: mmap.mmap, offset: int, length: int, what: str) -> StoredTensor:
         """See `find_tensor`."""
@@ -84,13 +93,19 @@ class _Form:
     """All of an archive that decides how it is parsed: bytes by their place in it, and what was found.
 
     What varies between archives that are alike is left out: elements, their checksum, and records not looked at.
+    begins_as_safetensors: whether its first bytes could also be those of a safetensors file, in a file long enough.
     start, crc: where the elements and their checksum are. tensor: the result for the archive at offset 0.
+    before, after: all bytes before and after the elements, cut where the checksum of these is.
     """
 
     fixed: tuple[tuple[int, int, bytes], ...]
     start: int
     crc: int
     tensor: StoredTensor
+    begins_as_safetensors: bool
+    before: tuple[bytes, bytes]
+    after: tuple[bytes, bytes]
+    length: int
 
     @classmethod
     def of(
@@ -102,7 +117,7 @@ class _Form:
         tensor: StoredTensor,
     ) -> _Form:
         free: list[tuple[int, int]] = []
-        at = 0
+        local = at = 0
         for name, (record, header, entry) in records.items():
             if name not in _LOOKED_AT:
                 start = record.start - offset
@@ -112,21 +127,39 @@ class _Form:
                     (entry + _ENTRY_CRC, entry + _ENTRY_CRC + 4),
                 ]
             if record is tensor.record:
-                at = entry + _ENTRY_CRC
+                local, at = header + _LOCAL_CRC, entry + _ENTRY_CRC
         fixed = []
         position = 0
         for low, high in (*sorted(free), (length, length)):
             if position < low:
                 fixed.append((position, low, file[offset + position : offset + low]))
             position = max(position, high)
-        return cls(tuple(fixed), tensor.record.start - offset, at, tensor)
+        start = tensor.record.start
+        stop = start + tensor.record.size
+        return cls(
+            tuple(fixed),
+            start - offset,
+            at,
+            tensor,
+            begins_as_safetensors=file[offset + LENGTH_BYTES] == _SAFETENSORS,
+            before=(file[offset : offset + local], file[offset + local + 4 : start]),
+            after=(file[stop : offset + at], file[offset + at + 4 : offset + length]),
+            length=length,
+        )
 
     def found(self, file: mmap.mmap, offset: int) -> StoredTensor | None:
         """The tensor of the archive at this offset, None if the archive is another."""
-        for low, high, content in self.fixed:
-            if file[offset + low : offset + high] != content:
-                return None
-        (crc,) = _CRC.unpack_from(file, offset + self.crc)
         like = self.tensor
+        written = file[offset + self.crc : offset + self.crc + 4]
+        stop = offset + self.start + like.record.size
+        # Two looks instead of seven where also the records not looked at are the same, as one writer has them: half
+        # of the time.
+        if file[offset : offset + self.start] != written.join(self.before) or file[
+            stop : offset + self.length
+        ] != written.join(self.after):
+            for low, high, content in self.fixed:
+                if file[offset + low : offset + high] != content:
+                    return None
+        (crc,) = _CRC.unpack(written)
         record = Record(offset + self.start, like.record.size, checked_crc(crc, like.record.size))
         return StoredTensor(like.dtype, like.shape, like.strides, like.first, record)

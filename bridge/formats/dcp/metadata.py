@@ -94,14 +94,22 @@ class _Part:
     objects: Mapping[str, tuple[TreePath, Extent]]
 
 
-@dataclass(frozen=True)
-class _Claim:
-    path: TreePath
+class _Form(NamedTuple):
+    """What the entry of a tensor says, apart from its name; its chunks, without those that are empty.
+
+    `_Parts` has the same for all tensors whose entries share their content, checked once.
+    """
+
     shape: tuple[int, ...]
     dtype: np.dtype
-    boxes: Sequence[Box]
-    extents: Sequence[Extent]
+    chunks: tuple[Box, ...]
     unreadable: str | None
+
+
+class _Claim(NamedTuple):
+    path: TreePath
+    form: _Form
+    extents: tuple[Extent, ...]
 
 
 def metadata_files(directory: Path) -> list[Path]:
@@ -117,7 +125,7 @@ def parse_metadata(data: bytes, what: str) -> DcpMetadata:
 
     Chunks without elements are left out. CheckpointError, beginning with `what`, for anything else.
     """
-    return _join([_part(data, what)], what)
+    return _alone(_part(data, what))
 
 
 def parse_rank_metadata(files: Mapping[str, bytes], what: str) -> DcpMetadata:
@@ -150,12 +158,15 @@ def _part(data: bytes, what: str) -> _Part:
 
     tensors: dict[str, _Claim] = {}
     objects: dict[str, tuple[TreePath, Extent]] = {}
+    # By the identity of an entry's content, which `entries` keeps: `read_pickle` shares it between tensors alike.
+    forms: dict[int, _Form] = {}
+    nowhere: Mapping[tuple[int, ...] | None, Extent] = {}
     for name, entry in entries.items():
         if not isinstance(name, str) or len(name) > MAX_NAME:
             raise CheckpointError(
                 f"{what}: expected names to be text of at most {MAX_NAME} characters, got {type(name).__name__}"
             )
-        places = stored.pop(name, {})
+        places = stored.pop(name, nowhere)
         path = _path(name, paths.get(name), what)
         if isinstance(entry, Instance) and entry.name == _BYTES:
             if places.keys() != {None}:
@@ -163,11 +174,41 @@ def _part(data: bytes, what: str) -> _Part:
                     f"{what}: expected {_short(name)} to be stored in one place, got {len(places)}"
                 )
             objects[name] = path, places[None]
-        else:
-            tensors[name] = _tensor(name, path, entry, places, what)
+            continue
+        state = entry.state if isinstance(entry, Instance) and entry.name == _TENSOR else None
+        form = forms.get(id(state))
+        if form is None:
+            form = forms[id(state)] = _form(name, entry, places, what)
+        try:
+            extents = tuple([places[chunk.offsets] for chunk in form.chunks])
+        except KeyError as error:
+            raise _not_stored(f"{what}: tensor {_short(name)}", error.args[0]) from None
+        tensors[name] = _Claim(path, form, extents)
     if stored:
         raise CheckpointError(f"{what}: storage_data has an entry for unknown {_short(next(iter(stored)))}")
     return _Part(what, tensors, objects)
+
+
+def _alone(part: _Part) -> DcpMetadata:
+    """As `_join` of one part, which has no copies; tensors alike are checked once."""
+    tensors: dict[str, TensorInfo] = {}
+    extents: dict[str, tuple[Extent, ...]] = {}
+    closed: dict[str, str] = {}
+    checked: dict[int, TensorInfo] = {}
+    for name, (path, form, places) in part.tensors.items():
+        like = checked.get(id(form))
+        if like is None:
+            shape, dtype, chunks, _ = form
+            check_coverage(shape, chunks, f"{part.what}: tensor {_short(name)}")
+            checked[id(form)] = tensors[name] = TensorInfo(name, path, shape, dtype, chunks)
+        else:
+            tensors[name] = like.named(name, path)
+        extents[name] = places
+        if form.unreadable is not None:
+            closed[name] = form.unreadable
+    objects = {name: extent for name, (_, extent) in part.objects.items()}
+    object_paths = {name: path for name, (path, _) in part.objects.items()}
+    return DcpMetadata(tensors, extents, objects, object_paths, closed)
 
 
 def _join(parts: Sequence[_Part], what: str) -> DcpMetadata:
@@ -182,13 +223,18 @@ def _join(parts: Sequence[_Part], what: str) -> DcpMetadata:
     for part in parts:
         for name, claim in part.tensors.items():
             other, same = first.setdefault(name, (part, claim))
-            if (claim.shape, claim.dtype, claim.path) != (same.shape, same.dtype, same.path):
+            if (claim.form.shape, claim.form.dtype, claim.path) != (
+                same.form.shape,
+                same.form.dtype,
+                same.path,
+            ):
                 raise CheckpointError(
-                    f"{part.what}: tensor {_short(name)}: expected {same.dtype.name} {same.shape} at "
-                    f"{same.path!r:.200} as in {other.what}, got {claim.dtype.name} {claim.shape} at {claim.path!r:.99}"
+                    f"{part.what}: tensor {_short(name)}: expected {same.form.dtype.name} {same.form.shape} at "
+                    f"{same.path!r:.200} as in {other.what}, got {claim.form.dtype.name} {claim.form.shape} at "
+                    f"{claim.path!r:.99}"
                 )
             known = places.setdefault(name, {})
-            for box, extent in zip(claim.boxes, claim.extents, strict=True):
+            for box, extent in zip(claim.form.chunks, claim.extents, strict=True):
                 if part is not other and box in known:
                     copies.setdefault((name, known[box]), []).append(extent)
                 else:
@@ -209,10 +255,13 @@ def _join(parts: Sequence[_Part], what: str) -> DcpMetadata:
     tensors: dict[str, TensorInfo] = {}
     for name, (part, claim) in first.items():
         boxes = chunks.get(name, [])
-        check_coverage(claim.shape, boxes, f"{part.what if len(parts) == 1 else what}: tensor {_short(name)}")
-        tensors[name] = TensorInfo(name, claim.path, claim.shape, claim.dtype, tuple(boxes))
+        shape, dtype = claim.form.shape, claim.form.dtype
+        check_coverage(shape, boxes, f"{part.what if len(parts) == 1 else what}: tensor {_short(name)}")
+        tensors[name] = TensorInfo(name, claim.path, shape, dtype, tuple(boxes))
     whole = {name: tuple(extents.get(name, ())) for name in tensors}
-    closed = {name: claim.unreadable for name, (_, claim) in first.items() if claim.unreadable is not None}
+    closed = {
+        name: claim.form.unreadable for name, (_, claim) in first.items() if claim.form.unreadable is not None
+    }
     return DcpMetadata(tensors, whole, objects, object_paths, closed, copies, object_copies)
 
 
@@ -226,12 +275,13 @@ def _state(value: object, kind: str, what: str) -> dict[object, object]:
     return value.state
 
 
-def _size(value: object, what: str) -> tuple[int, ...]:
+def _size(value: object, what: str, name: str | None = None) -> tuple[int, ...]:
     if isinstance(value, Call) and value.name == _SIZE:
         if value.args == ():
             return ()
         if len(value.args) == 1 and is_index(sizes := value.args[0]):
             return sizes
+    what = what if name is None else f"{what}: {_short(name)}"
     raise CheckpointError(f"{what}: expected a torch.Size of up to 64 ints of at least 0, got something else")
 
 
@@ -250,6 +300,7 @@ def _storage(value: object, what: str) -> dict[str, dict[tuple[int, ...] | None,
     if not isinstance(value, dict):
         raise CheckpointError(f"{what}: expected storage_data to be a dict, got {type(value).__name__}")
     stored: dict[str, dict[tuple[int, ...] | None, Extent]] = {}
+    files: set[str] = set()
     for index, info in value.items():
         key, place = _state(index, _INDEX, what), _state(info, _STORAGE_INFO, what)
         name = key.get("fqn")
@@ -257,38 +308,32 @@ def _storage(value: object, what: str) -> dict[str, dict[tuple[int, ...] | None,
             raise CheckpointError(
                 f"{what}: expected names in storage_data to be text, got {type(name).__name__}"
             )
-        here = f"{what}: {_short(name)}"
         raw_offset = key.get("offset")
-        offset = None if raw_offset is None else _size(raw_offset, here)
+        offset = None if raw_offset is None else _size(raw_offset, what, name)
         if place.get("transform_descriptors"):
             raise CheckpointError(
-                f"{here}: is stored compressed or encrypted by a DCP extension, which is not supported"
+                f"{what}: {_short(name)}: is stored compressed or encrypted by a DCP extension, which is not supported"
             )
         places = stored.setdefault(name, {})
         if offset in places:
-            raise CheckpointError(f"{here}: has two storage entries for the chunk at {offset}")
-        places[offset] = _extent(place, here)
+            raise CheckpointError(
+                f"{what}: {_short(name)}: has two storage entries for the chunk at {offset}"
+            )
+        file, start, length = place.get("relative_path"), place.get("offset"), place.get("length")
+        if not isinstance(file, str) or (file not in files and not is_plain_name(file)):
+            raise CheckpointError(
+                f"{what}: {_short(name)}: expected the name of a file in the checkpoint's directory, got something else"
+            )
+        files.add(file)
+        if not (type(start) is int and type(length) is int and is_index((start, length))):
+            raise CheckpointError(
+                f"{what}: {_short(name)}: expected offset and length in {file} to be ints of at least 0"
+            )
+        places[offset] = Extent(file, start, length)
     return stored
 
 
-def _extent(place: Mapping[object, object], what: str) -> Extent:
-    file, offset, length = (place.get(field) for field in ("relative_path", "offset", "length"))
-    if not isinstance(file, str) or not is_plain_name(file):
-        raise CheckpointError(
-            f"{what}: expected the name of a file in the checkpoint's directory, got something else"
-        )
-    if not (type(offset) is int and type(length) is int and is_index((offset, length))):
-        raise CheckpointError(f"{what}: expected offset and length in {file} to be ints of at least 0")
-    return Extent(file, offset, length)
-
-
-def _tensor(
-    name: str,
-    path: TreePath,
-    entry: object,
-    places: Mapping[tuple[int, ...] | None, Extent],
-    what: str,
-) -> _Claim:
+def _form(name: str, entry: object, places: Mapping[tuple[int, ...] | None, Extent], what: str) -> _Form:
     here = f"{what}: tensor {_short(name)}"
     fields = _state(entry, _TENSOR, here)
     shape = _size(fields.get("size"), here)
@@ -311,7 +356,7 @@ def _tensor(
     chunks = fields.get("chunks")
     if not isinstance(chunks, list):
         raise CheckpointError(f"{here}: expected a list of chunks, got {type(chunks).__name__}")
-    boxes, extents = [], []
+    boxes = []
     for chunk in chunks:
         state = _state(chunk, _CHUNK, here)
         offsets, sizes = _size(state.get("offsets"), here), _size(state.get("sizes"), here)
@@ -324,10 +369,13 @@ def _tensor(
         if not box.inside(shape):
             raise CheckpointError(f"{here}: expected chunks inside shape {shape}, got {box}")
         if offsets not in places:
-            raise CheckpointError(f"{here}: nothing stored for the chunk at {offsets}")
+            raise _not_stored(here, offsets)
         boxes.append(box)
-        extents.append(places[offsets])
-    return _Claim(path, shape, known[0], boxes, extents, known[1])
+    return _Form(shape, known[0], tuple(boxes), known[1])
+
+
+def _not_stored(here: str, offsets: tuple[int, ...]) -> CheckpointError:
+    return CheckpointError(f"{here}: nothing stored for the chunk at {offsets}")
 
 
 def format_metadata(metadata: DcpMetadata) -> bytes:

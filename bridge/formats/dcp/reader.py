@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from operator import sub
+from math import prod
+from operator import itemgetter, sub
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from isal import isal_zlib
@@ -61,8 +61,15 @@ from bridge.formats.stores.listing import StorePath
 from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
 
 _ADVICE: Final = "a conversion can leave it out (--drop, --weights-only)"
+_FILES_AT_ONCE: Final = 16
 _MAX_KEPT: Final = 1 << 16
 """Archives whose parsed headers are kept in memory, some 500 bytes each; those of others are parsed at each read."""
+
+
+_Place: TypeAlias = tuple[str, int, int, int, str]
+"""An extent (file, offset, length), the bytes of elements that it is to hold, and whose these are."""
+
+_NOWHERE: Final[_Place] = ("", 0, 0, 0, "")
 
 
 class _Stored(NamedTuple):
@@ -199,11 +206,35 @@ class DcpReader(ClosedAtEnd):
     def data_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
         """For each file, where the elements of chunks are: first byte, and the one after the last."""
         ranges: dict[str, list[tuple[int, int]]] = {}
-        for name, info in ((n, i) for n, i in self.tensors.items() if n not in self.unreadable):
-            for chunk, extent in zip(info.chunks, self._metadata.extents[name], strict=True):
-                start = self._find(info, chunk, extent).start  # also refuses another shape or dtype
-                ranges.setdefault(extent.file, []).append((start, start + chunk.numel * info.dtype.itemsize))
+        extents, unreadable, archives = self._metadata.extents, self.unreadable, self._archives
+        # Asking for a file takes longer than to look into it. In a store each archive is fetched by itself.
+        files: dict[str, mmap.mmap] = {}
+        for name, info in self.tensors.items():
+            if name in unreadable:
+                continue
+            dtype = info.dtype
+            for chunk, extent in zip(info.chunks, extents[name], strict=True):
+                file = extent.file
+                if file not in ranges:
+                    ranges[file] = []
+                if file not in files and not isinstance(self.path, StorePath):
+                    if len(files) >= _FILES_AT_ONCE:
+                        files.clear()
+                    files[file] = self._files.get(file, 0, 1)
+                tensor = archives.get(extent)
+                if tensor is None and file in files:
+                    tensor = self._like(files[file], extent)
+                # What `_find` does, without the call and the record for its result.
+                if tensor is not None and tensor.dtype is dtype and tensor.shape == chunk.sizes:
+                    start = tensor.record.start + tensor.first * dtype.itemsize
+                else:
+                    start = self._find(info, chunk, extent).start
+                ranges[file].append((start, start + prod(chunk.sizes) * dtype.itemsize))
         return ranges
+
+    def mapped(self, file: str) -> mmap.mmap | None:
+        """A data file as it is mapped for reading; None where it is fetched from a store."""
+        return None if isinstance(self.path, StorePath) else self._files.get(file, 0, 1)
 
     def close(self) -> None:
         """Release the files. Arrays already read stay valid."""
@@ -240,37 +271,46 @@ class DcpReader(ClosedAtEnd):
 
     def _check_files(self) -> None:
         metadata = self._metadata
-        entries: list[tuple[str, Extent, int]] = []
+        places: list[_Place] = []
         for name, info in metadata.tensors.items():
             for index, (chunk, extent) in enumerate(zip(info.chunks, metadata.extents[name], strict=True)):
                 nbytes = chunk.numel * info.dtype.itemsize
-                entries += [(name, e, nbytes) for e in (extent, *metadata.copies.get((name, index), ()))]
+                places.append((*extent, nbytes, name))
+                if metadata.copies:
+                    copies = metadata.copies.get((name, index), ())
+                    places += [(*copy, nbytes, name) for copy in copies]
         for name, extent in metadata.objects.items():
-            entries += [(name, e, 0) for e in (extent, *metadata.object_copies.get(name, ()))]
+            places += [(*e, 0, name) for e in (extent, *metadata.object_copies.get(name, ()))]
         sizes: dict[str, int] = {}
-        for name, extent, nbytes in entries:
-            if extent.file not in sizes:
-                _, sizes[extent.file] = regular_file(self.path, extent.file, repr(name))
-            if extent.offset + extent.length > sizes[extent.file]:
+        for file, offset, length, nbytes, name in places:
+            size = sizes.get(file)
+            if size is None:
+                _, size = regular_file(self.path, file, repr(name))
+                sizes[file] = size
+            if offset + length > size:
                 raise CheckpointError(
-                    f"{self.path / extent.file} is truncated: expected at least {extent.offset + extent.length} bytes "
-                    f"(for {name!r}), got {sizes[extent.file]}"
+                    f"{self.path / file} is truncated: expected at least {offset + length} bytes (for {name!r}), got "
+                    f"{size}"
                 )
-            if extent.length < nbytes:
+            if length < nbytes:
                 raise CheckpointError(
-                    f"{self.path / extent.file}: tensor {name!r}: expected {nbytes} bytes for a chunk, but "
-                    f"{extent.length} are stored"
+                    f"{self.path / file}: tensor {name!r}: expected {nbytes} bytes for a chunk, but {length} are stored"
                 )
         self._data_files = tuple(sizes)
-        entries.sort(key=lambda entry: (entry[1].file, entry[1].offset, entry[1].length))
-        for (name, first, _), (other, second, _) in itertools.pairwise(entries):
-            if first.file == second.file and second.offset < first.offset + first.length:
-                # All tensors of one safetensors file have its place.
-                if first.offset == second.offset and self._is_safetensors(first):
-                    continue
+        places.sort(key=itemgetter(0, 1, 2))
+        last, end = _NOWHERE, 0
+        for place in places:
+            file, offset, length, _, name = place
+            # All tensors of one safetensors file have its place.
+            if (
+                offset < end
+                and file == last[0]
+                and not (offset == last[1] and self._is_safetensors(Extent(*last[:3])))
+            ):
                 raise CheckpointError(
-                    f"{self.path / first.file}: {name!r} and {other!r} are stored in the same place, at {second.offset}"
+                    f"{self.path / file}: {last[4]!r} and {name!r} are stored in the same place, at {offset}"
                 )
+            last, end = place, offset + length
 
     def _is_safetensors(self, extent: Extent) -> bool:
         """Whether SerializationFormat.SAFETENSORS wrote it: the file goes on as a safetensors file from there."""
@@ -305,8 +345,29 @@ class DcpReader(ClosedAtEnd):
         return f"{self._names[extent.file]}: tensor {info.name!r}, chunk at {chunk.offsets}"
 
     def _find(self, info: TensorInfo, chunk: Box, extent: Extent) -> _Stored:
+        tensor = self._archives.get(extent)
+        if tensor is None:
+            found = self._parsed(info, chunk, extent)
+        else:
+            found = _Stored(tensor, tensor.record.start + tensor.first * tensor.dtype.itemsize, tensor.record)
+        dtype, shape = found.layout.dtype, found.layout.shape
+        if (dtype is not info.dtype and dtype != info.dtype) or shape != chunk.sizes:
+            raise CheckpointError(
+                f"{self._what(info, chunk, extent)}: expected {info.dtype.name} {chunk.sizes} as .metadata says, got "
+                f"{dtype.name} {shape}"
+            )
+        return found
+
+    def _like(self, file: mmap.mmap, extent: Extent) -> StoredTensor | None:
+        """The tensor of an archive that is like one found before."""
+        tensor = self._forms.known(file, extent.offset, extent.length)
+        if tensor is not None and len(self._archives) < _MAX_KEPT:
+            self._archives[extent] = tensor
+        return tensor
+
+    def _parsed(self, info: TensorInfo, chunk: Box, extent: Extent) -> _Stored:
         what = self._what(info, chunk, extent)
-        if extent not in self._archives and self._is_safetensors(extent):
+        if self._is_safetensors(extent):
             array = self._header(extent, what).arrays.get(info.name)
             if array is None:
                 raise CheckpointError(
@@ -318,26 +379,13 @@ class DcpReader(ClosedAtEnd):
                     f"{what}: expected the chunk that .metadata says, got the one at {offsets}: this way of saving "
                     "keeps one chunk of a tensor in a file, and the others are lost"
                 )
-            found = _Stored(array, array.start, None)
-        else:
-            tensor = self._archive(extent, what)
-            found = _Stored(tensor, tensor.record.start + tensor.first * tensor.dtype.itemsize, tensor.record)
-        dtype, shape = found.layout.dtype, found.layout.shape
-        if dtype != info.dtype or shape != chunk.sizes:
-            raise CheckpointError(
-                f"{what}: expected {info.dtype.name} {chunk.sizes} as .metadata says, got {dtype.name} {shape}"
-            )
-        return found
-
-    def _archive(self, extent: Extent, what: str) -> StoredTensor:
-        found = self._archives.get(extent)
-        if found is None:
-            first, *others = around(extent.offset, extent.length)
-            file = self._files.get(extent.file, *first, *others)
-            found = self._forms.find(file, extent.offset, extent.length, what)
-            if len(self._archives) < _MAX_KEPT:
-                self._archives[extent] = found
-        return found
+            return _Stored(array, array.start, None)
+        first, *others = around(extent.offset, extent.length)
+        file = self._files.get(extent.file, *first, *others)
+        tensor = self._forms.find(file, extent.offset, extent.length, what)
+        if len(self._archives) < _MAX_KEPT:
+            self._archives[extent] = tensor
+        return _Stored(tensor, tensor.record.start + tensor.first * tensor.dtype.itemsize, tensor.record)
 
     def _header(self, extent: Extent, what: str) -> Header:
         key = (extent.file, extent.offset)

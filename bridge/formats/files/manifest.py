@@ -20,6 +20,8 @@ neighbouring bits for certain. It is no signature: who can change the data can c
 from __future__ import annotations
 
 import json
+import marshal
+import mmap
 import os
 import re
 import struct
@@ -42,7 +44,9 @@ _MARK = "twinshard_manifest"
 _VERSION = 1
 _MAX_BYTES = 1 << 30
 _BLOCK = 8 << 20
+_SMALL, _TOGETHER = 4 << 10, 1 << 10
 _MAX_SIZE = 1 << 63
+_MAX_ALIKE = 4096
 _HEX = re.compile("[0-9a-f]{8}").fullmatch
 
 
@@ -58,6 +62,16 @@ class ManifestTensor:
         dtype_from_name(self.dtype)
         if min(self.shape, default=0) < 0 or not all(box.inside(self.shape) for box in self.chunks):
             raise ValueError(f"expected chunks inside shape {self.shape}, got others")
+
+    def with_chunks(self, chunks: Mapping[Box, int]) -> ManifestTensor:
+        """A tensor of this dtype and shape with other checksums for its chunks; nothing is checked again."""
+        # A sixth of the time that `ManifestTensor(...)` takes, which is much for 20,000 tensors that are alike.
+        other = object.__new__(ManifestTensor)
+        put = object.__setattr__
+        put(other, "dtype", self.dtype)
+        put(other, "shape", self.shape)
+        put(other, "chunks", chunks)
+        return other
 
 
 @dataclass(frozen=True)
@@ -132,8 +146,11 @@ def gaps(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, in
         position = max(position, stop)
 
 
-def rest_checksum(path: Path, ranges: Iterable[tuple[int, int]]) -> int:
-    """CRC-32C of a file's bytes outside of these ranges, each from its first byte to the one after its last."""
+def rest_checksum(path: Path, ranges: Iterable[tuple[int, int]], mapped: mmap.mmap | None = None) -> int:
+    """CRC-32C of a file's bytes outside of these ranges, each from its first byte to the one after its last.
+
+    mapped: the file, if its small gaps have been looked at in memory just now: reading them takes ten times as long.
+    """
     crc = 0
     if isinstance(path, StorePath | UploadPath):
         for position, stop in gaps(ranges, path.stat().st_size):
@@ -142,14 +159,22 @@ def rest_checksum(path: Path, ranges: Iterable[tuple[int, int]]) -> int:
         return int(crc)
     with open(path, "rb") as file:
         end = os.fstat(file.fileno()).st_size
+        small: list[bytes] = []
         for position, stop in gaps(ranges, end):
+            if mapped is not None and stop - position <= _SMALL and stop <= len(mapped):
+                small.append(mapped[position:stop])
+                if len(small) < _TOGETHER:
+                    continue
+                position = stop
+            crc = extend(crc, b"".join(small))
+            small.clear()
             while position < stop:
                 data = os.pread(file.fileno(), min(stop - position, _BLOCK), position)
                 if not data:
                     raise OSError(f"{path}: expected {end} bytes, found {position}")
                 crc = extend(crc, data)
                 position += len(data)
-    return int(crc)
+    return extend(crc, b"".join(small))
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:
@@ -202,7 +227,7 @@ def parse_manifest(data: bytes, what: str) -> Manifest:
             raise ValueError(f"expected version {_VERSION}, got {root['twinshard_manifest']!r:.40}")
         return Manifest(
             _text(root["format"]),
-            {_text(name): _tensor(entry) for name, entry in root["tensors"].items()},
+            _tensors(root["tensors"]),
             {_text(name): _crc(crc) for name, crc in root["objects"].items()},
             {
                 _text(name): ManifestFile(_size(size), None if crc is None else _crc(crc), *map(_crc, rest))
@@ -212,6 +237,35 @@ def parse_manifest(data: bytes, what: str) -> Manifest:
         )
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, CheckpointError) as error:
         raise CheckpointError(f"{what}: malformed or damaged manifest: {error!r:.200}") from error
+
+
+def _tensors(entries: Any) -> dict[str, ManifestTensor]:
+    """The tensors of a manifest; those that are alike but for their checksums are checked once."""
+    tensors: dict[str, ManifestTensor] = {}
+    known: dict[bytes, tuple[ManifestTensor, tuple[Box, ...]]] = {}
+    for name, entry in entries.items():
+        content = _but_checksums(entry)
+        like = None if content is None else known.get(content)
+        if like is None:
+            tensor = tensors[name] = _tensor(entry)
+            # With a chunk twice, checksums could not be told apart by their order.
+            if content is not None and len(known) < _MAX_ALIKE and len(tensor.chunks) == len(entry["chunks"]):
+                known[content] = tensor, tuple(tensor.chunks)
+        else:
+            first, boxes = like
+            tensors[name] = first.with_chunks(
+                {box: _crc(crc) for box, (_, _, crc) in zip(boxes, entry["chunks"], strict=True)}
+            )
+    return tensors
+
+
+def _but_checksums(entry: Any) -> bytes | None:
+    """Bytes that two entries share only if they are alike but for checksums; None for a malformed entry."""
+    try:
+        # These bytes tell 1 from 1.0 and true, as keys of a dict would not. In version 2 they depend on values only.
+        return marshal.dumps([entry["dtype"], entry["shape"], [chunk[:2] for chunk in entry["chunks"]]], 2)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return None
 
 
 def _tensor(entry: Any) -> ManifestTensor:

@@ -117,6 +117,43 @@ def test_a_model_and_its_adamw_saved_by_stock_pytorch_are_read_whole(tmp_path: P
         assert len(reader.tensors) == 4 * len(weights) + 1
 
 
+def test_where_the_data_is_follows_from_each_archive(ranks: RankGroup, tmp_path: Path) -> None:
+    ranks.run(2, save_sharded, str(tmp_path / "sharded"))
+    many = {f"w{k}": numbered((4, 3) if k % 2 else (5,)) for k in range(150)} | {"none": numbered((0, 2))}
+    stock_save(many, tmp_path / "many")
+    for path in (tmp_path / "sharded", tmp_path / "many"):
+        with DcpReader(path) as reader:
+            expected: dict[str, list[tuple[int, int]]] = {}
+            for name, info in reader.tensors.items():
+                for chunk, extent in zip(info.chunks, reader._metadata.extents[name], strict=True):
+                    file = reader.mapped(extent.file)
+                    assert file is not None
+                    stored = find_tensor(file, extent.offset, extent.length, "w")
+                    start = stored.record.start + stored.first * info.dtype.itemsize
+                    place = start, start + chunk.numel * info.dtype.itemsize
+                    expected.setdefault(extent.file, []).append(place)
+            assert reader.data_ranges() == expected
+            assert reader.data_ranges() == expected  # from what is kept
+            for name in reader.tensors:
+                assert reader.checksummed(name)
+
+
+def test_data_that_is_not_what_metadata_says_is_refused_among_alike_tensors(tmp_path: Path) -> None:
+    stock_save({f"w{k}": numbered((4, 3)) for k in range(9)}, tmp_path / "c")
+
+    def change(metadata: Metadata) -> None:
+        for entry in (metadata.state_dict_metadata["w5"], metadata.state_dict_metadata["w6"]):
+            entry.size = torch.Size((3, 4))
+            entry.chunks[0].sizes = torch.Size((3, 4))
+
+    edit_metadata(tmp_path / "c", change)
+    with (
+        DcpReader(tmp_path / "c") as reader,
+        pytest.raises(CheckpointError, match=r"tensor 'w5', chunk at \(0, 0\): expected float32 \(3, 4\) as"),
+    ):
+        reader.data_ranges()
+
+
 def test_a_checkpoint_that_python_before_3_11_4_wrote_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,147 @@
+"""Manifests of many tensors: entries that are alike are checked once, and read as each of them alone."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge.formats.base import Box, CheckpointError
+from bridge.formats.files import manifest as module
+from bridge.formats.files.manifest import (
+    Manifest,
+    ManifestTensor,
+    parse_manifest,
+    render_manifest,
+    rest_checksum,
+)
+from tests.support.examples import examples
+
+GOOD: dict[str, Any] = {
+    "dtype": "float32",
+    "shape": [4, 3],
+    "chunks": [[[0, 0], [2, 3], "9ae0daaf"], [[2, 0], [2, 3], "13a92d01"]],
+}
+
+
+def manifest(tensors: dict[str, Any]) -> bytes:
+    return json.dumps(
+        {"twinshard_manifest": 1, "format": "dcp", "tensors": tensors, "objects": {}, "files": {}}
+    ).encode()
+
+
+def outcome(tensors: dict[str, Any]) -> object:
+    try:
+        return parse_manifest(manifest(tensors), "w").tensors
+    except CheckpointError as error:
+        return str(error)
+
+
+numbers = st.sampled_from([0, 1, 2, 3, 4, 1 << 62])
+odd = st.sampled_from([-1, 1.0, True, "1", None, 1 << 63, [1]])
+sizes = st.lists(numbers | odd, max_size=2) | st.sampled_from([[1, 1], [0, 0], [2, 3]])
+crcs = st.sampled_from(["9ae0daaf", "00000000", "9AE0DAAF", "9ae0daa", "9ae0daaff", 5, None])
+chunks = st.lists(st.tuples(sizes, sizes, crcs).map(list) | st.just([[0, 0], [2, 3]]), max_size=3)
+mangled = st.fixed_dictionaries(
+    {"dtype": st.sampled_from(["float32", "int8", "x", 1]), "shape": sizes, "chunks": chunks}
+)
+incomplete = st.sampled_from([{key: GOOD[key] for key in GOOD if key != left_out} for left_out in GOOD])
+kinds = st.lists(st.just(GOOD) | incomplete | mangled, min_size=1, max_size=2)
+alike = kinds.flatmap(lambda kinds: st.lists(st.sampled_from(kinds), max_size=4))
+
+
+@examples(300)
+@given(st.lists(alike, max_size=2))
+def test_entries_alike_are_read_or_refused_as_each_alone(groups: list[list[dict[str, Any]]]) -> None:
+    tensors = {f"w{k}": entry for k, entry in enumerate(entry for group in groups for entry in group)}
+    expected: object = {}
+    for name, entry in tensors.items():
+        alone = outcome({name: entry})
+        if isinstance(alone, str):
+            expected = alone
+            break
+        assert isinstance(alone, dict)
+        assert isinstance(expected, dict)
+        expected |= alone
+    assert outcome(tensors) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        (("shape", 0), 4.0, "expected sizes of at least 0"),
+        (("shape", 0), True, "expected sizes of at least 0"),
+        (("chunks", 0, 0, 0), False, "expected sizes of at least 0"),
+        (("chunks", 1, 1, 1), 3.0, "expected sizes of at least 0"),
+        (("chunks", 1, 2), "13A92D01", "8 hexadecimal digits in small letters"),
+        (("chunks", 1, 2), 0x13A92D01, "8 hexadecimal digits in small letters"),
+        (("chunks", 1), [[2, 0], [2, 3]], "not enough values to unpack"),
+        (("chunks", 1), [[2, 0], [2, 3], "13a92d01", "13a92d01"], "too many values to unpack"),
+        (("chunks", 1, 1), [3, 3], "expected chunks inside shape"),
+        (("dtype",), "float31", "expected a dtype out of"),
+    ],
+)
+def test_an_entry_that_is_nearly_like_the_one_before_is_refused(
+    path: tuple[str | int, ...], value: object, why: str
+) -> None:
+    bad = json.loads(json.dumps(GOOD))
+    place = bad
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(CheckpointError, match=rf"^w: malformed or damaged manifest: .*{why}"):
+        parse_manifest(manifest({"a": GOOD, "b": GOOD, "c": bad}), "w")
+
+
+def test_many_entries_are_what_was_written_and_keep_their_own_checksums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked: list[object] = []
+    one = module._tensor
+
+    def counted(entry: object) -> ManifestTensor:
+        checked.append(entry)
+        return one(entry)
+
+    monkeypatch.setattr(module, "_tensor", counted)
+    tensors = {}
+    for k in range(200):
+        shape = (6, 4) if k % 2 else (5,)
+        whole = (Box((0, 0), (3, 4)), Box((3, 0), (3, 4))) if k % 2 else (Box((0,), (5,)),)
+        tensors[f"w{k}"] = ManifestTensor("float32", shape, {box: 10 * k + n for n, box in enumerate(whole)})
+    written = Manifest("dcp", tensors, {}, {})
+    assert parse_manifest(render_manifest(written), "w") == written
+    assert len(checked) == 2
+
+
+def test_a_chunk_listed_twice_has_its_last_checksum_in_every_entry() -> None:
+    twice = {"dtype": "int8", "shape": [2], "chunks": [[[0], [2], "00000001"], [[0], [2], "00000002"]]}
+    again = {**twice, "chunks": [[[0], [2], "00000003"], [[0], [2], "00000004"]]}
+    found = parse_manifest(manifest({"a": twice, "b": again}), "w").tensors
+    assert found["a"].chunks == {Box((0,), (2,)): 2}
+    assert found["b"].chunks == {Box((0,), (2,)): 4}
+
+
+def test_bytes_beside_the_data_are_the_same_in_memory_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    data = bytes(k * 7 % 251 for k in range(3_000_000))
+    path.write_bytes(data)
+    # Small gaps, more than are taken together, and three above 4 KiB: at the start, amid the others, and at the end.
+    ranges = [(10_000 + 90 * k, 10_000 + 90 * k + 60) for k in range(30_000) if not 7000 < k < 7100]
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        crc = rest_checksum(path, ranges, mapped)
+        assert crc == rest_checksum(path, ranges)
+        for changed in (0, 9_999, 10_060, 640_075, 2_999_999):
+            other = bytearray(data)
+            other[changed] ^= 1
+            (tmp_path / "g").write_bytes(other)
+            with (
+                (tmp_path / "g").open("rb") as bad,
+                mmap.mmap(bad.fileno(), 0, access=mmap.ACCESS_READ) as held,
+            ):
+                assert rest_checksum(tmp_path / "g", ranges, held) != crc, changed
