@@ -197,6 +197,13 @@ class TensorInfo:
             if not chunk.inside(self.shape):
                 raise ValueError(f"tensor {self.name!r}: expected chunks inside {self.shape}, got {chunk}")
 
+    def named(self, name: str, path: TreePath) -> TensorInfo:
+        """The same for another tensor."""
+        # Not looked through again: thousands of tensors may be alike.
+        other = object.__new__(TensorInfo)
+        other.__dict__.update(self.__dict__, name=name, path=path)
+        return other
+
     @property
     def numel(self) -> int:
         """Number of elements."""
