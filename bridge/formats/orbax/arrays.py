@@ -16,6 +16,7 @@ Orbax writes the last form with one inner chunk per shard; both that and several
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -190,6 +191,11 @@ class ArrayLayout:
             for low, stop, size in zip(box.offsets, box.stops, self.stored_chunk, strict=True)
         ]
         return map(self.chunk_key, itertools.product(*ranges))
+
+    @cached_property
+    def described(self) -> bytes:
+        """`metadata` as it is stored."""
+        return json.dumps(self.metadata()).encode()
 
     def read_spec(self, store: Spec) -> Spec:
         """The tensorstore spec that opens the array; a missing chunk is an error, not zeros."""
