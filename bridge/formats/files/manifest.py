@@ -192,7 +192,7 @@ def render_manifest(manifest: Manifest) -> bytes:
     }
     if manifest.conversion is not None:
         data["conversion"] = [manifest.conversion, _hex(object_checksum(manifest.conversion))]
-    # Tensors as text, of which thousands differ in names and checksums only: with objects for `json.dumps` it takes four
+    # Tensors as text, of which thousands differ in names and checksums only: making objects for `json.dumps` takes four
     # times as long.
     forms: dict[tuple[object, ...], str] = {}
     entries = []

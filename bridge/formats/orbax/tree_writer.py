@@ -1,7 +1,7 @@
 """Writes `_METADATA`, the JSON half of an Orbax item; see `tree.py`, which reads it.
 
-As text, leaf by leaf: of thousands of leaves most have the parent of the one before, whose keys are text already. Making
-objects of all leaves first, for `json.dumps`, takes three times as long.
+As text, leaf by leaf: of thousands of leaves most have the parent of the one before, whose keys are text already.
+Making objects of all leaves first, for `json.dumps`, takes three times as long.
 """
 
 from __future__ import annotations
@@ -37,21 +37,18 @@ def render_tree(
         for kind in set(types.values())
     }
 
-    def before(path: TreePath) -> str:
-        """The keys of a path, each with a comma behind."""
-        if path not in texts:
-            kind = SEQUENCE if path[:-1] in lists else MAPPING
-            texts[path] = f'{before(path[:-1])}{{"key": {quoted(str(path[-1]))}, "key_type": {kind}}}, '
-        return texts[path]
-
-    entries = []
-    for path, value_type in types.items():
-        parent, name = path[:-1], str(tuple(map(str, path)))
+    def keys_of(path: TreePath) -> str:
+        parent = path[:-1]
+        if parent not in texts:
+            texts[parent] = f"{keys_of(parent)}, "
         kind = SEQUENCE if parent in lists else MAPPING
-        entries.append(
-            f'{quoted(name)}: {{"key_metadata": [{before(parent)}{{"key": {quoted(str(path[-1]))}, "key_type": {kind}}}], '
-            f'"value_metadata": {values[value_type]}}}'
-        )
+        return f'{texts[parent]}{{"key": {quoted(str(path[-1]))}, "key_type": {kind}}}'
+
+    entries = [
+        f'{quoted(str(tuple(map(str, path))))}: {{"key_metadata": [{keys_of(path)}], '
+        f'"value_metadata": {values[value_type]}}}'
+        for path, value_type in types.items()
+    ]
     objects = {path: value for path, value in objects.items() if path not in leaves}
     own: dict[str, Json] = _render_objects(objects) if objects else {}
     if positions := _positions(types, children, lists):
