@@ -18,7 +18,7 @@ from bridge.checkpoints.diff import diff
 from bridge.checkpoints.summary import inspect
 from bridge.checkpoints.verify import verify
 from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import dtype_from_name
+from bridge.formats.base import TensorInfo, dtype_from_name
 
 FORMATS = ("dcp", "orbax", "safetensors")
 FEW, MANY = 100, 300
@@ -118,6 +118,33 @@ def test_reading_a_tensor_more_is_few_calls_more(
 
     calls = per_tensor(run)
     assert calls < LIMITS[work, format]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_tensors_alike_are_declared_and_opened_as_each_alone(format: str, tmp_path: Path) -> None:
+    wishes: tuple[tuple[int, ...] | None, ...] = (None, (2, 16), (8, 5))
+    cases = [((8, 16), dtype, wish) for dtype in ("float32", "int8") for wish in wishes]
+    cases += [((8, 16, 1), "int8", None), ((), "int8", None), ((0, 16), "int8", None)]
+    with create_checkpoint(tmp_path / "all", format) as writer:
+        infos = []
+        for k, (shape, dtype, wish) in enumerate(cases * 2):
+            infos.append(writer.add_tensor(("layers", f"n{k}", "w"), shape, dtype_from_name(dtype), wish))
+        for k, info in enumerate(infos):
+            for box in writer.chunks(info.name):
+                writer.write(info.name, box, np.full(box.sizes, k, info.dtype))
+    for k, (shape, dtype, wish) in enumerate(cases * 2):
+        alone = create_checkpoint(tmp_path / "alone", format)
+        path = ("layers", f"n{k}", "w")
+        info = alone.add_tensor(path, shape, dtype_from_name(dtype), wish)
+        alone.abort()
+        assert infos[k] == info == TensorInfo(info.name, path, shape, dtype_from_name(dtype), info.chunks)
+    assert {len(info.chunks) for info in infos} == ({0, 1} if format == "safetensors" else {0, 1, 4})
+    with open_checkpoint(tmp_path / "all") as reader:
+        for k, info in enumerate(infos):
+            found = reader.tensors[info.name]
+            assert (found.name, found.path, found.shape) == (info.name, info.path, info.shape)
+            assert found.dtype == info.dtype
+            assert (reader.read(info.name) == k).all()
 
 
 @pytest.mark.fast_cases("dcp-orbax", "orbax-safetensors", "safetensors-dcp")

@@ -204,9 +204,10 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
                 raise CheckpointError(f"{self.path}: {error}") from None
             stored, position = self._create(self._single or file), len(header)
             for info in shard:
-                places[info.name] = Place(stored, position, info.nbytes)
+                nbytes = info.nbytes
+                places[info.name] = Place(stored, position, nbytes)
                 weight_map[info.name] = file
-                position += info.nbytes
+                position += nbytes
             stored.truncate(position)
             stored.write(0, header)
             total += position - len(header)
@@ -223,15 +224,16 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         # A path that names one file gets one file, whatever its size.
         limit = None if self._single else self._shard_bytes
         for info in self._record.infos.values():
+            nbytes = info.nbytes
             # A tensor lies in one file: a larger one gets a shard of its own, and the shard begun before goes on.
-            if limit is not None and info.nbytes > limit:
+            if limit is not None and nbytes > limit:
                 shards.append([info])
                 continue
-            if limit is not None and size + info.nbytes > limit:
+            if limit is not None and size + nbytes > limit:
                 shards.append(current)
                 current, size = [], 0
             current.append(info)
-            size += info.nbytes
+            size += nbytes
         if current or not shards:
             shards.append(current)
         # Readers that map the file want every tensor at a multiple of its itemsize.
