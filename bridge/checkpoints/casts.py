@@ -31,6 +31,9 @@ _COUNTS = ("step", "count")
 _UNSCALED = ("float32", "float64", "bfloat16")
 """Dtypes with the range that moments need without scales."""
 
+# Of all outputs: they count rarely, and there may be 20,000.
+_LOCK = threading.Lock()
+
 
 @dataclass(frozen=True)
 class Output:
@@ -43,7 +46,6 @@ class Output:
     planned: PlannedTensor
     dtype: np.dtype
     _counts: list[int] = field(default_factory=list, repr=False, compare=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -83,7 +85,7 @@ class Output:
         result = as_dtype(array, self.dtype)
         lost = int(np.count_nonzero(np.isfinite(array) & ~np.isfinite(result)))
         if lost:
-            with self._lock:
+            with _LOCK:
                 self._counts.append(lost)
         return result
 
@@ -120,6 +122,8 @@ def apply_casts(tensors: Iterable[PlannedTensor], casts: Mapping[str, np.dtype])
     that would need other scales.
     """
     by_path = {tensor.path: tensor for tensor in tensors}
+    if not casts:
+        return {tensor.name: Output(tensor, tensor.dtype) for tensor in by_path.values()}
     scales = {
         moment.name: scale
         for moment in by_path.values()

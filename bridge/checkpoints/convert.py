@@ -125,9 +125,9 @@ class Conversion:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the plan: two that are equal write the same, given the same source."""
-        digest = hashlib.sha256()
+        lines = []
         for output in self.outputs.values():
-            content = output.planned.content
+            planned, content = output.planned, output.planned.content
             # Of a tensor that goes along as it is, the whole text would take longer than small elements.
             source = whole_source(content)
             text = (
@@ -135,11 +135,10 @@ class Conversion:
                 if source is not None
                 else repr(content)
             )
-            digest.update(f"{output.name} {output.path} {name_of(output.dtype)} {text}\n".encode())
-        for name, (path, value) in self.objects.items():
-            digest.update(f"{name} {path} {value!r}\n".encode())
-        digest.update(f"{sorted(self.kinds.items())}".encode())
-        return digest.hexdigest()[:16]
+            lines.append(f"{planned.name} {planned.path} {name_of(output.dtype)} {text}\n")
+        lines += [f"{name} {path} {value!r}\n" for name, (path, value) in self.objects.items()]
+        lines.append(f"{sorted(self.kinds.items())}")
+        return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
 def convert(

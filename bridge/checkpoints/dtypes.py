@@ -20,6 +20,8 @@ _KNOWN: Mapping[str, frozenset[str]] = {
 def require_readable(reader: CheckpointReader, names: Iterable[str]) -> None:
     """Refuse tensors that cannot be read, all in one CheckpointError."""
     reasons = unreadable(reader)
+    if not reasons:
+        return
     closed = {name: reasons[name] for name in names if name in reasons}
     if closed:
         raise CheckpointError(
@@ -32,8 +34,10 @@ def require_dtypes(reader: CheckpointReader, outputs: Iterable[Output], target: 
     """Refuse tensors that cannot be read, and dtypes that the format ``target`` does not have. CheckpointError."""
     outputs = list(outputs)
     require_readable(reader, (name for output in outputs for name in output.sources))
-    lacking = {o.name: o.dtype.name for o in outputs if o.dtype.name not in _KNOWN[target]}
-    if lacking:
+    # There are few dtypes, and NumPy makes a dtype's name anew at each look.
+    unknown = {dtype for dtype in {output.dtype for output in outputs} if dtype.name not in _KNOWN[target]}
+    if unknown:
+        lacking = {o.name: o.dtype.name for o in outputs if o.dtype in unknown}
         sources = [name for output in outputs if output.name in lacking for name in output.sources]
         able = [format for format, known in _KNOWN.items() if known >= set(lacking.values())]
         other = f", or write another format (--to {' or '.join(able)})" if able else ""

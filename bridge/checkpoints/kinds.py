@@ -38,8 +38,10 @@ def carried_kinds(
     """
     known = kinds_of(reader)
     outputs = tuple(outputs)
+    # In most checkpoints no tensor is of any kind.
+    noted = outputs if known else ()
     told = {
-        output.name: kind for output in outputs if (kind := _kind(reader, output.planned, known)) is not None
+        output.name: kind for output in noted if (kind := _kind(reader, output.planned, known)) is not None
     }
     implied = implied_kinds((output.path for output in outputs), dict(objects.values()))
     for name, old in origins.items():

@@ -25,7 +25,7 @@ from bridge.formats.dcp.archive import is_index
 from bridge.formats.dcp.dtypes import torch_dtype
 from bridge.formats.dcp.pickle import read_pickle
 from bridge.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary
-from bridge.formats.dcp.pickle_writer import Repeated, write_pickle
+from bridge.formats.dcp.pickle_writer import HOLE, Filled, Pattern, Repeated, write_pickle
 from bridge.formats.files.mapped import is_plain_name
 from bridge.formats.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path
 
@@ -383,7 +383,7 @@ def format_metadata(metadata: DcpMetadata) -> bytes:
     entries: dict[object, object] = {}
     paths: dict[object, object] = {}
     storage: dict[object, object] = {}
-    alike: dict[tuple[np.dtype, tuple[int, ...], tuple[Box, ...]], Repeated] = {}
+    alike: dict[tuple[np.dtype, tuple[int, ...], tuple[Box, ...]], tuple[Repeated, list[Repeated]]] = {}
     sizes: dict[tuple[int, ...], Repeated] = {}
 
     def size(of: tuple[int, ...]) -> Repeated:
@@ -391,22 +391,25 @@ def format_metadata(metadata: DcpMetadata) -> bytes:
             sizes[of] = Repeated(Call(_SIZE, (of,)))
         return sizes[of]
 
+    key_of = Pattern(Instance(_INDEX, {"fqn": HOLE, "offset": HOLE, "index": HOLE}))
+    place = Pattern(Instance(_STORAGE_INFO, {"relative_path": HOLE, "offset": HOLE, "length": HOLE}))
     for name, info in metadata.tensors.items():
         key = info.dtype, info.shape, info.chunks
-        if key not in alike:
+        form = alike.get(key)
+        if form is None:
             chunks = [
                 Instance(_CHUNK, {"offsets": size(c.offsets), "sizes": size(c.sizes)}) for c in info.chunks
             ]
             state = {"properties": _properties(info), "size": size(info.shape), "chunks": chunks}
-            alike[key] = Repeated(Instance(_TENSOR, state))
-        entries[name] = alike[key]
+            form = alike[key] = Repeated(Instance(_TENSOR, state)), [size(c.offsets) for c in info.chunks]
+        entries[name], offsets = form
         paths[name] = info.path
-        for index, (chunk, extent) in enumerate(zip(info.chunks, metadata.extents[name], strict=True)):
-            storage[_index(name, size(chunk.offsets), index)] = _storage_info(extent)
+        for index, (offset, extent) in enumerate(zip(offsets, metadata.extents[name], strict=True)):
+            storage[Filled(key_of, (name, offset, index))] = Filled(place, extent)
     for name, extent in metadata.objects.items():
         entries[name] = Instance(_BYTES, {})
         paths[name] = metadata.object_paths[name]
-        storage[_index(name, None, None)] = _storage_info(extent)
+        storage[Filled(key_of, (name, None, None))] = Filled(place, extent)
     # No checkpoint_id: PyTorch writes the absolute path of the directory there, which means nothing elsewhere.
     meta: dict[str, object] = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
     return write_pickle(
@@ -427,13 +430,3 @@ def format_metadata(metadata: DcpMetadata) -> bytes:
 def _properties(info: TensorInfo) -> Instance:
     layout, contiguous = Call(_LAYOUT, ("torch.strided",)), Call(_MEMORY_FORMAT, (0,))
     return Instance(_PROPERTIES, (Name(f"torch.{dtype_name(info.dtype)}"), layout, False, contiguous, False))
-
-
-def _index(name: str, offset: object, index: int | None) -> Instance:
-    return Instance(_INDEX, {"fqn": name, "offset": offset, "index": index})
-
-
-def _storage_info(extent: Extent) -> Instance:
-    return Instance(
-        _STORAGE_INFO, {"relative_path": extent.file, "offset": extent.offset, "length": extent.length}
-    )

@@ -6,12 +6,14 @@ order and by several threads, and the same tensors always make the same file.
 
 from __future__ import annotations
 
-import heapq
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from isal import isal_zlib
@@ -53,6 +55,8 @@ from bridge.formats.regions import default_chunk_shape
 from bridge.formats.share import Share
 from bridge.formats.stores.upload import UploadFile
 
+_AT_ONCE: Final = 4096
+
 
 def data_file(rank: int) -> str:
     """The name of the data file of one writer, from 0."""
@@ -91,6 +95,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
             raise
         self._sink = _Archives(self._data, self._data_file)
         self._lock = threading.Lock()
+        self._alike: dict[tuple[tuple[int, ...], np.dtype, tuple[int, ...] | None], TensorInfo] = {}
         self._objects: dict[str, Extent] = {}
         self._object_checksums: dict[str, int] = {}
         self._object_paths: dict[str, TreePath] = {}
@@ -109,19 +114,25 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
         """
         self._require_open()
         name, tree_path = flat_name(path)
-        shape, dtype = tuple(int(n) for n in shape), np.dtype(dtype)
-        block = default_chunk_shape(shape, dtype) if chunk_shape is None else tuple(chunk_shape)
-        if len(block) != len(shape) or any(n < 1 for n in block):
-            raise ValueError(
-                f"tensor {name!r}: expected a chunk shape of {len(shape)} sizes above 0, got {block}"
-            )
-        try:
-            dtype_name(dtype, DTYPES)
-            chunks = grid_of_chunks(shape, block)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
-        own = chunks if self._share is None else self._share.own(name, chunks)
-        info = TensorInfo(name, tree_path, shape, dtype, own)
+        shape, dtype = tuple(map(int, shape)), np.dtype(dtype)
+        wish = None if chunk_shape is None else tuple(chunk_shape)
+        like = self._alike.get((shape, dtype, wish))
+        if like is None:
+            block = default_chunk_shape(shape, dtype) if wish is None else wish
+            if len(block) != len(shape) or any(n < 1 for n in block):
+                raise ValueError(
+                    f"tensor {name!r}: expected a chunk shape of {len(shape)} sizes above 0, got {block}"
+                )
+            try:
+                dtype_name(dtype, DTYPES)
+                chunks = grid_of_chunks(shape, block)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
+            like = self._alike[shape, dtype, wish] = TensorInfo(name, tree_path, shape, dtype, chunks)
+        # A third of the time, and a model has thousands of tensors alike.
+        info = like.named(name, tree_path)
+        if self._share is not None:
+            info = replace(info, chunks=self._share.own(name, info.chunks))
         with self._lock:
             self._refuse_repeated(name, self._objects)
             self._sink.reserve(info)
@@ -178,12 +189,20 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
 
     def _rest(self) -> int:
         """CRC-32C of what is around the elements in the data file, as it was meant to be written."""
-        objects = ((e.offset, self._data.read(e.offset, e.length)) for e in self._objects.values())
+        objects = deque(sorted(self._objects.values(), key=itemgetter(1)))
+        parts: list[bytes] = []
         crc = 0
         # Not read back: a few hundred bytes beside small elements would cost as much as all of these.
-        for _, part in heapq.merge(objects, self._sink.frames(self._record.infos), key=itemgetter(0)):
-            crc = extend(crc, part)
-        return crc
+        for offset, frame in self._sink.frames(self._record.infos):
+            while objects and objects[0].offset < offset:
+                extent = objects.popleft()
+                parts.append(self._data.read(extent.offset, extent.length))
+            parts += frame
+            # Many at once: a call for each of them takes longer than the bytes.
+            if len(parts) >= _AT_ONCE:
+                crc, parts = extend(crc, b"".join(parts)), []
+        parts += [self._data.read(extent.offset, extent.length) for extent in objects]
+        return extend(crc, b"".join(parts))
 
     def abort(self) -> None:
         """Remove everything written. Does nothing after commit or abort."""
@@ -251,15 +270,11 @@ class _Archives:
         whole = data.startswith(before) and data.endswith(after) and len(data) == extent.length
         return np.frombuffer(elements, np.uint8) if whole else None
 
-    def frames(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[int, bytes]]:
-        """What stands around the elements of all chunks, once they are written, and where: (offset, bytes)."""
+    def frames(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
+        """What stands around the elements of all chunks, once they are written, by their places in the file."""
         for name, info in infos.items():
-            for box, extent in zip(info.chunks, self.extents[name], strict=True):
-                before, after = tensor_archive(
-                    info.dtype, box.sizes, extent.offset, self._crcs[extent.offset]
-                )
-                yield extent.offset, before
-                yield extent.offset + extent.length - len(after), after
+            for box, (_, offset, _) in zip(info.chunks, self.extents[name], strict=True):
+                yield offset, tensor_archive(info.dtype, box.sizes, offset, self._crcs[offset])
 
     def remembered(self, info: TensorInfo, number: int) -> int:
         return self._crcs[self.extents[info.name][number].offset]

@@ -27,12 +27,13 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 
-from bridge.formats.base import Box, CheckpointError, dtype_from_name
+from bridge.formats.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
 from bridge.formats.crc32c import extend
 from bridge.formats.files.atomic import sidecar_of
 from bridge.formats.files.mapped import small_file
@@ -72,6 +73,16 @@ class ManifestTensor:
         put(other, "shape", self.shape)
         put(other, "chunks", chunks)
         return other
+
+    @staticmethod
+    def of(info: TensorInfo, crcs: Mapping[int, int]) -> ManifestTensor:
+        """Of a tensor in memory, which is not checked again. crcs: of its chunks, by number; others are left out."""
+        tensor = object.__new__(ManifestTensor)
+        put = object.__setattr__
+        put(tensor, "dtype", dtype_name(info.dtype))
+        put(tensor, "shape", info.shape)
+        put(tensor, "chunks", {box: crcs[n] for n, box in enumerate(info.chunks) if n in crcs})
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -192,18 +203,8 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
 
 def render_manifest(manifest: Manifest) -> bytes:
     """The manifest as a file's content."""
-    tensors = {
-        name: {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "chunks": [[box.offsets, box.sizes, _hex(crc)] for box, crc in tensor.chunks.items()],
-        }
-        for name, tensor in manifest.tensors.items()
-    }
-    data = {
-        _MARK: _VERSION,
-        "format": manifest.format,
-        "tensors": tensors,
+    head = {_MARK: _VERSION, "format": manifest.format}
+    data: dict[str, object] = {
         "objects": {name: _hex(crc) for name, crc in manifest.objects.items()},
         "files": {
             name: [
@@ -216,7 +217,19 @@ def render_manifest(manifest: Manifest) -> bytes:
     }
     if manifest.conversion is not None:
         data["conversion"] = [manifest.conversion, _hex(object_checksum(manifest.conversion))]
-    return json.dumps(data).encode()
+    # Tensors as text, of which thousands differ in names and checksums only: making objects for `json.dumps` takes four
+    # times as long.
+    forms: dict[tuple[object, ...], str] = {}
+    entries = []
+    for name, tensor in manifest.tensors.items():
+        alike = tensor.dtype, tensor.shape, *tensor.chunks
+        form = forms.get(alike)
+        if form is None:
+            chunks = [[box.offsets, box.sizes, "%08x"] for box in tensor.chunks]
+            form = json.dumps({"dtype": tensor.dtype, "shape": tensor.shape, "chunks": chunks})
+            forms[alike] = form
+        entries.append(f"{quoted(name)}: {form % tuple(tensor.chunks.values())}")
+    return f'{json.dumps(head)[:-1]}, "tensors": {{{", ".join(entries)}}}, {json.dumps(data)[1:]}'.encode()
 
 
 def parse_manifest(data: bytes, what: str) -> Manifest:

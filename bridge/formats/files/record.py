@@ -18,14 +18,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from bridge.formats.arrays import array_checksum, raw_bytes
-from bridge.formats.base import Box, CheckpointError, Checksums, Elements, TensorInfo, dtype_name
+from bridge.formats.base import Box, CheckpointError, Checksums, Elements, TensorInfo
 from bridge.formats.crc32c import extend
 from bridge.formats.files.atomic import fsync_directory
 from bridge.formats.files.data_file import DataFile, allow_open_files
@@ -40,8 +39,7 @@ SYNC_BYTES = 256 << 20
 """Data is synced to disk, and then noted in the journal, whenever so much of it is new."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Bytes [offset, offset + length) of a data file, reserved for one chunk."""
 
     file: DataFile | UploadFile
@@ -95,6 +93,7 @@ class ChunkRecord:
         self.failure: BaseException | None = None
         self._journal = journal
         self._numbers: dict[str, dict[Box, int]] = {}
+        self._alike: dict[int, tuple[tuple[Box, ...], dict[Box, int]]] = {}
         self._crcs: dict[str, dict[int, int]] = {}
         self._unchecked: set[tuple[str, int]] = set()
         self._claimed: set[tuple[str, int]] = set()
@@ -119,12 +118,19 @@ class ChunkRecord:
 
     def declare(self, info: TensorInfo) -> None:
         """Expect the chunks of this tensor."""
+        name, chunks = info.name, info.chunks
         with self._lock:
-            self.infos[info.name] = info
-            self._numbers[info.name] = {box: number for number, box in enumerate(info.chunks)}
-            done = self._journal.done.get(info.name, {}) if self._journal else {}
-            self._crcs[info.name] = {n: crc for n, crc in done.items() if 0 <= n < len(info.chunks)}
-            self._unchecked.update((info.name, number) for number in self._crcs[info.name])
+            self.infos[name] = info
+            # Tensors that are alike share their chunks, and the numbers of these.
+            known, numbers = self._alike.get(id(chunks), (None, {}))
+            if known is not chunks:
+                numbers = {box: number for number, box in enumerate(chunks)}
+                self._alike[id(chunks)] = chunks, numbers
+            self._numbers[name] = numbers
+            done = self._journal.done.get(name) if self._journal else None
+            self._crcs[name] = {n: crc for n, crc in done.items() if 0 <= n < len(chunks)} if done else {}
+            if done:
+                self._unchecked.update((name, number) for number in self._crcs[name])
 
     def stored(self, name: str, sink: Sink) -> frozenset[Box]:
         """Chunks of a tensor that an earlier attempt has noted, and whose elements are on disk as it noted them."""
@@ -323,14 +329,7 @@ class ChunkRecord:
 
     def manifest(self) -> Mapping[str, ManifestTensor]:
         """What was written, for the manifest."""
-        return {
-            name: ManifestTensor(
-                dtype_name(info.dtype),
-                info.shape,
-                {box: self._crcs[name][n] for n, box in enumerate(info.chunks) if n in self._crcs[name]},
-            )
-            for name, info in self.infos.items()
-        }
+        return {name: ManifestTensor.of(info, self._crcs[name]) for name, info in self.infos.items()}
 
     def close(self) -> None:
         """Close the data files. Where a failed attempt keeps them, everything written is synced and noted first."""

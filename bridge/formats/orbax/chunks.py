@@ -14,7 +14,6 @@ the item's own B-tree refers to the files of the stores, by relative paths.
 
 from __future__ import annotations
 
-import json
 import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -56,7 +55,6 @@ class ChunkStore:
         self._store = OcdbtWriter(directory, open_file)
         self.placed, self._sent = complete, isinstance(directory, UploadPath)
         self._layouts: dict[str, ArrayLayout] = {}
-        self._metadata: dict[tuple[tuple[int, ...], tuple[int, ...], np.dtype], bytes] = {}
         self._lock = threading.Lock()
 
     def declare(self, name: str, layout: ArrayLayout, own: Sequence[Box] | None = None) -> None:
@@ -65,10 +63,7 @@ class ChunkStore:
         own: those that this store will have, by default all.
         """
         self._layouts[name] = layout
-        alike = layout.shape, layout.chunk, layout.dtype
-        if alike not in self._metadata:
-            self._metadata[alike] = json.dumps(layout.metadata()).encode()
-        self._store.put(metadata_key(layout.key, zarr3=True), self._metadata[alike])
+        self._store.put(metadata_key(layout.key, zarr3=True), layout.described)
         if self.placed:
             for key in layout.stored_keys() if own is None else (self._key(layout, box) for box in own):
                 self._store.reserve(key, layout.chunk_bytes + _TRAILER)

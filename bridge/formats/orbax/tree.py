@@ -16,16 +16,17 @@ There "positions" gives the paths of leaves in lists that also hold other things
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from bridge.formats.base import CheckpointError, TreePath
-from bridge.formats.leaf_kinds import EMPTY, SCALAR, STRING, implied_kinds, is_kind_of, key_implementation
-from bridge.formats.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path
-from bridge.formats.orbax.objects import Json, decode_object, encode_object, require_unicode
+from bridge.formats.leaf_kinds import EMPTY, SCALAR, STRING, implied_kinds, is_kind_of
+from bridge.formats.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path, is_unicode
+from bridge.formats.orbax.objects import decode_object, require_unicode
 
-_SEQUENCE, _MAPPING = 1, 2
+SEQUENCE, MAPPING = 1, 2
+"""What a key of a path is in `_METADATA`."""
 
 
 def leaf_name(path: TreePath) -> str:
@@ -61,9 +62,12 @@ def parse_tree(data: object, what: str) -> Tree:
     strings: list[TreePath] = []
     objects: dict[TreePath, object] = {}
     kinds: dict[TreePath, str] = {}
-    for entry in _mapping(root.get("tree_metadata"), f"{what}: tree_metadata").values():
-        path = _parse_path(entry, what)
-        value = _mapping(_mapping(entry, what).get("value_metadata"), f"{what}: leaf {leaf_name(path)!r}")
+    for entry in _mapping(root.get("tree_metadata"), what, "tree_metadata").values():
+        fields = _mapping(entry, what, "tree_metadata")
+        path = _parse_path(fields, what)
+        value = fields.get("value_metadata")
+        if not isinstance(value, dict):
+            value = _mapping(value, f"{what}: leaf {leaf_name(path)!r}")
         kind = value.get("value_type")
         if value.get("skip_deserialize"):
             if not isinstance(kind, str) or kind not in EMPTY:
@@ -88,10 +92,13 @@ def parse_tree(data: object, what: str) -> Tree:
         objects = {at[path]: value for path, value in objects.items()}
         kinds = {at[path]: kind for path, kind in kinds.items()}
         objects |= _parse_objects(custom["twinshard"], own)
-    claims = Claims(what)
-    for path in (*arrays, *strings, *objects):
-        require_unicode(leaf_name(path), f"{what}: the name of a leaf")
-        claims.add(path)
+    leaves = (*arrays, *strings, *objects)
+    # One by one takes four times as long, and is only needed to say which leaf is refused.
+    if not can_claim_all(leaves):
+        claims = Claims(what)
+        for path in leaves:
+            require_unicode(leaf_name(path), f"{what}: the name of a leaf")
+            claims.add(path)
     use_ocdbt = root.get("use_ocdbt")
     return Tree(
         arrays=tuple(arrays),
@@ -112,66 +119,6 @@ def leaves_of(
     """
     told = {path: kinds[path] for path, value in objects.items() if is_kind_of(kinds.get(path), value)}
     return implied_kinds(arrays, objects) | told
-
-
-def render_tree(
-    arrays: Iterable[TreePath], objects: Mapping[TreePath, object], kinds: Mapping[TreePath, str]
-) -> Json:
-    """The content of `_METADATA` for arrays stored as OCDBT and zarr3.
-
-    Arrays are called NumPy arrays, but for numbers of Python and typed keys. Called jax.Array, they need sharding
-    files, and restoring depends on what these say. Objects that are no leaves ride in the custom metadata.
-    """
-    paths = list(arrays)
-    leaves = leaves_of(paths, objects, kinds)
-    types = {path: _value_type(kinds.get(path)) for path in paths} | leaves
-    children: defaultdict[TreePath, set[str | int]] = defaultdict(set)
-    for path in types:
-        for depth in range(len(path)):
-            children[path[:depth]].add(path[depth])
-    # A list position that has no predecessor (it is an object, say) makes stock Orbax fail: such lists become dicts.
-    lists = {parent for parent, keys in children.items() if keys == set(range(len(keys)))}
-    entries: dict[TreePath, list[Json]] = {(): []}
-
-    def keys_of(path: TreePath) -> list[Json]:
-        # Of thousands of leaves most have the parent of the one before.
-        if path not in entries:
-            kind = _SEQUENCE if path[:-1] in lists else _MAPPING
-            entries[path] = [*keys_of(path[:-1]), {"key": str(path[-1]), "key_type": kind}]
-        return entries[path]
-
-    tree: dict[str, Json] = {}
-    for path, value_type in types.items():
-        keys = keys_of(path)
-        tree[str(tuple(map(str, path)))] = {
-            "key_metadata": keys,
-            "value_metadata": {
-                "value_type": value_type,
-                "skip_deserialize": value_type in EMPTY,
-            },
-        }
-    objects = {path: value for path, value in objects.items() if path not in leaves}
-    own: dict[str, Json] = _render_objects(objects) if objects else {}
-    positions: dict[str, Json] = {
-        leaf_name(path): [*path]
-        for path in types
-        if any(isinstance(key, int) and path[:depth] not in lists for depth, key in enumerate(path))
-    }
-    if positions:
-        own["positions"] = positions
-    return {
-        "tree_metadata": tree,
-        "use_ocdbt": True,
-        "use_zarr3": True,
-        "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": {"twinshard": own} if own else None,
-    }
-
-
-def _value_type(kind: str | None) -> str:
-    if key_implementation(kind) is not None:
-        return "jax.Array"
-    return SCALAR if kind == SCALAR else "np.ndarray"
 
 
 class Claims:
@@ -198,12 +145,13 @@ class Claims:
                 f"{self._what}: expected leaf names of at most {MAX_NAME} characters, got one of {length}: "
                 f"{name[:80]!r}..."
             )
-        prefixes = [text[:depth] for depth in range(1, len(text))]
+        # Below a parent of earlier leaves nothing above is new: no leaf is there, or those would have been refused.
+        new = () if text[:-1] in self._inner else [text[:depth] for depth in range(1, len(text))]
         other = (
             self._names.get(name)
             or self._keys.get(stored)
             or self._inner.get(text)
-            or next((self._leaves[p] for p in prefixes if p in self._leaves), None)
+            or next((self._leaves[p] for p in new if p in self._leaves), None)
         )
         if other is not None:
             raise CheckpointError(
@@ -211,8 +159,27 @@ class Claims:
                 "and every name must belong to one leaf. Rename one of them"
             )
         self._names[name] = self._keys[stored] = self._leaves[text] = path
-        for prefix in prefixes:
+        for prefix in new:
             self._inner.setdefault(prefix, path)
+
+
+def can_claim_all(paths: Sequence[TreePath]) -> bool:
+    """Whether `Claims` would take all of these leaves, whose names are Unicode besides."""
+    if not all(map(is_tree_path, paths)):
+        return False
+    texts = [tuple(map(str, path)) for path in paths]
+    names = list(map("/".join, texts))
+    if "" in set(chain.from_iterable(texts)) or not is_unicode("".join(names)):
+        return False
+    if [name for name in names if len(name) > MAX_NAME or name.endswith("/")]:
+        return False
+    inner: set[tuple[str, ...]] = set()
+    parents = {text[:-1] for text in texts}
+    while parents:
+        inner |= parents
+        parents = {parent[:-1] for parent in parents if parent}
+    distinct = len(set(names)) == len(set(map(".".join, texts))) == len(texts)
+    return distinct and inner.isdisjoint(texts)
 
 
 def _own_positions(leaves: Iterable[TreePath], data: object, what: str) -> dict[TreePath, TreePath]:
@@ -229,13 +196,6 @@ def _own_positions(leaves: Iterable[TreePath], data: object, what: str) -> dict[
     return found
 
 
-def _render_objects(objects: Mapping[TreePath, object]) -> dict[str, Json]:
-    return {
-        "objects": {leaf_name(p): encode_object(v, f"object {leaf_name(p)!r}") for p, v in objects.items()},
-        "paths": {leaf_name(p): list(p) for p in objects},
-    }
-
-
 def _parse_objects(data: object, what: str) -> dict[TreePath, object]:
     root = _mapping(data, what)
     paths = _mapping(root.get("paths", {}), f"{what}: paths")
@@ -248,25 +208,28 @@ def _parse_objects(data: object, what: str) -> dict[TreePath, object]:
     return found
 
 
-def _parse_path(entry: object, what: str) -> TreePath:
-    keys = _mapping(entry, f"{what}: tree_metadata").get("key_metadata")
+def _parse_path(entry: Mapping[str, object], what: str) -> TreePath:
+    keys = entry.get("key_metadata")
     if not isinstance(keys, list) or not keys:
         raise CheckpointError(f"{what}: expected key_metadata to be a list of keys, got {keys!r:.80}")
     path: list[str | int] = []
     for key in keys:
-        fields = _mapping(key, f"{what}: key_metadata")
+        fields = _mapping(key, what, "key_metadata")
         text, kind = fields.get("key"), fields.get("key_type")
-        if not isinstance(text, str) or kind not in (_SEQUENCE, _MAPPING):
+        if isinstance(text, str) and kind == MAPPING:
+            path.append(text)
+            continue
+        if not isinstance(text, str) or kind not in (SEQUENCE, MAPPING):
             raise CheckpointError(f"{what}: expected a key with key_type 1 or 2, got {key!r:.80}")
-        if kind == _SEQUENCE and not re.fullmatch("0|[1-9][0-9]{0,17}", text):
+        if not re.fullmatch("0|[1-9][0-9]{0,17}", text):
             raise CheckpointError(f"{what}: expected a list position to be a number, got {text[:80]!r}")
-        path.append(int(text) if kind == _SEQUENCE else text)
+        path.append(int(text))
     return tuple(path)
 
 
-def _mapping(value: object, what: str) -> dict[str, object]:
+def _mapping(value: object, *what: str) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise CheckpointError(f"{what}: expected a JSON object, got {type(value).__name__}")
+        raise CheckpointError(f"{': '.join(what)}: expected a JSON object, got {type(value).__name__}")
     return value
 
 

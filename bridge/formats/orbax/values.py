@@ -12,9 +12,8 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import tensorstore as ts
@@ -27,8 +26,7 @@ from bridge.formats.stores.listing import StorePath
 _MAX_DEPTH = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Bytes [start, start + size) of a file of the item, by its path from there."""
 
     file: str
@@ -115,7 +113,6 @@ def values_in_ocdbt(item: Path, what: str) -> tuple[dict[str, Place], dict[str, 
     manifest = ts.ocdbt.dump(memory).result()
     places: dict[str, Place] = {}
     inline: dict[str, bytes] = {}
-
     seen: set[tuple[int, int, int]] = set()
     budget, home = NodeBudget(what), item.resolve()
 
@@ -165,6 +162,7 @@ def _walk(
 ) -> None:
     if depth > _MAX_DEPTH:
         raise CheckpointError(f"{what}: expected a B-tree of at most {_MAX_DEPTH} levels, got more")
+    files: dict[str, str] = {}
     for entry in node_at(location, prefix)["entries"]:
         if "location" in entry:
             below = prefix + entry["subtree_common_prefix"]
@@ -174,7 +172,16 @@ def _walk(
         if "inline_value" in entry:
             inline[key] = bytes(entry["inline_value"])
         elif "indirect_value" in entry:
-            places[key] = _parse(entry["indirect_value"], what, "value")
+            reference = entry["indirect_value"]
+            head, _, size = reference.rpartition(":")
+            head, _, start = head.rpartition(":")
+            # All values of a node are in few files, whose names are looked at once: half of a reference's time.
+            file = files.get(head)
+            if file is None or not (start.isdecimal() and size.isdecimal()):
+                places[key] = _parse(reference, what, "value")
+                files[head] = places[key].file
+            else:
+                places[key] = Place(file, int(start), int(size))
 
 
 def _parse(reference: str, what: str, kind: str) -> Place:

@@ -103,7 +103,7 @@ class SafetensorsReader(ClosedAtEnd):
             check_index(fileset.directory, fileset.weight_map, stored)
         self._pieces = self._find_pieces(fileset, headers)
         paths = {name: path for extra in extras.values() for name, path in extra.paths.items()}
-        self._tensors = {name: self._info(name, paths.get(name, (name,))) for name in self._pieces}
+        self._tensors = self._infos(paths)
         self.unreadable: Mapping[str, str] = {
             name: f"{pieces[0].array.dtype.name}, {pieces[0].array.bits} bits an element, which share bytes"
             for name, pieces in self._pieces.items()
@@ -201,13 +201,34 @@ class SafetensorsReader(ClosedAtEnd):
 
     def _find_pieces(self, fileset: ModelFiles, headers: Mapping[str, Header]) -> dict[str, list[_Piece]]:
         pieces: dict[str, list[_Piece]] = {}
+        whole: dict[tuple[int, ...], Box] = {}
         for file, header in headers.items():
             what = str(fileset.directory / file)
             offsets = saved_offsets(header, what)
             for name, array in header.arrays.items():
-                box = Box(offsets.get(name, (0,) * len(array.shape)), array.shape)
+                box = Box(offsets[name], array.shape) if offsets else whole.get(array.shape)
+                if box is None:
+                    box = whole[array.shape] = Box.whole(array.shape)
                 pieces.setdefault(name, []).append(_Piece(file, array, box))
         return pieces
+
+    def _infos(self, paths: Mapping[str, TreePath]) -> dict[str, TensorInfo]:
+        infos: dict[str, TensorInfo] = {}
+        alike: dict[tuple[tuple[int, ...], np.dtype], TensorInfo] = {}
+        for name, pieces in self._pieces.items():
+            path = paths.get(name, (name,))
+            first = pieces[0]
+            # Most tensors are in one piece each, and of such a shape and dtype thousands may be.
+            one = len(pieces) == 1 and not any(first.box.offsets)
+            like = alike.get((first.array.shape, first.array.dtype)) if one else None
+            if like is None:
+                infos[name] = self._info(name, path)
+                if one:
+                    alike[first.array.shape, first.array.dtype] = infos[name]
+            else:
+                infos[name] = like.named(name, path)
+                pieces[:] = pieces if like.chunks else []
+        return infos
 
     def _info(self, name: str, path: TreePath) -> TensorInfo:
         pieces = self._pieces[name]

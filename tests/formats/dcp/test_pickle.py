@@ -25,7 +25,7 @@ from bridge.formats.dcp.pickle_records import (
     Vocabulary,
     plain_from_pickle,
 )
-from bridge.formats.dcp.pickle_writer import Repeated, write_pickle
+from bridge.formats.dcp.pickle_writer import HOLE, Filled, Pattern, Repeated, write_pickle
 from bridge.formats.plain import plain_value
 
 values = st.recursive(
@@ -271,3 +271,42 @@ def test_repeated_descriptions_are_written_as_if_each_were_its_own() -> None:
         assert write_pickle(entries(Repeated), protocol) == write_pickle(
             entries(lambda value: value), protocol
         )
+
+
+def test_patterns_are_written_as_if_each_description_were_its_own() -> None:
+    pattern = Pattern(
+        Instance("a.Place", {"file": HOLE, "name": HOLE, "kind": "file", "at": (HOLE, 7), "of": HOLE})
+    )
+
+    def places(make: Callable[..., object]) -> object:
+        size = Repeated(Call("torch.Size", ((3, 300),)))
+        texts = {f"layers.{k}": k for k in range(300)}
+        further = [
+            "new",
+            "file",
+            3.5,
+            None,
+            True,
+            [size],
+            (1, -5),
+            b"x",
+            Name("torch.int8"),
+            1 << 40,
+            -1,
+            1 << 70,
+        ]
+        return texts, {
+            make("data", f"layers.{k}", further[k % 12], size if k % 3 else k * 1000): make(
+                "file", k, k - 9, "data"
+            )
+            for k in range(300)
+        }
+
+    def plain(file: object, name: object, at: object, of: object) -> object:
+        return Instance("a.Place", {"file": file, "name": name, "kind": "file", "at": (at, 7), "of": of})
+
+    for protocol in (2, 4):
+        pattern.times, pattern.written = 0, ()
+        filled = write_pickle(places(lambda *values: Filled(pattern, values)), protocol)
+        assert pattern.written, "it was written from its parts"
+        assert filled == write_pickle(places(plain), protocol)

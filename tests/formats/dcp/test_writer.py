@@ -27,8 +27,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from bridge.formats import CheckpointError, open_checkpoint
 from bridge.formats.base import DTYPES, Box, CheckpointReader
 from bridge.formats.coverage import check_coverage
+from bridge.formats.dcp import writer as writer_module
 from bridge.formats.dcp.reader import DcpReader
 from bridge.formats.dcp.writer import DcpWriter
+from bridge.formats.files.manifest import read_manifest, rest_checksum
 from bridge.formats.regions import default_chunk_shape
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import (
@@ -279,6 +281,30 @@ def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
             writer.add_object(("lr",), 0.1)
     for file in (".metadata", "__0_0.distcp"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+@pytest.mark.parametrize("at_once", [1, 6, 4096])
+def test_the_checksum_around_the_elements_is_that_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(writer_module, "_AT_ONCE", at_once)
+    with DcpWriter(tmp_path / "c") as writer:
+        writer.add_object("first", [1, "a"])
+        infos = [writer.add_tensor(f"w{k}", (5, 3), np.dtype("float32"), (2, 3)) for k in range(4)]
+        writer.add_object("between", 2.5)
+        writer.add_object("again", None)
+        infos.append(writer.add_tensor("none", (0, 3), np.dtype("int8")))
+        infos.append(writer.add_tensor("scalar", (), np.dtype("int64")))
+        writer.add_object("last", "x" * 100)
+        for info in reversed(infos):
+            for k, box in enumerate(writer.chunks(info.name)):
+                writer.write(info.name, box, np.full(box.sizes, k + 1, info.dtype))
+    manifest = read_manifest(tmp_path / "c")
+    assert manifest is not None
+    with DcpReader(tmp_path / "c") as reader:
+        ((file, ranges),) = reader.data_ranges().items()
+    assert len(ranges) == 13
+    assert manifest.files[file].rest == rest_checksum(tmp_path / "c" / file, ranges)
 
 
 def test_a_checkpoint_of_objects_only_and_an_empty_one_are_readable(tmp_path: Path) -> None:

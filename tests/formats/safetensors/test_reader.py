@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from bridge.formats import CheckpointError, detect_format, open_checkpoint
 from bridge.formats.base import DTYPES, Box
 from bridge.formats.files import mapped as mapped_files
-from bridge.formats.safetensors.header import DTYPE_NAMES, read_header
+from bridge.formats.safetensors.header import DTYPE_NAMES, _Parser, read_header
 from bridge.formats.safetensors.reader import SafetensorsReader
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import array_of
@@ -377,6 +377,56 @@ def test_mutants_of_a_header_are_refused_or_read_as_the_stock_library_does(genui
         with safe_open(genuine, "pt") as stock:
             assert ours == {name: array_of(stock.get_tensor(name)).tobytes() for name in stock.keys()}  # noqa: SIM118 (no mapping)
     assert 2_000 < refused < 4_000
+
+
+def random_header(rng: random.Random) -> tuple[bytes, int]:
+    """Arrays of few kinds, some named or described as none can be; and the bytes of their data."""
+    kinds = [("F32", [2, 3], 24), ("F32", [2, 3], 24), ("I8", [], 1), ("BF16", [0, 4], 0), ("F4", [4], 2)]
+    names = [
+        "w0",
+        "w1",
+        "é",
+        'a"b',
+        "w2",
+        "w3",
+        "none",
+        "last",
+        *rng.sample(["__metadata__", "w0", "n" * 4097], 1),
+    ]
+    entries, position = [], 0
+    for name in names if rng.random() < 0.2 else names[: rng.randint(1, 8)]:
+        code, shape, size = rng.choice(kinds)
+        described = json.dumps(entry(code, shape, position, position + size))
+        entries.append(f"{json.dumps(name, ensure_ascii=rng.random() < 0.5)}: {described}")
+        position += size
+    entries.insert(0, '"__metadata__":{"format":"pt"}')
+    return f"{{{', '.join(entries[rng.randint(0, 1) :])}}}".encode(), position
+
+
+def test_usual_entries_are_taken_as_the_parser_takes_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole headers and mutants of them: the same arrays, or the same words."""
+    rng = random.Random(11)
+
+    def outcome(raw: bytes) -> object:
+        try:
+            header = read_header(raw, "x")
+        except CheckpointError as error:
+            return str(error)
+        return list(header.arrays.items()), dict(header.metadata)
+
+    refused = 0
+    for _ in range(1500):
+        text, nbytes = random_header(rng)
+        header = bytearray(text)
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            header[rng.randrange(len(header))] = rng.choice(b'0123456789,:"[]{}\\ aF')
+        raw = len(header).to_bytes(8, "little") + header + bytes(nbytes)
+        with monkeypatch.context() as patch:
+            patch.setattr(_Parser, "usual", lambda *_: None)
+            general = outcome(raw)
+        assert outcome(raw) == general
+        refused += isinstance(general, str)
+    assert 300 < refused < 1200
 
 
 @examples(300)
