@@ -25,7 +25,8 @@ from bridge.checkpoints.manifest_problems import (
 )
 from bridge.checkpoints.summary import manifest_home
 from bridge.formats.arrays import array_checksum
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, Checksums, Loan, TensorInfo
+from bridge.formats.crc32c import extend
 from bridge.formats.files.manifest import Manifest, manifest_path, read_manifest
 from bridge.formats.files.mapped import ChunkIndex
 from bridge.formats.joined import JoinedReader
@@ -73,6 +74,7 @@ class CheckedReader(WrappingReader):
         super().__init__(reader)
         self._manifest, self._source = manifest, source
         self._own = reader.checksummed if isinstance(reader, SaysWhatIsChecked) else _never
+        self._owned: dict[str, bool] = {}
         self._listed: dict[str, TensorInfo] = {}
         self._chunks = ChunkIndex()
         self._compared: set[tuple[str, int]] = set()
@@ -93,6 +95,20 @@ class CheckedReader(WrappingReader):
             loan = loan if crc is None else dataclasses.replace(loan, crc=crc)
         return loan
 
+    def read_into(self, name: str, target: memoryview) -> Checksums | None:
+        """All of a small tensor into memory, compared with the manifest; None for one that is not as in there, too."""
+        sums = self._reader.read_into(name, target)
+        if sums is None or self._is_own(name):
+            return sums
+        chunks = self._manifest.tensors[name].chunks
+        if len(chunks) != 1:
+            return None
+        ((chunk, crc),) = chunks.items()
+        found = extend(0, target) if sums.crc32c is None else sums.crc32c
+        return (
+            Checksums(sums.crc32, found) if found == crc and chunk.sizes == self.tensors[name].shape else None
+        )
+
     def require(self, problems: Iterable[Problem]) -> None:
         """Raise CheckpointError for the first of these."""
         for problem in problems:
@@ -104,14 +120,16 @@ class CheckedReader(WrappingReader):
 
     def _compare(self, name: str, box: Box, array: np.ndarray) -> int | None:
         """Compare the manifest's chunks in a box; the CRC-32C of the box, if it is one of them and was looked at."""
+        if self._is_own(name):
+            return None
         if name not in self._listed:
             # With the manifest's chunks, which need not be those of the file.
-            chunks = () if self._own(name) else tuple(self._manifest.tensors[name].chunks)
+            chunks = tuple(self._manifest.tensors[name].chunks)
             info = self.tensors[name]
             self._listed[name] = info if info.chunks == chunks else dataclasses.replace(info, chunks=chunks)
         info = self._listed[name]
         found = None
-        for index in self._chunks.touching(info, box) if info.chunks else ():
+        for index in self._chunks.touching(info, box):
             if (name, index) in self._compared:
                 continue
             chunk = info.chunks[index]
@@ -122,6 +140,13 @@ class CheckedReader(WrappingReader):
             with self._lock:
                 self._compared.add((name, index))
         return found
+
+    def _is_own(self, name: str) -> bool:
+        """Whether the format has checksums of the tensor, which its reader compares."""
+        own = self._owned.get(name)
+        if own is None:
+            own = self._owned[name] = self._own(name)
+        return own
 
     def _checksum(self, info: TensorInfo, chunk: Box) -> int:
         crc = 0

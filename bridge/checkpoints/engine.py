@@ -13,13 +13,14 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from bridge.checkpoints.casts import Output
 from bridge.formats.base import Box, CheckpointReader, CheckpointWriter, Loan
 from bridge.formats.regions import Progress, group_boxes
-from bridge.mapping.relation import TensorView
+from bridge.mapping.relation import TensorView, whole_source
 
 RUN_BYTES = 256 << 20
 """Regions of one tensor, in bytes, that go to one worker."""
@@ -33,12 +34,16 @@ _MAX_LOOKED_AT = 4096
 
 @dataclass(frozen=True)
 class Region:
-    """Chunks of one tensor of the destination that are read together as ``box``."""
+    """Chunks of one tensor of the destination that are read together as ``box``.
+
+    all_of: the tensor of the source that it is all of, unchanged, if it is one chunk.
+    """
 
     tensor: Output
     stored_name: str
     box: Box
     chunks: list[Box]
+    all_of: str | None = None
 
 
 def runs(
@@ -57,9 +62,11 @@ def runs(
     for tensor in tensors:
         name = names[tensor.name]
         stored = writer.stored(name)
-        left = (box for box in writer.chunks(name) if box not in stored)
+        boxes = writer.chunks(name)
+        all_of = whole_source(tensor.planned.content) if len(boxes) == 1 and not tensor.is_cast else None
+        left = (box for box in boxes if box not in stored)
         for box, chunks in group_boxes(left, tensor.dtype.itemsize):
-            run.append(Region(tensor, name, box, chunks))
+            run.append(Region(tensor, name, box, chunks, all_of))
             nbytes += box.numel * tensor.dtype.itemsize
             if nbytes >= run_bytes:
                 yield run
@@ -125,7 +132,12 @@ class Copier:
 
     def _copy_region(self, region: Region) -> None:
         array: np.ndarray | None = None
+        source = region.all_of
         for chunk in region.chunks:
+            if source is not None and self._writer.write_from(
+                region.stored_name, chunk, partial(self._reader.read_into, source)
+            ):
+                continue
             # Chunks that lie in the source as they will be written are lent. For the first that does not, the region is
             # read, and the region's other chunks are in that array as well.
             loans = [] if array is not None else lend(region.tensor, self._reader, chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from operator import mul
 from typing import Literal
 
@@ -43,6 +44,17 @@ def strides_of(shape: Sequence[int], dtype: np.dtype, order: Literal["C", "F"] =
         steps.append(step)
         step *= n
     return tuple(steps if order == "F" else reversed(steps))
+
+
+@lru_cache(maxsize=4096)
+def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether elements follow each other in row-major order. strides: in elements; on axes of one index any."""
+    step = 1
+    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if n != 1 and stride != step:
+            return False
+        step *= n
+    return True
 
 
 def byte_range(

@@ -21,7 +21,7 @@ from functools import cache
 from operator import add, le
 from pathlib import Path
 from types import EllipsisType, MappingProxyType, TracebackType
-from typing import Protocol, Self, TypeAlias
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -220,6 +220,13 @@ class Loan:
     crc: int | None = None
 
 
+class Checksums(NamedTuple):
+    """What is known of elements in row-major order: their CRC-32, as zip has it, and their CRC-32C."""
+
+    crc32: int | None = None
+    crc32c: int | None = None
+
+
 Elements: TypeAlias = np.ndarray | Sequence[np.ndarray]
 """The elements of a box: as an array, or as parts that follow each other in row-major order."""
 
@@ -261,6 +268,14 @@ class CheckpointReader(Protocol):
         """The block where it lies in a mapped file, checked as `read` does, if it lies there in one piece; else None.
 
         Saves the copy. Errors as `read`.
+        """
+
+    def read_into(self, name: str, target: memoryview) -> Checksums | None:
+        """All of a tensor, in row-major order, into memory of its bytes, checked as `read` does; its checksums so far.
+
+        For small tensors, of which each is one chunk that lies in a local file as it is: nothing is mapped, no array is
+        made. None for all others, and where anything is wrong with this one, which `read` says; `target` holds anything
+        then.
         """
 
     def files(self) -> Sequence[Path]:
@@ -337,6 +352,14 @@ class CheckpointWriter(Protocol):
         CRC-32C of the elements, if the caller has compared them with one.
 
         CheckpointError for another box, shape or dtype (nothing is cast), or a box written before.
+        """
+
+    def write_from(self, name: str, box: Box, fill: Callable[[memoryview], Checksums | None]) -> bool:
+        """As `write`, for a small chunk that ``fill`` puts, in row-major order, into memory that is the writer's own.
+
+        So the elements of many small tensors go from file to file without another copy. False, with nothing written,
+        if the chunk is not a small one on a local file system, or ``fill`` returns None. Errors as `write`, and of
+        ``fill``.
         """
 
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:

@@ -20,11 +20,13 @@ _LARGE: Final = 64 << 10
 _CHECK: Final = b"123456789", 0xE3069283
 
 
-def extend(crc: int, data: np.ndarray | bytes) -> int:
-    """The checksum of bytes of which `crc` is that of those before `data`: bytes, or a C-contiguous array of uint8."""
+def extend(crc: int, data: np.ndarray | bytes | memoryview) -> int:
+    """The checksum of bytes of which `crc` is that of those before `data`: bytes, or C-contiguous uint8."""
     if len(data) >= _LARGE and _unlocked is not None:
-        array = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
+        array = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
         return _unlocked(crc, array.ctypes.data, array.nbytes)
+    # The extension takes bytes and read-only arrays.
+    data = bytes(data) if isinstance(data, memoryview) else data
     return int(google_crc32c.extend(crc, data)) if len(data) else crc
 
 

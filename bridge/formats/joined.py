@@ -12,7 +12,16 @@ from types import MappingProxyType
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo, TreePath, unreadable
+from bridge.formats.base import (
+    Box,
+    CheckpointError,
+    CheckpointReader,
+    Checksums,
+    Loan,
+    TensorInfo,
+    TreePath,
+    unreadable,
+)
 from bridge.formats.leaf_kinds import kinds_of
 from bridge.formats.leaf_names import separator_of
 from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
@@ -63,6 +72,11 @@ class JoinedReader(ClosedAtEnd):
         """One block where it is in the file; see `CheckpointReader.lend`."""
         part, own = self._places[name]
         return part.lend(own, box)
+
+    def read_into(self, name: str, target: memoryview) -> Checksums | None:
+        """All of a small tensor into memory; see `CheckpointReader.read_into`."""
+        part, own = self._places[name]
+        return part.read_into(own, target)
 
     def files(self) -> Sequence[Path]:
         """Those of all parts."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan, TensorInfo
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, Checksums, Loan, TensorInfo
 from bridge.formats.scaled import decode, scale_box
 from bridge.formats.wrapping import WrappingReader
 
@@ -100,6 +100,10 @@ class DequantizedReader(WrappingReader):
     def lend(self, name: str, box: Box) -> Loan | None:
         """None for a quantized tensor, whose numbers are in no file."""
         return None if name in self._weights else super().lend(name, box)
+
+    def read_into(self, name: str, target: memoryview) -> Checksums | None:
+        """None for a quantized tensor, whose numbers are in no file."""
+        return None if name in self._weights else super().read_into(name, target)
 
 
 def _plain(info: TensorInfo, name: str, path: tuple[str | int, ...], shape: tuple[int, ...]) -> TensorInfo:

@@ -85,6 +85,9 @@ class SingleChunkReader(ClosedAtEnd):
             return None
         return lend_mapped(*self._part(info, box))
 
+    def read_into(self, name: str, target: memoryview) -> None:
+        """None: these formats are read once, to be converted, and seldom have many small tensors."""
+
     def files(self) -> Sequence[Path]:
         """The files and their index."""
         return self._fileset.paths

@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointReader, Loan, TensorInfo, TreePath, unreadable
+from bridge.formats.base import Box, CheckpointReader, Checksums, Loan, TensorInfo, TreePath, unreadable
 
 
 class ClosedAtEnd(ABC):
@@ -78,6 +78,10 @@ class WrappingReader(ClosedAtEnd):
     def lend(self, name: str, box: Box) -> Loan | None:
         """One block where it is in the file; see `CheckpointReader.lend`."""
         return self._reader.lend(name, box)
+
+    def read_into(self, name: str, target: memoryview) -> Checksums | None:
+        """All of a small tensor into memory; see `CheckpointReader.read_into`."""
+        return self._reader.read_into(name, target)
 
     def files(self) -> Sequence[Path]:
         """Those of the whole checkpoint."""

@@ -70,6 +70,9 @@ class RunState:
     def lend(self, name: str, box: Box) -> None:
         return None
 
+    def read_into(self, name: str, target: memoryview) -> None:
+        return None
+
     def files(self) -> Sequence[Path]:
         return ()
 
@@ -225,6 +228,9 @@ class LoadedAs:
         return tensor.read(self._reader, Box.whole(tensor.shape) if box is None else box)
 
     def lend(self, name: str, box: Box) -> None:
+        return None
+
+    def read_into(self, name: str, target: memoryview) -> None:
         return None
 
     def files(self) -> Sequence[Path]:

@@ -253,14 +253,20 @@ def test_a_read_that_fails_half_way_leaves_nothing(
     write(tmp_path / "source", "dcp", dcp_arrays(), {})
     from bridge.formats.dcp.reader import DcpReader
 
-    part = DcpReader._part
+    part, read_into = DcpReader._part, DcpReader.read_into
 
     def broken(self: DcpReader, info: TensorInfo, *rest: Any) -> Any:
         if info.name == "optimizer.state.norm.weight.exp_avg":
             raise CheckpointError("broken disk")
         return part(self, info, *rest)
 
+    def broken_into(self: DcpReader, name: str, target: memoryview) -> Any:
+        if name == "optimizer.state.norm.weight.exp_avg":
+            raise CheckpointError("broken disk")
+        return read_into(self, name, target)
+
     monkeypatch.setattr(DcpReader, "_part", broken)
+    monkeypatch.setattr(DcpReader, "read_into", broken_into)
     failing(tmp_path, CheckpointError, "broken disk", mapping="decoder", workers=workers)
 
 

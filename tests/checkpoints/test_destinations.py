@@ -226,6 +226,7 @@ def test_what_the_source_refuses_is_not_put_down_to_the_destination(
 
         monkeypatch.setattr(DcpReader, "read", refuse)
         monkeypatch.setattr(DcpReader, "lend", refuse)
+        monkeypatch.setattr(DcpReader, "read_into", refuse)
         result = command(tmp_path / "c", tmp_path / "out", "--to", "orbax")
         assert (result["status"], result["said"], result["crashed"]) == (2, [line], None)
         assert [path.name for path in tmp_path.iterdir()] == ["c"]

@@ -17,12 +17,12 @@ import math
 import mmap
 import re
 import struct
-import zlib
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeGuard
 
 import numpy as np
+from isal import isal_zlib
 
 from bridge.formats.base import DTYPES, CheckpointError
 from bridge.formats.dcp.dtypes import torch_dtype
@@ -219,7 +219,7 @@ def verify_record(
             for start in range(first, last, BLOCK):
                 stop = min(start + BLOCK, last)
                 with view[start:stop] as block:
-                    crc = zlib.crc32(block, crc)
+                    crc = isal_zlib.crc32(block, crc)
                 if not keep or stop < end:
                     drop_pages(file, start, stop)
     if record.crc is not None and crc != record.crc:

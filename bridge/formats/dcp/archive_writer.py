@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final
 
 import numpy as np
+from isal import isal_zlib
 
 from bridge.formats.base import CheckpointError, dtype_from_name, dtype_name
 from bridge.formats.dcp.archive import (
@@ -68,6 +68,12 @@ def tensor_archive_length(dtype: np.dtype, sizes: tuple[int, ...], offset: int) 
     return len(before) + math.prod(sizes) * dtype.itemsize + len(after)
 
 
+def tensor_archive_frame(dtype: np.dtype, sizes: tuple[int, ...], offset: int) -> tuple[int, int]:
+    """How many bytes there are before and after the data."""
+    before, _, after, _ = _template(dtype_name(dtype), sizes, offset % ALIGNMENT)
+    return len(before), len(after)
+
+
 def data_start(dtype: np.dtype, sizes: tuple[int, ...], offset: int) -> int:
     """The byte of the file at which the data of the archive at `offset` begins."""
     return offset + len(_template(dtype_name(dtype), sizes, offset % ALIGNMENT)[0])
@@ -114,7 +120,7 @@ def _around(head: Mapping[str, bytes], nbytes: int | None, crc: int, offset: int
     for short_name, content in contents.items():
         name = b"archive/" + short_name.encode()
         size = len(content) if content is not None else nbytes or 0
-        check = zlib.crc32(content) if content is not None else crc
+        check = isal_zlib.crc32(content) if content is not None else crc
         local = len(before)
         wide = size >= WIDE
         size32 = MAX32 if wide else size

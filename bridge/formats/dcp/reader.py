@@ -13,9 +13,18 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+from isal import isal_zlib
 
-from bridge.formats.arrays import as_integers, byte_range
-from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, require_tensor
+from bridge.formats.arrays import as_integers, byte_range, row_major
+from bridge.formats.base import (
+    Box,
+    CheckpointError,
+    Checksums,
+    Loan,
+    TensorInfo,
+    TreePath,
+    require_tensor,
+)
 from bridge.formats.dcp.archive import Record, StoredTensor, around, read_value, verify_record
 from bridge.formats.dcp.archives import Archives
 from bridge.formats.dcp.metadata import (
@@ -142,6 +151,34 @@ class DcpReader(ClosedAtEnd):
         if len(touching) != 1 or info.chunks[touching[0]].intersect(box) != box:
             return None
         return lend_mapped(*self._part(info, touching[0], box))
+
+    def read_into(self, name: str, target: memoryview) -> Checksums | None:
+        """All of a tensor that is one chunk, which lies in its record alone; see `CheckpointReader.read_into`."""
+        info, extents = self.tensors[name], self._metadata.extents[name]
+        if len(extents) != 1 or (name, 0) in self._metadata.copies or name in self.unreadable:
+            return None
+        (chunk,), (extent,) = info.chunks, extents
+        stored = self._archives.get(extent)
+        if stored is None:
+            found = self._find(info, chunk, extent)
+            if not isinstance(found.layout, StoredTensor):
+                return None
+            stored = found.layout
+        record = stored.record
+        if (
+            (stored.dtype, stored.shape, stored.first, record.size)
+            != (info.dtype, info.shape, 0, target.nbytes)
+            or not row_major(stored.shape, stored.strides)
+            or not self._files.read_into(extent.file, record.start, target)
+        ):
+            return None
+        if not self._verify or record.crc is None:
+            return Checksums()
+        crc = isal_zlib.crc32(target)
+        if crc != record.crc:
+            return None
+        self._verified.add(extent)
+        return Checksums(crc32=crc)
 
     def files(self) -> Sequence[Path]:
         """The metadata and every file that a chunk, its copies or an object is stored in."""

@@ -9,18 +9,27 @@ from __future__ import annotations
 import heapq
 import os
 import threading
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
+from isal import isal_zlib
 
-from bridge.formats.base import DTYPES, CheckpointError, TensorInfo, TreePath, dtype_name, grid_of_chunks
+from bridge.formats.base import (
+    DTYPES,
+    CheckpointError,
+    Checksums,
+    TensorInfo,
+    TreePath,
+    dtype_name,
+    grid_of_chunks,
+)
 from bridge.formats.crc32c import extend
 from bridge.formats.dcp.archive_writer import (
     data_start,
     tensor_archive,
+    tensor_archive_frame,
     tensor_archive_length,
     value_archive,
 )
@@ -172,7 +181,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
         objects = ((e.offset, self._data.read(e.offset, e.length)) for e in self._objects.values())
         crc = 0
         # Not read back: a few hundred bytes beside small elements would cost as much as all of these.
-        for _, part in heapq.merge(objects, self._sink.around(self._record.infos), key=itemgetter(0)):
+        for _, part in heapq.merge(objects, self._sink.frames(self._record.infos), key=itemgetter(0)):
             crc = extend(crc, part)
         return crc
 
@@ -188,6 +197,8 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
 
 class _Archives:
     """The archives of all chunks, one after the other in the data file; see `Sink`."""
+
+    placed = True
 
     def __init__(self, data: DataFile | UploadFile, name: str) -> None:
         self._data, self._name = data, name
@@ -212,22 +223,35 @@ class _Archives:
         # torch.load compares CRC-32, not the CRC-32C of the record.
         crc32 = 0
         for part in parts:
-            crc32 = zlib.crc32(part.data, crc32)
+            crc32 = isal_zlib.crc32(part.data, crc32)
         offset = self.extents[info.name][number].offset
         self._crcs[offset] = crc32
         before, after = tensor_archive(info.dtype, info.chunks[number].sizes, offset, crc32)
         return [before, *(part.data for part in parts), after]
 
+    def frame(self, info: TensorInfo, number: int) -> tuple[int, int]:
+        return tensor_archive_frame(
+            info.dtype, info.chunks[number].sizes, self.extents[info.name][number].offset
+        )
+
+    def around(
+        self, info: TensorInfo, number: int, elements: memoryview, sums: Checksums
+    ) -> tuple[bytes, bytes]:
+        crc32 = isal_zlib.crc32(elements) if sums.crc32 is None else sums.crc32
+        offset = self.extents[info.name][number].offset
+        self._crcs[offset] = crc32
+        return tensor_archive(info.dtype, info.chunks[number].sizes, offset, crc32)
+
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
         extent, box = self.extents[info.name][number], info.chunks[number]
         start = data_start(info.dtype, box.sizes, extent.offset) - extent.offset
         elements = data[start : start + box.numel * info.dtype.itemsize]
-        crc32 = self._crcs[extent.offset] = zlib.crc32(elements)
+        crc32 = self._crcs[extent.offset] = isal_zlib.crc32(elements)
         before, after = tensor_archive(info.dtype, box.sizes, extent.offset, crc32)
         whole = data.startswith(before) and data.endswith(after) and len(data) == extent.length
         return np.frombuffer(elements, np.uint8) if whole else None
 
-    def around(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[int, bytes]]:
+    def frames(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[int, bytes]]:
         """What stands around the elements of all chunks, once they are written, and where: (offset, bytes)."""
         for name, info in infos.items():
             for box, extent in zip(info.chunks, self.extents[name], strict=True):

@@ -141,12 +141,25 @@ class StreamedMap(mmap.mmap):
         """Nothing: the bytes would have to be fetched again."""
 
 
+class _Descriptor:
+    """A file that is open for reading, until nobody has this any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = -1
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
+
+
 class MappedFiles:
     """Read-only maps of a directory's files, the most recently used ones kept open. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
+        self._opened: OrderedDict[str, _Descriptor] = OrderedDict()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -173,11 +186,35 @@ class MappedFiles:
             self._maps.move_to_end(name)
             return self._maps[name]
 
+    def read_into(self, name: str, start: int, *targets: memoryview) -> bool:
+        """Read bytes from `start` on into memory, without mapping them; whether they are all there.
+
+        Of a small piece a page fault for every few pages, and letting go of them, would cost more than the copy. False
+        in a store, too. OSError when the file cannot be read, ValueError after `close`.
+        """
+        if isinstance(self.directory, StorePath):
+            return False
+        path = self.directory / name
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"the checkpoint {self.directory} was closed")
+            file = self._opened.get(name)
+            if file is None:
+                file = self._opened[name] = _Descriptor(path)
+                # Dropped, not closed: another thread may still read from it.
+                if len(self._opened) > _MAX_OPEN_FILES:
+                    self._opened.popitem(last=False)
+        try:
+            return os.preadv(file.number, targets, start) == sum(map(len, targets))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+
     def close(self) -> None:
         """Release the files; arrays copied out stay valid."""
         with self._lock:
             self._closed = True
             self._maps.clear()
+            self._opened.clear()
 
 
 class ChunkIndex:

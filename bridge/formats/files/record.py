@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,8 @@ from typing import Protocol
 import numpy as np
 
 from bridge.formats.arrays import array_checksum, raw_bytes
-from bridge.formats.base import Box, CheckpointError, Elements, TensorInfo, dtype_name
+from bridge.formats.base import Box, CheckpointError, Checksums, Elements, TensorInfo, dtype_name
+from bridge.formats.crc32c import extend
 from bridge.formats.files.atomic import fsync_directory
 from bridge.formats.files.data_file import DataFile, allow_open_files
 from bridge.formats.files.gathered import SMALL, Gathered
@@ -49,7 +50,12 @@ class Place:
 
 
 class Sink(Protocol):
-    """How a format stores a chunk: where, and which bytes stand around its elements. Used by several threads."""
+    """How a format stores a chunk: where, and which bytes stand around its elements. Used by several threads.
+
+    placed: whether the places of all chunks are known before any is written.
+    """
+
+    placed: bool
 
     def place(self, info: TensorInfo, number: int) -> Place:
         """The place of chunk `number` of the tensor."""
@@ -58,6 +64,14 @@ class Sink(Protocol):
         self, info: TensorInfo, number: int, parts: list[np.ndarray], crc: int
     ) -> Iterable[bytes | memoryview]:
         """The bytes that fill the place, in parts. parts: the elements as uint8 arrays; crc: their CRC-32C."""
+
+    def frame(self, info: TensorInfo, number: int) -> tuple[int, int] | None:
+        """How many bytes `around` gives, before and after; None where a chunk is not stored as its elements alone."""
+
+    def around(
+        self, info: TensorInfo, number: int, elements: memoryview, sums: Checksums
+    ) -> tuple[bytes, bytes]:
+        """As `encode`, but only what stands before and after the elements. sums: of these, the CRC-32C at least."""
 
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
         """The elements of the chunk in bytes read from its place; None if these do not hold a whole chunk."""
@@ -139,8 +153,8 @@ class ChunkRecord:
         KeyError for an unknown tensor; CheckpointError for another box, shape or dtype, or a chunk written before;
         OSError when the disk fails. The array may be changed afterwards. crc: its CRC-32C, if known.
         """
-        number, parts = self._claim(name, box, array)
-        info = self.infos[name]
+        parts = self._parts(name, box, array)
+        info, number = self.infos[name], self._claim(name, box)
         try:
             crc = array_checksum(*parts) if crc is None else crc
             place = sink.place(info, number)
@@ -153,20 +167,63 @@ class ChunkRecord:
                 self._gathering().add(place.file, place.offset, data)
             else:
                 place.file.write_parts(place.offset, data)
-            with self._lock:
-                self._claimed.discard((name, number))
-                self._crcs[name][number] = crc
-                if self._journal is not None:
-                    self._written.append((name, number, crc))
-                self._unsynced += place.length
-                due = self._unsynced >= SYNC_BYTES
-                if due:
-                    self._unsynced = 0
-            if due:
-                self.sync()
+            self._wrote(name, number, crc, place.length)
         except BaseException as error:
             self.failure = self.failure or error
             raise
+
+    def write_from(
+        self, name: str, box: Box, fill: Callable[[memoryview], Checksums | None], sink: Sink
+    ) -> bool:
+        """The same for a small chunk whose elements ``fill`` makes; see `CheckpointWriter.write_from`."""
+        info = self.infos[name]
+        nbytes = box.numel * info.dtype.itemsize
+        # Where the place is known only once the chunk is written, asking for it twice would leave one of them empty.
+        if nbytes >= SMALL or not sink.placed:
+            return False
+        number = self._claim(name, box)
+        crc = 0
+
+        def piece(memory: memoryview) -> bool:
+            nonlocal crc
+            elements = memory[before : len(memory) - after]
+            sums = fill(elements)
+            if sums is None:
+                return False
+            if sums.crc32c is None:
+                sums = Checksums(sums.crc32, extend(0, elements))
+            crc = sums.crc32c or 0
+            memory[:before], memory[len(memory) - after :] = sink.around(info, number, elements, sums)
+            return True
+
+        try:
+            place, frame = sink.place(info, number), sink.frame(info, number)
+            done = False
+            if isinstance(place.file, DataFile) and place.length < SMALL and frame is not None:
+                before, after = frame
+                done = self._gathering().fill(place.file, place.offset, before + nbytes + after, piece)
+            if done:
+                self._wrote(name, number, crc, place.length)
+            else:
+                with self._lock:
+                    self._claimed.discard((name, number))
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
+        return done
+
+    def _wrote(self, name: str, number: int, crc: int, length: int) -> None:
+        with self._lock:
+            self._claimed.discard((name, number))
+            self._crcs[name][number] = crc
+            if self._journal is not None:
+                self._written.append((name, number, crc))
+            self._unsynced += length
+            due = self._unsynced >= SYNC_BYTES
+            if due:
+                self._unsynced = 0
+        if due:
+            self.sync()
 
     def _gathering(self) -> Gathered:
         """Small chunks of this thread."""
@@ -187,9 +244,9 @@ class ChunkRecord:
             self.failure = self.failure or error
             raise
 
-    def _claim(self, name: str, box: Box, array: Elements) -> tuple[int, list[np.ndarray]]:
-        """The number of the chunk, which nobody else may write from here on, and its bytes, in parts."""
-        info, number = self.infos[name], self._numbers[name].get(box)
+    def _parts(self, name: str, box: Box, array: Elements) -> list[np.ndarray]:
+        """The bytes of a chunk, in parts."""
+        info = self.infos[name]
         parts = [array] if isinstance(array, np.ndarray) else list(array)
         size = sum([part.size for part in parts])
         fits = array.shape == box.sizes if isinstance(array, np.ndarray) else size == box.numel
@@ -198,9 +255,15 @@ class ChunkRecord:
                 f"{self._what(name)}: expected {info.dtype.name} of shape {box.sizes} for the chunk at {box.offsets}, "
                 "got " + " and ".join(f"{part.dtype.name} of shape {part.shape}" for part in parts)
             )
+        return [raw_bytes(part) for part in parts]
+
+    def _claim(self, name: str, box: Box) -> int:
+        """The number of the chunk, which nobody else may write from here on."""
+        number = self._numbers[name].get(box)
         if number is None:
             raise CheckpointError(
-                f"{self._what(name)}: expected every box to be one of its {len(info.chunks)} chunks, got {box}"
+                f"{self._what(name)}: expected every box to be one of its {len(self.infos[name].chunks)} chunks, got "
+                f"{box}"
             )
         with self._lock:
             if number in self._crcs[name] or (name, number) in self._claimed:
@@ -208,7 +271,7 @@ class ChunkRecord:
                     f"{self._what(name)}: expected every box to be written once, got {box} again"
                 )
             self._claimed.add((name, number))
-        return number, [raw_bytes(part) for part in parts]
+        return number
 
     def _what(self, name: str) -> str:
         return f"{self.path}: tensor {name!r}"
@@ -320,6 +383,11 @@ class RecordedChunks(ABC):
         """
         self._require_open()
         self._record.write(name, box, array, self._sink, crc=crc)
+
+    def write_from(self, name: str, box: Box, fill: Callable[[memoryview], Checksums | None]) -> bool:
+        """Store one of `chunks(name)`, a small one, as ``fill`` makes it; see `CheckpointWriter.write_from`."""
+        self._require_open()
+        return self._record.write_from(name, box, fill, self._sink)
 
     def _require_open(self) -> None:
         failure = self._record.failure

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
+from isal import isal_zlib
 
 from bridge.formats.base import CheckpointError
 
@@ -74,7 +75,7 @@ class Inflated:
         copies: list[tuple[int, int, Any]] = [(0, 0, inflater.copy())]
         step, crc, done = _STEP, 0, 0
         for place, piece, taken in self._run(inflater, 0, 0, self._size + 1):
-            crc, done = zlib.crc32(piece, crc), place + len(piece)
+            crc, done = isal_zlib.crc32(piece, crc), place + len(piece)
             if done >= copies[-1][0] + step:
                 copies.append((done, taken, inflater.copy()))
             if len(copies) > _MAX_COPIES:

@@ -13,7 +13,6 @@ import math
 import mmap
 import os
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
+from isal import isal_zlib
 
 from bridge.formats.arrays import byte_range, strides_of
 from bridge.formats.base import Box, CheckpointError, TensorInfo
@@ -123,7 +123,7 @@ class NpzReader(SingleChunkReader):
         stored = _Stored(member, header, begin)
         if self._verify and not nbytes:
             # No element will be read, so that nothing else would compare the header with the checksum.
-            crc = zlib.crc32(b"".join(self._whole(name, stored)))
+            crc = isal_zlib.crc32(b"".join(self._whole(name, stored)))
             if crc != member.crc:
                 raise CheckpointError(
                     f"{what}: the header is damaged: expected CRC-32 {member.crc:08x}, got {crc:08x}"

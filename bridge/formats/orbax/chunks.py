@@ -25,7 +25,7 @@ import numpy as np
 import tensorstore as ts
 
 from bridge.formats.arrays import array_checksum, as_integers, raw_bytes
-from bridge.formats.base import Box, CheckpointError, TensorInfo
+from bridge.formats.base import Box, CheckpointError, Checksums, TensorInfo
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.record import Place
 from bridge.formats.orbax.arrays import MANIFEST, ArrayLayout, explain, metadata_key, new_context, store_spec
@@ -54,7 +54,7 @@ class ChunkStore:
         self, directory: Path, open_file: Callable[[Path], DataFile | UploadFile], *, complete: bool
     ) -> None:
         self._store = OcdbtWriter(directory, open_file)
-        self._complete, self._sent = complete, isinstance(directory, UploadPath)
+        self.placed, self._sent = complete, isinstance(directory, UploadPath)
         self._layouts: dict[str, ArrayLayout] = {}
         self._metadata: dict[tuple[tuple[int, ...], tuple[int, ...], np.dtype], bytes] = {}
         self._lock = threading.Lock()
@@ -69,14 +69,14 @@ class ChunkStore:
         if alike not in self._metadata:
             self._metadata[alike] = json.dumps(layout.metadata()).encode()
         self._store.put(metadata_key(layout.key, zarr3=True), self._metadata[alike])
-        if self._complete:
+        if self.placed:
             for key in layout.stored_keys() if own is None else (self._key(layout, box) for box in own):
                 self._store.reserve(key, layout.chunk_bytes + _TRAILER)
 
     def place(self, info: TensorInfo, number: int) -> Place:
         layout = self._layouts[info.name]
         key = self._key(layout, info.chunks[number])
-        if not self._complete:
+        if not self.placed:
             # Only now is it known that this process writes the chunk: a place that stays empty would be in the index.
             with self._lock:
                 self._store.reserve(key, layout.chunk_bytes + _TRAILER)
@@ -93,10 +93,25 @@ class ChunkStore:
         if box.sizes != layout.chunk:
             parts = [_padded(parts, box, layout)]
             crc = array_checksum(*parts)
+        return [*(part.data for part in parts), self._behind(layout, crc)]
+
+    def _behind(self, layout: ArrayLayout, crc: int) -> bytes:
         # With the padding behind a value its neighbour follows at once, and both are written together. What goes to a
         # store is counted, and the padding comes by itself.
         padding = b"" if self._sent else bytes(-(layout.chunk_bytes + _TRAILER) % ALIGNMENT)
-        return [*(part.data for part in parts), _trailer(layout, crc) + padding]
+        return _trailer(layout, crc) + padding
+
+    def frame(self, info: TensorInfo, number: int) -> tuple[int, int] | None:
+        layout = self._layouts[info.name]
+        if info.chunks[number].sizes != layout.chunk:
+            return None
+        return 0, _TRAILER + -(layout.chunk_bytes + _TRAILER) % ALIGNMENT
+
+    def around(
+        self, info: TensorInfo, number: int, elements: memoryview, sums: Checksums
+    ) -> tuple[bytes, bytes]:
+        assert sums.crc32c is not None
+        return b"", self._behind(self._layouts[info.name], sums.crc32c)
 
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
         layout, box = self._layouts[info.name], info.chunks[number]

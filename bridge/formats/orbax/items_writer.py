@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.formats.base import CheckpointError, TensorInfo, TreePath, dtype_name, grid_of_chunks
+from bridge.formats.base import CheckpointError, Checksums, TensorInfo, TreePath, dtype_name, grid_of_chunks
 from bridge.formats.files.atomic import CommitOrAbort
 from bridge.formats.files.journal import JOURNAL_FILE
 from bridge.formats.files.manifest import (
@@ -63,6 +63,8 @@ class _Item:
 class _Stores:
     """The chunks of all items; see `Sink`."""
 
+    placed = True
+
     def __init__(self, items: Mapping[str, _Item]) -> None:
         self._items = items
 
@@ -73,6 +75,14 @@ class _Stores:
         self, info: TensorInfo, number: int, parts: list[np.ndarray], crc: int
     ) -> list[bytes | memoryview]:
         return self._of(info).encode(info, number, parts, crc)
+
+    def frame(self, info: TensorInfo, number: int) -> tuple[int, int] | None:
+        return self._of(info).frame(info, number)
+
+    def around(
+        self, info: TensorInfo, number: int, elements: memoryview, sums: Checksums
+    ) -> tuple[bytes, bytes]:
+        return self._of(info).around(info, number, elements, sums)
 
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
         return self._of(info).decode(info, number, data)

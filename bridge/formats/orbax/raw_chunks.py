@@ -17,7 +17,7 @@ import google_crc32c
 import numpy as np
 
 from bridge.formats.arrays import byte_range, strides_of
-from bridge.formats.base import Box, CheckpointError
+from bridge.formats.base import Box, CheckpointError, Checksums
 from bridge.formats.crc32c import extend
 from bridge.formats.files.mapped import BLOCK, drop_pages
 from bridge.formats.orbax.arrays import ArrayLayout
@@ -49,6 +49,24 @@ class RawChunks:
         file = self._values.open(key, first, stop)
         stored = np.ndarray(layout.chunk, layout.dtype, file, start)
         return stored[Box(low, part.sizes).slices()], file, first
+
+    def read_into(self, layout: ArrayLayout, target: memoryview) -> Checksums | None:
+        """All of an array that is one shard, into memory of its bytes; None unless it is as it should be."""
+        key = layout.chunk_key((0,) * len(layout.shape))
+        size = layout.chunk_bytes + 4 * layout.checksum
+        place = self._values.find(key)
+        if place is None or target.nbytes != layout.chunk_bytes or place.size != size + _SHARD_INDEX.size:
+            return None
+        behind = bytearray(place.size - layout.chunk_bytes)
+        if not self._values.read_into(place, target, memoryview(behind)):
+            return None
+        *numbers, index_crc = _SHARD_INDEX.unpack_from(behind, len(behind) - _SHARD_INDEX.size)
+        if numbers != [0, size] or google_crc32c.value(bytes(behind[-_SHARD_INDEX.size : -4])) != index_crc:
+            return None
+        if not (layout.checksum and self._verify):
+            return Checksums()
+        crc = extend(0, target)
+        return Checksums(crc32c=crc) if crc == int.from_bytes(behind[:4], "little") else None
 
     def compared_crc(self, name: str, index: tuple[int, ...]) -> int | None:
         """The stored CRC-32C of a chunk of which `part` was taken, None if it was compared with none."""

@@ -61,6 +61,14 @@ class StoredValues:
         """Where a value is."""
         return self._places[key]
 
+    def find(self, key: str) -> Place | None:
+        """Where a value is; None for one that is in no file."""
+        return self._places.get(key)
+
+    def read_into(self, place: Place, *targets: memoryview) -> bool:
+        """Read a value into memory, without mapping it; see `MappedFiles.read_into`."""
+        return self._files.read_into(place.file, place.start, *targets)
+
     def open(self, key: str, start: int, stop: int) -> mmap.mmap:
         """The mapped file that holds a value, for bytes [start, stop) of the file."""
         return self._files.get(self._places[key].file, start, stop)

@@ -19,7 +19,15 @@ from typing import Any, Final
 import numpy as np
 
 from bridge.formats.arrays import as_integers, byte_range
-from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, require_tensor
+from bridge.formats.base import (
+    Box,
+    CheckpointError,
+    Checksums,
+    Loan,
+    TensorInfo,
+    TreePath,
+    require_tensor,
+)
 from bridge.formats.coverage import check_coverage
 from bridge.formats.files.mapped import (
     ChunkIndex,
@@ -144,6 +152,17 @@ class SafetensorsReader(ClosedAtEnd):
         if len(touching) != 1 or self._pieces[name][touching[0]].box.intersect(box) != box:
             return None
         return lend_mapped(*self._part(self._pieces[name][touching[0]], box))
+
+    def read_into(self, name: str, target: memoryview) -> Checksums | None:
+        """All of a tensor that is in one file; see `CheckpointReader.read_into`."""
+        pieces = self._pieces[name]
+        if len(pieces) != 1 or name in self.unreadable:
+            return None
+        (piece,) = pieces
+        array = piece.array
+        if piece.box.sizes != self._tensors[name].shape or array.nbytes != target.nbytes:
+            return None
+        return Checksums() if self._files.read_into(piece.file, array.start, target) else None
 
     def _part(self, piece: _Piece, common: Box) -> tuple[np.ndarray, mmap.mmap, int]:
         """Elements of a piece where they are in the file, and the first byte there."""

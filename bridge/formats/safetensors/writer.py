@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.base import CheckpointError, TensorInfo, TreePath, grid_of_chunks
+from bridge.formats.base import CheckpointError, Checksums, TensorInfo, TreePath, grid_of_chunks
 from bridge.formats.files.atomic import CommitOrAbort, sidecar_of
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.manifest import (
@@ -282,6 +282,8 @@ class _Rows:
     places: of all tensors, decided at the first call.
     """
 
+    placed = True
+
     def __init__(self, places: Callable[[], Mapping[str, Place]]) -> None:
         self._places = places
 
@@ -295,6 +297,14 @@ class _Rows:
         self, info: TensorInfo, number: int, parts: list[np.ndarray], crc: int
     ) -> list[bytes | memoryview]:
         return [part.data for part in parts]
+
+    def frame(self, info: TensorInfo, number: int) -> tuple[int, int]:
+        return 0, 0
+
+    def around(
+        self, info: TensorInfo, number: int, elements: memoryview, sums: Checksums
+    ) -> tuple[bytes, bytes]:
+        return b"", b""
 
     def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
         whole = len(data) == info.chunks[number].numel * info.dtype.itemsize

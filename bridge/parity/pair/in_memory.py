@@ -39,6 +39,9 @@ class ArrayReader:
     def lend(self, name: str, box: Box) -> None:
         return None
 
+    def read_into(self, name: str, target: memoryview) -> None:
+        return None
+
     def files(self) -> list[Path]:
         return []
 

@@ -44,6 +44,9 @@ class MemoryReader:
     def lend(self, name: str, box: Box) -> None:
         return None
 
+    def read_into(self, name: str, target: memoryview) -> None:
+        return None
+
     def files(self) -> list[Path]:
         return []
 
