@@ -10,13 +10,14 @@ from typing import TypeAlias
 
 import numpy as np
 
+from bridge.checkpoints.borrowed import MEMORY, borrow
 from bridge.checkpoints.common_dtype import common_dtype
 from bridge.checkpoints.diff_report import TensorDiff
 from bridge.checkpoints.noise import Noise
 from bridge.checkpoints.spread import Spread
 from bridge.checkpoints.ulp import Difference, Tolerance, compare, squared_distance, sum_of_squares
 from bridge.checkpoints.workers import batches, ordered
-from bridge.formats.base import Box, CheckpointReader, Loan, TensorInfo, is_whole, name_of
+from bridge.formats.base import Box, CheckpointReader, TensorInfo, is_whole, name_of
 from bridge.formats.regions import group_boxes, split_box
 from bridge.mapping.operations import as_dtype
 from bridge.mapping.plan import PlannedTensor
@@ -108,20 +109,20 @@ class Pair:
             yield from (box for box in split_box(joint, itemsize) if box.numel)
 
     def _region(self, box: Box, dtype: np.dtype) -> _Region:
-        """Compare within a box, where the elements lie in mapped files, if they do."""
+        """Compare within a box."""
         source = whole_source(self.planned.content)
-        lent_a = None if source is None else _lent(self.reader_a, source, box)
-        lent_b = _lent(self.reader_b, self.info.name, box)
-        left = self._read_a(box, dtype) if lent_a is None else _in(dtype, lent_a.array)
-        right = _in(dtype, self.reader_b.read(self.info.name, box) if lent_b is None else lent_b.array)
+        loan_a = None if source is None else borrow(self.reader_a, source, box, MEMORY.first)
+        left = self._read_a(box, dtype) if loan_a is None else _in(dtype, loan_a.array)
+        loan_b = borrow(self.reader_b, self.info.name, box, MEMORY.second)
+        right = _in(dtype, loan_b.array)
         # A cast does not keep a NaN's payload.
         any_nan = self.planned.dtype != self.info.dtype
         spread = Spread()
         found = compare(left, right, self.tolerance, any_nan=any_nan, spread=spread)
         norm = sum_of_squares(left) if found.differing else None
-        for loan in (lent_a, lent_b):
-            if loan is not None:
-                loan.give_back()
+        if loan_a is not None:
+            loan_a.give_back()
+        loan_b.give_back()
         return found.shifted(box.offsets), norm, spread
 
     def _noise(self, box: Box) -> float:
@@ -142,12 +143,6 @@ def compared(pairs: Iterable[Pair], workers: int) -> Iterator[TensorDiff]:
         else:
             for pair in group:
                 yield pair.compare(workers)
-
-
-def _lent(reader: CheckpointReader, name: str, box: Box) -> Loan | None:
-    """The elements of a box where they are in a file, which saves a copy, if the box is all of the tensor."""
-    # Parts need not lie there in one piece, which a reader of a store finds out by fetching them.
-    return reader.lend(name, box) if reader.tensors[name].chunks == (box,) else None
 
 
 def _in(dtype: np.dtype, array: np.ndarray) -> np.ndarray:

@@ -76,7 +76,6 @@ class Spread:
             counts["inf"] = infinite
         return counts
 
-
     def _join(self, counts: np.ndarray) -> None:
         if counts.any():
             self._counts = counts if self._counts is None else self._counts + counts
