@@ -47,7 +47,7 @@ class Pair:
         assert dtype is not None
         boxes = list(self._boxes())
         if len(boxes) == 1:
-            # Of 20,000 small tensors, starting an iteration over one region took as long as comparing it.
+            # Small tensors, of which there are many: without the sums and iterations over several.
             difference, norm, spread = self._region(boxes[0], dtype)
             norms, due = ([], boxes) if norm is None else ([norm], [])
         else:

@@ -319,32 +319,29 @@ class _Check:
     def _region(
         self, info: TensorInfo, joint: Box, crcs: Mapping[Box, int | None], nbytes: int
     ) -> _Found | None:
+        """None if there is nothing to say, as of nearly all regions."""
         if len(crcs) > 1 and nbytes <= REGION_BYTES:
             try:
                 array = self._reader.read(info.name, joint)
             except CheckpointError:
                 pass  # Again, chunk by chunk: the report names the damaged ones.
             else:
-                found = _Found(info.name)
-                found.nan, found.infinite = count_not_finite(array)
+                problems: list[Problem] = []
                 for chunk, crc in crcs.items():
                     if crc is not None:
-                        found.problems += crc_problems(
-                            info, chunk, crc, array_checksum(array[chunk.slices(joint)])
-                        )
-                return found
-        if len(crcs) == 1:
-            ((chunk, crc),) = crcs.items()
-            return self._chunk(info, chunk, crc)
-        found = _Found(info.name)
+                        part = array[chunk.slices(joint)]
+                        problems += crc_problems(info, chunk, crc, array_checksum(part))
+                return _found(info, problems, *count_not_finite(array))
+        found: _Found | None = None
         for chunk, crc in crcs.items():
             one = self._chunk(info, chunk, crc)
-            if one is not None:
+            if found is None:
+                found = one
+            elif one is not None:
                 found.add(one)
         return found
 
     def _chunk(self, info: TensorInfo, chunk: Box, expected: int | None) -> _Found | None:
-        """None if there is nothing to say."""
         crc, nan, infinite = 0, 0, 0
         # Cut along the slowest axes: the pieces follow each other in the chunk.
         for piece in split_box(chunk, info.dtype.itemsize):
@@ -364,4 +361,8 @@ class _Check:
             loan.give_back()
             crc = crc if known is None else known
         problems = [] if expected is None else crc_problems(info, chunk, expected, crc)
-        return _Found(info.name, problems, nan, infinite) if problems or nan or infinite else None
+        return _found(info, problems, nan, infinite)
+
+
+def _found(info: TensorInfo, problems: list[Problem], nan: int, infinite: int) -> _Found | None:
+    return _Found(info.name, problems, nan, infinite) if problems or nan or infinite else None
