@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bridge.checkpoints.ulp import Difference, Tolerance
@@ -65,7 +65,10 @@ class DiffReport:
     @property
     def total(self) -> Difference:
         """All compared tensors together."""
-        return sum((tensor.difference for tensor in self.tensors), Difference())
+        elements = sum([tensor.difference.elements for tensor in self.tensors])
+        # Those without a difference add only elements, and an addition makes an object.
+        differing = (tensor.difference for tensor in self.tensors if tensor.difference.differing)
+        return replace(sum(differing, Difference()), elements=elements)
 
     @property
     def max_ulp(self) -> int:

@@ -6,22 +6,28 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
+from bridge.checkpoints.borrowed import MEMORY, borrow
 from bridge.checkpoints.common_dtype import common_dtype
 from bridge.checkpoints.diff_report import TensorDiff
 from bridge.checkpoints.noise import Noise
 from bridge.checkpoints.spread import Spread
 from bridge.checkpoints.ulp import Difference, Tolerance, compare, squared_distance, sum_of_squares
-from bridge.checkpoints.workers import ordered
+from bridge.checkpoints.workers import batches, ordered
 from bridge.formats.base import Box, CheckpointReader, TensorInfo, is_whole, name_of
 from bridge.formats.regions import group_boxes, split_box
 from bridge.mapping.operations import as_dtype
 from bridge.mapping.plan import PlannedTensor
+from bridge.mapping.relation import whole_source
 
 _SMALL = 8 << 20
 """Bytes of a tensor that one worker compares, while others compare its neighbours; a larger one is shared."""
+
+_Region: TypeAlias = tuple[Difference, float | None, Spread]
+"""The difference within a box, the sum of squares of ``a`` there if there is any difference, and its spread."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +46,12 @@ class Pair:
         dtype = common_dtype(self.planned.dtype, self.info.dtype)
         assert dtype is not None
         boxes = list(self._boxes())
-        difference, spread, norms, due = Difference(), Spread(), [], []
-        regions = ordered(lambda box: self._region(box, dtype), boxes, workers)
-        for box, (one, norm, its_spread) in zip(boxes, regions, strict=True):
-            difference += one
-            if norm is None:
-                due.append(box)
-            else:
-                norms.append(norm)
-                spread.join(its_spread)
+        if len(boxes) == 1:
+            # Small tensors, of which there are many: without the sums and iterations over several.
+            difference, norm, spread = self._region(boxes[0], dtype)
+            norms, due = ([], boxes) if norm is None else ([norm], [])
+        else:
+            difference, spread, norms, due = self._joined(boxes, dtype, workers)
         relative, noise = 0.0, None
         if difference.squares:
             # Equal regions took no arithmetic; their norm is needed only now.
@@ -75,6 +78,21 @@ class Pair:
             spread.histogram(compared),
         )
 
+    def _joined(
+        self, boxes: list[Box], dtype: np.dtype, workers: int
+    ) -> tuple[Difference, Spread, list[float], list[Box]]:
+        """The regions together: difference, spread, norms of those that differ, and the boxes of all others."""
+        difference, spread, norms, due = Difference(), Spread(), [], []
+        regions = ordered(lambda box: self._region(box, dtype), boxes, workers)
+        for box, (one, norm, its_spread) in zip(boxes, regions, strict=True):
+            difference += one
+            if norm is None:
+                due.append(box)
+            else:
+                norms.append(norm)
+                spread.join(its_spread)
+        return difference, spread, norms, due
+
     def _tolerated(self, relative: float, noise: float | None) -> bool:
         """Whether the tensor passes whatever its elements are."""
         by_error = self.tolerance.max_error is not None and relative <= self.tolerance.max_error
@@ -85,34 +103,50 @@ class Pair:
         itemsize = max(self.info.dtype.itemsize, self.planned.dtype.itemsize)
         if self.noise is not None:
             itemsize = max(itemsize, self.noise.itemsize(self.info.name))
-        for joint, _ in group_boxes(self.info.chunks, itemsize):
+        chunks = self.info.chunks
+        joined = chunks if len(chunks) == 1 else (joint for joint, _ in group_boxes(chunks, itemsize))
+        for joint in joined:
             yield from (box for box in split_box(joint, itemsize) if box.numel)
 
-    def _region(self, box: Box, dtype: np.dtype) -> tuple[Difference, float | None, Spread]:
-        """The difference within a box, its spread, and the sum of squares of ``a`` there if there is any difference."""
-        left, right = self._read_a(box, dtype), as_dtype(self.reader_b.read(self.info.name, box), dtype)
+    def _region(self, box: Box, dtype: np.dtype) -> _Region:
+        """Compare within a box."""
+        source = whole_source(self.planned.content)
+        loan_a = None if source is None else borrow(self.reader_a, source, box, MEMORY.first)
+        left = self._read_a(box, dtype) if loan_a is None else _in(dtype, loan_a.array)
+        loan_b = borrow(self.reader_b, self.info.name, box, MEMORY.second)
+        right = _in(dtype, loan_b.array)
         # A cast does not keep a NaN's payload.
         any_nan = self.planned.dtype != self.info.dtype
         spread = Spread()
-        found = compare(left, right, self.tolerance, any_nan=any_nan, spread=spread).shifted(box.offsets)
-        return found, sum_of_squares(left) if found.differing else None, spread
+        found = compare(left, right, self.tolerance, any_nan=any_nan, spread=spread)
+        norm = sum_of_squares(left) if found.differing else None
+        if loan_a is not None:
+            loan_a.give_back()
+        loan_b.give_back()
+        return found.shifted(box.offsets), norm, spread
 
     def _noise(self, box: Box) -> float:
         assert self.noise is not None
         return squared_distance(self.reader_b.read(self.info.name, box), self.noise.read(self.info.name, box))
 
     def _read_a(self, box: Box, dtype: np.dtype) -> np.ndarray:
-        return as_dtype(self.planned.read(self.reader_a, box), dtype)
+        return _in(dtype, self.planned.read(self.reader_a, box))
 
 
 def compared(pairs: Iterable[Pair], workers: int) -> Iterator[TensorDiff]:
     """The differences, in order."""
     for small, group in itertools.groupby(pairs, lambda pair: pair.info.nbytes <= _SMALL):
         if small:
-            yield from ordered(lambda pair: pair.compare(1), group, workers)
+            together = batches((pair.info.nbytes, pair) for pair in group)
+            for found in ordered(lambda batch: [pair.compare(1) for pair in batch], together, workers):
+                yield from found
         else:
             for pair in group:
                 yield pair.compare(workers)
+
+
+def _in(dtype: np.dtype, array: np.ndarray) -> np.ndarray:
+    return array if array.dtype == dtype else as_dtype(array, dtype)
 
 
 def _ratio(error: float, reference: float) -> float:

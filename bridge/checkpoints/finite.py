@@ -25,7 +25,10 @@ def count_not_finite(array: np.ndarray) -> tuple[int, int]:
         return int(np.count_nonzero(kinds == _NAN)), int(np.count_nonzero(kinds == _INFINITE))
     bits = flat.view(f"u{flat.itemsize}")
     mask = bits.dtype.type(_EXPONENT[flat.dtype.name])
-    special = bits[(bits & mask) == mask]
+    chosen = (bits & mask) == mask
+    if not chosen.any():
+        return 0, 0
+    special = bits[chosen]
     infinite = int(np.count_nonzero((special << 1) == (mask << 1)))
     return special.size - infinite, infinite
 

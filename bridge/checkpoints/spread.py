@@ -17,34 +17,38 @@ _LOWEST, _HIGHEST = -17, 1
 _PER_DECADE = 16
 _BINS = (_HIGHEST - _LOWEST) * _PER_DECADE
 
+_NO_DIFFERENCE = {f"{percent:g}": 0.0 for percent in PERCENTILES}
+
 
 class Spread:
     """Counts of relative differences above 0 by their size; infinite ones have a bin of their own, the last."""
 
     def __init__(self) -> None:
-        self._counts = np.zeros(_BINS + 1, np.int64)
+        # Made for the first difference: equal tensors have none, and there may be 100,000 of them.
+        self._counts: np.ndarray | None = None
 
     def add(self, relative: np.ndarray) -> None:
         """Count float64 differences of any shape; zeros are left out."""
         above = relative[relative > 0]
         finite = above[np.isfinite(above)]
         which = np.floor((np.log10(finite) - _LOWEST) * _PER_DECADE).astype(np.int64)
-        self._counts[:-1] += np.bincount(np.clip(which, 0, _BINS - 1), minlength=_BINS)
-        self._counts[-1] += above.size - finite.size
+        counts = np.bincount(np.clip(which, 0, _BINS - 1), minlength=_BINS)
+        self._join(np.append(counts, above.size - finite.size))
 
     def join(self, other: Spread) -> None:
         """Add another one's counts."""
-        self._counts += other._counts
+        if other._counts is not None:
+            self._join(other._counts)
 
     def percentiles(self, elements: int) -> dict[str, float]:
         """The difference that so many percent of ``elements`` do not exceed; those not counted are 0 apart.
 
         The value is the upper edge of a bin, at most 16 % above the exact percentile. Keys: "50", "90", "99", "99.9".
         """
-        if not self._counts.any():
-            return {f"{percent:g}": 0.0 for percent in PERCENTILES}
-        up_to = np.cumsum(self._counts) + (elements - int(self._counts.sum()))
+        if self._counts is None:
+            return _NO_DIFFERENCE.copy()
         zeros = elements - int(self._counts.sum())
+        up_to = np.cumsum(self._counts) + zeros
         found = {}
         for percent in PERCENTILES:
             rank = math.ceil(elements * percent / 100)
@@ -58,7 +62,7 @@ class Spread:
         "0" has the elements without a difference, "inf" the infinite ones, where there are any. Powers between the
         lowest and the highest that occur are listed, also with a count of 0.
         """
-        if not self._counts.any():
+        if self._counts is None:
             return {"0": elements} if elements else {}
         counts = {}
         if zeros := elements - int(self._counts.sum()):
@@ -71,6 +75,10 @@ class Spread:
         if infinite := int(self._counts[-1]):
             counts["inf"] = infinite
         return counts
+
+    def _join(self, counts: np.ndarray) -> None:
+        if counts.any():
+            self._counts = counts if self._counts is None else self._counts + counts
 
 
 def _upper_edge(which: int) -> float:

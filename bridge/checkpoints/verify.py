@@ -13,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple
 
+from bridge.checkpoints.borrowed import MEMORY, borrow
 from bridge.checkpoints.finite import count_not_finite
 from bridge.checkpoints.manifest_problems import (
     Problem,
@@ -31,7 +31,7 @@ from bridge.checkpoints.manifest_problems import (
     structure_problems,
 )
 from bridge.checkpoints.summary import manifest_home
-from bridge.checkpoints.workers import default_workers, large_buffers_returned, ordered
+from bridge.checkpoints.workers import batches, default_workers, large_buffers_returned, ordered
 from bridge.formats import open_checkpoint
 from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, unreadable
@@ -176,7 +176,7 @@ def _verify(
             reader.format,
             True,
             manifest is not None,
-            len(tensors),
+            len(reader.tensors),
             sum(len(info.chunks) for info in reader.tensors.values()),
             len(reader.objects),
             sum(info.nbytes for info in reader.tensors.values()),
@@ -241,8 +241,17 @@ class _Found:
         self.infinite += other.infinite
 
 
-_Work: TypeAlias = Callable[[], tuple[int, _Found]]
-_BATCH_BYTES = 8 << 20
+class _Region(NamedTuple):
+    """Some chunks that fill a box together, with the CRC-32C of each in the manifest, if it lists them."""
+
+    info: TensorInfo
+    box: Box
+    crcs: Mapping[Box, int | None]
+    nbytes: int
+
+
+_BLOCK_BYTES = 1 << 20
+"""Elements looked at in one go: the second look finds them in the processor's cache."""
 
 
 class _Check:
@@ -251,12 +260,14 @@ class _Check:
     def __init__(self, reader: CheckpointReader, manifest: Manifest | None) -> None:
         self._reader = reader
         self._listed: dict[str, ManifestTensor] = {}
-        self._found = {name: _Found(name) for name in reader.tensors}
+        # Only of tensors about which there is something to say: there may be 100,000 others.
+        self._found: dict[str, _Found] = {}
         for name, entry in (manifest.tensors if manifest else {}).items():
             if name in reader.tensors:
                 problems = list(entry_problems(reader.tensors[name], entry))
-                self._found[name].problems += problems
-                if not problems:
+                if problems:
+                    self._add(_Found(name, problems))
+                else:
                     self._listed[name] = entry
 
     def protected(self) -> int | None:
@@ -268,80 +279,90 @@ class _Check:
         return sum(infos[name].nbytes for name in self._listed) if len(self._listed) == len(infos) else None
 
     def run(self, workers: int, progress: Progress | None) -> list[_Found]:
-        """Read everything."""
-        total, done = sum(info.nbytes for info in self._reader.tensors.values()), 0
-        for results in ordered(lambda batch: [work() for work in batch], self._batches(), workers):
-            for size, found in results:
-                self._found[found.name].add(found)
-                done += size
+        """Read everything. What is found in tensors, in their order; none of those in which there is nothing."""
+        tensors = self._reader.tensors
+        total, done = sum([info.nbytes for info in tensors.values()]), 0
+        together = batches((region.nbytes, region) for region in self._regions())
+        for results in ordered(self._look_at, together, workers):
+            for region, found in results:
+                if found is not None:
+                    self._add(found)
+                done += region.nbytes
                 if progress is not None:
-                    progress(done, total, found.name)
-        return list(self._found.values())
+                    progress(done, total, region.info.name)
+        return [self._found[name] for name in tensors if name in self._found]
 
-    def _batches(self) -> Iterator[list[_Work]]:
-        """The work; handing a small tensor to another thread would take as long as to look at it."""
-        batch: list[_Work] = []
-        nbytes = 0
-        for size, work in self._work():
-            batch.append(work)
-            nbytes += size
-            if nbytes >= _BATCH_BYTES:
-                yield batch
-                batch, nbytes = [], 0
-        if batch:
-            yield batch
+    def _add(self, found: _Found) -> None:
+        known = self._found.setdefault(found.name, found)
+        if known is not found:
+            known.add(found)
 
-    def _work(self) -> Iterator[tuple[int, _Work]]:
+    def _regions(self) -> Iterator[_Region]:
         closed = unreadable(self._reader)
         for name, info in self._reader.tensors.items():
             if name in closed:
                 continue
-            if name in self._listed:
-                chunks = self._listed[name].chunks
-                # Few large reads rather than many small ones; each chunk has a checksum of its own.
-                for joint, members in group_boxes(chunks, info.dtype.itemsize):
-                    size = joint.numel * info.dtype.itemsize
-                    yield size, partial(self._region, info, joint, {box: chunks[box] for box in members})
+            listed = self._listed.get(name)
+            crcs: Mapping[Box, int | None] = dict.fromkeys(info.chunks) if listed is None else listed.chunks
+            if len(crcs) == 1:
+                (box,) = crcs
+                yield _Region(info, box, crcs, box.numel * info.dtype.itemsize)
+                continue
+            # Few large reads rather than many small ones; each chunk has a checksum of its own.
+            for joint, members in group_boxes(crcs, info.dtype.itemsize):
+                of_these = {box: crcs[box] for box in members}
+                yield _Region(info, joint, of_these, joint.numel * info.dtype.itemsize)
+
+    def _look_at(self, regions: list[_Region]) -> list[tuple[_Region, _Found | None]]:
+        return [(region, self._region(*region)) for region in regions]
+
+    def _region(
+        self, info: TensorInfo, joint: Box, crcs: Mapping[Box, int | None], nbytes: int
+    ) -> _Found | None:
+        """None if there is nothing to say, as of nearly all regions."""
+        if len(crcs) > 1 and nbytes <= REGION_BYTES:
+            try:
+                array = self._reader.read(info.name, joint)
+            except CheckpointError:
+                pass  # Again, chunk by chunk: the report names the damaged ones.
             else:
-                for joint, members in group_boxes(info.chunks, info.dtype.itemsize):
-                    size = joint.numel * info.dtype.itemsize
-                    yield size, partial(self._region, info, joint, dict.fromkeys(members))
-
-    def _region(self, info: TensorInfo, joint: Box, crcs: Mapping[Box, int | None]) -> tuple[int, _Found]:
-        """Some chunks that fill a box together."""
-        found = _Found(info.name)
-        size = joint.numel * info.dtype.itemsize
-        if len(crcs) == 1 or size > REGION_BYTES:
-            for chunk, crc in crcs.items():
-                found.add(self._chunk(info, chunk, crc))
-            return size, found
-        try:
-            array = self._reader.read(info.name, joint)
-        except CheckpointError:
-            # Again, chunk by chunk: the report names the damaged ones.
-            for chunk, crc in crcs.items():
-                found.add(self._chunk(info, chunk, crc))
-            return size, found
-        found.nan, found.infinite = count_not_finite(array)
+                problems: list[Problem] = []
+                for chunk, crc in crcs.items():
+                    if crc is not None:
+                        part = array[chunk.slices(joint)]
+                        problems += crc_problems(info, chunk, crc, array_checksum(part))
+                return _found(info, problems, *count_not_finite(array))
+        found: _Found | None = None
         for chunk, crc in crcs.items():
-            if crc is not None:
-                found.problems += crc_problems(info, chunk, crc, array_checksum(array[chunk.slices(joint)]))
-        return size, found
+            one = self._chunk(info, chunk, crc)
+            if found is None:
+                found = one
+            elif one is not None:
+                found.add(one)
+        return found
 
-    def _chunk(self, info: TensorInfo, chunk: Box, expected: int | None) -> _Found:
-        found, crc = _Found(info.name), 0
+    def _chunk(self, info: TensorInfo, chunk: Box, expected: int | None) -> _Found | None:
+        crc, nan, infinite = 0, 0, 0
         # Cut along the slowest axes: the pieces follow each other in the chunk.
         for piece in split_box(chunk, info.dtype.itemsize):
             try:
-                array = self._reader.read(info.name, piece)
+                loan = borrow(self._reader, info.name, piece, MEMORY.first)
             except CheckpointError as error:
-                found.problems.append(Problem(info.name, str(error)))
-                return found
-            nan, infinite = count_not_finite(array)
-            found.nan += nan
-            found.infinite += infinite
-            if expected is not None:
-                crc = array_checksum(array, crc=crc)
-        if expected is not None:
-            found.problems += crc_problems(info, chunk, expected, crc)
-        return found
+                return _Found(info.name, [Problem(info.name, str(error))], nan, infinite)
+            known = loan.crc if piece == chunk else None
+            flat = loan.array.reshape(-1)
+            step = _BLOCK_BYTES // flat.itemsize
+            for first in range(0, flat.size, step):
+                block = flat[first : first + step]
+                if expected is not None and known is None:
+                    crc = array_checksum(block, crc=crc)
+                more_nan, more_infinite = count_not_finite(block)
+                nan, infinite = nan + more_nan, infinite + more_infinite
+            loan.give_back()
+            crc = crc if known is None else known
+        problems = [] if expected is None else crc_problems(info, chunk, expected, crc)
+        return _found(info, problems, nan, infinite)
+
+
+def _found(info: TensorInfo, problems: list[Problem], nan: int, infinite: int) -> _Found | None:
+    return _Found(info.name, problems, nan, infinite) if problems or nan or infinite else None

@@ -21,6 +21,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 4 << 20
 _GLIBC_MAX = 32 << 20
 
+_BATCH_BYTES, _BATCH_ITEMS = 8 << 20, 512
+
 _lock = threading.Lock()
 _users = 0
 
@@ -52,6 +54,23 @@ def ordered(function: Callable[[Item], Result], items: Iterable[Item], workers: 
                 yield waiting.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def batches(items: Iterable[tuple[int, Item]]) -> Iterator[list[Item]]:
+    """Items that come with the bytes of each, small ones together: handing one to a thread takes as long as its work.
+
+    A batch ends with the item that fills 8 MiB, and has at most 512.
+    """
+    batch: list[Item] = []
+    nbytes = 0
+    for size, item in items:
+        batch.append(item)
+        nbytes += size
+        if nbytes >= _BATCH_BYTES or len(batch) == _BATCH_ITEMS:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
 
 
 @contextmanager
