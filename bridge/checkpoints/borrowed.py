@@ -38,7 +38,7 @@ def borrow(reader: CheckpointReader, name: str, box: Box, memory: memoryview) ->
         if nbytes <= _SMALL:
             target = memory[:nbytes]
             try:
-                sums = reader.read_into(name, target)
+                (sums,) = reader.read_into([(name, target)])
             except (CheckpointError, OSError):
                 sums = None  # `read` says why
             if sums is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from bridge.checkpoints.manifest_problems import (
 )
 from bridge.checkpoints.summary import manifest_home
 from bridge.formats.arrays import array_checksum
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Checksums, Loan, TensorInfo
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, Checksums, Loan, TensorInfo, Wanted
 from bridge.formats.crc32c import extend
 from bridge.formats.files.manifest import Manifest, manifest_path, read_manifest
 from bridge.formats.files.mapped import ChunkIndex
@@ -95,9 +95,12 @@ class CheckedReader(WrappingReader):
             loan = loan if crc is None else dataclasses.replace(loan, crc=crc)
         return loan
 
-    def read_into(self, name: str, target: memoryview) -> Checksums | None:
-        """All of a small tensor into memory, compared with the manifest; None for one that is not as in there, too."""
-        sums = self._reader.read_into(name, target)
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
+        """Small tensors into memory, compared with the manifest; None also for one that is not as in there."""
+        found = self._reader.read_into(wanted)
+        return [self._held(*one, sums) for one, sums in zip(wanted, found, strict=True)]
+
+    def _held(self, name: str, target: memoryview, sums: Checksums | None) -> Checksums | None:
         if sums is None or self._is_own(name):
             return sums
         chunks = self._manifest.tensors[name].chunks

@@ -13,15 +13,14 @@ and what its reading needs beside it: memory does not depend on the size of the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from bridge.checkpoints.casts import Output
-from bridge.formats.base import Box, CheckpointReader, CheckpointWriter, Loan
+from bridge.formats.base import Box, CheckpointReader, CheckpointWriter, Checksums, Loan
 from bridge.formats.regions import Progress, group_boxes
 from bridge.mapping.relation import TensorView, whole_source
 
@@ -46,6 +45,7 @@ class Region:
     stored_name: str
     box: Box
     chunks: list[Box]
+    nbytes: int
     all_of: str | None = None
 
 
@@ -69,8 +69,9 @@ def runs(
         all_of = whole_source(tensor.planned.content) if len(boxes) == 1 and not tensor.is_cast else None
         left = (box for box in boxes if box not in stored)
         for box, chunks in group_boxes(left, tensor.dtype.itemsize):
-            run.append(Region(tensor, name, box, chunks, all_of))
-            nbytes += box.numel * tensor.dtype.itemsize
+            size = box.numel * tensor.dtype.itemsize
+            run.append(Region(tensor, name, box, chunks, size, all_of))
+            nbytes += size
             if nbytes >= run_bytes:
                 yield run
                 run, nbytes = [], 0
@@ -125,7 +126,7 @@ class Copier:
                     run = None if self._stop else next(self._work, None)
                 if run is None:
                     return
-                for region in run:
+                for region in self._copy_small(run):
                     if not self._stop:
                         self._copy_region(region)
             except BaseException as error:
@@ -133,14 +134,26 @@ class Copier:
                     self._stop, self._error = True, self._error or error
                 raise
 
+    def _copy_small(self, run: list[Region]) -> list[Region]:
+        """Copy small tensors that go along unchanged; those regions that are left."""
+        small = [(region.all_of, region) for region in run if region.all_of is not None]
+        if not small:
+            return run
+
+        def fill(positions: Sequence[int], targets: Sequence[memoryview]) -> Sequence[Checksums | None]:
+            names = [small[position][0] for position in positions]
+            return self._reader.read_into(list(zip(names, targets, strict=True)))
+
+        done = self._writer.write_from([(region.stored_name, region.box) for _, region in small], fill)
+        copied = [region for (_, region), one in zip(small, done, strict=True) if one]
+        if copied:
+            self._count(sum([region.nbytes for region in copied]), copied[-1].tensor.name)
+        left = {id(region) for region in copied}
+        return [region for region in run if id(region) not in left]
+
     def _copy_region(self, region: Region) -> None:
         array: np.ndarray | None = None
-        source = region.all_of
         for chunk in region.chunks:
-            if source is not None and self._writer.write_from(
-                region.stored_name, chunk, partial(self._reader.read_into, source)
-            ):
-                continue
             # Chunks that lie in the source as they will be written are lent. For the first that does not, the region is
             # read, and the region's other chunks are in that array as well.
             loans = [] if array is not None else lend(region.tensor, self._reader, chunk)
@@ -154,10 +167,13 @@ class Copier:
                 array = region.tensor.read(self._reader, region.box)
             part = array if chunk == region.box else array[chunk.slices(region.box)]
             self._writer.write(region.stored_name, chunk, part)
+        self._count(region.nbytes, region.tensor.name)
+
+    def _count(self, nbytes: int, name: str) -> None:
         with self._lock:
-            self._done += region.box.numel * region.tensor.dtype.itemsize
+            self._done += nbytes
             if self._progress is not None:
-                self._progress(self._done, self._total, region.tensor.name)
+                self._progress(self._done, self._total, name)
 
 
 def lend(tensor: Output, reader: CheckpointReader, chunk: Box) -> list[Loan]:

@@ -232,12 +232,19 @@ class Loan:
     crc: int | None = None
 
 
+Wanted: TypeAlias = tuple[str, memoryview]
+"""A tensor by its name, and memory for all of its elements."""
+
+
 class Checksums(NamedTuple):
     """What is known of elements in row-major order: their CRC-32, as zip has it, and their CRC-32C."""
 
     crc32: int | None = None
     crc32c: int | None = None
 
+
+Fill: TypeAlias = Callable[[Sequence[int], Sequence[memoryview]], Sequence[Checksums | None]]
+"""Fills memory for chunks by their positions in a list; see `CheckpointWriter.write_from`."""
 
 Elements: TypeAlias = np.ndarray | Sequence[np.ndarray]
 """The elements of a box: as an array, or as parts that follow each other in row-major order."""
@@ -282,12 +289,12 @@ class CheckpointReader(Protocol):
         Saves the copy. Errors as `read`.
         """
 
-    def read_into(self, name: str, target: memoryview) -> Checksums | None:
-        """All of a tensor, in row-major order, into memory of its bytes, checked as `read` does; its checksums so far.
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
+        """All of each of these tensors, in row-major order, into memory of its bytes; the checksums computed meanwhile.
 
-        For small tensors, of which each is one chunk that lies in a local file as it is: nothing is mapped, no array is
-        made. None for all others, and where anything is wrong with this one, which `read` says; `target` holds anything
-        then.
+        For small tensors, of which each is one chunk that lies in a local file as it is: neighbours are read together,
+        nothing is mapped, no array is made. Checked as `read` does. None for all others, and where anything is wrong
+        with one, which `read` says; its memory holds anything then.
         """
 
     def files(self) -> Sequence[Path]:
@@ -366,12 +373,13 @@ class CheckpointWriter(Protocol):
         CheckpointError for another box, shape or dtype (nothing is cast), or a box written before.
         """
 
-    def write_from(self, name: str, box: Box, fill: Callable[[memoryview], Checksums | None]) -> bool:
-        """As `write`, for a small chunk that ``fill`` puts, in row-major order, into memory that is the writer's own.
+    def write_from(self, chunks: Sequence[tuple[str, Box]], fill: Fill) -> Sequence[bool]:
+        """As `write`, for small chunks that ``fill`` puts, in row-major order, into memory that is the writer's own.
 
-        So the elements of many small tensors go from file to file without another copy. False, with nothing written,
-        if the chunk is not a small one on a local file system, or ``fill`` returns None. Errors as `write`, and of
-        ``fill``.
+        So the elements of many small tensors go from file to file without another copy. ``fill`` is called with the
+        positions of some chunks, of which it may be any number at once, and memory for each, and returns what it knows
+        of each, or None for one that it does not fill. False for such a one, and for one that is not small or not on a
+        local file system: it is not written. Errors as `write`, and of ``fill``.
         """
 
     def add_object(self, path: str | Sequence[str | int], value: object) -> None:

@@ -6,7 +6,9 @@ step_10/opt_state/_METADATA    0/mu/kernel          opt_state/0/mu/kernel
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,6 +22,7 @@ from bridge.formats.base import (
     Loan,
     TensorInfo,
     TreePath,
+    Wanted,
     unreadable,
 )
 from bridge.formats.leaf_kinds import kinds_of
@@ -73,10 +76,13 @@ class JoinedReader(ClosedAtEnd):
         part, own = self._places[name]
         return part.lend(own, box)
 
-    def read_into(self, name: str, target: memoryview) -> Checksums | None:
-        """All of a small tensor into memory; see `CheckpointReader.read_into`."""
-        part, own = self._places[name]
-        return part.read_into(own, target)
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
+        """All of each of these small tensors into memory; see `CheckpointReader.read_into`."""
+        found: list[Checksums | None] = []
+        places = [(*self._places[name], target) for name, target in wanted]
+        for part, run in itertools.groupby(places, itemgetter(0)):
+            found += part.read_into([(own, target) for _, own, target in run])
+        return found
 
     def files(self) -> Sequence[Path]:
         """Those of all parts."""

@@ -18,13 +18,13 @@ Both are what transformers computes when it loads such files with ``dequantize=T
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Checksums, Loan, TensorInfo
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, Checksums, Loan, TensorInfo, Wanted
 from bridge.formats.scaled import decode, scale_box
 from bridge.formats.wrapping import WrappingReader
 
@@ -101,9 +101,11 @@ class DequantizedReader(WrappingReader):
         """None for a quantized tensor, whose numbers are in no file."""
         return None if name in self._weights else super().lend(name, box)
 
-    def read_into(self, name: str, target: memoryview) -> Checksums | None:
-        """None for a quantized tensor, whose numbers are in no file."""
-        return None if name in self._weights else super().read_into(name, target)
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
+        """None for each quantized tensor, whose numbers are in no file."""
+        plain = [(name, target) for name, target in wanted if name not in self._weights]
+        found = iter(super().read_into(plain))
+        return [None if name in self._weights else next(found) for name, _ in wanted]
 
 
 def _plain(info: TensorInfo, name: str, path: tuple[str | int, ...], shape: tuple[int, ...]) -> TensorInfo:

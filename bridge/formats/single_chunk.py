@@ -16,7 +16,7 @@ from types import MappingProxyType
 import numpy as np
 
 from bridge.formats.arrays import as_integers
-from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, require_tensor
+from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, Wanted, require_tensor
 from bridge.formats.files.mapped import (
     MappedFiles,
     array_for,
@@ -85,8 +85,9 @@ class SingleChunkReader(ClosedAtEnd):
             return None
         return lend_mapped(*self._part(info, box))
 
-    def read_into(self, name: str, target: memoryview) -> None:
-        """None: these formats are read once, to be converted, and seldom have many small tensors."""
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
+        """None of them: these formats are read once, to be converted, and seldom have many small tensors."""
+        return [None] * len(wanted)
 
     def files(self) -> Sequence[Path]:
         """The files and their index."""

@@ -13,7 +13,16 @@ from typing import Self
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointReader, Checksums, Loan, TensorInfo, TreePath, unreadable
+from bridge.formats.base import (
+    Box,
+    CheckpointReader,
+    Checksums,
+    Loan,
+    TensorInfo,
+    TreePath,
+    Wanted,
+    unreadable,
+)
 
 
 class ClosedAtEnd(ABC):
@@ -79,9 +88,9 @@ class WrappingReader(ClosedAtEnd):
         """One block where it is in the file; see `CheckpointReader.lend`."""
         return self._reader.lend(name, box)
 
-    def read_into(self, name: str, target: memoryview) -> Checksums | None:
-        """All of a small tensor into memory; see `CheckpointReader.read_into`."""
-        return self._reader.read_into(name, target)
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
+        """All of each of these small tensors into memory; see `CheckpointReader.read_into`."""
+        return self._reader.read_into(wanted)
 
     def files(self) -> Sequence[Path]:
         """Those of the whole checkpoint."""

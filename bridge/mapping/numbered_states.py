@@ -17,7 +17,16 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Checksums, Loan, TensorInfo, TreePath
+from bridge.formats.base import (
+    Box,
+    CheckpointError,
+    CheckpointReader,
+    Checksums,
+    Loan,
+    TensorInfo,
+    TreePath,
+    Wanted,
+)
 from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
 
 _WEIGHTS: Final = ("model", "state_dict", "model_state_dict", "module", "weights", "params", "net")
@@ -67,9 +76,9 @@ class NamedStates(WrappingReader):
         """One block where it is in the file; see `CheckpointReader.lend`."""
         return self._reader.lend(self._own[name], box)
 
-    def read_into(self, name: str, target: memoryview) -> Checksums | None:
-        """All of a small tensor into memory; see `CheckpointReader.read_into`."""
-        return self._reader.read_into(self._own[name], target)
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
+        """All of each of these small tensors into memory; see `CheckpointReader.read_into`."""
+        return self._reader.read_into([(self._own[name], target) for name, target in wanted])
 
     def _object(self, name: str) -> object:
         value, path = self._reader.objects[name], self.object_paths[name]

@@ -21,7 +21,7 @@ from typing import Self
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, TreePath
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, TreePath, Wanted
 from bridge.mapping.found import find
 from bridge.mapping.operations import Change, ChangedView
 from bridge.mapping.plan import Plan, PlannedTensor
@@ -70,8 +70,8 @@ class RunState:
     def lend(self, name: str, box: Box) -> None:
         return None
 
-    def read_into(self, name: str, target: memoryview) -> None:
-        return None
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
+        return [None] * len(wanted)
 
     def files(self) -> Sequence[Path]:
         return ()
@@ -230,8 +230,8 @@ class LoadedAs:
     def lend(self, name: str, box: Box) -> None:
         return None
 
-    def read_into(self, name: str, target: memoryview) -> None:
-        return None
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
+        return [None] * len(wanted)
 
     def files(self) -> Sequence[Path]:
         return self._reader.files()

@@ -7,7 +7,7 @@ import random
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from bridge.checkpoints.ulp import Difference, Tolerance
 from bridge.checkpoints.verify import verify
 from bridge.checkpoints.workers import batches
 from bridge.formats import create_checkpoint
-from bridge.formats.base import DTYPES, ORBAX_DTYPES, Box, CheckpointError
+from bridge.formats.base import DTYPES, ORBAX_DTYPES, Box, CheckpointError, Wanted
 from bridge.formats.dcp.reader import DcpReader
 from bridge.formats.orbax.reader import OrbaxReader
 from bridge.formats.safetensors.reader import SafetensorsReader
@@ -186,11 +186,11 @@ class Asked:
         self.tensors = reader.tensors
         self.calls: list[str] = []
 
-    def read_into(self, name: str, target: memoryview) -> object:
+    def read_into(self, wanted: Sequence[Wanted]) -> object:
         self.calls.append("read_into")
         if self._error is not None:
             raise self._error
-        return self._reader.read_into(name, target)
+        return self._reader.read_into(wanted)
 
     def lend(self, name: str, box: Box) -> object:
         self.calls.append("lend")

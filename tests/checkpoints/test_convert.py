@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from bridge.checkpoints.convert import convert
 from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import DTYPES, CheckpointError, TensorInfo, TreePath
+from bridge.formats.base import DTYPES, CheckpointError, TensorInfo, TreePath, Wanted
 from bridge.formats.leaf_names import MAX_NAME
 from bridge.mapping import MappingError
 from tests.support.bridge import stock_dcp
@@ -260,10 +260,10 @@ def test_a_read_that_fails_half_way_leaves_nothing(
             raise CheckpointError("broken disk")
         return part(self, info, *rest)
 
-    def broken_into(self: DcpReader, name: str, target: memoryview) -> Any:
-        if name == "optimizer.state.norm.weight.exp_avg":
+    def broken_into(self: DcpReader, wanted: Sequence[Wanted]) -> Any:
+        if "optimizer.state.norm.weight.exp_avg" in dict(wanted):
             raise CheckpointError("broken disk")
-        return read_into(self, name, target)
+        return read_into(self, wanted)
 
     monkeypatch.setattr(DcpReader, "_part", broken)
     monkeypatch.setattr(DcpReader, "read_into", broken_into)

@@ -23,6 +23,7 @@ from bridge.formats.base import (
     Loan,
     TensorInfo,
     TreePath,
+    Wanted,
     require_tensor,
 )
 from bridge.formats.dcp.archive import Record, StoredTensor, around, read_value, verify_record
@@ -40,6 +41,7 @@ from bridge.formats.files.mapped import (
     BLOCK,
     ChunkIndex,
     MappedFiles,
+    Piece,
     array_for,
     box_of,
     copy_mapped,
@@ -159,8 +161,29 @@ class DcpReader(ClosedAtEnd):
             return None
         return lend_mapped(*self._part(info, touching[0], box))
 
-    def read_into(self, name: str, target: memoryview) -> Checksums | None:
-        """All of a tensor that is one chunk, which lies in its record alone; see `CheckpointReader.read_into`."""
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
+        """All of tensors that are one chunk, which lies in its record alone; see `CheckpointReader.read_into`."""
+        records = [self._whole_record(name, target.nbytes) for name, target in wanted]
+        pieces = [
+            None if record is None else Piece(record[0].file, record[1].start, (target,))
+            for record, (_, target) in zip(records, wanted, strict=True)
+        ]
+        return [
+            self._compared(*record, target) if read and record is not None else None
+            for read, record, (_, target) in zip(self._files.read_into(pieces), records, wanted, strict=True)
+        ]
+
+    def _compared(self, extent: Extent, record: Record, target: memoryview) -> Checksums | None:
+        if not self._verify or record.crc is None:
+            return Checksums()
+        crc = isal_zlib.crc32(target)
+        if crc != record.crc:
+            return None
+        self._verified.add(extent)
+        return Checksums(crc32=crc)
+
+    def _whole_record(self, name: str, nbytes: int) -> tuple[Extent, Record] | None:
+        """Where a tensor lies that is all of a record of so many bytes, in row-major order."""
         info, extents = self.tensors[name], self._metadata.extents[name]
         if len(extents) != 1 or (name, 0) in self._metadata.copies or name in self.unreadable:
             return None
@@ -172,20 +195,8 @@ class DcpReader(ClosedAtEnd):
                 return None
             stored = found.layout
         record = stored.record
-        if (
-            (stored.dtype, stored.shape, stored.first, record.size)
-            != (info.dtype, info.shape, 0, target.nbytes)
-            or not row_major(stored.shape, stored.strides)
-            or not self._files.read_into(extent.file, record.start, target)
-        ):
-            return None
-        if not self._verify or record.crc is None:
-            return Checksums()
-        crc = isal_zlib.crc32(target)
-        if crc != record.crc:
-            return None
-        self._verified.add(extent)
-        return Checksums(crc32=crc)
+        plain = (stored.dtype, stored.shape, stored.first, record.size) == (info.dtype, info.shape, 0, nbytes)
+        return (extent, record) if plain and row_major(stored.shape, stored.strides) else None
 
     def files(self) -> Sequence[Path]:
         """The metadata and every file that a chunk, its copies or an object is stored in."""

@@ -12,9 +12,10 @@ import stat
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -28,6 +29,14 @@ BLOCK = 8 << 20
 """Bytes of a mapped file that are looked at in one go, so that little of the file is in memory."""
 
 _MAX_OPEN_FILES = 64
+
+_GAP = 16 << 10
+"""Bytes between two pieces that are read with them."""
+
+_MOST_PARTS = 1000
+"""Memory that one read may fill: 1024 parts on Linux (`IOV_MAX`)."""
+
+_BETWEEN = memoryview(bytearray(_GAP))
 _SNAPSHOTS = "snapshots"
 _BLOBS = "blobs"
 
@@ -141,6 +150,14 @@ class StreamedMap(mmap.mmap):
         """Nothing: the bytes would have to be fetched again."""
 
 
+class Piece(NamedTuple):
+    """Bytes of a file from `start` on, and the memory that they are to fill, one part after the other."""
+
+    file: str
+    start: int
+    targets: tuple[memoryview, ...]
+
+
 class _Descriptor:
     """A file that is open for reading, until nobody has this any more."""
 
@@ -186,14 +203,41 @@ class MappedFiles:
             self._maps.move_to_end(name)
             return self._maps[name]
 
-    def read_into(self, name: str, start: int, *targets: memoryview) -> bool:
-        """Read bytes from `start` on into memory, without mapping them; whether they are all there.
+    def read_into(self, pieces: Sequence[Piece | None]) -> list[bool]:
+        """Read pieces of files into memory, without mapping them; whether each is there as a whole.
 
-        Of a small piece a page fault for every few pages, and letting go of them, would cost more than the copy. False
-        in a store, too. OSError when the file cannot be read, ValueError after `close`.
+        Of a small piece a page fault for every few pages, and letting go of them, would cost more than the copy. And
+        neighbours come by one read: each read lets go of Python's lock, and a thread waits longer to get it back than
+        the read of a small piece takes. None of them in a store. OSError when a file cannot be read, ValueError after
+        `close`.
         """
+        found = [False] * len(pieces)
         if isinstance(self.directory, StorePath):
-            return False
+            return found
+        run: list[tuple[int, int]] = []
+        vector: list[memoryview] = []
+        name, start, stop = "", 0, 0
+        for index, piece in enumerate(pieces):
+            if piece is None:
+                continue
+            gap = piece.start - stop
+            if run and not (piece.file == name and 0 <= gap <= _GAP and len(vector) < _MOST_PARTS):
+                self._read(name, start, vector, run, found)
+                run, vector = [], []
+            if not run:
+                name, start = piece.file, piece.start
+            elif gap:
+                vector.append(_BETWEEN[:gap])
+            vector += piece.targets
+            stop = piece.start + sum(map(len, piece.targets))
+            run.append((index, stop))
+        if run:
+            self._read(name, start, vector, run, found)
+        return found
+
+    def _read(
+        self, name: str, start: int, vector: list[memoryview], run: list[tuple[int, int]], found: list[bool]
+    ) -> None:
         path = self.directory / name
         with self._lock:
             if self._closed:
@@ -205,9 +249,11 @@ class MappedFiles:
                 if len(self._opened) > _MAX_OPEN_FILES:
                     self._opened.popitem(last=False)
         try:
-            return os.preadv(file.number, targets, start) == sum(map(len, targets))
+            end = start + os.preadv(file.number, vector, start)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
+        for index, stop in run:
+            found[index] = stop <= end
 
     def close(self) -> None:
         """Release the files; arrays copied out stay valid."""

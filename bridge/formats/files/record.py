@@ -16,21 +16,22 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from bridge.formats.arrays import array_checksum, raw_bytes
-from bridge.formats.base import Box, CheckpointError, Checksums, Elements, TensorInfo
+from bridge.formats.base import Box, CheckpointError, Checksums, Elements, Fill, TensorInfo
 from bridge.formats.crc32c import extend
 from bridge.formats.files.atomic import fsync_directory
 from bridge.formats.files.data_file import DataFile, allow_open_files
 from bridge.formats.files.gathered import SMALL, Gathered
 from bridge.formats.files.journal import Journal
 from bridge.formats.files.manifest import ManifestTensor
+from bridge.formats.files.sink import Place, Sink
 from bridge.formats.stores.folder import StoredJournal
 from bridge.formats.stores.upload import UploadFile
 from bridge.formats.stores.upload_path import UploadPath
@@ -39,46 +40,26 @@ SYNC_BYTES = 256 << 20
 """Data is synced to disk, and then noted in the journal, whenever so much of it is new."""
 
 
-class Place(NamedTuple):
-    """Bytes [offset, offset + length) of a data file, reserved for one chunk."""
+class _Slot(NamedTuple):
+    """A chunk, one of those asked for, whose elements are to be from byte `first` of the file on."""
 
-    file: DataFile | UploadFile
-    offset: int
-    length: int
+    position: int
+    info: TensorInfo
+    number: int
+    place: Place
+    first: int
+    nbytes: int
+    after: int
 
+    @property
+    def stop(self) -> int:
+        return self.first + self.nbytes + self.after
 
-class Sink(Protocol):
-    """How a format stores a chunk: where, and which bytes stand around its elements. Used by several threads.
-
-    placed: whether the places of all chunks are known before any is written.
-    """
-
-    placed: bool
-
-    def place(self, info: TensorInfo, number: int) -> Place:
-        """The place of chunk `number` of the tensor."""
-
-    def encode(
-        self, info: TensorInfo, number: int, parts: list[np.ndarray], crc: int
-    ) -> Iterable[bytes | memoryview]:
-        """The bytes that fill the place, in parts. parts: the elements as uint8 arrays; crc: their CRC-32C."""
-
-    def frame(self, info: TensorInfo, number: int) -> tuple[int, int] | None:
-        """How many bytes `around` gives, before and after; None where a chunk is not stored as its elements alone."""
-
-    def around(
-        self, info: TensorInfo, number: int, elements: memoryview, sums: Checksums
-    ) -> tuple[bytes, bytes]:
-        """As `encode`, but only what stands before and after the elements. sums: of these, the CRC-32C at least."""
-
-    def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
-        """The elements of the chunk in bytes read from its place; None if these do not hold a whole chunk."""
-
-    def remembered(self, info: TensorInfo, number: int) -> int:
-        """What the sink knows of a chunk from its elements, and has to know of one that is in a store already."""
-
-    def recall(self, info: TensorInfo, number: int, remembered: int) -> None:
-        """Take over what an earlier attempt's sink remembered."""
+    def goes_on(self, other: _Slot, start: int) -> bool:
+        """Whether the other one follows at once, and both with all from ``start`` on are not too much together."""
+        place = other.place
+        near = place.file is self.place.file and place.offset == self.stop
+        return near and other.stop - start <= 2 * SMALL
 
 
 class ChunkRecord:
@@ -160,7 +141,8 @@ class ChunkRecord:
         OSError when the disk fails. The array may be changed afterwards. crc: its CRC-32C, if known.
         """
         parts = self._parts(name, box, array)
-        info, number = self.infos[name], self._claim(name, box)
+        info, number = self.infos[name], self._number(name, box)
+        self._claim([(name, number)])
         try:
             crc = array_checksum(*parts) if crc is None else crc
             place = sink.place(info, number)
@@ -173,57 +155,75 @@ class ChunkRecord:
                 self._gathering().add(place.file, place.offset, data)
             else:
                 place.file.write_parts(place.offset, data)
-            self._wrote(name, number, crc, place.length)
+            self._wrote([(name, number, crc)], place.length)
         except BaseException as error:
             self.failure = self.failure or error
             raise
 
-    def write_from(
-        self, name: str, box: Box, fill: Callable[[memoryview], Checksums | None], sink: Sink
-    ) -> bool:
-        """The same for a small chunk whose elements ``fill`` makes; see `CheckpointWriter.write_from`."""
-        info = self.infos[name]
-        nbytes = box.numel * info.dtype.itemsize
-        # Where the place is known only once the chunk is written, asking for it twice would leave one of them empty.
-        if nbytes >= SMALL or not sink.placed:
-            return False
-        number = self._claim(name, box)
-        crc = 0
-
-        def piece(memory: memoryview) -> bool:
-            nonlocal crc
-            elements = memory[before : len(memory) - after]
-            sums = fill(elements)
-            if sums is None:
-                return False
-            if sums.crc32c is None:
-                sums = Checksums(sums.crc32, extend(0, elements))
-            crc = sums.crc32c or 0
-            memory[:before], memory[len(memory) - after :] = sink.around(info, number, elements, sums)
-            return True
-
-        try:
-            place, frame = sink.place(info, number), sink.frame(info, number)
-            done = False
-            if isinstance(place.file, DataFile) and place.length < SMALL and frame is not None:
-                before, after = frame
-                done = self._gathering().fill(place.file, place.offset, before + nbytes + after, piece)
-            if done:
-                self._wrote(name, number, crc, place.length)
-            else:
-                with self._lock:
-                    self._claimed.discard((name, number))
-        except BaseException as error:
-            self.failure = self.failure or error
-            raise
+    def write_from(self, chunks: Sequence[tuple[str, Box]], fill: Fill, sink: Sink) -> list[bool]:
+        """The same for small chunks whose elements ``fill`` makes; see `CheckpointWriter.write_from`."""
+        done = [False] * len(chunks)
+        # Where a place is known only once its chunk is written, asking for it twice would leave one of them empty.
+        if not sink.placed:
+            return done
+        batch: list[_Slot] = []
+        for position, (name, box) in enumerate(chunks):
+            info, number = self.infos[name], self._number(name, box)
+            nbytes, frame = box.numel * info.dtype.itemsize, sink.frame(info, number)
+            place = sink.place(info, number)
+            if nbytes >= SMALL or frame is None or not isinstance(place.file, DataFile):
+                continue
+            before, after = frame
+            slot = _Slot(position, info, number, place, place.offset + before, nbytes, after)
+            if batch and not batch[-1].goes_on(slot, batch[0].place.offset):
+                self._fill(batch, fill, sink, done)
+                batch = []
+            batch.append(slot)
+        if batch:
+            self._fill(batch, fill, sink, done)
         return done
 
-    def _wrote(self, name: str, number: int, crc: int, length: int) -> None:
+    def _fill(self, batch: list[_Slot], fill: Fill, sink: Sink, done: list[bool]) -> None:
+        """Neighbours, filled and handed over together."""
+        written: list[tuple[_Slot, int]] = []
+        start, file = batch[0].place.offset, batch[0].place.file
+        assert isinstance(file, DataFile)
+
+        def piece(memory: memoryview) -> bool:
+            targets = [memory[slot.first - start : slot.first - start + slot.nbytes] for slot in batch]
+            found = fill([slot.position for slot in batch], targets)
+            for slot, elements, sums in zip(batch, targets, found, strict=True):
+                if sums is None:
+                    continue
+                crc = extend(0, elements) if sums.crc32c is None else sums.crc32c
+                before, after = sink.around(slot.info, slot.number, elements, Checksums(sums.crc32, crc))
+                at = slot.first - start
+                memory[at - len(before) : at] = before
+                memory[at + slot.nbytes : at + slot.nbytes + len(after)] = after
+                written.append((slot, crc))
+            # A place that nobody filled is written over when its chunk comes.
+            return bool(written)
+
+        claimed = [(slot.info.name, slot.number) for slot in batch]
+        self._claim(claimed)
+        try:
+            self._gathering().fill(file, start, batch[-1].stop - start, piece)
+            with self._lock:
+                self._claimed.difference_update(claimed)
+            self._wrote([(slot.info.name, slot.number, crc) for slot, crc in written], batch[-1].stop - start)
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
+        for slot, _ in written:
+            done[slot.position] = True
+
+    def _wrote(self, chunks: Sequence[tuple[str, int, int]], length: int) -> None:
         with self._lock:
-            self._claimed.discard((name, number))
-            self._crcs[name][number] = crc
+            for name, number, crc in chunks:
+                self._claimed.discard((name, number))
+                self._crcs[name][number] = crc
             if self._journal is not None:
-                self._written.append((name, number, crc))
+                self._written += chunks
             self._unsynced += length
             due = self._unsynced >= SYNC_BYTES
             if due:
@@ -263,21 +263,25 @@ class ChunkRecord:
             )
         return [raw_bytes(part) for part in parts]
 
-    def _claim(self, name: str, box: Box) -> int:
-        """The number of the chunk, which nobody else may write from here on."""
+    def _number(self, name: str, box: Box) -> int:
         number = self._numbers[name].get(box)
         if number is None:
             raise CheckpointError(
                 f"{self._what(name)}: expected every box to be one of its {len(self.infos[name].chunks)} chunks, got "
                 f"{box}"
             )
-        with self._lock:
-            if number in self._crcs[name] or (name, number) in self._claimed:
-                raise CheckpointError(
-                    f"{self._what(name)}: expected every box to be written once, got {box} again"
-                )
-            self._claimed.add((name, number))
         return number
+
+    def _claim(self, chunks: Sequence[tuple[str, int]]) -> None:
+        """Nobody else may write these from here on."""
+        with self._lock:
+            for name, number in chunks:
+                if number in self._crcs[name] or (name, number) in self._claimed:
+                    box = self.infos[name].chunks[number]
+                    raise CheckpointError(
+                        f"{self._what(name)}: expected every box to be written once, got {box} again"
+                    )
+            self._claimed.update(chunks)
 
     def _what(self, name: str) -> str:
         return f"{self.path}: tensor {name!r}"
@@ -383,10 +387,10 @@ class RecordedChunks(ABC):
         self._require_open()
         self._record.write(name, box, array, self._sink, crc=crc)
 
-    def write_from(self, name: str, box: Box, fill: Callable[[memoryview], Checksums | None]) -> bool:
-        """Store one of `chunks(name)`, a small one, as ``fill`` makes it; see `CheckpointWriter.write_from`."""
+    def write_from(self, chunks: Sequence[tuple[str, Box]], fill: Fill) -> Sequence[bool]:
+        """Store some of `chunks(name)`, small ones, as ``fill`` makes them; see `CheckpointWriter.write_from`."""
         self._require_open()
-        return self._record.write_from(name, box, fill, self._sink)
+        return self._record.write_from(chunks, fill, self._sink)
 
     def _require_open(self) -> None:
         failure = self._record.failure

@@ -26,7 +26,7 @@ import tensorstore as ts
 from bridge.formats.arrays import array_checksum, as_integers, raw_bytes
 from bridge.formats.base import Box, CheckpointError, Checksums, TensorInfo
 from bridge.formats.files.data_file import DataFile
-from bridge.formats.files.record import Place
+from bridge.formats.files.sink import Place
 from bridge.formats.orbax.arrays import MANIFEST, ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.formats.orbax.ocdbt import ALIGNMENT, OcdbtWriter
 from bridge.formats.stores.upload import UploadFile

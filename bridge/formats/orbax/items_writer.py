@@ -29,7 +29,8 @@ from bridge.formats.files.manifest import (
     object_checksum,
     render_manifest,
 )
-from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
+from bridge.formats.files.record import ChunkRecord, RecordedChunks
+from bridge.formats.files.sink import Place
 from bridge.formats.files.working import Attempt, WorkingDirectory
 from bridge.formats.leaf_kinds import LEAVES, implied_kinds
 from bridge.formats.orbax.arrays import ArrayLayout, explain

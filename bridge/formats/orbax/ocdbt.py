@@ -33,7 +33,7 @@ import zstandard
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.data_file import DataFile
-from bridge.formats.files.record import Place
+from bridge.formats.files.sink import Place
 from bridge.formats.stores.upload import UploadFile
 
 MANIFEST = "manifest.ocdbt"

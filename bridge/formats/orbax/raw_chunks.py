@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import mul, sub
 from pathlib import Path
 from typing import Final
@@ -19,7 +19,7 @@ import numpy as np
 from bridge.formats.arrays import byte_range, strides_of
 from bridge.formats.base import Box, CheckpointError, Checksums
 from bridge.formats.crc32c import extend
-from bridge.formats.files.mapped import BLOCK, drop_pages
+from bridge.formats.files.mapped import BLOCK, Piece, drop_pages
 from bridge.formats.orbax.arrays import ArrayLayout
 from bridge.formats.orbax.values import StoredValues
 
@@ -50,18 +50,32 @@ class RawChunks:
         stored = np.ndarray(layout.chunk, layout.dtype, file, start)
         return stored[Box(low, part.sizes).slices()], file, first
 
-    def read_into(self, layout: ArrayLayout, target: memoryview) -> Checksums | None:
-        """All of an array that is one shard, into memory of its bytes; None unless it is as it should be."""
-        key = layout.chunk_key((0,) * len(layout.shape))
-        size = layout.chunk_bytes + 4 * layout.checksum
-        place = self._values.find(key)
-        if place is None or target.nbytes != layout.chunk_bytes or place.size != size + _SHARD_INDEX.size:
+    def read_into(self, arrays: Sequence[tuple[ArrayLayout, memoryview]]) -> Sequence[Checksums | None]:
+        """All of arrays that are one shard, into memory of their bytes; None for one that is not as it should be."""
+        # What is behind the elements comes with them.
+        pieces = [self._whole_shard(layout, target) for layout, target in arrays]
+        return [
+            self._compared(layout, target, piece.targets[1]) if read and piece is not None else None
+            for read, piece, (layout, target) in zip(
+                self._values.read_into(pieces), pieces, arrays, strict=True
+            )
+        ]
+
+    def _whole_shard(self, layout: ArrayLayout, target: memoryview) -> Piece | None:
+        if layout.raw != "shard" or layout.shape != layout.chunk:
             return None
-        behind = bytearray(place.size - layout.chunk_bytes)
-        if not self._values.read_into(place, target, memoryview(behind)):
+        place = self._values.find(layout.chunk_key((0,) * len(layout.shape)))
+        behind = 4 * layout.checksum + _SHARD_INDEX.size
+        if place is None or not target.nbytes == layout.chunk_bytes == place.size - behind:
             return None
-        *numbers, index_crc = _SHARD_INDEX.unpack_from(behind, len(behind) - _SHARD_INDEX.size)
-        if numbers != [0, size] or google_crc32c.value(bytes(behind[-_SHARD_INDEX.size : -4])) != index_crc:
+        return Piece(place.file, place.start, (target, memoryview(bytearray(behind))))
+
+    def _compared(self, layout: ArrayLayout, target: memoryview, behind: memoryview) -> Checksums | None:
+        index = behind[-_SHARD_INDEX.size :]
+        start, size, index_crc = _SHARD_INDEX.unpack(index)
+        if (start, size) != (0, target.nbytes + 4 * layout.checksum):
+            return None
+        if google_crc32c.value(bytes(index[:-4])) != index_crc:
             return None
         if not (layout.checksum and self._verify):
             return Checksums()

@@ -25,7 +25,7 @@ import tensorstore as ts
 
 from bridge.callers import warn_caller
 from bridge.formats.arrays import as_integers
-from bridge.formats.base import Box, CheckpointError, Checksums, Loan, TensorInfo, TreePath
+from bridge.formats.base import Box, CheckpointError, Checksums, Loan, TensorInfo, TreePath, Wanted
 from bridge.formats.files.mapped import (
     copy_mapped,
     files_below,
@@ -160,12 +160,10 @@ class OrbaxReader(ClosedAtEnd):
             return loan
         return replace(loan, crc=self._raw.compared_crc(name, index))
 
-    def read_into(self, name: str, target: memoryview) -> Checksums | None:
-        """All of an array that is one raw shard; see `CheckpointReader.read_into`."""
-        layout = self._layouts[name]
-        if layout.raw != "shard" or layout.shape != layout.chunk or not self._ocdbt:
-            return None
-        return self._raw.read_into(layout, target)
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
+        """All of arrays that are one raw shard; see `CheckpointReader.read_into`."""
+        layouts = [(self._layouts[name], target) for name, target in wanted]
+        return self._raw.read_into(layouts) if self._ocdbt else [None] * len(wanted)
 
     def files(self) -> Sequence[Path]:
         """All files of the item that holds the arrays."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import tensorstore as ts
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.mapped import MappedFiles, is_kept_by_content
+from bridge.formats.files.mapped import MappedFiles, Piece, is_kept_by_content
 from bridge.formats.orbax.ocdbt import MANIFEST, NodeBudget
 from bridge.formats.stores.listing import StorePath
 
@@ -63,9 +63,9 @@ class StoredValues:
         """Where a value is; None for one that is in no file."""
         return self._places.get(key)
 
-    def read_into(self, place: Place, *targets: memoryview) -> bool:
-        """Read a value into memory, without mapping it; see `MappedFiles.read_into`."""
-        return self._files.read_into(place.file, place.start, *targets)
+    def read_into(self, pieces: Sequence[Piece | None]) -> list[bool]:
+        """Read values into memory, without mapping them; see `MappedFiles.read_into`."""
+        return self._files.read_into(pieces)
 
     def open(self, key: str, start: int, stop: int) -> mmap.mmap:
         """The mapped file that holds a value, for bytes [start, stop) of the file."""

@@ -26,12 +26,14 @@ from bridge.formats.base import (
     Loan,
     TensorInfo,
     TreePath,
+    Wanted,
     require_tensor,
 )
 from bridge.formats.coverage import check_coverage
 from bridge.formats.files.mapped import (
     ChunkIndex,
     MappedFiles,
+    Piece,
     array_for,
     box_of,
     copy_mapped,
@@ -153,16 +155,19 @@ class SafetensorsReader(ClosedAtEnd):
             return None
         return lend_mapped(*self._part(self._pieces[name][touching[0]], box))
 
-    def read_into(self, name: str, target: memoryview) -> Checksums | None:
-        """All of a tensor that is in one file; see `CheckpointReader.read_into`."""
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
+        """All of tensors that are in one file; see `CheckpointReader.read_into`."""
+        pieces = [self._whole_piece(name, target) for name, target in wanted]
+        return [Checksums() if read else None for read in self._files.read_into(pieces)]
+
+    def _whole_piece(self, name: str, target: memoryview) -> Piece | None:
         pieces = self._pieces[name]
         if len(pieces) != 1 or name in self.unreadable:
             return None
         (piece,) = pieces
         array = piece.array
-        if piece.box.sizes != self._tensors[name].shape or array.nbytes != target.nbytes:
-            return None
-        return Checksums() if self._files.read_into(piece.file, array.start, target) else None
+        whole = piece.box.sizes == self._tensors[name].shape and array.nbytes == target.nbytes
+        return Piece(piece.file, array.start, (target,)) if whole else None
 
     def _part(self, piece: _Piece, common: Box) -> tuple[np.ndarray, mmap.mmap, int]:
         """Elements of a piece where they are in the file, and the first byte there."""

@@ -32,7 +32,8 @@ from bridge.formats.files.manifest import (
     require_own,
     rest_checksum,
 )
-from bridge.formats.files.record import ChunkRecord, Place, RecordedChunks
+from bridge.formats.files.record import ChunkRecord, RecordedChunks
+from bridge.formats.files.sink import Place
 from bridge.formats.files.working import Attempt, working_place
 from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES

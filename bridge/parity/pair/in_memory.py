@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
-from bridge.formats.base import Box, TensorInfo, TreePath
+from bridge.formats.base import Box, TensorInfo, TreePath, Wanted
 
 
 class ArrayReader:
@@ -39,8 +39,8 @@ class ArrayReader:
     def lend(self, name: str, box: Box) -> None:
         return None
 
-    def read_into(self, name: str, target: memoryview) -> None:
-        return None
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
+        return [None] * len(wanted)
 
     def files(self) -> list[Path]:
         return []

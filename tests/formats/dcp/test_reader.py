@@ -200,7 +200,8 @@ def test_tensors_stored_transposed_are_read_in_their_own_orientation(tmp_path: P
         assert reader.read("i").tolist() == image.tolist()
         assert reader.read("i").flags.c_contiguous
         for name in ("t", "i"):
-            assert reader.read_into(name, memoryview(bytearray(reader.tensors[name].nbytes))) is None
+            memory = memoryview(bytearray(reader.tensors[name].nbytes))
+            assert reader.read_into([(name, memory)]) == [None]
 
 
 def test_a_tensor_that_shares_its_storage_is_not_read_as_the_storage(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_a_tensor_that_shares_its_storage_is_not_read_as_the_storage(tmp_path: P
     with DcpReader(tmp_path / "c") as reader:
         for name, expected in (("w", rows[1:3]), ("v", rows)):
             memory = bytearray(reader.tensors[name].nbytes)
-            if reader.read_into(name, memoryview(memory)) is not None:
+            if reader.read_into([(name, memoryview(memory))]) != [None]:
                 assert np.frombuffer(memory, np.float32).tolist() == expected.flatten().tolist()
             assert reader.read(name).tolist() == expected.tolist()
 

@@ -194,7 +194,8 @@ def test_one_metadata_file_per_rank_is_put_together(ranks: RankGroup, tmp_path: 
         assert reader.objects["note"] == ("x", 1)
         assert len(reader._metadata.copies["step", 0]) == 3
         # One alone would not be compared with the others.
-        assert reader.read_into("step", memoryview(bytearray(reader.tensors["step"].nbytes))) is None
+        memory = memoryview(bytearray(reader.tensors["step"].nbytes))
+        assert reader.read_into([("step", memory)]) == [None]
         assert ("model.0.weight", 0) in reader._metadata.copies or kind == "fsdp2"
     (tmp_path / "c" / "__2.metadata").rename(tmp_path / "kept")
     with pytest.raises(

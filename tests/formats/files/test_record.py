@@ -14,7 +14,8 @@ from bridge.formats.files import record as record_module
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.journal import Journal
 from bridge.formats.files.journal import resume as resume_journal
-from bridge.formats.files.record import ChunkRecord, Place
+from bridge.formats.files.record import ChunkRecord
+from bridge.formats.files.sink import Place
 
 KEY = {"source": "a"}
 

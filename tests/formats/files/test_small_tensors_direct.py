@@ -6,8 +6,9 @@ import ast
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,14 @@ from isal import isal_zlib
 from bridge.checkpoints.checked import checked
 from bridge.checkpoints.convert import convert
 from bridge.checkpoints.selection import SelectedReader, Selection
+from bridge.checkpoints.verify import verify
 from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import Box, CheckpointError, Checksums, dtype_from_name
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, Checksums, Fill, dtype_from_name
 from bridge.formats.crc32c import extend
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.gathered import SMALL, Gathered
 from bridge.formats.files.manifest import MANIFEST_FILE
+from bridge.formats.files.mapped import MappedFiles, Piece
 from bridge.formats.files.record import RecordedChunks
 from bridge.formats.joined import JoinedReader
 from bridge.formats.orbax.reader import OrbaxReader
@@ -51,6 +54,11 @@ def make(path: Path, format: str) -> Path:
     return path
 
 
+def into(reader: CheckpointReader, name: str, memory: memoryview) -> Checksums | None:
+    (sums,) = reader.read_into([(name, memory)])
+    return sums
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("direct")
@@ -68,7 +76,7 @@ def test_what_is_read_into_memory_is_what_read_gives(
         for name, info in reader.tensors.items():
             expected = reader.read(name).tobytes()
             memory = memoryview(bytearray(len(expected)))
-            sums = asked.read_into(name, memory) if info.chunks else None
+            sums = into(asked, name, memory) if info.chunks else None
             if sums is None:
                 assert len(info.chunks) != 1
                 continue
@@ -83,19 +91,73 @@ def test_what_is_read_into_memory_is_what_read_gives(
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_many_at_once_in_any_order_are_what_each_is(format: str, sources: dict[str, Path]) -> None:
+    rng = random.Random(2)
+    with open_checkpoint(sources[format]) as reader:
+        whole = [name for name, info in reader.tensors.items() if len(info.chunks) == 1]
+        others = [name for name, info in reader.tensors.items() if len(info.chunks) != 1]
+        for round in range(20):
+            names = [*whole, *others, *whole][: rng.randrange(2 * len(whole))]
+            if round % 3:
+                rng.shuffle(names)
+            memory = [bytearray(reader.tensors[name].nbytes + (rng.random() < 0.1)) for name in names]
+            found = reader.read_into(list(zip(names, map(memoryview, memory), strict=True)))
+            for name, filled, sums in zip(names, memory, found, strict=True):
+                fits = len(filled) == reader.tensors[name].nbytes and len(reader.tensors[name].chunks) == 1
+                assert (sums is not None) == fits
+                assert sums is None or bytes(filled) == reader.read(name).tobytes()
+
+
+def test_pieces_of_files_are_read_together_as_far_as_they_are_there(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    contents = {name: rng.randbytes(300_000) for name in ("a", "b")}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    files = MappedFiles(tmp_path)
+    for _ in range(30):
+        pieces: list[Piece | None] = []
+        at = 0
+        for _ in range(rng.choice([1, 5, 2500])):
+            if rng.random() < 0.1:
+                pieces.append(None)
+                continue
+            at = rng.choice(
+                [at, at, at + rng.randrange(100), at + 16_384, at + 16_385, rng.randrange(300_000)]
+            )
+            parts = tuple(memoryview(bytearray(rng.randrange(1, 90))) for _ in range(rng.choice([1, 1, 2])))
+            pieces.append(Piece(rng.choice(["a", "a", "a", "b"]), at, parts))
+            at += sum(map(len, parts))
+        found = files.read_into(pieces)
+        assert len(found) == len(pieces)
+        for piece, read in zip(pieces, found, strict=True):
+            if piece is None:
+                assert not read
+                continue
+            expected = contents[piece.file][piece.start : piece.start + sum(map(len, piece.targets))]
+            assert read == (len(expected) == sum(map(len, piece.targets)))
+            assert not read or b"".join(piece.targets) == expected
+    (tmp_path / "a").unlink()
+    with pytest.raises(FileNotFoundError, match="c"):
+        MappedFiles(tmp_path).read_into([Piece("c", 0, (memoryview(bytearray(1)),))])
+    files.close()
+    with pytest.raises(ValueError, match="was closed"):
+        files.read_into([Piece("b", 0, (memoryview(bytearray(1)),))])
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_memory_of_another_size_is_not_filled(format: str, sources: dict[str, Path]) -> None:
     with open_checkpoint(sources[format]) as reader:
         name = next(name for name, info in reader.tensors.items() if info.shape == (3, 7))
         nbytes = reader.tensors[name].nbytes
         for size in (0, nbytes - 1, nbytes + 1):
-            assert reader.read_into(name, memoryview(bytearray(size))) is None
+            assert into(reader, name, memoryview(bytearray(size))) is None
 
 
 def test_a_shard_of_as_many_elements_in_another_shape_is_not_the_array(sources: dict[str, Path]) -> None:
     with OrbaxReader(sources["orbax"]) as reader:
         name = next(name for name, info in reader.tensors.items() if info.shape == (3, 7))
         reader._layouts[name] = dataclasses.replace(reader._layouts[name], chunk=(7, 3), stored_chunk=(7, 3))
-        assert reader.read_into(name, memoryview(bytearray(reader.tensors[name].nbytes))) is None
+        assert into(reader, name, memoryview(bytearray(reader.tensors[name].nbytes))) is None
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -127,7 +189,7 @@ def test_damage_is_left_to_read_to_be_named(format: str, sources: dict[str, Path
         data.write_bytes(content)
         with open_checkpoint(source) as whole:
             held = checked(whole)
-            assert held.read_into(name, memoryview(bytearray(len(needle)))) is None
+            assert into(held, name, memoryview(bytearray(len(needle)))) is None
             with pytest.raises(CheckpointError, match=r"damaged|expected CRC|expected \d+ bytes"):
                 held.lend(name, Box.whole((5,)))
         content[at] ^= 0x10
@@ -160,7 +222,7 @@ def test_readers_of_other_readers_ask_for_the_right_tensor(tmp_path: Path) -> No
             direct = set()
             for name, info in wrapped.tensors.items():
                 memory = bytearray(info.nbytes)
-                if wrapped.read_into(name, memoryview(memory)) is not None:
+                if into(wrapped, name, memoryview(memory)) is not None:
                     direct.add(name)
                     assert bytes(memory) == wrapped.read(name).tobytes(), (type(wrapped), name)
             assert len(direct) >= 2
@@ -184,9 +246,10 @@ def test_both_ways_write_the_same_files(
     taken: list[bool] = []
     write_from = RecordedChunks.write_from
 
-    def counted(self: RecordedChunks, *args: object) -> bool:
-        taken.append(write_from(self, *args))  # type: ignore[arg-type]
-        return taken[-1]
+    def counted(self: RecordedChunks, *args: Any) -> Sequence[bool]:
+        done = write_from(self, *args)
+        taken.extend(done)
+        return done
 
     with monkeypatch.context() as patch:
         patch.setattr(RecordedChunks, "write_from", counted)
@@ -194,7 +257,7 @@ def test_both_ways_write_the_same_files(
     # All but those without elements, and the one that is cut in the source.
     assert sum(taken) == len(taken) - (a != "safetensors") == 25 + (a == "safetensors")
     with monkeypatch.context() as patch:
-        patch.setattr(RecordedChunks, "write_from", lambda *_: False)
+        patch.setattr(RecordedChunks, "write_from", lambda self, chunks, fill: [False] * len(chunks))
         convert(sources[a], tmp_path / "general", to=b, workers=2)
     direct, general = contents(tmp_path / "direct"), contents(tmp_path / "general")
     if b == "orbax":
@@ -259,51 +322,55 @@ def test_pieces_that_are_filled_and_handed_over_arrive(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_chunk_that_was_not_filled_can_still_be_written(format: str, tmp_path: Path) -> None:
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    box = Box.whole(values.shape)
 
-    def fill(memory: memoryview) -> Checksums:
-        memory[:] = values.tobytes()
-        return Checksums()
+    def fill(positions: Sequence[int], targets: Sequence[memoryview]) -> list[Checksums | None]:
+        for target in targets:
+            target[:] = values.tobytes()
+        # Every second one is not to be had this way.
+        return [Checksums() if position % 2 else None for position in positions]
 
-    def fails(memory: memoryview) -> Checksums:
+    def fails(positions: Sequence[int], targets: Sequence[memoryview]) -> list[Checksums | None]:
         raise OSError("no more")
 
     with create_checkpoint(tmp_path / "c", format) as writer:
-        names = [writer.add_tensor((name,), values.shape, values.dtype).name for name in ("a", "b")]
-        box = Box.whole(values.shape)
-        assert not writer.write_from(names[0], box, lambda memory: None)
-        writer.write(names[0], box, values)
-        assert writer.write_from(names[1], box, fill)
+        names = [writer.add_tensor((f"t{k}",), values.shape, values.dtype).name for k in range(7)]
+        assert writer.write_from([(name, box) for name in names], fill) == [k % 2 == 1 for k in range(7)]
+        for name in names[::2]:
+            writer.write(name, box, values)
         for again in (
             lambda: writer.write(names[1], box, values),
-            lambda: writer.write_from(names[1], box, fill),
+            lambda: writer.write_from([(names[2], box)], fill),
         ):
             with pytest.raises(CheckpointError, match="written once"):
                 again()
-        with pytest.raises(CheckpointError, match="one of its 1 chunks"):
-            writer.write_from(names[1], Box((0, 0), (1, 4)), fill)
     with open_checkpoint(tmp_path / "c") as reader:
         assert all(np.array_equal(reader.read(name), values) for name in names)
+    assert verify(tmp_path / "c").good
 
-    def write_failing() -> None:
+    def write_failing(error: Fill, box: Box) -> None:
         with create_checkpoint(tmp_path / "d", format) as writer:
-            writer.write_from(writer.add_tensor(("a",), values.shape, values.dtype).name, box, fails)
+            writer.write_from([(writer.add_tensor(("a",), values.shape, values.dtype).name, box)], error)
 
     with pytest.raises(OSError, match="no more"):
-        write_failing()
+        write_failing(fails, box)
+    with pytest.raises(CheckpointError, match="one of its 1 chunks"):
+        write_failing(fill, Box((0, 0), (1, 4)))
     assert not (tmp_path / "d").exists()
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_large_chunk_is_not_taken(format: str, tmp_path: Path) -> None:
     values = np.zeros(SMALL // 4, np.float32)
-    asked: list[Callable[..., object]] = []
+    asked: list[object] = []
 
-    def fill(memory: memoryview) -> None:
-        asked.append(fill)
+    def fill(positions: Sequence[int], targets: Sequence[memoryview]) -> list[Checksums | None]:
+        asked.extend(positions)
+        return [None] * len(positions)
 
     with create_checkpoint(tmp_path / "c", format) as writer:
         name = writer.add_tensor(("a",), values.shape, values.dtype).name
-        assert not writer.write_from(name, Box.whole(values.shape), fill)
+        assert writer.write_from([(name, Box.whole(values.shape))], fill) == [False]
         writer.write(name, Box.whole(values.shape), values)
     assert not asked
 

@@ -19,7 +19,8 @@ import zstandard
 from hypothesis import given
 
 from bridge.formats.base import DTYPES, CheckpointError
-from bridge.formats.files.record import ChunkRecord, Place
+from bridge.formats.files.record import ChunkRecord
+from bridge.formats.files.sink import Place
 from bridge.formats.orbax import ocdbt
 from bridge.formats.orbax.arrays import ArrayLayout, new_context
 from bridge.formats.orbax.ocdbt import NodeBudget, OcdbtWriter, entries_and_keys

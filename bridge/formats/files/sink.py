@@ -1,0 +1,54 @@
+"""What a format says of the chunks that its writer stores: where each goes, and which bytes go there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from bridge.formats.base import Checksums, TensorInfo
+from bridge.formats.files.data_file import DataFile
+from bridge.formats.stores.upload import UploadFile
+
+
+class Place(NamedTuple):
+    """Bytes [offset, offset + length) of a data file, reserved for one chunk."""
+
+    file: DataFile | UploadFile
+    offset: int
+    length: int
+
+
+class Sink(Protocol):
+    """How a format stores a chunk: where, and which bytes stand around its elements. Used by several threads.
+
+    placed: whether the places of all chunks are known before any is written.
+    """
+
+    placed: bool
+
+    def place(self, info: TensorInfo, number: int) -> Place:
+        """The place of chunk `number` of the tensor."""
+
+    def encode(
+        self, info: TensorInfo, number: int, parts: list[np.ndarray], crc: int
+    ) -> Iterable[bytes | memoryview]:
+        """The bytes that fill the place, in parts. parts: the elements as uint8 arrays; crc: their CRC-32C."""
+
+    def frame(self, info: TensorInfo, number: int) -> tuple[int, int] | None:
+        """How many bytes `around` gives, before and after; None where a chunk is not stored as its elements alone."""
+
+    def around(
+        self, info: TensorInfo, number: int, elements: memoryview, sums: Checksums
+    ) -> tuple[bytes, bytes]:
+        """As `encode`, but only what stands before and after the elements. sums: of these, the CRC-32C at least."""
+
+    def decode(self, info: TensorInfo, number: int, data: bytes) -> np.ndarray | None:
+        """The elements of the chunk in bytes read from its place; None if these do not hold a whole chunk."""
+
+    def remembered(self, info: TensorInfo, number: int) -> int:
+        """What the sink knows of a chunk from its elements, and has to know of one that is in a store already."""
+
+    def recall(self, info: TensorInfo, number: int, remembered: int) -> None:
+        """Take over what an earlier attempt's sink remembered."""
