@@ -149,7 +149,9 @@ def test_data_that_is_not_what_metadata_says_is_refused_among_alike_tensors(tmp_
     edit_metadata(tmp_path / "c", change)
     with (
         DcpReader(tmp_path / "c") as reader,
-        pytest.raises(CheckpointError, match=r"tensor 'w150', chunk at \(0, 0\): expected float32 \(3, 4\) as"),
+        pytest.raises(
+            CheckpointError, match=r"tensor 'w150', chunk at \(0, 0\): expected float32 \(3, 4\) as"
+        ),
     ):
         reader.data_ranges()
 
