@@ -21,6 +21,7 @@ from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError
 from bridge.formats.files.manifest import MANIFEST_FILE
+from tests.checkpoints.test_small_tensors import FEW, MANY, make, per_tensor
 from tests.support.bridge.verify_files import FORMATS, arrays, contents, converted, copy, flipped, places
 
 __all__ = ["converted", "copy"]  # fixtures
@@ -204,3 +205,13 @@ def test_the_manifest_of_the_only_file_counts_for_its_directory(tmp_path: Path, 
     assert not verify(path).good
     with pytest.raises(CheckpointError, match="not what its manifest says"):
         convert(path, tmp_path / "b")
+
+
+@pytest.mark.parametrize(("format", "limit"), [("dcp", 41), ("safetensors", 65)])
+def test_a_tensor_more_is_few_calls_more_when_a_source_is_opened_and_checked(
+    format: str, limit: int, tmp_path: Path
+) -> None:
+    """Some 15 % above what was counted; see `test_small_tensors.py`."""
+    for count in (FEW, MANY):
+        convert(make(tmp_path / f"made-{count}", count), tmp_path / f"{format}-{count}", to=format)
+    assert per_tensor(lambda count: checked(open_checkpoint(tmp_path / f"{format}-{count}")).close()) < limit

@@ -139,17 +139,19 @@ def test_where_the_data_is_follows_from_each_archive(ranks: RankGroup, tmp_path:
 
 
 def test_data_that_is_not_what_metadata_says_is_refused_among_alike_tensors(tmp_path: Path) -> None:
-    stock_save({f"w{k}": numbered((4, 3)) for k in range(9)}, tmp_path / "c")
+    stock_save({f"w{k}": numbered((4, 3)) for k in range(200)}, tmp_path / "c")
 
     def change(metadata: Metadata) -> None:
-        for entry in (metadata.state_dict_metadata["w5"], metadata.state_dict_metadata["w6"]):
+        for entry in (metadata.state_dict_metadata["w150"], metadata.state_dict_metadata["w151"]):
             entry.size = torch.Size((3, 4))
             entry.chunks[0].sizes = torch.Size((3, 4))
 
     edit_metadata(tmp_path / "c", change)
     with (
         DcpReader(tmp_path / "c") as reader,
-        pytest.raises(CheckpointError, match=r"tensor 'w5', chunk at \(0, 0\): expected float32 \(3, 4\) as"),
+        pytest.raises(
+            CheckpointError, match=r"tensor 'w150', chunk at \(0, 0\): expected float32 \(3, 4\) as"
+        ),
     ):
         reader.data_ranges()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import mmap
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,84 @@ def test_many_entries_are_what_was_written_and_keep_their_own_checksums(
     written = Manifest("dcp", tensors, {}, {})
     assert parse_manifest(render_manifest(written), "w") == written
     assert len(checked) == 2
+    odd = Manifest(
+        "dcp", {name: tensor for name, tensor in tensors.items() if len(tensor.shape) == 1}, {}, {}
+    )
+    assert parse_manifest(render_manifest(odd), "w") == odd
+    assert len(checked) == 3
+
+
+ONE = {"dtype": "float32", "shape": [4, 3], "chunks": [[[0, 0], [4, 3], "9ae0daaf"]]}
+OTHER = {"dtype": "int8", "shape": [], "chunks": [[[], [], "00000001"]]}
+USUAL = manifest({"a.b": ONE, "c": OTHER, "e": {**ONE, "chunks": [[[0, 0], [4, 3], "00000000"]]}, "d": OTHER})
+
+
+def both_ways(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
+    def parsed() -> object:
+        try:
+            found = parse_manifest(data, "w")
+            return list(found.tensors.items()), found
+        except CheckpointError as error:
+            return str(error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_usual", lambda data: None)
+        general = parsed()
+    return parsed(), general
+
+
+def test_a_manifest_in_the_usual_form_is_read_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    accented = USUAL.replace(b'"e"', '"é"'.encode())
+    for data in (USUAL, accented, manifest({"a": ONE} | {f"w{k}": OTHER for k in range(50)}), manifest({})):
+        assert module._usual(data) is not None
+        quick, general = both_ways(data, monkeypatch)
+        assert quick == general
+        assert isinstance(quick, tuple)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        # Each is JSON that means something else than its most obvious reading.
+        lambda text: text.replace('"objects": {}', '"objects": {}, "tensors": {}'),
+        lambda text: text.replace('"objects": {}', '"objects": {}, "t\\u0065nsors": {}'),
+        lambda text: text.replace('"objects": {}', '"objects": {}, "objects": {}'),
+        lambda text: text.replace('"objects": {}', '"objects": {"}, \\"objects\\": {": "00000001"}'),
+        lambda text: text.replace('"objects": {}', '"objects": {"x": {"a": 1}, "objects": {}}'),
+        lambda text: text.replace('"c"', '"a.b"'),
+        lambda text: text.replace('"c"', '"c\\u0064"'),
+        lambda text: text.replace('"c"', '"c\n"'),
+        lambda text: text.replace("[4, 3]", "[04, 3]"),
+        lambda text: text.replace("[4, 3]", "[4, 3, ]"),
+        lambda text: text.replace("[4, 3]", "[" + "9" * 5000 + ", 3]"),
+        lambda text: text.replace("[[0, 0], [4, 3]", "[[1, 0], [4, 3]"),
+        lambda text: text.replace('"float32"', '"float31"'),
+        lambda text: text.replace("9ae0daaf", "9AE0DAAF"),
+        lambda text: text.replace('"9ae0daaf"]]}, ', '"9ae0daaf"]]} , '),
+        lambda text: text.replace('"9ae0daaf"]]}, ', '"9ae0daaf"]]}, , '),
+        lambda text: text.replace('}, "objects"', ', }, "objects"'),
+        lambda text: text.replace('"files": {}', '"files": 5'),
+        lambda text: text.replace('"format": "dcp"', '"format": "dcp", "format": "x"'),
+        lambda text: text[:-1],
+        lambda text: text + " x",
+    ],
+)
+def test_what_is_nearly_in_the_usual_form_is_read_or_refused_as_any(
+    change: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = change(USUAL.decode()).encode()
+    assert data != USUAL
+    quick, general = both_ways(data, monkeypatch)
+    assert quick == general
+
+
+def test_any_byte_of_the_usual_form_may_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(5)
+    for position in range(len(USUAL)):
+        bad = bytearray(USUAL)
+        bad[position] = rng.choice(b'"\\{}[]:, 019afx\n\xff')
+        quick, general = both_ways(bytes(bad), monkeypatch)
+        assert quick == general, bytes(bad)
 
 
 def test_a_chunk_listed_twice_has_its_last_checksum_in_every_entry() -> None:
@@ -136,6 +216,8 @@ def test_bytes_beside_the_data_are_the_same_in_memory_and_read(tmp_path: Path) -
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         crc = rest_checksum(path, ranges, mapped)
         assert crc == rest_checksum(path, ranges)
+        to_the_end = [*ranges, (2_710_000, len(data) - 9)]
+        assert rest_checksum(path, to_the_end, mapped) == rest_checksum(path, to_the_end)
         for changed in (0, 9_999, 10_060, 640_075, 2_999_999):
             other = bytearray(data)
             other[changed] ^= 1
