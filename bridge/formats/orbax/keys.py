@@ -51,8 +51,10 @@ def read_keys(item: Path) -> Mapping[str, str]:
 def write_keys(item: Path, keys: Mapping[str, str], arrays: Mapping[str, ArrayLayout]) -> None:
     """Write what makes stock Orbax restore typed keys.
 
-    keys: implementations, by the names of the arrays in the store.
+    keys: implementations, by the names of the arrays in the store; nothing is written where there are none.
     """
+    if not keys:
+        return
     described = [
         {
             "array_metadata": {

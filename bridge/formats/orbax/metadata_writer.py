@@ -72,8 +72,7 @@ def write_tree(
         _write_json(item / STRINGS_FILE, render_strings(strings, what))
     types = {path: key_implementation(kind) for path, kind in kinds.items()}
     keys = {layout.key: kind for path, layout in layouts.items() if (kind := types.get(path)) is not None}
-    if keys:
-        write_keys(item, keys, {layout.key: layout for layout in layouts.values()})
+    write_keys(item, keys, {layout.key: layout for layout in layouts.values()})
 
 
 def require_key_data(what: str, kind: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:

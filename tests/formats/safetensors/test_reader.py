@@ -396,7 +396,8 @@ def random_header(rng: random.Random) -> tuple[bytes, int]:
     entries, position = [], 0
     for name in names if rng.random() < 0.2 else names[: rng.randint(1, 8)]:
         code, shape, size = rng.choice(kinds)
-        described = json.dumps(entry(code, shape, position, position + size))
+        wrong = rng.random() < 0.02
+        described = json.dumps(entry(code, shape, position, position + size + wrong))
         entries.append(f"{json.dumps(name, ensure_ascii=rng.random() < 0.5)}: {described}")
         position += size
     entries.insert(0, '"__metadata__":{"format":"pt"}')
@@ -427,6 +428,16 @@ def test_usual_entries_are_taken_as_the_parser_takes_any(monkeypatch: pytest.Mon
         assert outcome(raw) == general
         refused += isinstance(general, str)
     assert 300 < refused < 1200
+
+
+def test_tensors_alike_without_elements_are_alike_to_readers(tmp_path: Path) -> None:
+    empty = entry("F4", [0, 4], 0, 0)
+    path = raw_file(
+        tmp_path / "x.safetensors", {"a": empty, "b": empty, "c": entry("F4", [4], 0, 2)}, bytes(2)
+    )
+    with SafetensorsReader(path) as reader:
+        assert list(reader.unreadable) == ["c"]
+        assert [len(ranges) for ranges in reader.data_ranges().values()] == [1]
 
 
 @examples(300)
