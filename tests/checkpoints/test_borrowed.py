@@ -24,6 +24,7 @@ from bridge.checkpoints import verify as verify_module
 from bridge.checkpoints.borrowed import MEMORY, borrow
 from bridge.checkpoints.diff import diff
 from bridge.checkpoints.finite import count_not_finite
+from bridge.checkpoints.spread import Spread
 from bridge.checkpoints.ulp import Difference, Tolerance
 from bridge.checkpoints.verify import verify
 from bridge.checkpoints.workers import batches
@@ -235,6 +236,25 @@ def test_parts_are_read_and_errors_are_left_to_reading(tmp_path: Path) -> None:
             asked = Asked(reader, error)
             assert borrow(asked, "w", Box.whole((3, 4)), MEMORY.first).array.tolist() == array.tolist()
             assert asked.calls == ["read_into", "lend", "read"]
+
+
+def test_spreads_of_regions_add_up() -> None:
+    rng = np.random.default_rng(0)
+    first, second, third = 10.0 ** rng.uniform(-18, 2, (3, 500))
+    third[7] = np.inf
+    parts, other, whole, nothing = Spread(), Spread(), Spread(), Spread()
+    parts.add(np.zeros(3))
+    parts.add(first)
+    parts.add(second)
+    other.add(third)
+    parts.join(other)
+    parts.join(nothing)
+    whole.add(np.concatenate([first, second, third]))
+    assert parts.histogram(2000) == whole.histogram(2000)
+    assert parts.percentiles(2000) == whole.percentiles(2000)
+    assert sum(parts.histogram(2000).values()) == 2000
+    assert (nothing.histogram(5), nothing.histogram(0)) == ({"0": 5}, {})
+    assert set(nothing.percentiles(5).values()) == {0.0}
 
 
 def test_each_thread_has_memory_of_its_own() -> None:
