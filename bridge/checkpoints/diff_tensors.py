@@ -49,7 +49,8 @@ class Pair:
         if len(boxes) == 1:
             # Small tensors, of which there are many: without the sums and iterations over several.
             difference, norm, spread = self._region(boxes[0], dtype)
-            norms, due = ([], boxes) if norm is None else ([norm], [])
+            norms = [] if norm is None else [norm]
+            due: list[Box] = []
         else:
             difference, spread, norms, due = self._joined(boxes, dtype, workers)
         relative, noise = 0.0, None

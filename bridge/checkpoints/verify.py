@@ -349,7 +349,7 @@ class _Check:
                 loan = borrow(self._reader, info.name, piece, MEMORY.first)
             except CheckpointError as error:
                 return _Found(info.name, [Problem(info.name, str(error))], nan, infinite)
-            known = loan.crc if piece == chunk else None
+            known = loan.crc  # of a whole tensor only, and so of the whole chunk
             flat = loan.array.reshape(-1)
             step = _BLOCK_BYTES // flat.itemsize
             for first in range(0, flat.size, step):
