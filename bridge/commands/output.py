@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,8 +68,12 @@ def print_failure(
     if not told:
         print_line(Console(stderr=True), message)
     if json:
-        found = {"kind": type(error).__name__, "message": message.removeprefix("error: "), "status": status}
-        print_json(Console(), {"error": found})
+        print_json(Console(), {"error": failure(error, message, status)})
+
+
+def failure(error: BaseException, message: str, status: int) -> Mapping[str, object]:
+    """What documents say of an error."""
+    return {"kind": type(error).__name__, "message": message.removeprefix("error: "), "status": status}
 
 
 def print_line(console: RichConsole, text: str = "") -> None:
