@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,12 +77,14 @@ def convert_part(
     resume: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
+    planned_bytes: Callable[[int], None] | None = None,
 ) -> PartReport:
     """Write part ``part`` of ``parts``, from 1, of a conversion to the directory ``dst``.
 
     All parts need the same source, options and number of parts, and a file system that all of them see. commit: when
     all parts are complete, let the destination appear; the last part to finish does it. replace, resume, workers,
-    progress: see `convert`. Two runs of one part at once do no harm: the first to finish is kept.
+    progress: see `convert`. planned_bytes: called with the bytes of all parts, before any is written. Two runs of one
+    part at once do no harm: the first to finish is kept.
 
     Raises what `convert` raises, and CheckpointError for a destination that is a URL or a single file, and for a part
     outside 1 to `parts`.
@@ -93,6 +95,8 @@ def convert_part(
     destination = _require_directory(dst, options)
     source = place_of(src)
     with planned(source, options) as (conversion, reader):
+        if planned_bytes is not None:
+            planned_bytes(conversion.nbytes)
         plan = make_part_plan(conversion.format, conversion.outputs, parts)
         stage = _stage(source, destination, conversion, parts)
         resumed, overflowed, found = 0, {}, True

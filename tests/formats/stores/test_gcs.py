@@ -244,7 +244,7 @@ def test_kills_at_any_time(tmp_path: Path, bucket: Bucket, target: str) -> None:
     assert run(bucket, str(tmp_path / "local"), bucket.url("whole"), target, "anew") == 0
     requests = len(bucket.proxy.seen)
     rng, kills = random.Random(target), 0
-    for number in range(8):
+    for number in range(5):
         kill = rng.randint(4, requests) if number % 2 else requests - rng.randint(0, 40)
         kills += killed_and_resumed(tmp_path, bucket, target, kill, rng.random() < 0.6, number)[0]
-    assert kills > 4
+    assert kills > 2
