@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from bridge.checkpoints.convert import ConvertOptions
 from bridge.checkpoints.convert_report import ConvertReport
-from bridge.checkpoints.parts import PartReport, commit_parts, convert_part
+from bridge.checkpoints.parts import PartReport, commit_parts, convert_part, require_directory
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.journal import InUse
 from bridge.formats.regions import Progress
@@ -155,6 +155,8 @@ def convert_on(
     source = str(src) if is_url(src) else os.path.abspath(src)
     destination = str(dst) if is_url(dst) else os.path.abspath(dst)
     options = _anywhere(options)
+    # Workers would find out, each for itself, once they are there.
+    require_directory(dst, options)
     waiting = [
         PartTask(source, destination, options, part, parts, replace, workers) for part in range(1, parts + 1)
     ]
@@ -197,8 +199,8 @@ def convert_on(
             show(task, report.bytes)
     finally:
         cluster.close()
-    whole = commit_parts(source, destination, options, parts=parts, replace=replace)
-    return dataclasses.replace(whole, resumed_bytes=resumed, seconds=time.perf_counter() - started)
+    committed = commit_parts(source, destination, options, parts=parts, replace=replace)
+    return dataclasses.replace(committed, resumed_bytes=resumed, seconds=time.perf_counter() - started)
 
 
 def _anywhere(options: ConvertOptions) -> ConvertOptions:

@@ -92,7 +92,7 @@ def convert_part(
     started = time.perf_counter()
     if not 1 <= part <= parts:
         raise CheckpointError(f"expected a part from 1 to {parts}, got {part}")
-    destination = _require_directory(dst, options)
+    destination = require_directory(dst, options)
     source = place_of(src)
     with planned(source, options) as (conversion, reader):
         if planned_bytes is not None:
@@ -149,7 +149,7 @@ def commit_parts(
     raises about source, options and destination. The parts stay as they are then.
     """
     started = time.perf_counter()
-    destination = _require_directory(dst, options)
+    destination = require_directory(dst, options)
     source = place_of(src)
     with planned(source, options) as (conversion, _):
         stage = _found_stage(source, destination, conversion, parts)
@@ -341,7 +341,8 @@ def _counts(value: object) -> Mapping[str, int]:
     return {str(name): int(count) for name, count in value.items()} if isinstance(value, dict) else {}
 
 
-def _require_directory(dst: str | os.PathLike[str], options: ConvertOptions) -> Path:
+def require_directory(dst: str | os.PathLike[str], options: ConvertOptions) -> Path:
+    """The absolute path of a destination in parts. CheckpointError for one in a store, a single file, several items."""
     if options.write_items:
         raise CheckpointError(
             f"{dst}: expected one item for a conversion in parts, got {', '.join(options.write_items)}; "

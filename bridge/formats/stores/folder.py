@@ -84,6 +84,7 @@ class StoreFolder:
         self._key, self._resume, self._single = dict(key), resume, single
         # One file has no place for others.
         self._accompany = None if single else accompany
+        _require_writable(self.url)
         self._system, self._root = open_store(url)
         # s3fs's `merge` is another thing: an upload of parts that are copies.
         self._composes = "gs" in _names(self._system.protocol)
@@ -367,6 +368,16 @@ class _Finished:
 
     def abort(self) -> None:
         """Nothing: the folder removes it."""
+
+
+def _require_writable(url: str) -> None:
+    protocol = url.partition("://")[0].lower()
+    if protocol in ("http", "https", "hf"):
+        then = ", and upload that (hf upload)" if protocol == "hf" else ""
+        raise CheckpointError(
+            f"{url} can be read only: expected a path, or the URL of a store such as s3:// or gs://, to write to; "
+            f"convert to a directory{then}"
+        )
 
 
 def _names(protocol: str | Sequence[str]) -> Sequence[str]:

@@ -23,6 +23,7 @@ from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.base import Box, CheckpointError
 from bridge.formats.stores import ranges
 from bridge.formats.stores.listing import Listing
+from bridge.formats.stores.store import store_errors
 from bridge.propose.propose import propose
 from tests.support.bridge.bits import random_bits
 
@@ -323,6 +324,24 @@ def test_nothing_there_and_stores_that_are_not_known() -> None:
         convert("counted://bucket/none", "out")
     with pytest.raises(CheckpointError, match=r"cannot open nosuch://x: Protocol not known"):
         inspect("nosuch://x")
+
+
+def test_protocols_in_capitals_are_known(tmp_path: Path) -> None:
+    local = local_source(tmp_path, "dcp")
+    with open_checkpoint(f"FILE://{local}") as reader:
+        assert reader.tensors
+    convert(local, f"File://{tmp_path}/b", to="dcp")
+    assert verify(tmp_path / "b").good
+
+
+def test_missing_credentials_are_told_with_what_to_do() -> None:
+    with (
+        pytest.raises(
+            OSError, match=r"^cannot list x: RuntimeError: Unable to locate credentials; log in by"
+        ),
+        store_errors("cannot list x"),
+    ):
+        raise RuntimeError("Unable to locate credentials")
 
 
 @pytest.mark.parametrize("end", [".distcp", "twinshard_manifest.json", ".metadata"])
