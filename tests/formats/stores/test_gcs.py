@@ -113,15 +113,18 @@ def test_from_bucket_to_bucket(
     tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
     local = source(tmp_path / "local", "dcp", rows=400)
+    # More parts than are composed at once; then more than two levels.
+    monkeypatch.setattr(upload, "PART", PART // 4)
     convert(local, bucket.url("a"), to=format, workers=2)
-    # More than two levels: the parts are some 15.
+    assert max(bucket.components(f"a/{file}") for file in bucket.names("a")) > 32
+    monkeypatch.setattr(upload, "PART", PART)
     monkeypatch.setattr(composed, "MOST_SOURCES", 3)
     convert(bucket.url("a"), bucket.url("b"), to=format, workers=2)
     for name in ("a", "b"):
         assert verify(bucket.url(name)).good
         require_same(local, bucket.url(name))
         require_clean(bucket, name)
-        assert max(bucket.components(f"{name}/{file}") for file in bucket.names(name)) > 9
+    assert max(bucket.components(f"b/{file}") for file in bucket.names("b")) > 9
     with pytest.raises(FileExistsError, match="expected nothing at"):
         convert(local, bucket.url("a"), to=format, resume=True)
     with pytest.raises(FileNotFoundError, match="found no bucket 'no-such-bucket'"):
@@ -159,10 +162,10 @@ def test_an_upload_that_fails_is_resumed_with_the_parts_that_are_there(
     assert bucket.names() == ["w.safetensors", "w.safetensors.manifest.json", f"w.safetensors.{CLAIM}s"]
 
 
-def test_parts_of_an_attempt_that_is_not_resumed_are_removed(tmp_path: Path, bucket: Bucket) -> None:
+def test_parts_without_a_claim_are_removed(tmp_path: Path, bucket: Bucket) -> None:
     local, url = source(tmp_path / "local", "dcp", large=2, rows=300), bucket.url("out")
     for name in ("__0_0.distcp.00001", "__0_0.distcp.00099", "__0_0.distcp.1-00000", "000001"):
-        bucket.direct.pipe_file(f"{bucket.name}/out/{CLAIM}.{name}", b"of an attempt without a claim")
+        bucket.direct.pipe_file(f"{bucket.name}/out/{CLAIM}.{name}", b"x" * PART)
     convert(local, url, to="dcp", resume=True)
     require_same(local, url)
     require_clean(bucket, "out")
