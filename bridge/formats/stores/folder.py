@@ -24,8 +24,14 @@ from typing import Any, Final
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.stores.composed import ComposedParts, composes, objects_from, remove_objects
-from bridge.formats.stores.parts import OrderedParts, Parts, S3Parts, retried, s3_uploads
-from bridge.formats.stores.store import open_store, store_errors, without_end
+from bridge.formats.stores.parts import FinishedParts, OrderedParts, Parts, S3Parts, retried, s3_uploads
+from bridge.formats.stores.store import (
+    cannot_be_reached,
+    open_store,
+    require_writable,
+    store_errors,
+    without_end,
+)
 from bridge.formats.stores.upload import Note, UploadFile
 from bridge.formats.stores.upload_path import UploadPath
 from bridge.formats.stores.writing_process import ACTIVE, lives, this_process
@@ -84,7 +90,7 @@ class StoreFolder:
         self._key, self._resume, self._single = dict(key), resume, single
         # One file has no place for others.
         self._accompany = None if single else accompany
-        _require_writable(self.url)
+        require_writable(self.url)
         self._system, self._root = open_store(url)
         # s3fs's `merge` is another thing: an upload of parts that are copies.
         self._composes = "gs" in _names(self._system.protocol)
@@ -187,7 +193,7 @@ class StoreFolder:
                 self._system.makedirs(stored.rpartition("/")[0], exist_ok=True)
             return OrderedParts(self._system, stored, size)
         if self.resumed and self._exists(stored):
-            return _Finished(int(self._system.info(stored)["size"]), size)
+            return FinishedParts(int(self._system.info(stored)["size"]), size)
         if self._composes:
             # In the checkpoint's own folder: a bucket may keep folders that are empty.
             start = self._name(f"{CLAIM}.{name.replace('/', '-')}.")
@@ -342,42 +348,18 @@ class StoreFolder:
         parts = self._root.split("/")
         try:
             there = any(self._system.exists("/".join(parts[: end + 1])) for end in range(len(parts)))
-        except Exception:
-            # One may be allowed to write into a bucket that one may not look at.
+        except Exception as error:
+            # One may be allowed to write into a bucket that one may not look at. But a store that cannot be reached is
+            # not tried again and again: its library has done so, for half a minute.
+            if cannot_be_reached(error):
+                with store_errors(f"cannot look at {self.url}"):
+                    raise
             return
         if not there:
             raise FileNotFoundError(
                 f"expected a bucket that is there in {self.url}, found no bucket {parts[0]!r} (or none that these "
                 "credentials may list): correct the name, or create the bucket first; none is created here"
             )
-
-
-class _Finished:
-    """An object that an earlier attempt has finished."""
-
-    in_order = False
-
-    def __init__(self, size: int, part_size: int) -> None:
-        self.sizes = dict.fromkeys(range(1, size // part_size + 1), part_size)
-
-    def put(self, number: int, data: bytes | bytearray) -> None:
-        """Nothing: it is there."""
-
-    def finish(self, count: int) -> None:
-        """Nothing: it is there."""
-
-    def abort(self) -> None:
-        """Nothing: the folder removes it."""
-
-
-def _require_writable(url: str) -> None:
-    protocol = url.partition("://")[0].lower()
-    if protocol in ("http", "https", "hf"):
-        then = ", and upload that (hf upload)" if protocol == "hf" else ""
-        raise CheckpointError(
-            f"{url} can be read only: expected a path, or the URL of a store such as s3:// or gs://, to write to; "
-            f"convert to a directory{then}"
-        )
 
 
 def _names(protocol: str | Sequence[str]) -> Sequence[str]:

@@ -186,3 +186,21 @@ class OrderedParts:
             # Its finalizer would close it, and so let half of the object appear.
             with suppress(AttributeError):
                 self._file.closed = True
+
+
+class FinishedParts:
+    """An object that an earlier attempt has finished."""
+
+    in_order = False
+
+    def __init__(self, size: int, part_size: int) -> None:
+        self.sizes = dict.fromkeys(range(1, size // part_size + 1), part_size)
+
+    def put(self, number: int, data: bytes | bytearray) -> None:
+        """Nothing: it is there."""
+
+    def finish(self, count: int) -> None:
+        """Nothing: it is there."""
+
+    def abort(self) -> None:
+        """Nothing: the folder removes it."""

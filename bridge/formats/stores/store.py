@@ -20,6 +20,7 @@ from bridge.formats.base import CheckpointError
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
+_NO_SERVER = re.compile("Connector|EndpointConnection|ConnectError|Credentials")
 _NO_LOGIN = re.compile(r"credentials", re.IGNORECASE)
 _LOG_IN = (
     "; log in by the store's own tool, or give credentials in the environment or in fsspec's configuration; public "
@@ -92,6 +93,18 @@ def open_store(url: str) -> tuple[FileSystem, str]:
     return system, root.rstrip("/")
 
 
+def require_writable(url: str) -> None:
+    """CheckpointError for a URL that can be read only."""
+    # A repository of the Hub is never empty, and each file of a checkpoint would be a commit.
+    protocol = url.partition("://")[0].lower()
+    if protocol in ("http", "https", "hf"):
+        then = ", and upload that (hf upload)" if protocol == "hf" else ""
+        raise CheckpointError(
+            f"{url} can be read only: expected a path, or the URL of a store such as s3:// or gs://, to write to; "
+            f"convert to a directory{then}"
+        )
+
+
 def _require_name(url: str) -> None:
     """Refuse a protocol alone: stores answer it in words of their own, and `file://` would be the working directory."""
     protocol, _, rest = url.partition("://")
@@ -104,6 +117,11 @@ def _require_name(url: str) -> None:
         f"{protocol}:// is a protocol alone: expected the URL of a checkpoint, such as {example}, got no name: is a "
         "variable of your script not set?"
     )
+
+
+def cannot_be_reached(error: Exception) -> bool:
+    """Whether a library has found no server, or no credentials for one."""
+    return _NO_SERVER.search(type(error).__name__) is not None
 
 
 @contextmanager

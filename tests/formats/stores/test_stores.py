@@ -381,6 +381,26 @@ def test_no_bucket_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     assert {name.rpartition("/")[0] for name in Buckets.store} >= {"real/runs/x", "real/runs/y"}
 
 
+def test_a_store_that_cannot_be_reached_is_tried_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its library has tried several times before it raises."""
+
+    class ClientConnectorError(OSError):
+        pass
+
+    tried = []
+
+    def exists(_: Buckets, path: str, **__: object) -> bool:
+        tried.append(path)
+        raise ClientConnectorError("no network")
+
+    monkeypatch.setattr(Buckets, "exists", exists)
+    with pytest.raises(OSError, match=r"^cannot look at buckets://b/x: ClientConnectorError: no network$"):
+        convert(local_source(tmp_path, "dcp"), "buckets://b/x")
+    assert tried == ["b"]
+
+
 def test_a_url_without_a_name_is_no_place_for_a_checkpoint(tmp_path: Path) -> None:
     local = local_source(tmp_path, "dcp")
     with pytest.raises(
