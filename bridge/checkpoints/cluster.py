@@ -1,6 +1,6 @@
 """A conversion whose parts are run by a cluster: processes of this machine, or Ray.
 
-    parts 1 2 3 4 ... -> submit -> done: next   lost: submit again -> all done: join
+    parts 1 2 3 4 ... -> submit -> told: progress   done: next   lost: submit again -> all done: join
 
 A worker that is lost, with its machine or alone, costs what its part has not noted in its journal.
 """
@@ -11,14 +11,14 @@ import copyreg
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from bridge.checkpoints.convert import ConvertOptions
 from bridge.checkpoints.convert_report import ConvertReport
-from bridge.checkpoints.parts import PartReport, commit_parts, convert_part
+from bridge.checkpoints.parts import PartReport, commit_parts, convert_part, require_directory
 from bridge.formats.base import CheckpointError
 from bridge.formats.files.journal import InUse
 from bridge.formats.regions import Progress
@@ -28,6 +28,9 @@ from bridge.mapping.table import MappingTable
 
 MAX_LOST = 5
 """How often the worker of one part may be lost: a part that kills each of its workers will kill the next, too."""
+
+TELL_SECONDS = 0.25
+"""A worker tells how far its part is this often."""
 
 Handle = TypeVar("Handle")
 
@@ -42,6 +45,33 @@ def _sent(entries: Mapping[Any, Any]) -> tuple[Any, tuple[dict[Any, Any]]]:
 
 # Mapping tables hold such views, and go to the workers; Python does not know how to send them.
 copyreg.pickle(MappingProxyType, _sent)
+
+
+class Told(NamedTuple):
+    """How far a part is: `done` bytes of it, and those of the `whole` conversion."""
+
+    done: int
+    whole: int
+
+
+Tell: TypeAlias = Callable[[Told], None]
+
+
+class _Teller:
+    """Tells at once what the whole is, and then how far the part is, not too often."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell, self._whole, self._last = tell, 0, 0.0
+
+    def planned(self, whole: int) -> None:
+        self._whole = whole
+        self.progress(0, 0, "")
+
+    def progress(self, done: int, total: int, name: str) -> None:
+        now = time.monotonic()
+        if not done or now - self._last >= TELL_SECONDS:
+            self._last = now
+            self._tell(Told(done, self._whole))
 
 
 class WorkerLost(Exception):
@@ -60,14 +90,16 @@ class PartTask:
     replace: bool
     workers: int
 
-    def run(self) -> PartReport:
+    def run(self, tell: Tell) -> PartReport:
+        """Write the part. tell: called now and then, by any thread, with how far it is."""
+        teller = _Teller(tell)
         try:
-            return self._run(resume=True)
+            return self._run(teller, resume=True)
         except InUse:
             # By a worker that counts as lost and is not, behind a broken network: the first to finish is kept.
-            return self._run(resume=False)
+            return self._run(teller, resume=False)
 
-    def _run(self, resume: bool) -> PartReport:
+    def _run(self, teller: _Teller, resume: bool) -> PartReport:
         return convert_part(
             self.src,
             self.dst,
@@ -78,6 +110,8 @@ class PartTask:
             replace=self.replace,
             resume=resume,
             workers=self.workers,
+            progress=teller.progress,
+            planned_bytes=teller.planned,
         )
 
 
@@ -90,8 +124,8 @@ class Cluster(Protocol[Handle]):
     def submit(self, task: PartTask) -> Handle:
         """Begin a part."""
 
-    def wait(self, handles: Sequence[Handle]) -> Handle:
-        """One of these that has ended."""
+    def wait(self, handles: Sequence[Handle], hear: Callable[[Handle, Told], None]) -> Handle:
+        """One of these that has ended. hear: called with what workers tell meanwhile."""
 
     def result(self, handle: Handle) -> PartReport:
         """The report of a part that has ended. WorkerLost when its process has; the part's own error otherwise."""
@@ -113,26 +147,40 @@ def convert_on(
 ) -> ConvertReport:
     """Convert on a cluster, in so many parts, each with ``workers`` threads; see `convert_part` and `commit_parts`.
 
-    progress: called with the parts done, their number, and which one was done last, after each. Parts that are complete
-    from an earlier attempt are not run again. Raises what these two raise, and CheckpointError for a part whose worker
+    progress: called with the bytes done, those in all, and how many parts are done. Parts that are complete from an
+    earlier attempt are not run again. Raises what these two raise, and CheckpointError for a part whose worker
     was lost MAX_LOST times; the parts that are complete then stay for the next attempt.
     """
     started = time.perf_counter()
     source = str(src) if is_url(src) else os.path.abspath(src)
     destination = str(dst) if is_url(dst) else os.path.abspath(dst)
     options = _anywhere(options)
+    # Workers would find out, each for itself, once they are there.
+    require_directory(dst, options)
     waiting = [
         PartTask(source, destination, options, part, parts, replace, workers) for part in range(1, parts + 1)
     ]
     running: dict[Handle, PartTask] = {}
     lost: dict[int, int] = {}
-    resumed = done = 0
+    resumed = done = whole = 0
+    told: dict[int, int] = {}
+
+    def show(task: PartTask, said: int) -> None:
+        told[task.part] = said
+        if progress is not None and whole:
+            progress(sum(told.values()), whole, f"{done} of {parts} parts")
+
+    def hear(handle: Handle, said: Told) -> None:
+        nonlocal whole
+        whole = said.whole
+        show(running[handle], said.done)
+
     try:
         while waiting or running:
             while waiting and len(running) < cluster.slots:
                 task = waiting.pop(0)
                 running[cluster.submit(task)] = task
-            handle = cluster.wait(list(running))
+            handle = cluster.wait(list(running), hear)
             task = running.pop(handle)
             try:
                 report = cluster.result(handle)
@@ -148,12 +196,11 @@ def convert_on(
                 continue
             resumed += report.bytes if report.found else report.resumed_bytes
             done += 1
-            if progress is not None:
-                progress(done, parts, f"part {task.part}")
+            show(task, report.bytes)
     finally:
         cluster.close()
-    whole = commit_parts(source, destination, options, parts=parts, replace=replace)
-    return dataclasses.replace(whole, resumed_bytes=resumed, seconds=time.perf_counter() - started)
+    committed = commit_parts(source, destination, options, parts=parts, replace=replace)
+    return dataclasses.replace(committed, resumed_bytes=resumed, seconds=time.perf_counter() - started)
 
 
 def _anywhere(options: ConvertOptions) -> ConvertOptions:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,12 +77,14 @@ def convert_part(
     resume: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
+    planned_bytes: Callable[[int], None] | None = None,
 ) -> PartReport:
     """Write part ``part`` of ``parts``, from 1, of a conversion to the directory ``dst``.
 
     All parts need the same source, options and number of parts, and a file system that all of them see. commit: when
     all parts are complete, let the destination appear; the last part to finish does it. replace, resume, workers,
-    progress: see `convert`. Two runs of one part at once do no harm: the first to finish is kept.
+    progress: see `convert`. planned_bytes: called with the bytes of all parts, before any is written. Two runs of one
+    part at once do no harm: the first to finish is kept.
 
     Raises what `convert` raises, and CheckpointError for a destination that is a URL or a single file, and for a part
     outside 1 to `parts`.
@@ -90,9 +92,11 @@ def convert_part(
     started = time.perf_counter()
     if not 1 <= part <= parts:
         raise CheckpointError(f"expected a part from 1 to {parts}, got {part}")
-    destination = _require_directory(dst, options)
+    destination = require_directory(dst, options)
     source = place_of(src)
     with planned(source, options) as (conversion, reader):
+        if planned_bytes is not None:
+            planned_bytes(conversion.nbytes)
         plan = make_part_plan(conversion.format, conversion.outputs, parts)
         stage = _stage(source, destination, conversion, parts)
         resumed, overflowed, found = 0, {}, True
@@ -145,7 +149,7 @@ def commit_parts(
     raises about source, options and destination. The parts stay as they are then.
     """
     started = time.perf_counter()
-    destination = _require_directory(dst, options)
+    destination = require_directory(dst, options)
     source = place_of(src)
     with planned(source, options) as (conversion, _):
         stage = _found_stage(source, destination, conversion, parts)
@@ -337,7 +341,8 @@ def _counts(value: object) -> Mapping[str, int]:
     return {str(name): int(count) for name, count in value.items()} if isinstance(value, dict) else {}
 
 
-def _require_directory(dst: str | os.PathLike[str], options: ConvertOptions) -> Path:
+def require_directory(dst: str | os.PathLike[str], options: ConvertOptions) -> Path:
+    """The absolute path of a destination in parts. CheckpointError for one in a store, a single file, several items."""
     if options.write_items:
         raise CheckpointError(
             f"{dst}: expected one item for a conversion in parts, got {', '.join(options.write_items)}; "

@@ -5,20 +5,20 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
-from bridge.checkpoints.cluster import PartTask, WorkerLost
+from bridge.checkpoints.cluster import PartTask, Told, WorkerLost
 from bridge.checkpoints.parts import PartReport
 
 
 class Running(NamedTuple):
-    """A part in work: its process, and where the result will come from."""
+    """A part in work: its process, and where what it tells and the result will come from."""
 
     process: BaseProcess
-    results: Connection
+    messages: Connection
 
 
 class Processes:
@@ -31,36 +31,41 @@ class Processes:
         # Not forked: this process has threads, whose locks a copy would find closed for ever.
         self._context = multiprocessing.get_context("spawn")
         self._running: list[Running] = []
+        self._results: dict[Running, PartReport | Exception | None] = {}
 
     def submit(self, task: PartTask) -> Running:
         """Begin a part in a new process."""
-        results, sender = self._context.Pipe(duplex=False)
+        messages, sender = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_run, args=(task, sender), daemon=True)
         process.start()
         # The process has the other end: when it ends without a result, this end says so.
         sender.close()
-        self._running.append(Running(process, results))
+        self._running.append(Running(process, messages))
         return self._running[-1]
 
-    def wait(self, handles: Sequence[Running]) -> Running:
-        """One of these that has ended, or has sent its result."""
-        ready = multiprocessing.connection.wait([handle.results for handle in handles])
-        return next(handle for handle in handles if handle.results in ready)
+    def wait(self, handles: Sequence[Running], hear: Callable[[Running, Told], None]) -> Running:
+        """One of these that has ended, or has sent its result. hear: called with what they tell meanwhile."""
+        while True:
+            ready = multiprocessing.connection.wait([handle.messages for handle in handles])
+            for handle in handles:
+                if handle.messages not in ready:
+                    continue
+                found = _received(handle.messages)
+                if not isinstance(found, Told):
+                    self._results[handle] = found
+                    return handle
+                hear(handle, found)
 
     def result(self, handle: Running) -> PartReport:
         """The part's report. WorkerLost when its process ended without one; the part's own error otherwise."""
         self._running.remove(handle)
-        try:
-            found = handle.results.recv()
-        except EOFError:
-            handle.process.join()
-            raise WorkerLost(_end_of(handle.process)) from None
-        finally:
-            handle.results.close()
+        found = self._results.pop(handle)
+        handle.messages.close()
         handle.process.join()
-        if isinstance(found, BaseException):
+        if found is None:
+            raise WorkerLost(_end_of(handle.process))
+        if isinstance(found, Exception):
             raise found
-        assert isinstance(found, PartReport)
         return found
 
     def close(self) -> None:
@@ -69,8 +74,18 @@ class Processes:
             handle.process.terminate()
         for handle in self._running:
             handle.process.join()
-            handle.results.close()
+            handle.messages.close()
         self._running.clear()
+
+
+def _received(messages: Connection) -> PartReport | Exception | Told | None:
+    """The next message; None when the process has ended without another one, or within one."""
+    try:
+        found = messages.recv()
+    except (EOFError, OSError):
+        return None
+    assert isinstance(found, PartReport | Exception | Told)
+    return found
 
 
 def _end_of(process: BaseProcess) -> str:
@@ -85,7 +100,7 @@ def _run(task: PartTask, sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     found: PartReport | Exception
     try:
-        found = task.run()
+        found = task.run(sender.send)
     except Exception as error:
         found = error
     sender.send(found)

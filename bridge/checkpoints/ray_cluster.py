@@ -6,12 +6,14 @@ same paths. `RAY_ADDRESS` or a cluster begun on this machine (`ray start`) is us
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from bridge.checkpoints.cluster import PartTask, WorkerLost
+from bridge.checkpoints.cluster import TELL_SECONDS, PartTask, Told, WorkerLost
 from bridge.checkpoints.parts import PartReport
 from bridge.formats.base import CheckpointError
+
+_BOARD_SECONDS = 1.0
 
 
 class RayCluster:
@@ -43,15 +45,23 @@ class RayCluster:
         self.slots = max(1, 2 * (cpus // workers))
         # Ray itself would do lost tasks again without telling.
         self._run = ray.remote(num_cpus=workers, max_retries=0)(_run)
+        self._board = ray.remote(num_cpus=0, max_restarts=-1)(_Board).remote()
+        self._handles: dict[int, Any] = {}
 
     def submit(self, task: PartTask) -> Any:
         """Hand a part to the cluster."""
-        return self._run.remote(task)
+        self._handles[task.part] = self._run.remote(task, self._board)
+        return self._handles[task.part]
 
-    def wait(self, handles: Sequence[Any]) -> Any:
-        """One of these that has ended."""
-        done, _ = self._ray.wait(list(handles), num_returns=1)
-        return done[0]
+    def wait(self, handles: Sequence[Any], hear: Callable[[Any, Told], None]) -> Any:
+        """One of these that has ended. hear: called with what they tell meanwhile."""
+        while True:
+            done, _ = self._ray.wait(list(handles), num_returns=1, timeout=TELL_SECONDS)
+            for part, said in self._said().items():
+                if self._handles[part] in handles:
+                    hear(self._handles[part], said)
+            if done:
+                return done[0]
 
     def result(self, handle: Any) -> PartReport:
         """The part's report. WorkerLost when its worker or machine is gone; the part's own error otherwise."""
@@ -79,9 +89,31 @@ class RayCluster:
         if self._begun:
             self._ray.shutdown()
 
+    def _said(self) -> dict[int, Told]:
+        """What workers have told since the last time; nothing while the board is not there."""
+        try:
+            found: dict[int, Told] = self._ray.get(self._board.taken.remote(), timeout=_BOARD_SECONDS)
+        except self._ray.exceptions.RayError:
+            return {}
+        return found
 
-def _run(task: PartTask) -> PartReport | Exception:
+
+class _Board:
+    """Where the workers write how far their parts are, as an actor: a task of Ray's tells only its result."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, Told] = {}
+
+    def tell(self, part: int, told: Told) -> None:
+        self._told[part] = told
+
+    def taken(self) -> dict[int, Told]:
+        told, self._told = self._told, {}
+        return told
+
+
+def _run(task: PartTask, board: Any) -> PartReport | Exception:
     try:
-        return task.run()
+        return task.run(lambda told: board.tell.remote(task.part, told))
     except Exception as error:
         return error

@@ -62,7 +62,8 @@ class NotFinite:
 class VerifyReport:
     """The findings. ``bytes`` are those of the tensors' elements.
 
-    opened: whether the checkpoint could be opened at all; if not, only files were compared with the manifest.
+    opened: whether the checkpoint could be opened at all; if not, only files were compared with the manifest, and
+    error is what opening it has raised.
     manifest: whether there is one. protected: bytes that a checksum of the manifest or of the format covers; None where
     the format does not say. unread: names of tensors whose elements cannot be read, and so were not looked at.
     """
@@ -80,6 +81,7 @@ class VerifyReport:
     not_finite: tuple[NotFinite, ...]
     unread: tuple[str, ...]
     seconds: float
+    error: Exception | None = None
 
     @property
     def good(self) -> bool:
@@ -148,7 +150,20 @@ def _verify(
         seconds = time.perf_counter() - started
         found = manifest.format if manifest else ""
         return VerifyReport(
-            place, found, False, manifest is not None, 0, 0, 0, 0, None, tuple(problems), (), (), seconds
+            place,
+            found,
+            False,
+            manifest is not None,
+            0,
+            0,
+            0,
+            0,
+            None,
+            tuple(problems),
+            (),
+            (),
+            seconds,
+            error,
         )
     with large_buffers_returned(), reader:
         if manifest is not None:
@@ -212,6 +227,7 @@ def _joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) ->
         ),
         tuple(f"{name}/{one}" for name, report in reports.items() for one in report.unread),
         seconds,
+        next((report.error for report in found if report.error is not None), None),
     )
 
 

@@ -13,7 +13,7 @@ from bridge.checkpoints.pieces import PartPlan, make_part_plan
 from bridge.checkpoints.workers import default_workers
 from bridge.commands.convert_report import print_remarks, written_in
 from bridge.commands.options import progress_console, user_errors
-from bridge.commands.output import Console, byte_progress, part_progress, print_json, print_line, print_table
+from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 from bridge.commands.part_options import Engine, PartRequest
 from bridge.commands.stopping import leaving
 from bridge.formats.regions import Progress
@@ -73,7 +73,7 @@ def convert_in_parts(
         with (
             leaving(lambda: _left(resume=True)),
             user_errors(json=json),
-            part_progress(progress_console(), "convert") as progress,
+            byte_progress(progress_console(), "convert") as progress,
         ):
             report = _on_engine(request, src, dst, options, replace, workers or default_workers(), progress)
     if json:

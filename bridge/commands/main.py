@@ -25,6 +25,7 @@ from bridge.commands.curves import CurvesCommand, curves_command
 from bridge.commands.diff import diff
 from bridge.commands.families import families
 from bridge.commands.inspect import inspect
+from bridge.commands.logs import hide_logs_of_stores
 from bridge.commands.map import map_
 from bridge.commands.output import Console, print_failure, print_line
 from bridge.commands.parity import parity
@@ -104,6 +105,7 @@ def main() -> None:
     """Entry point of the `twinshard` command."""
     warnings.showwarning = _show_warning
     stop_on_signals()
+    hide_logs_of_stores()
     # The metadata of thousands of tensors lives until the end; scanning it again and again takes a fifth of the time.
     gc.set_threshold(100_000)
     json = "--json" in sys.argv[1:]

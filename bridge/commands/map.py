@@ -19,6 +19,7 @@ from bridge.commands.options import (
 )
 from bridge.commands.output import Console, print_json, print_line
 from bridge.commands.parents import missing_parent
+from bridge.formats.stores.hub import store_hint
 
 
 def map_(
@@ -55,7 +56,10 @@ def map_(
         )
     missing = None if out is None else missing_parent(str(out))
     if missing is not None:
-        raise typer.BadParameter(f"{missing} does not exist: expected the directory that is to hold {out}")
+        paths = "; --out takes paths of this machine only" if store_hint(str(out)) else ""
+        raise typer.BadParameter(
+            f"{missing} does not exist: expected the directory that is to hold {out}{paths}"
+        )
     at = step_number(step)
     with user_errors(json=json):
         proposal = propose(a, b, values=values, items=item_names(item), step=at)

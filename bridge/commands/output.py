@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,10 +14,8 @@ from rich.console import Console as RichConsole
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
@@ -68,8 +66,12 @@ def print_failure(
     if not told:
         print_line(Console(stderr=True), message)
     if json:
-        found = {"kind": type(error).__name__, "message": message.removeprefix("error: "), "status": status}
-        print_json(Console(), {"error": found})
+        print_json(Console(), {"error": failure(error, message, status)})
+
+
+def failure(error: BaseException, message: str, status: int) -> Mapping[str, object]:
+    """What documents say of an error."""
+    return {"kind": type(error).__name__, "message": message.removeprefix("error: "), "status": status}
 
 
 def print_line(console: RichConsole, text: str = "") -> None:
@@ -173,25 +175,5 @@ def byte_progress(console: RichConsole, title: str) -> Iterator[Callable[[int, i
                 console,
                 f"{title}: {human_bytes(done)} of {human_bytes(total)}, {human_bytes(int(rate))}/s{left}, {name}",
             )
-
-    yield line
-
-
-@contextmanager
-def part_progress(console: RichConsole, title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A callback for parts done, parts in all and the part just done, shown on ``console`` while the block runs."""
-    if console.is_interactive:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(f"{title}: parts", total=None)
-            yield lambda done, total, name: bar.update(task, completed=done, total=total)
-        return
-    last = time.monotonic()
-
-    def line(done: int, total: int, name: str) -> None:
-        nonlocal last
-        if (now := time.monotonic()) - last >= PLAIN_SECONDS:
-            last = now
-            print_line(console, f"{title}: {done} of {total} parts, {name} just now")
 
     yield line

@@ -12,6 +12,7 @@ from pathlib import Path
 import typer
 
 from bridge.formats.base import CheckpointError
+from bridge.formats.stores.hub import store_hint
 from bridge.formats.stores.store import is_url, local_path
 
 
@@ -39,5 +40,5 @@ def ask_for_parents(missing: Path, destination: str) -> None:
         )
     raise CheckpointError(
         f"{missing} does not exist: expected the directory that is to hold {destination}; correct the path, or let the "
-        "command create it (--parents)"
+        f"command create it (--parents){store_hint(destination)}"
     )

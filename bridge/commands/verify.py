@@ -12,12 +12,13 @@ from bridge.commands.options import (
     ItemOption,
     JsonOption,
     StepOption,
+    explained,
     item_names,
     progress_console,
     step_number,
     user_errors,
 )
-from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
+from bridge.commands.output import Console, byte_progress, failure, print_json, print_line, print_table
 from bridge.text import human_bytes
 
 if TYPE_CHECKING:
@@ -53,10 +54,20 @@ def verify(
         report = run(path, finite=finite, workers=workers, progress=progress, items=item_names(item), step=at)
     out = Console()
     if json:
-        print_json(out, {"good": report.good, **vars(report)})
+        _print_json(out, report)
     else:
         _print(out, report)
     raise typer.Exit(0 if report.good else 1 if report.opened else 2)
+
+
+def _print_json(out: Console, report: VerifyReport) -> None:
+    document = {"good": report.good, **vars(report)}
+    error = document.pop("error")
+    if error is not None:
+        message = f"{report.path}: cannot be opened: {explained(error)}"
+        print_line(Console(stderr=True), f"error: {message}")
+        document["error"] = failure(error, message, 2)
+    print_json(out, document)
 
 
 def _print(out: Console, report: VerifyReport) -> None:

@@ -21,13 +21,17 @@ from functools import cache
 from operator import add, le
 from pathlib import Path
 from types import EllipsisType, MappingProxyType, TracebackType
-from typing import NamedTuple, Protocol, Self, TypeAlias
+from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
 # Where a leaf sits in the tree: str = mapping key, int = position in a list.
 TreePath: TypeAlias = tuple[str | int, ...]
+
+
+COPY_AGAIN: Final = "copy or download it again, or save it anew"
+"""What to do about a file that is truncated or damaged."""
 
 
 class CheckpointError(Exception):

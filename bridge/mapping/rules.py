@@ -103,6 +103,10 @@ def load_mapping(name_or_path: str | Path) -> MappingTable:
             f"expected a mapping file (*.toml) or one of the families {known}, got {text!r}"
             f"{did_you_mean(text, family_names())}"
         )
+    if "://" in text:
+        raise MappingError(
+            f"{text}: expected a mapping file on this machine, got a URL: copy the file here first"
+        )
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.checkpoints.cluster import MAX_LOST, PartTask, WorkerLost, convert_on
+from bridge.checkpoints import cluster as cluster_module
+from bridge.checkpoints.cluster import MAX_LOST, PartTask, Told, WorkerLost, convert_on
 from bridge.checkpoints.convert import ConvertOptions
 from bridge.checkpoints.diff import diff
 from bridge.checkpoints.parts import PartReport
@@ -62,6 +63,7 @@ class StandIn:
         self.closed = False
         self._lost = lost
         self._tasks: dict[int, PartTask] = {}
+        self._results: dict[int, PartReport | Exception] = {}
 
     def submit(self, task: PartTask) -> int:
         self.submitted.append(task.part)
@@ -69,15 +71,24 @@ class StandIn:
         assert len(self._tasks) <= self.slots
         return len(self.submitted)
 
-    def wait(self, handles: Sequence[int]) -> int:
+    def wait(self, handles: Sequence[int], hear: Callable[[int, Told], None]) -> int:
         assert set(handles) == set(self._tasks)
-        return max(handles)
-
-    def result(self, handle: int) -> PartReport:
+        handle = max(handles)
         task = self._tasks.pop(handle)
         if self._lost(task, self.submitted.count(task.part)):
-            raise WorkerLost("killed by SIGKILL")
-        return task.run()
+            self._results[handle] = WorkerLost("killed by SIGKILL")
+            return handle
+        try:
+            self._results[handle] = task.run(lambda told: hear(handle, told))
+        except CheckpointError as error:
+            self._results[handle] = error
+        return handle
+
+    def result(self, handle: int) -> PartReport:
+        found = self._results.pop(handle)
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def close(self) -> None:
         self.closed = True
@@ -97,13 +108,18 @@ def test_lost_parts_are_done_again(format: str, tmp_path: Path, monkeypatch: pyt
         return task.part in (2, 5) and times < (MAX_LOST if task.part == 2 else 2)
 
     cluster = StandIn(3, lost)
-    seen: list[tuple[int, int]] = []
-    report = convert_on(
-        cluster, "a", "b", options, parts=5, progress=lambda done, total, _: seen.append((done, total))
-    )
+    monkeypatch.setattr(cluster_module, "TELL_SECONDS", 0.0)
+    seen: list[tuple[int, int, str]] = []
+    report = convert_on(cluster, "a", "b", options, parts=5, progress=lambda *told: seen.append(told))
     assert cluster.closed
     assert sorted(cluster.submitted) == [1, *[2] * MAX_LOST, 3, 4, 5, 5]
-    assert seen == [(done, 5) for done in range(1, 6)]
+    whole = sum((50 + i) * 40 * 4 for i in range(9))
+    assert {total for _, total, _ in seen} == {whole}
+    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
+    assert seen[-1] == (whole, whole, "5 of 5 parts")
+    # At its start, after each of nine tensors, at its end.
+    assert [name for _, _, name in seen].count("0 of 5 parts") > 1
+    assert len({done for done, _, _ in seen}) == 1 + 9
     assert (report.tensors, report.resumed_bytes) == (9, 0)
     mapping.write_text(MAPPING)
     assert diff(source, tmp_path / "b", mapping=str(mapping), into="two").max_ulp == 0
@@ -145,7 +161,9 @@ def test_a_worker_that_counts_as_lost_and_is_not(tmp_path: Path) -> None:
     """Behind a broken network it still holds its lock: the part is written beside it."""
     source, destination = make(tmp_path / "a"), tmp_path / "b"
     task = PartTask(str(source), str(destination), ConvertOptions(to="dcp"), 1, 1, False, 1)
-    task.run()
+    told: list[Told] = []
+    task.run(told.append)
+    assert told[0] == (0, sum((50 + i) * 40 * 4 for i in range(9)))
     (folder,) = stages_at(destination)
     part = folder / "twinshard.parts" / "part_1"
     zombie = part.with_name("part_1.tmp-00000000")
@@ -153,7 +171,7 @@ def test_a_worker_that_counts_as_lost_and_is_not(tmp_path: Path) -> None:
     key = {**stages_at(destination)[folder], "part": "1"}
     lock = Journal.create(zombie, key)
     try:
-        assert not task.run().found
+        assert not task.run(told.append).found
     finally:
         lock.close()
     assert convert_on(StandIn(1, lambda *_: False), source, destination, task.options, parts=1).resumed_bytes
@@ -260,6 +278,31 @@ def test_ray_with_workers_killed(format: str, tmp_path: Path) -> None:
     assert diff(source, destination, mapping=mapping, into="two").max_ulp == 0
     assert verify(destination).good
     assert sorted(os.listdir(tmp_path)) == ["a", "killed_parts", "mapping.toml"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["processes", "ray"])
+def test_progress_moves_within_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    """What workers tell arrives: only from them the whole is known, and bytes of parts that are not done."""
+    source = make(tmp_path / "a", 12, 200_000)
+    whole = sum((200_000 + i) * 40 * 4 for i in range(12))
+    if engine == "ray":
+        pytest.importorskip("ray")
+        from bridge.checkpoints.ray_cluster import RayCluster
+
+        monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    seen: list[tuple[int, int, str]] = []
+    convert_on(
+        Processes(1) if engine == "processes" else RayCluster(1),
+        source,
+        tmp_path / "b",
+        ConvertOptions(to="dcp", casts=("*=float64",)),
+        parts=2,
+        progress=lambda *told: seen.append(told),
+    )
+    assert {total for _, total, _ in seen} == {2 * whole}
+    assert any(0 < done < 2 * whole and name == "0 of 2 parts" for done, _, name in seen)
+    assert seen[-1] == (2 * whole, 2 * whole, "2 of 2 parts")
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

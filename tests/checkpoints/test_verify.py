@@ -139,7 +139,14 @@ def test_a_checkpoint_that_cannot_be_opened_still_has_its_files_compared(copy: C
     result = call(path)
     assert result.exit_code == 2
     assert "__0_0.distcp: expected" in result.stdout
-    assert json.loads(call(path, "--json").stdout)["opened"] is False
+    told = call(path, "--json")
+    document = json.loads(told.stdout)
+    assert (document["opened"], document["good"], told.exit_code) == (False, False, 2)
+    kind, message = document["error"]["kind"], document["error"]["message"]
+    assert (kind, document["error"]["status"]) == ("CheckpointError", 2)
+    assert message.startswith(f"{path}: cannot be opened: {path / '.metadata'}: ")
+    assert told.stderr == f"error: {message}\n"
+    assert "error" not in json.loads(call(copy("orbax"), "--json").stdout)
 
 
 def test_a_missing_chunk_is_found(copy: Callable[[str], Path]) -> None:

@@ -18,6 +18,7 @@ from bridge.commands import output
 from bridge.commands.main import app
 from bridge.formats import create_checkpoint
 from bridge.formats.safetensors.header import format_header
+from bridge.text import human_bytes
 
 MAPPING = """
 [convention.one]
@@ -224,7 +225,7 @@ def test_5_tb_on_16_machines_on_paper(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_an_engine_says_which_parts_are_done(
+def test_an_engine_says_how_many_bytes_are_done(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "PLAIN_SECONDS", 0.0)
@@ -232,5 +233,11 @@ def test_an_engine_says_which_parts_are_done(
         "convert", source, tmp_path / "b", "--engine", "processes", "--workers", "1", "--parts", "2", "--json"
     )
     assert done.exit_code == 0, done.output
-    assert done.stderr == "convert: 1 of 2 parts, part 1 just now\nconvert: 2 of 2 parts, part 2 just now\n"
+    lines = done.stderr.splitlines()
+    whole = human_bytes(json.loads(done.stdout)["bytes"])
+    assert all(line.startswith("convert: ") and f" of {whole}, " in line for line in lines)
+    assert lines[0].startswith("convert: 0 B of ")
+    assert lines[0].endswith(", 0 of 2 parts")
+    assert lines[-1].startswith(f"convert: {whole} of {whole}, ")
+    assert lines[-1].endswith(", 2 of 2 parts")
     assert json.loads(done.stdout)["tensors"] == 4

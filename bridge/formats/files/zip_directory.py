@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Never
 
-from bridge.formats.base import CheckpointError
+from bridge.formats.base import COPY_AGAIN, CheckpointError
 from bridge.formats.files.mapped import MappedFiles
 
 STORED: Final = 0
@@ -65,7 +65,7 @@ def read_directory(files: MappedFiles, name: str, kind: str) -> dict[str, Member
         raise CheckpointError(f"{path}: expected {kind}, but {why}")
 
     if size < _END.size:
-        refuse(f"the file has {size} bytes")
+        refuse(f"the file has {size} bytes: {COPY_AGAIN}")
     tail = max(0, size - _END.size - _MAX16 - _LOCATOR.size)
     file = files.get(name, tail, size)
     if len(file) != size:
@@ -74,7 +74,7 @@ def read_directory(files: MappedFiles, name: str, kind: str) -> dict[str, Member
         file, tail, size, lambda start: files.get(name, start, size), refuse
     )
     if length > _MAX_DIRECTORY or position + length > end or count * _ENTRY.size > length:
-        refuse("its directory lies outside, or is damaged")
+        refuse(f"its directory lies outside, or is damaged: {COPY_AGAIN}")
     file = files.get(name, position, position + length)
     stop = position + length
     members: dict[str, Member] = {}
@@ -82,12 +82,12 @@ def read_directory(files: MappedFiles, name: str, kind: str) -> dict[str, Member
     at = position
     for _ in range(count):
         if at + _ENTRY.size > stop:
-            refuse("its directory is truncated")
+            refuse(f"its directory is truncated: {COPY_AGAIN}")
         magic, _, _, flags, method, _, _, crc, stored, whole, lengths, extra, comment, _, _, _, header = (
             _ENTRY.unpack_from(file, at)
         )
         if magic != b"PK\1\2":
-            refuse("its directory is damaged")
+            refuse(f"its directory is damaged: {COPY_AGAIN}")
         raw, at = file[at + _ENTRY.size : at + _ENTRY.size + lengths], at + _ENTRY.size + lengths
         whole, stored, header = _wide([whole, stored, header], file[at : at + extra], refuse)
         at += extra + comment
@@ -144,7 +144,7 @@ def _find_end(
     while at >= 0 and (at + _END.size > size or at + _END.size + _END.unpack_from(file, at)[-1] != size):
         at = file.rfind(b"PK\5\6", tail, at)
     if at < 0:
-        refuse("it has no directory at its end: is it truncated?")
+        refuse(f"it has no directory at its end, so it is truncated or damaged: {COPY_AGAIN}")
     _, disk, first, _, count, length, position, _ = _END.unpack_from(file, at)
     locator = at - _LOCATOR.size
     if locator >= 0 and file[locator : locator + 4] == b"PK\6\7":
@@ -154,7 +154,7 @@ def _find_end(
         file = get(wide)
         magic, *_, disk, first, _, count, length, position = _END64.unpack_from(file, wide)
         if magic != b"PK\6\6":
-            refuse("its end record is damaged")
+            refuse(f"its end record is damaged: {COPY_AGAIN}")
         at = wide
     if disk or first:
         refuse("it is a part of several files")
@@ -168,7 +168,7 @@ def _wide(values: list[int], extra: bytes, refuse: Callable[[str], Never]) -> li
         if kind == _ZIP64_FIELD:
             places = [k for k, value in enumerate(values) if value == _MAX32]
             if size < 8 * len(places) or len(extra) < 4 + 8 * len(places):
-                refuse("its directory is damaged")
+                refuse(f"its directory is damaged: {COPY_AGAIN}")
             for number, place in enumerate(places):
                 values[place] = struct.unpack_from("<Q", extra, 4 + 8 * number)[0]
             break

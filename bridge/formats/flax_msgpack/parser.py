@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Never
 
-from bridge.formats.base import CheckpointError
+from bridge.formats.base import COPY_AGAIN, CheckpointError
 from bridge.formats.plain import MAX_NODES
 
 _MAX_DEPTH: Final = 64
@@ -57,9 +57,12 @@ class _Parser:
     def refuse(self, why: str) -> Never:
         raise CheckpointError(f"{self._what}: expected msgpack as flax.serialization writes it, but {why}")
 
+    def missing(self, count: int, what: str) -> Never:
+        self.refuse(f"it is truncated or damaged: {count} {what} are missing at byte {self.at}; {COPY_AGAIN}")
+
     def take(self, count: int) -> bytes:
         if count > self._stop - self.at:
-            self.refuse(f"it is truncated or damaged: {count} bytes are missing at byte {self.at}")
+            self.missing(count, "bytes")
         data = self._read(self.at, self.at + count)
         if len(data) != count:
             self.refuse("the file was changed while it was read")
@@ -134,7 +137,7 @@ class _Parser:
     def _counted(self, count: int) -> int:
         # Each value takes a byte at least: a list is not begun that cannot be there.
         if count > self._stop - self.at:
-            self.refuse(f"it is truncated or damaged: {count} values are missing at byte {self.at}")
+            self.missing(count, "values")
         return count
 
     def extension(self, count: int) -> object:
@@ -145,7 +148,7 @@ class _Parser:
         outer, self._stop = self._stop, self.at + count
         if self._stop > outer:
             self._stop = outer
-            self.refuse(f"it is truncated or damaged: {count} bytes are missing at byte {self.at}")
+            self.missing(count, "bytes")
         if code in (_ARRAY, _SCALAR):
             found: object = self.stored_array()
         elif code == _COMPLEX:
@@ -181,7 +184,7 @@ class _Parser:
             self.refuse(f"the elements of an array are missing at byte {self.at}")
         nbytes = self.number(layout)
         if nbytes > self._stop - self.at:
-            self.refuse(f"it is truncated or damaged: {nbytes} bytes are missing at byte {self.at}")
+            self.missing(nbytes, "bytes")
         found = StoredArray(tuple(shape), name, self.at, nbytes)
         self.at += nbytes
         return found

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from bridge.formats.arrays import byte_range, strides_of
-from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath
+from bridge.formats.base import COPY_AGAIN, Box, CheckpointError, TensorInfo, TreePath
 from bridge.formats.files.flat import copy_flat
 from bridge.formats.files.mapped import (
     BLOCK,
@@ -105,7 +105,8 @@ class MsgpackReader(SingleChunkReader):
         what, size = str(path), path.stat().st_size
         if not size:
             raise CheckpointError(
-                f"{what}: expected msgpack as flax.serialization writes it, but the file is empty"
+                f"{what}: expected msgpack as flax.serialization writes it, but the file is empty: "
+                f"{COPY_AGAIN}"
             )
         tree = parse(lambda start, stop: self._files.get(file, start, stop)[start:stop], size, what)
         for tree_path, value in leaves(tree, what):

@@ -14,7 +14,7 @@ from typing import Final
 import ml_dtypes
 import numpy as np
 
-from bridge.formats.base import DTYPES, CheckpointError
+from bridge.formats.base import COPY_AGAIN, DTYPES, CheckpointError
 
 _MAGIC: Final = b"\x93NUMPY"
 _MAX_HEADER: Final = 1 << 20
@@ -56,7 +56,7 @@ def read_npy_header(read: Callable[[int, int], bytes], what: str) -> NpyHeader:
         raise CheckpointError(f"{what}: expected a header of at most {_MAX_HEADER} bytes, got {length}")
     raw = read(start - length, start)
     if len(raw) != length:
-        raise CheckpointError(f"{what}: truncated in its header")
+        raise CheckpointError(f"{what}: truncated in its header: {COPY_AGAIN}")
     text = raw.decode("utf-8" if head[6] == 3 else "latin1", "replace")
     order, shape = _ORDER.search(text), _SHAPE.search(text)
     if order is None or shape is None or "'descr'" not in text:

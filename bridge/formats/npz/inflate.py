@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from isal import isal_zlib
 
-from bridge.formats.base import CheckpointError
+from bridge.formats.base import COPY_AGAIN, CheckpointError
 
 _RAW: Final = -15  # deflate without a header of its own
 _PIECE: Final = 1 << 20
@@ -87,7 +87,7 @@ class Inflated:
         if self._crc is not None and crc != self._crc:
             raise CheckpointError(
                 f"{self._what}: the data is damaged: expected CRC-32 {self._crc:08x} of {self._size} bytes, got "
-                f"{crc:08x}"
+                f"{crc:08x}; {COPY_AGAIN}"
             )
         return copies
 
@@ -101,9 +101,11 @@ class Inflated:
             try:
                 piece = inflater.decompress(data, _PIECE)
             except zlib.error as error:
-                raise CheckpointError(f"{self._what}: the deflated data is damaged: {error}") from None
+                raise CheckpointError(
+                    f"{self._what}: the deflated data is damaged: {error}; {COPY_AGAIN}"
+                ) from None
             if not (piece or data or inflater.eof):
-                raise CheckpointError(f"{self._what}: the deflated data is truncated")
+                raise CheckpointError(f"{self._what}: the deflated data is truncated: {COPY_AGAIN}")
             if piece:
                 yield at, piece, taken
                 at += len(piece)

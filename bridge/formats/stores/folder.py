@@ -2,28 +2,36 @@
 
     step_40/twinshard.uploading           who writes it, from what; the names of its files         first of all
     step_40/twinshard.uploading.000001    chunks whose parts are in the store, and checksums       every 256 MiB
+    step_40/twinshard.uploading.x.00001   a part of x, on Google's storage (see composed.py)
     step_40/__0_0.distcp                  appears when its last part is there
     step_40/twinshard_manifest.json
     step_40/.metadata                     makes it a checkpoint                                    last
-    then the first two go
+    then the first three go
 
-A store has no renaming: what is there without its last file is no checkpoint. A killed attempt leaves the first two,
-and parts that take room but are no object. The next attempt at the same place goes on with them (`resume`), or removes
-them all.
+A store has no renaming: what is there without its last file is no checkpoint. A killed attempt leaves the first three,
+and on S3 parts that take room but are no object. The next attempt at the same place goes on with them (`resume`), or
+removes them all.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.stores.parts import OrderedParts, Parts, S3Parts, retried, s3_uploads
-from bridge.formats.stores.store import open_store, store_errors, without_end
+from bridge.formats.stores.composed import ComposedParts, composes, objects_from, remove_objects
+from bridge.formats.stores.parts import FinishedParts, OrderedParts, Parts, S3Parts, retried, s3_uploads
+from bridge.formats.stores.store import (
+    cannot_be_reached,
+    open_store,
+    require_writable,
+    store_errors,
+    without_end,
+)
 from bridge.formats.stores.upload import Note, UploadFile
 from bridge.formats.stores.upload_path import UploadPath
 from bridge.formats.stores.writing_process import ACTIVE, lives, this_process
@@ -82,7 +90,10 @@ class StoreFolder:
         self._key, self._resume, self._single = dict(key), resume, single
         # One file has no place for others.
         self._accompany = None if single else accompany
+        require_writable(self.url)
         self._system, self._root = open_store(url)
+        # s3fs's `merge` is another thing: an upload of parts that are copies.
+        self._composes = "gs" in _names(self._system.protocol)
         if self._in_bucket:
             self._require_bucket()
         self._claimed = self.ended = False
@@ -99,13 +110,14 @@ class StoreFolder:
             )
         self.earlier_names: list[str] = list(earlier.get("data", ())) if goes_on else []
         self._uploads = self._open_uploads()
+        self._pieces = self._left_pieces()
         self.resumed = goes_on
         done: dict[str, dict[int, int]] = {}
         if goes_on:
             done = self._recall()
-        elif earlier or self._uploads:
+        elif earlier or self._uploads or self._pieces:
             self._remove(earlier)
-            self._uploads = {}
+            self._uploads, self._pieces = {}, {}
         self.journal = StoredJournal(self._note, done)
 
     @property
@@ -117,9 +129,7 @@ class StoreFolder:
 
     def open_data(self, name: str) -> UploadFile:
         """A data file, by its path in the checkpoint."""
-        self.data[name] = UploadFile(
-            f"{self.url}/{name}", lambda size: self._parts(self._name(name), size), self._claim
-        )
+        self.data[name] = UploadFile(f"{self.url}/{name}", lambda size: self._parts(name, size), self._claim)
         return self.data[name]
 
     def place_beside(self, name: str) -> None:
@@ -177,16 +187,21 @@ class StoreFolder:
 
     def _parts(self, name: str, size: int) -> Parts:
         """Where the parts of a data file go."""
-        if not self._is_s3:
+        stored = self._name(name)
+        if not self._keeps_parts:
             if not self._in_bucket:
-                self._system.makedirs(name.rpartition("/")[0], exist_ok=True)
-            return OrderedParts(self._system, name, size)
-        if self.resumed and self._exists(name):
-            return _Finished(int(self._system.info(name)["size"]), size)
-        uploads = self._uploads.pop(name, [])
+                self._system.makedirs(stored.rpartition("/")[0], exist_ok=True)
+            return OrderedParts(self._system, stored, size)
+        if self.resumed and self._exists(stored):
+            return FinishedParts(int(self._system.info(stored)["size"]), size)
+        if self._composes:
+            # In the checkpoint's own folder: a bucket may keep folders that are empty.
+            start = self._name(f"{CLAIM}.{name.replace('/', '-')}.")
+            return ComposedParts(self._system, stored, start, self._pieces)
+        uploads = self._uploads.pop(stored, [])
         for upload in uploads[:-1]:
-            S3Parts(self._system, name, upload).abort()
-        return S3Parts(self._system, name, uploads[-1] if uploads else None)
+            S3Parts(self._system, stored, upload).abort()
+        return S3Parts(self._system, stored, uploads[-1] if uploads else None)
 
     def _description(self) -> dict[str, Any]:
         return {
@@ -203,11 +218,12 @@ class StoreFolder:
                 return
             self._put(CLAIM, json.dumps(self._description() | {"files": []}).encode())
             self._claimed = True
+            self._composes = self._composes and composes(self._system, self._name(CLAIM))
 
     def _note(self) -> None:
         with self._lock:
             notes: list[Note] = [note for file in self.data.values() for note in file.noted()]
-            if notes and self._is_s3:
+            if notes and self._keeps_parts:
                 self._notes += 1
                 self._put(f"{CLAIM}.{self._notes:06}", json.dumps(notes).encode())
 
@@ -266,6 +282,13 @@ class StoreFolder:
             return s3_uploads(self._system, self._root) if self._is_s3 else {}
         return {}
 
+    def _left_pieces(self) -> dict[str, int]:
+        """Objects that are notes or parts, where objects are composed of parts, with their sizes."""
+        if not self._composes:
+            return {}
+        with store_errors(f"cannot look at {self.url}"):
+            return objects_from(self._system, f"{self._name(CLAIM)}.")
+
     def _remove(self, earlier: Mapping[str, Any]) -> None:
         """Abort uploads, and remove the files that an attempt has sent."""
         with store_errors(f"cannot remove what an attempt has left at {self.url}"):
@@ -277,8 +300,9 @@ class StoreFolder:
         self._forget()
 
     def _forget(self) -> None:
-        """Remove notes and claim."""
+        """Remove notes, parts that are objects, and claim."""
         with store_errors(f"cannot remove {self.url}/{CLAIM}"):
+            remove_objects(self._system, self._left_pieces())
             number = 1
             while number <= self._notes or self._exists(self._name(f"{CLAIM}.{number:06}")):
                 self._delete(self._name(f"{CLAIM}.{number:06}"))
@@ -308,6 +332,11 @@ class StoreFolder:
         return hasattr(self._system, "call_s3")
 
     @property
+    def _keeps_parts(self) -> bool:
+        """Whether parts outlive an attempt."""
+        return self._is_s3 or self._composes
+
+    @property
     def _in_bucket(self) -> bool:
         """Whether the place is in an object store, which has no directories; making one there makes a bucket.
 
@@ -319,8 +348,12 @@ class StoreFolder:
         parts = self._root.split("/")
         try:
             there = any(self._system.exists("/".join(parts[: end + 1])) for end in range(len(parts)))
-        except Exception:
-            # One may be allowed to write into a bucket that one may not look at.
+        except Exception as error:
+            # One may be allowed to write into a bucket that one may not look at. But a store that cannot be reached is
+            # not tried again and again: its library has done so, for half a minute.
+            if cannot_be_reached(error):
+                with store_errors(f"cannot look at {self.url}"):
+                    raise
             return
         if not there:
             raise FileNotFoundError(
@@ -329,22 +362,9 @@ class StoreFolder:
             )
 
 
-class _Finished:
-    """An object that an earlier attempt has finished."""
-
-    in_order = False
-
-    def __init__(self, size: int, part_size: int) -> None:
-        self.sizes = dict.fromkeys(range(1, size // part_size + 1), part_size)
-
-    def put(self, number: int, data: bytes | bytearray) -> None:
-        """Nothing: it is there."""
-
-    def finish(self) -> None:
-        """Nothing: it is there."""
-
-    def abort(self) -> None:
-        """Nothing: the folder removes it."""
+def _names(protocol: str | Sequence[str]) -> Sequence[str]:
+    """The protocols of a file system."""
+    return (protocol,) if isinstance(protocol, str) else protocol
 
 
 def _differences(key: Mapping[str, str], found: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Names of the Hugging Face Hub that lack `hf://`: what is meant by one, for errors."""
+"""Names of the Hugging Face Hub that lack `hf://`, and of stores that lack `//`: what is meant by one, for errors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,24 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(?:@[\w./-]+)?
 _PAGE = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[^/]+/[^/]+?)(?:/(?:tree|blob)/(?P<revision>[^/]+).*)?/?"
 )
+_STORE = re.compile(r"(?P<protocol>s3|gs|gcs|az|abfs|file|memory):/?(?P<name>[^/].*)", re.IGNORECASE)
 _SHORT = re.compile(r"hf:/?(?P<id>[^/].*)")
 
 
 def hub_hint(path: str | os.PathLike[str]) -> str:
-    """The end of an error about ``path``, where nothing is: how to write the Hub's repository that may be meant."""
+    """End of an error about ``path``, where nothing is: how to write the URL or the Hub's repository that it means."""
+    if (store := store_hint(path)) != "":
+        return store
     name = hub_repository(path)
     return "" if name is None else f"; for a repository of the Hugging Face Hub, write hf://{name}"
+
+
+def store_hint(path: str | os.PathLike[str]) -> str:
+    """The same for what begins as the URL of a store; `file:/a` is a path of this machine."""
+    if (short := _STORE.fullmatch(os.fspath(path))) is None:
+        return ""
+    protocol = short["protocol"].lower()
+    return f"; for a URL, write {protocol}://{'/' if protocol == 'file' else ''}{short['name']}"
 
 
 def hub_repository(path: str | os.PathLike[str]) -> str | None:

@@ -1,7 +1,8 @@
 """One object of a store, sent in numbered parts; it appears when it is finished, whole.
 
 S3 (s3fs)       a multipart upload: parts in any order, several at once; those that are there can be listed
-other stores    fsspec's file for writing, gcsfs's being a resumable upload: parts one after the other
+GCS (gcsfs)     parts are objects, of which one is composed: `composed.py`
+other stores    fsspec's file for writing: parts one after the other
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Parts(Protocol):
     def put(self, number: int, data: bytes | bytearray) -> None:
         """Send a part; used by several threads. OSError when the store refuses."""
 
-    def finish(self) -> None:
-        """Make an object of the parts, which follow each other without gaps."""
+    def finish(self, count: int) -> None:
+        """Make an object of the parts 1 to `count`, all of which are there."""
 
     def abort(self) -> None:
         """Forget what was sent."""
@@ -83,13 +84,13 @@ class S3Parts:
         with self._lock:
             self._tags[number] = answer["ETag"]
 
-    def finish(self) -> None:
-        parts = [{"PartNumber": number, "ETag": self._tags[number]} for number in sorted(self._tags)]
+    def finish(self, count: int) -> None:
+        parts = [{"PartNumber": number, "ETag": self._tags[number]} for number in range(1, count + 1)]
         try:
             self._call("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": parts})
         except OSError:
             # The answer to an earlier call may have been lost: then the upload is gone because it is an object.
-            if not self._object_of(len(parts)):
+            if not self._object_of(count):
                 raise
 
     def abort(self) -> None:
@@ -172,7 +173,7 @@ class OrderedParts:
             finally:
                 self._ready.notify_all()
 
-    def finish(self) -> None:
+    def finish(self, count: int) -> None:
         self._file.close()
 
     def abort(self) -> None:
@@ -185,3 +186,21 @@ class OrderedParts:
             # Its finalizer would close it, and so let half of the object appear.
             with suppress(AttributeError):
                 self._file.closed = True
+
+
+class FinishedParts:
+    """An object that an earlier attempt has finished."""
+
+    in_order = False
+
+    def __init__(self, size: int, part_size: int) -> None:
+        self.sizes = dict.fromkeys(range(1, size // part_size + 1), part_size)
+
+    def put(self, number: int, data: bytes | bytearray) -> None:
+        """Nothing: it is there."""
+
+    def finish(self, count: int) -> None:
+        """Nothing: it is there."""
+
+    def abort(self) -> None:
+        """Nothing: the folder removes it."""

@@ -20,6 +20,13 @@ from bridge.formats.base import CheckpointError
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
+_NO_SERVER = re.compile("Connector|EndpointConnection|ConnectError|Credentials")
+_NO_LOGIN = re.compile(r"credentials", re.IGNORECASE)
+_LOG_IN = (
+    "; log in by the store's own tool, or give credentials in the environment or in fsspec's configuration; public "
+    """data is read with FSSPEC_S3='{"anon": true}' or FSSPEC_GS='{"token": "anon"}' in the environment"""
+)
+
 FileSystem: TypeAlias = Any
 """An fsspec.AbstractFileSystem; fsspec has no types."""
 
@@ -67,20 +74,35 @@ def open_store(url: str) -> tuple[FileSystem, str]:
     """The file system of a URL, and the name there without an end slash.
 
     CheckpointError for a URL that names nothing, and when fsspec does not know the protocol, or its package is not
-    installed.
+    installed; OSError when the store cannot be opened.
     """
     _require_name(url)
     # Here, so that local paths do not wait for it: importing fsspec takes longer than listing a checkpoint.
     import fsspec.core
 
-    try:
-        system, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot open {url}: {error}; expected a local path, or the URL of a store that fsspec can open here, such "
-            "as s3://bucket/runs/step_40"
-        ) from error
+    protocol, mark, name = url.partition("://")
+    with store_errors(f"cannot open {url}"):
+        try:
+            # fsspec knows them in small letters only.
+            system, root = fsspec.core.url_to_fs(f"{protocol.lower()}{mark}{name}")
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot open {url}: {error}; expected a local path, or the URL of a store that fsspec can open here, "
+                "such as s3://bucket/runs/step_40"
+            ) from error
     return system, root.rstrip("/")
+
+
+def require_writable(url: str) -> None:
+    """CheckpointError for a URL that can be read only."""
+    # A repository of the Hub is never empty, and each file of a checkpoint would be a commit.
+    protocol = url.partition("://")[0].lower()
+    if protocol in ("http", "https", "hf"):
+        then = ", and upload that (hf upload)" if protocol == "hf" else ""
+        raise CheckpointError(
+            f"{url} can be read only: expected a path, or the URL of a store such as s3:// or gs://, to write to; "
+            f"convert to a directory{then}"
+        )
 
 
 def _require_name(url: str) -> None:
@@ -97,6 +119,11 @@ def _require_name(url: str) -> None:
     )
 
 
+def cannot_be_reached(error: Exception) -> bool:
+    """Whether a library has found no server, or no credentials for one."""
+    return _NO_SERVER.search(type(error).__name__) is not None
+
+
 @contextmanager
 def store_errors(what: str) -> Iterator[None]:
     """Turn every error of a file system into an OSError that begins with `what`; FileNotFoundError stays one."""
@@ -106,4 +133,5 @@ def store_errors(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
-        raise kind(f"{what}: {type(error).__name__}: {error}") from error
+        advice = _LOG_IN if _NO_LOGIN.search(str(error)) else ""
+        raise kind(f"{what}: {type(error).__name__}: {error}{advice}") from error

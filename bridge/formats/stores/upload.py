@@ -127,7 +127,7 @@ class UploadFile:
                 )
             self._send(number, buffer[:length])
         self._wait()
-        self._parts.finish()
+        self._parts.finish(-(-size // self._part_size))
         self.stop()
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from bridge.formats.base import CheckpointError
+from bridge.formats.base import COPY_AGAIN, CheckpointError
 from bridge.formats.files.mapped import MappedFiles
 from bridge.formats.files.model_files import FileKind
 from bridge.formats.files.zip_directory import STORED, ZIP_MAGIC, Member, read_directory
@@ -29,7 +29,7 @@ def members_of(files: MappedFiles, name: str) -> dict[str, Member]:
     path = files.directory / name
     size = path.stat().st_size
     if not size:
-        raise CheckpointError(f"{path}: expected {_KIND}, but the file is empty")
+        raise CheckpointError(f"{path}: expected {_KIND}, but the file is empty: {COPY_AGAIN}")
     head = files.get(name, 0, min(size, 64))[:64]
     if head.startswith(_LEGACY):
         raise CheckpointError(

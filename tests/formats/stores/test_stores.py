@@ -23,6 +23,7 @@ from bridge.formats import create_checkpoint, open_checkpoint
 from bridge.formats.base import Box, CheckpointError
 from bridge.formats.stores import ranges
 from bridge.formats.stores.listing import Listing
+from bridge.formats.stores.store import store_errors
 from bridge.propose.propose import propose
 from tests.support.bridge.bits import random_bits
 
@@ -325,6 +326,24 @@ def test_nothing_there_and_stores_that_are_not_known() -> None:
         inspect("nosuch://x")
 
 
+def test_protocols_in_capitals_are_known(tmp_path: Path) -> None:
+    local = local_source(tmp_path, "dcp")
+    with open_checkpoint(f"FILE://{local}") as reader:
+        assert reader.tensors
+    convert(local, f"File://{tmp_path}/b", to="dcp")
+    assert verify(tmp_path / "b").good
+
+
+def test_missing_credentials_are_told_with_what_to_do() -> None:
+    with (
+        pytest.raises(
+            OSError, match=r"^cannot list x: RuntimeError: Unable to locate credentials; log in by"
+        ),
+        store_errors("cannot list x"),
+    ):
+        raise RuntimeError("Unable to locate credentials")
+
+
 @pytest.mark.parametrize("end", [".distcp", "twinshard_manifest.json", ".metadata"])
 @pytest.mark.parametrize("resume", [False, True])
 def test_an_upload_that_fails_leaves_nothing_and_can_be_resumed(
@@ -360,6 +379,26 @@ def test_no_bucket_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
         convert(local, url, resume=resume)
     assert Buckets.buckets == {"real"}
     assert {name.rpartition("/")[0] for name in Buckets.store} >= {"real/runs/x", "real/runs/y"}
+
+
+def test_a_store_that_cannot_be_reached_is_tried_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its library has tried several times before it raises."""
+
+    class ClientConnectorError(OSError):
+        pass
+
+    tried = []
+
+    def exists(_: Buckets, path: str, **__: object) -> bool:
+        tried.append(path)
+        raise ClientConnectorError("no network")
+
+    monkeypatch.setattr(Buckets, "exists", exists)
+    with pytest.raises(OSError, match=r"^cannot look at buckets://b/x: ClientConnectorError: no network$"):
+        convert(local_source(tmp_path, "dcp"), "buckets://b/x")
+    assert tried == ["b"]
 
 
 def test_a_url_without_a_name_is_no_place_for_a_checkpoint(tmp_path: Path) -> None:

@@ -1,0 +1,27 @@
+"""Log lines of the libraries behind object stores, which must not stand beside the command's own error."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+_STORES: Final = frozenset(
+    (
+        *("aiobotocore", "aiohttp", "asyncio", "boto3", "botocore", "fsspec", "gcsfs", "google", "grpc"),
+        *("huggingface_hub", "s3fs", "s3transfer", "urllib3"),
+    )
+)
+
+
+def hide_logs_of_stores() -> None:
+    """Where nobody has configured logging, show nothing that these libraries log.
+
+    Python's handler of last resort would print warnings, errors and their tracebacks. Handlers that are configured, by
+    the user or by a variable such as GCSFS_DEBUG, stay as they are.
+    """
+    if logging.lastResort is not None:
+        logging.lastResort.addFilter(_is_of_others)
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    return record.name.partition(".")[0] not in _STORES
