@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.formats import FORMATS, create_checkpoint, detect_format, open_checkpoint
-from bridge.formats.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name, grid_of_chunks
+from bridge.formats.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
+from bridge.formats.chunk_grid import grid_of_chunks
 from bridge.formats.coverage import check_coverage
 from bridge.formats.files.atomic import AtomicDirectory, is_temporary
 

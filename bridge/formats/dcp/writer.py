@@ -18,15 +18,8 @@ from typing import Final
 import numpy as np
 from isal import isal_zlib
 
-from bridge.formats.base import (
-    DTYPES,
-    CheckpointError,
-    Checksums,
-    TensorInfo,
-    TreePath,
-    dtype_name,
-    grid_of_chunks,
-)
+from bridge.formats.base import DTYPES, CheckpointError, Checksums, TensorInfo, TreePath, dtype_name
+from bridge.formats.chunk_grid import grid_of_chunks
 from bridge.formats.crc32c import extend
 from bridge.formats.dcp.archive_writer import (
     data_start,
@@ -46,7 +39,8 @@ from bridge.formats.files.manifest import (
     object_checksum,
     render_manifest,
 )
-from bridge.formats.files.record import ChunkRecord, RecordedChunks
+from bridge.formats.files.record import ChunkRecord
+from bridge.formats.files.recorded_chunks import RecordedChunks
 from bridge.formats.files.sink import Place
 from bridge.formats.files.working import Attempt, working_place
 from bridge.formats.garbage import collection_paused

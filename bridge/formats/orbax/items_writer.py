@@ -20,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.formats.base import CheckpointError, Checksums, TensorInfo, TreePath, dtype_name, grid_of_chunks
+from bridge.formats.base import CheckpointError, Checksums, TensorInfo, TreePath, dtype_name
+from bridge.formats.chunk_grid import grid_of_chunks
 from bridge.formats.files.atomic import CommitOrAbort
 from bridge.formats.files.journal import JOURNAL_FILE
 from bridge.formats.files.manifest import (
@@ -29,7 +30,8 @@ from bridge.formats.files.manifest import (
     object_checksum,
     render_manifest,
 )
-from bridge.formats.files.record import ChunkRecord, RecordedChunks
+from bridge.formats.files.record import ChunkRecord
+from bridge.formats.files.recorded_chunks import RecordedChunks
 from bridge.formats.files.sink import Place
 from bridge.formats.files.working import Attempt, WorkingDirectory
 from bridge.formats.leaf_kinds import LEAVES, implied_kinds

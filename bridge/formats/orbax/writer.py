@@ -29,13 +29,8 @@ from typing import Literal
 import numpy as np
 import tensorstore as ts
 
-from bridge.formats.base import (
-    CheckpointError,
-    TensorInfo,
-    TreePath,
-    dtype_name,
-    grid_of_chunks,
-)
+from bridge.formats.base import CheckpointError, TensorInfo, TreePath, dtype_name
+from bridge.formats.chunk_grid import grid_of_chunks
 from bridge.formats.companions import is_companion
 from bridge.formats.files.atomic import CommitOrAbort
 from bridge.formats.files.journal import JOURNAL_FILE, Journal
@@ -47,7 +42,8 @@ from bridge.formats.files.manifest import (
     parse_manifest,
     render_manifest,
 )
-from bridge.formats.files.record import ChunkRecord, RecordedChunks
+from bridge.formats.files.record import ChunkRecord
+from bridge.formats.files.recorded_chunks import RecordedChunks
 from bridge.formats.files.working import Attempt, working_place
 from bridge.formats.garbage import collection_paused
 from bridge.formats.orbax.arrays import ArrayLayout, explain, metadata_key, new_context, store_spec

@@ -19,7 +19,8 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.base import CheckpointError, Checksums, TensorInfo, TreePath, grid_of_chunks
+from bridge.formats.base import CheckpointError, Checksums, TensorInfo, TreePath
+from bridge.formats.chunk_grid import grid_of_chunks
 from bridge.formats.files.atomic import CommitOrAbort, sidecar_of
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.manifest import (
@@ -32,7 +33,8 @@ from bridge.formats.files.manifest import (
     require_own,
     rest_checksum,
 )
-from bridge.formats.files.record import ChunkRecord, RecordedChunks
+from bridge.formats.files.record import ChunkRecord
+from bridge.formats.files.recorded_chunks import RecordedChunks
 from bridge.formats.files.sink import Place
 from bridge.formats.files.working import Attempt, working_place
 from bridge.formats.garbage import collection_paused

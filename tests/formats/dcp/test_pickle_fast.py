@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.formats.base import CheckpointError, TensorInfo, grid_of_chunks
+from bridge.formats.base import CheckpointError, TensorInfo
+from bridge.formats.chunk_grid import grid_of_chunks
 from bridge.formats.dcp import metadata as module
 from bridge.formats.dcp import pickle as interpreter
 from bridge.formats.dcp.metadata import DcpMetadata, Extent, format_metadata, parse_metadata

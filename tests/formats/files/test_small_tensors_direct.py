@@ -25,7 +25,7 @@ from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.gathered import SMALL, Gathered
 from bridge.formats.files.manifest import MANIFEST_FILE
 from bridge.formats.files.mapped import MappedFiles, Piece
-from bridge.formats.files.record import RecordedChunks
+from bridge.formats.files.recorded_chunks import RecordedChunks
 from bridge.formats.joined import JoinedReader
 from bridge.formats.orbax.reader import OrbaxReader
 from bridge.formats.quantized import DequantizedReader

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bridge.formats import Box, CheckpointError, open_checkpoint
-from bridge.formats.base import grid_of_chunks
+from bridge.formats.chunk_grid import grid_of_chunks
 from bridge.formats.orbax.writer import OrbaxPart, OrbaxWriter
 from jax_impl.checkpoint import chunks as checkpoint_chunks
 from jax_impl.checkpoint.chunks import Chunks
