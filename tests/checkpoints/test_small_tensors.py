@@ -36,12 +36,12 @@ LIMITS = {
     ("inspect", "dcp"): 155,
     ("inspect", "orbax"): 85,
     ("inspect", "safetensors"): 63,
-    ("verify", "dcp"): 290,
-    ("verify", "orbax"): 225,
-    ("verify", "safetensors"): 165,
-    ("diff", "dcp"): 495,
-    ("diff", "orbax"): 395,
-    ("diff", "safetensors"): 270,
+    ("verify", "dcp"): 260,
+    ("verify", "orbax"): 165,
+    ("verify", "safetensors"): 142,
+    ("diff", "dcp"): 443,
+    ("diff", "orbax"): 266,
+    ("diff", "safetensors"): 216,
 }
 
 
