@@ -19,43 +19,40 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from bridge.formats.base import DTYPES, Box, CheckpointError, TensorInfo, TreePath, dtype_name
+from bridge.formats.base import DTYPES, Box, CheckpointError, TensorInfo, TreePath
 from bridge.formats.coverage import check_coverage
 from bridge.formats.dcp.archive import is_index
+from bridge.formats.dcp.class_names import (
+    BYTES,
+    CHUNK,
+    INDEX,
+    LAYOUT,
+    MEMORY_FORMAT,
+    METADATA,
+    PROPERTIES,
+    SIZE,
+    STORAGE_INFO,
+    STORAGE_META,
+    TENSOR,
+)
 from bridge.formats.dcp.dtypes import torch_dtype
 from bridge.formats.dcp.pickle import read_pickle
 from bridge.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary
-from bridge.formats.dcp.pickle_writer import HOLE, Filled, Pattern, Repeated, write_pickle
 from bridge.formats.files.mapped import is_plain_name
 from bridge.formats.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path
 
 METADATA_FILE: Final = ".metadata"
 _RANK_FILE: Final = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")
-_PACKAGE: Final = "torch.distributed.checkpoint"
-_METADATA: Final = f"{_PACKAGE}.metadata.Metadata"
-_STORAGE_META: Final = f"{_PACKAGE}.metadata.StorageMeta"
-_TENSOR: Final = f"{_PACKAGE}.metadata.TensorStorageMetadata"
-_BYTES: Final = f"{_PACKAGE}.metadata.BytesStorageMetadata"
-_CHUNK: Final = f"{_PACKAGE}.metadata.ChunkStorageMetadata"
-_INDEX: Final = f"{_PACKAGE}.metadata.MetadataIndex"
-_PROPERTIES: Final = f"{_PACKAGE}.metadata.TensorProperties"
-_MEMORY_FORMAT: Final = f"{_PACKAGE}.metadata._MEM_FORMAT_ENCODING"
-_STORAGE_INFO: Final = f"{_PACKAGE}.filesystem._StorageInfo"
-_SIZE: Final = "torch.Size"
-_LAYOUT: Final = "torch.serialization._get_layout"
-
 _VOCABULARY = Vocabulary(
     max_bytes=256 << 20,
-    calls=frozenset({_SIZE, _LAYOUT, _MEMORY_FORMAT})
+    calls=frozenset({SIZE, LAYOUT, MEMORY_FORMAT})
     | {
         f"pathlib{sub}.{kind}Path"
         for sub in ("", "._local")
         for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
     },
-    enumerations=frozenset({_MEMORY_FORMAT}),
-    instances=frozenset(
-        {_METADATA, _STORAGE_META, _TENSOR, _BYTES, _CHUNK, _INDEX, _PROPERTIES, _STORAGE_INFO}
-    ),
+    enumerations=frozenset({MEMORY_FORMAT}),
+    instances=frozenset({METADATA, STORAGE_META, TENSOR, BYTES, CHUNK, INDEX, PROPERTIES, STORAGE_INFO}),
     constants=re.compile(r"torch\.[a-z][a-z0-9_]*"),
 )
 
@@ -145,7 +142,7 @@ def parse_rank_metadata(files: Mapping[str, bytes], what: str) -> DcpMetadata:
 
 
 def _part(data: bytes, what: str) -> _Part:
-    fields = _state(read_pickle(data, _VOCABULARY, what), _METADATA, what)
+    fields = _state(read_pickle(data, _VOCABULARY, what), METADATA, what)
     entries = fields.get("state_dict_metadata")
     if not isinstance(entries, dict):
         raise CheckpointError(
@@ -168,14 +165,14 @@ def _part(data: bytes, what: str) -> _Part:
             )
         places = stored.pop(name, nowhere)
         path = _path(name, paths.get(name), what)
-        if isinstance(entry, Instance) and entry.name == _BYTES:
+        if isinstance(entry, Instance) and entry.name == BYTES:
             if places.keys() != {None}:
                 raise CheckpointError(
                     f"{what}: expected {_short(name)} to be stored in one place, got {len(places)}"
                 )
             objects[name] = path, places[None]
             continue
-        state = entry.state if isinstance(entry, Instance) and entry.name == _TENSOR else None
+        state = entry.state if isinstance(entry, Instance) and entry.name == TENSOR else None
         form = forms.get(id(state))
         if form is None:
             form = forms[id(state)] = _form(name, entry, places, what)
@@ -276,7 +273,7 @@ def _state(value: object, kind: str, what: str) -> dict[object, object]:
 
 
 def _size(value: object, what: str, name: str | None = None) -> tuple[int, ...]:
-    if isinstance(value, Call) and value.name == _SIZE:
+    if isinstance(value, Call) and value.name == SIZE:
         if value.args == ():
             return ()
         if len(value.args) == 1 and is_index(sizes := value.args[0]):
@@ -302,7 +299,7 @@ def _storage(value: object, what: str) -> dict[str, dict[tuple[int, ...] | None,
     stored: dict[str, dict[tuple[int, ...] | None, Extent]] = {}
     files: set[str] = set()
     for index, info in value.items():
-        key, place = _state(index, _INDEX, what), _state(info, _STORAGE_INFO, what)
+        key, place = _state(index, INDEX, what), _state(info, STORAGE_INFO, what)
         name = key.get("fqn")
         if not isinstance(name, str):
             raise CheckpointError(
@@ -335,7 +332,7 @@ def _storage(value: object, what: str) -> dict[str, dict[tuple[int, ...] | None,
 
 def _form(name: str, entry: object, places: Mapping[tuple[int, ...] | None, Extent], what: str) -> _Form:
     here = f"{what}: tensor {_short(name)}"
-    fields = _state(entry, _TENSOR, here)
+    fields = _state(entry, TENSOR, here)
     shape = _size(fields.get("size"), here)
     match fields.get("properties"):
         case Instance(
@@ -358,7 +355,7 @@ def _form(name: str, entry: object, places: Mapping[tuple[int, ...] | None, Exte
         raise CheckpointError(f"{here}: expected a list of chunks, got {type(chunks).__name__}")
     boxes = []
     for chunk in chunks:
-        state = _state(chunk, _CHUNK, here)
+        state = _state(chunk, CHUNK, here)
         offsets, sizes = _size(state.get("offsets"), here), _size(state.get("sizes"), here)
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise CheckpointError(f"{here}: expected chunks of rank {len(shape)}, got {offsets} and {sizes}")
@@ -376,57 +373,3 @@ def _form(name: str, entry: object, places: Mapping[tuple[int, ...] | None, Exte
 
 def _not_stored(here: str, offsets: tuple[int, ...]) -> CheckpointError:
     return CheckpointError(f"{here}: nothing stored for the chunk at {offsets}")
-
-
-def format_metadata(metadata: DcpMetadata) -> bytes:
-    """The `.metadata` file for this content. The same content gives the same bytes."""
-    entries: dict[object, object] = {}
-    paths: dict[object, object] = {}
-    storage: dict[object, object] = {}
-    alike: dict[tuple[np.dtype, tuple[int, ...], tuple[Box, ...]], tuple[Repeated, list[Repeated]]] = {}
-    sizes: dict[tuple[int, ...], Repeated] = {}
-
-    def size(of: tuple[int, ...]) -> Repeated:
-        if of not in sizes:
-            sizes[of] = Repeated(Call(_SIZE, (of,)))
-        return sizes[of]
-
-    key_of = Pattern(Instance(_INDEX, {"fqn": HOLE, "offset": HOLE, "index": HOLE}))
-    place = Pattern(Instance(_STORAGE_INFO, {"relative_path": HOLE, "offset": HOLE, "length": HOLE}))
-    for name, info in metadata.tensors.items():
-        key = info.dtype, info.shape, info.chunks
-        form = alike.get(key)
-        if form is None:
-            chunks = [
-                Instance(_CHUNK, {"offsets": size(c.offsets), "sizes": size(c.sizes)}) for c in info.chunks
-            ]
-            state = {"properties": _properties(info), "size": size(info.shape), "chunks": chunks}
-            form = alike[key] = Repeated(Instance(_TENSOR, state)), [size(c.offsets) for c in info.chunks]
-        entries[name], offsets = form
-        paths[name] = info.path
-        for index, (offset, extent) in enumerate(zip(offsets, metadata.extents[name], strict=True)):
-            storage[Filled(key_of, (name, offset, index))] = Filled(place, extent)
-    for name, extent in metadata.objects.items():
-        entries[name] = Instance(_BYTES, {})
-        paths[name] = metadata.object_paths[name]
-        storage[Filled(key_of, (name, None, None))] = Filled(place, extent)
-    # No checkpoint_id: PyTorch writes the absolute path of the directory there, which means nothing elsewhere.
-    meta: dict[str, object] = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
-    return write_pickle(
-        Instance(
-            _METADATA,
-            {
-                "state_dict_metadata": entries,
-                "planner_data": paths,
-                "storage_data": storage,
-                "storage_meta": Instance(_STORAGE_META, meta),
-                "version": "1.0.0",
-            },
-        ),
-        4,
-    )
-
-
-def _properties(info: TensorInfo) -> Instance:
-    layout, contiguous = Call(_LAYOUT, ("torch.strided",)), Call(_MEMORY_FORMAT, (0,))
-    return Instance(_PROPERTIES, (Name(f"torch.{dtype_name(info.dtype)}"), layout, False, contiguous, False))

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
-from operator import itemgetter, sub
+from operator import sub
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
 from isal import isal_zlib
@@ -36,6 +36,7 @@ from bridge.formats.dcp.metadata import (
     parse_metadata,
     parse_rank_metadata,
 )
+from bridge.formats.dcp.placement import data_files_of
 from bridge.formats.files.manifest import object_checksum
 from bridge.formats.files.mapped import (
     BLOCK,
@@ -47,7 +48,6 @@ from bridge.formats.files.mapped import (
     copy_mapped,
     drop_pages,
     lend_mapped,
-    regular_file,
     small_file,
 )
 from bridge.formats.safetensors.header import (
@@ -66,12 +66,6 @@ _ADVICE: Final = "a conversion can leave it out (--drop, --weights-only)"
 _FILES_AT_ONCE: Final = 16
 _MAX_KEPT: Final = 1 << 16
 """Archives whose parsed headers are kept in memory, some 500 bytes each; those of others are parsed at each read."""
-
-
-_Place: TypeAlias = tuple[str, int, int, int, str]
-"""An extent (file, offset, length), the bytes of elements that it is to hold, and whose these are."""
-
-_NOWHERE: Final[_Place] = ("", 0, 0, 0, "")
 
 
 class _Stored(NamedTuple):
@@ -108,7 +102,7 @@ class DcpReader(ClosedAtEnd):
         self._files = MappedFiles(self.path)
         self._metadata = self._read_metadata()
         self.unreadable: Mapping[str, str] = self._metadata.unreadable
-        self._check_files()
+        self._data_files = data_files_of(self.path, self._metadata, self._is_safetensors)
         self._verified: set[Extent] = set()
         self._chunks = ChunkIndex()
         self._headers: dict[tuple[str, int], Header] = {}
@@ -279,49 +273,6 @@ class DcpReader(ClosedAtEnd):
         if METADATA_FILE in data:
             return parse_metadata(data[METADATA_FILE], str(self.path / METADATA_FILE))
         return parse_rank_metadata(data, str(self.path))
-
-    def _check_files(self) -> None:
-        metadata = self._metadata
-        places: list[_Place] = []
-        for name, info in metadata.tensors.items():
-            for index, (chunk, extent) in enumerate(zip(info.chunks, metadata.extents[name], strict=True)):
-                nbytes = chunk.numel * info.dtype.itemsize
-                places.append((*extent, nbytes, name))
-                if metadata.copies:
-                    copies = metadata.copies.get((name, index), ())
-                    places += [(*copy, nbytes, name) for copy in copies]
-        for name, extent in metadata.objects.items():
-            places += [(*e, 0, name) for e in (extent, *metadata.object_copies.get(name, ()))]
-        sizes: dict[str, int] = {}
-        for file, offset, length, nbytes, name in places:
-            size = sizes.get(file)
-            if size is None:
-                _, size = regular_file(self.path, file, repr(name))
-                sizes[file] = size
-            if offset + length > size:
-                raise CheckpointError(
-                    f"{self.path / file} is truncated: expected at least {offset + length} bytes (for {name!r}), got "
-                    f"{size}"
-                )
-            if length < nbytes:
-                raise CheckpointError(
-                    f"{self.path / file}: tensor {name!r}: expected {nbytes} bytes for a chunk, but {length} are stored"
-                )
-        self._data_files = tuple(sizes)
-        places.sort(key=itemgetter(0, 1, 2))
-        last, end = _NOWHERE, 0
-        for place in places:
-            file, offset, length, _, name = place
-            # All tensors of one safetensors file have its place.
-            if (
-                offset < end
-                and file == last[0]
-                and not (offset == last[1] and self._is_safetensors(Extent(*last[:3])))
-            ):
-                raise CheckpointError(
-                    f"{self.path / file}: {last[4]!r} and {name!r} are stored in the same place, at {offset}"
-                )
-            last, end = place, offset + length
 
     def _is_safetensors(self, extent: Extent) -> bool:
         """Whether SerializationFormat.SAFETENSORS wrote it: the file goes on as a safetensors file from there."""

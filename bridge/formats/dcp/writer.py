@@ -28,7 +28,8 @@ from bridge.formats.dcp.archive_writer import (
     tensor_archive_length,
     value_archive,
 )
-from bridge.formats.dcp.metadata import DcpMetadata, Extent, format_metadata
+from bridge.formats.dcp.metadata import DcpMetadata, Extent
+from bridge.formats.dcp.metadata_writer import format_metadata
 from bridge.formats.files.atomic import CommitOrAbort
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.manifest import (

@@ -16,7 +16,8 @@ from bridge.formats.base import CheckpointError, TensorInfo
 from bridge.formats.chunk_grid import grid_of_chunks
 from bridge.formats.dcp import metadata as module
 from bridge.formats.dcp import pickle as interpreter
-from bridge.formats.dcp.metadata import DcpMetadata, Extent, format_metadata, parse_metadata
+from bridge.formats.dcp.metadata import DcpMetadata, Extent, parse_metadata
+from bridge.formats.dcp.metadata_writer import format_metadata
 from bridge.formats.dcp.pickle import read_pickle
 from bridge.formats.dcp.pickle_entries import RepeatedEntries
 from bridge.formats.dcp.pickle_machine import Machine
