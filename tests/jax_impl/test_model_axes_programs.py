@@ -125,6 +125,7 @@ def both(
         np.testing.assert_allclose(found[0][path], value, rtol=0, atol=tolerance, err_msg=path)
 
 
+@pytest.mark.fast_cases("vmap", "ensemble")
 @pytest.mark.parametrize(
     "options",
     [

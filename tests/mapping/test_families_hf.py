@@ -172,7 +172,7 @@ def _batch(seed: int) -> np.ndarray:
     return tokens(2, 20, seed=seed)
 
 
-@pytest.mark.fast_cases("gpt2")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_training_goes_on_in_jax_and_then_in_torch_with_equal_losses(tmp_path: Path, family) -> None:
     model, optimizer = trained(family, tie_word_embeddings=False)

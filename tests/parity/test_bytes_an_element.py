@@ -53,6 +53,7 @@ def held_in_torch(grads: str, moments: str) -> tuple[float, float]:
     return model.memory_report(optimizer).total / own, sum(storages.values()) / own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("grads", "moments", "expected"), CASES)
 def test_torch(ranks: RankGroup, grads: str, moments: str, expected: float) -> None:
     # A matrix, half of which each rank owns, has a flag that says whether a rank used it.
@@ -75,6 +76,7 @@ def loss(model: Model, rows: jax.Array) -> jax.Array:
     return jnp.square(model(rows)).mean()
 
 
+@pytest.mark.fast_cases("bfloat16-float8_e4m3fn-8.03125")
 @pytest.mark.parametrize(("grads", "moments", "expected"), CASES)
 def test_jax(grads: str, moments: str, expected: float) -> None:
     mesh = jax_impl.data_parallel_mesh(2)

@@ -58,7 +58,7 @@ def trained(
     return params, theirs, weights, state
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("bfloat16-float16-float32", "bfloat16-float8_e4m3fn-float32", "float16-bfloat16-own")
 @pytest.mark.parametrize("gradients", ["float32", "own"])
 @pytest.mark.parametrize("stored", LOW)
 @pytest.mark.parametrize("dtype", HALVES)

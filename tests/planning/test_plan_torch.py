@@ -220,7 +220,7 @@ WIDE = [
 ]
 
 
-@pytest.mark.fast_cases("mesh0-optim_grads_params-mxfp8", "mesh1-optim-float8_e4m3fn", "mesh4-hfsdp-mxfp8")
+@pytest.mark.fast_cases("mesh4-hfsdp-mxfp8", "mesh1-optim-float8_e4m3fn")
 @pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
 @pytest.mark.parametrize(
     ("mesh", "strategy"),

@@ -92,6 +92,7 @@ def bfloat16_gradients(path: str) -> None:
         assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_run_with_bfloat16_gradients_is_saved_before_its_first_step(
     ranks: RankGroup, tmp_path: Path
 ) -> None:
@@ -156,6 +157,7 @@ def one_axis_of_two(strategy: str) -> None:
     assert_same_gradients(model, reference)
 
 
+@pytest.mark.fast_cases("optim_grads_params", "optim")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_axis_of_a_larger_mesh_reduces_over_its_own_ranks(ranks: RankGroup, strategy: str) -> None:
     ranks.run(4, one_axis_of_two, strategy)

@@ -96,7 +96,7 @@ print(size >> 20, saving.above >> 20, (loading.above - size) >> 20)
 """
 
 
-@pytest.mark.fast_cases("units")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["units", "stacked", "pjit"])
 def test_saving_and_loading_take_memory_for_a_unit_not_for_a_copy(tmp_path: Path, kind: str) -> None:
     command = [sys.executable, "-c", MEMORY_PROGRAM, str(tmp_path / "c"), kind]

@@ -55,7 +55,7 @@ def place(engine_stack, number, name=""):
     return (f"{unit}/{name}" if name else unit, number if engine_stack else None)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("pjit-True-True-2", "shard_map-False-False-1")
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("stacked", [False, True])

@@ -30,7 +30,7 @@ def penalised(model: Any, rows: jax.Array) -> jax.Array:
     return loss(model, rows) + 1e-3 * sum(jnp.sum(p**2) for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("optim-2-pjit", "no_shard-1-shard_map")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])

@@ -144,7 +144,7 @@ def test_units_of_a_pytree_are_gathered_and_reduced_like_others():
     assert sum(n for each, n in found.items() if each.kind == "reduce_scatter") == 5
 
 
-@pytest.mark.fast_cases("optim_grads_params-True-shard_map", "optim_grads_params-False-pjit")
+@pytest.mark.fast_cases("optim_grads_params-True-shard_map")
 @pytest.mark.parametrize(("strategy", "recompute", "engine"), KINDS)
 def test_a_stack_is_scanned_by_lax_scan(strategy, recompute, engine):
     params = parameters()
@@ -379,7 +379,7 @@ def linen_loss(net: linen.Module, apply: Any) -> Any:
     return lambda params, tokens: jnp.mean((apply(net, {"params": params}, tokens) - 0.3) ** 2)
 
 
-@pytest.mark.fast_cases("units1-optim-False-shard_map", "units2-optim_grads_params-False-pjit")
+@pytest.mark.fast_cases("units2-optim_grads_params-False-pjit")
 @pytest.mark.parametrize(("strategy", "recompute", "engine"), KINDS)
 @pytest.mark.parametrize(
     "units",

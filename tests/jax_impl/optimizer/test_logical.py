@@ -109,10 +109,7 @@ def assert_close(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.fast_cases(
-    "shard_map-no_shard-1-by name",
-    "shard_map-no_shard-1-by a mask made of the tree",
-    "shard_map-no_shard-8-decay of matrices",
-    "shard_map-optim_grads_params-4-lamb",
+    "shard_map-optim_grads_params-4-lamb", "shard_map-no_shard-1-by a mask made of the tree"
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])

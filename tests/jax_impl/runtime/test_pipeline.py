@@ -84,6 +84,7 @@ def test_gradients_are_those_of_the_whole_model(monkeypatch, name):
     assert_right(CASES[name])
 
 
+@pytest.mark.fast_cases("inside", "carried number")
 @pytest.mark.parametrize("name", some(FAST_SIMULATED))
 def test_gradients_on_simulated_devices_are_those_of_the_whole_model(name):
     assert_right(CASES[name])

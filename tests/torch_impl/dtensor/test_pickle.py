@@ -119,6 +119,7 @@ def resumed(kind: str, optimizer: str, path: str, assign: bool) -> list[torch.Te
     return [param.full_tensor().detach().float() for param in model.parameters()]
 
 
+@pytest.mark.fast_cases("sharded-main", "remainders-main", "sharded-float8")
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     [

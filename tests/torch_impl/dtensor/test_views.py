@@ -141,7 +141,9 @@ def views(few: bool) -> None:
 
 
 @FEW
-def test_views_that_keep_rows_are_those_of_whole_tensors_and_share_memory(ranks: RankGroup, few: bool) -> None:
+def test_views_that_keep_rows_are_those_of_whole_tensors_and_share_memory(
+    ranks: RankGroup, few: bool
+) -> None:
     ranks.run(4, views, few)
 
 
