@@ -158,6 +158,7 @@ def jax_saves(
     return processes, folder, dict(zip(optimizers, losses, strict=True))
 
 
+@pytest.mark.slow
 def test_jax_goes_on_from_what_was_in_dcp_and_in_safetensors(
     tmp_path: Path, jax_saves: tuple[int, Path, dict[str, list[float]]]
 ) -> None:

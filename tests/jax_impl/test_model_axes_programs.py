@@ -148,6 +148,7 @@ def test_models_of_all_kinds(options: dict[str, Any]) -> None:
         both(**{"make": Plain, "loss": loss, "optimizer": optax.sgd(0.1), **options})
 
 
+@pytest.mark.fast_cases("lamb-shard_map", "mask-pjit")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize(
     "make",

@@ -187,7 +187,7 @@ def decoded(arrays: Any, name: str, path: str) -> np.ndarray:
     return values * arrays.get(f"opt_state/{name}_scale/{path}", 1.0)
 
 
-@pytest.mark.fast_cases("shard_map-None-float8_e4m3fn")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:shard_map engine")
 @pytest.mark.parametrize(
     ("engine", "before", "after"), [("shard_map", None, "float8_e4m3fn"), ("pjit", "float16", None)]

@@ -41,6 +41,7 @@ assert loaded.train == {"seed": 2**40}
 """
 
 
+@pytest.mark.slow
 def test_float64_weights_stay_float64(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", X64_PROGRAM, str(tmp_path / "c")], check=True, timeout=300)
     with pytest.raises(CheckpointError, match=r"another dtype .*expected float32, got float64"):

@@ -40,7 +40,7 @@ def test_each_unit_is_gathered_and_reduced_as_often_as_the_strategy_says(strateg
     assert len(sizes) == 2, "the root must be told apart from the layers by its size"
 
 
-@pytest.mark.fast_cases("precision2-bfloat16-float32")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "gathered", "reduced"),
     [

@@ -102,6 +102,7 @@ def test_a_bad_weight_of_the_root_is_not_laid_on_the_first_unit():
     assert not any(one.begins for one in found[1:])
 
 
+@pytest.mark.slow
 def test_a_step_compiled_before_is_watched_and_unwatched_after():
     plan, weights = sharded()
     other, fine = sharded()

@@ -211,7 +211,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_other_devices_in_the_other_engine(
         assert_close(unshard(own, state.weights), plainly_trained(name, 4))
 
 
-@pytest.mark.fast_cases("lamb", "decay of matrices")
+@pytest.mark.fast_cases("decay of matrices")
 @pytest.mark.parametrize("name", ["muon", "lamb", "decay of matrices"])
 def test_parameters_of_a_stack_are_given_with_their_layers(name: str) -> None:
     rng = np.random.default_rng(3)

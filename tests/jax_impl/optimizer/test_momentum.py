@@ -133,6 +133,7 @@ def test_checkpoints_are_the_same_bytes_on_other_devices(tmp_path: Path, other: 
     runs.train(loaded, *there, first=2, count=1, optimizer=optimizer)
 
 
+@pytest.mark.slow
 def test_a_stack_of_layers_is_matrices_and_vectors() -> None:
     case: Any = (2, runs.DEFAULT, "shard_map", "stacked")
     attention = {"query": (1, 2), "key": (1, 2), "value": (1, 2), "out": (2, 1)}

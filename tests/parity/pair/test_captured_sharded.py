@@ -69,7 +69,7 @@ def equal_traces(found: TraceSide, expected: TraceSide, dtypes: tuple[str, ...])
             near(trained.last, other_trained.last, 100 * eps, "trained")
 
 
-@pytest.mark.fast_cases("two_axes-None", "ours-None")
+@pytest.mark.fast_cases("tensor_parallel-None", "ours-None")
 @pytest.mark.parametrize("loss", ["square", None])
 @pytest.mark.parametrize("way", ["fsdp2", "ours", "tensor_parallel", "sharded_tensors", "two_axes"])
 def test_a_sharded_model_is_captured_as_one_process_would(

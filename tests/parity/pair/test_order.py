@@ -98,6 +98,7 @@ def test_a_probes_numbers_go_with_their_rows() -> None:
     assert in_rows(numbers, None) is numbers
 
 
+@pytest.mark.slow
 def test_one_row_has_one_order() -> None:
     _, found = other_order(TorchSide(TorchMLP().eval()), JaxSide(JaxMLP()), BATCH[:1])
     assert found == Reordered()
