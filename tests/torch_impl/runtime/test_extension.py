@@ -233,7 +233,6 @@ def programs() -> None:
     assert report.main_weights - report.padding == sum(4 * one.numel() for one in held)
 
 
-@pytest.mark.slow
 def test_programs_of_all_kinds_use_such_weights(ranks: RankGroup) -> None:
     ranks.run(4, programs)
 
