@@ -53,7 +53,6 @@ def held_in_torch(grads: str, moments: str) -> tuple[float, float]:
     return model.memory_report(optimizer).total / own, sum(storages.values()) / own
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("grads", "moments", "expected"), CASES)
 def test_torch(ranks: RankGroup, grads: str, moments: str, expected: float) -> None:
     # A matrix, half of which each rank owns, has a flag that says whether a rank used it.
