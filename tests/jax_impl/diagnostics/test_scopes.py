@@ -40,7 +40,6 @@ def operations(engine, strategy, stacked, recompute, microbatches=2, prefetch=0)
     return found, list(plan.units)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "stacked", "recompute"),
     [
