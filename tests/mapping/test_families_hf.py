@@ -103,7 +103,7 @@ def test_what_save_pretrained_writes_becomes_flax_and_what_from_pretrained_reads
     same_bits({name: tensor.numpy() for name, tensor in again.state_dict().items()}, expected)
 
 
-@pytest.mark.fast_cases("transformer.")
+@pytest.mark.slow
 @pytest.mark.parametrize("below", ["", "transformer."])
 def test_gpt2_as_the_oldest_files_on_the_hub_have_it(tmp_path: Path, below: str) -> None:
     """Without or with the root of the class, and with causal masks among the weights."""

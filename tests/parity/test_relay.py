@@ -291,6 +291,7 @@ UNFIT = {
 }
 
 
+@pytest.mark.slow
 def test_a_rehearsal_finds_each_policy_that_does_not_fit(tmp_path: Path) -> None:
     legs = [(framework, 4, "fsdp") for framework in ("torch", "jax")]
     for name, (policy, ranks, _) in UNFIT.items():
@@ -463,8 +464,9 @@ run_leg(job(Path(sys.argv[2]) / "leg", leg, Path(sys.argv[3])), lambda step, los
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent ended")
-@pytest.mark.parametrize("framework", [pytest.param("torch", marks=pytest.mark.slow), "jax"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_leg_ends_when_the_relay_is_killed(short: Finished, tmp_path: Path, framework: str) -> None:
     source = short.out / ("start/checkpoint" if framework == "torch" else "hop2-orbax")
     command = [sys.executable, "-c", RUN_LEG, framework, tmp_path, source]
@@ -504,7 +506,7 @@ bridge.commands.main.main()
 """
 
 
-@pytest.mark.fast_cases("plain-signals0-129", "nohup-signals2-143")
+@pytest.mark.fast_cases("plain-signals0-129")
 @pytest.mark.parametrize(
     ("start", "signals", "status"),
     [

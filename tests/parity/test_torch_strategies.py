@@ -189,6 +189,7 @@ def losses_beside_fsdp2(low: bool) -> list[tuple[float, float]]:
     return losses
 
 
+@pytest.mark.slow
 def test_losses_follow_those_of_torch_fsdp(ranks: RankGroup) -> None:
     for low, tolerance in ((False, 1e-5), (True, 1e-3)):
         losses = ranks.run(2, losses_beside_fsdp2, low)[0]

@@ -131,6 +131,7 @@ def counted(jaxpr: Any, times: int = 1) -> Iterator[tuple[tuple[str, str, str, i
     yield from found.items()
 
 
+@pytest.mark.slow
 @examples(25)
 @given(case=cases(MAIN))
 def test_bytes_and_collectives_of_random_models_and_placements(

@@ -150,6 +150,7 @@ def cases(
     )
 
 
+@pytest.mark.slow
 @examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases(MAIN))
 def test_bytes_and_collectives_of_random_models_and_placements(

@@ -69,7 +69,7 @@ def test_float32_losses_and_norms_are_those_of_fsdp2(ranks: RankGroup, world: in
             assert our_norm == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.fast_cases("bfloat16 reduction-3")
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "script"), cases(LOW_SCRIPTS, SLOW_LOW_SCRIPTS))
 def test_bfloat16_losses_follow_those_of_fsdp2(
     ranks: RankGroup, world: int, script: tuple[Script, float]

@@ -343,6 +343,7 @@ def calls_of_both() -> tuple[int, int]:
     return ours, python_calls("torch.distributed.fsdp", torch.optim.AdamW)
 
 
+@pytest.mark.slow
 def test_a_step_makes_fewer_python_calls_than_fsdp2(ranks: RankGroup) -> None:
     for ours, theirs in ranks.run(2, calls_of_both):
         assert ours < theirs

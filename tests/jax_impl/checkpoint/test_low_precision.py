@@ -82,6 +82,7 @@ def test_payload_and_scales_are_the_same_bytes_on_other_devices(
     runs.train(loaded, *there, first=2, count=1, optimizer=optimizer(kind))
 
 
+@pytest.mark.slow
 def test_stacks_and_their_vectors_are_kept(tmp_path: Path) -> None:
     kind, here, there = (
         "float8_e4m3fn",

@@ -147,7 +147,7 @@ class Layer(nnx.Module):
         return jnp.tanh(self.norm(self.linear(x)))
 
 
-@pytest.mark.fast_cases("optim_grads_params-units1")
+@pytest.mark.slow
 @pytest.mark.parametrize("units", [[], ["*"], ["*", "*/norm"]])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_batch_statistics_are_means_over_devices_and_pass_through_microbatches(strategy, units):

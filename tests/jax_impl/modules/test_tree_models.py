@@ -434,6 +434,7 @@ def test_apply_linen_is_apply_without_sharding():
     np.testing.assert_array_equal(apply_linen(net, variables, rows()), net.apply(variables, rows()))
 
 
+@pytest.mark.slow
 def test_units_of_a_linen_module_draw_their_own_random_numbers():
     net = Net(rate=0.5)
     params = Net().init(jax.random.key(0), rows())["params"]

@@ -174,7 +174,7 @@ def test_no_moments_are_named_that_are_cut_or_whole_on_purpose_or_not_there(
     assert not [warning for warning in recwarn if "moments" in str(warning.message)]
 
 
-@pytest.mark.fast_cases("by a mask made of the tree")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

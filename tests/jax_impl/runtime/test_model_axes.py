@@ -160,6 +160,7 @@ def test_norms_count_cut_parameters_once_and_whole_ones_once(engine: str) -> Non
         np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_only_a_devices_own_parts_travel_and_no_weights_over_a_model_axis() -> None:
     with jax.enable_x64(True):

@@ -30,8 +30,8 @@ def box_of(full: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...])
     return full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
 
 
-def structure() -> None:
-    for cut, full, tensor in placed():
+def structure(few: bool) -> None:
+    for cut, full, tensor in placed(few=few):
         assert torch.equal(tensor.full_tensor(), full), cut
         mesh = tensor.device_mesh
         everywhere = tensor.redistribute(placements=[Replicate()] * mesh.ndim)
@@ -54,8 +54,11 @@ def structure() -> None:
         )
 
 
-def test_boxes_cover_each_element_once_per_replica_and_full_tensor_is_bitwise_right(ranks: RankGroup) -> None:
-    ranks.run(4, structure)
+@FEW
+def test_boxes_cover_each_element_once_per_replica_and_full_tensor_is_bitwise_right(
+    ranks: RankGroup, few: bool
+) -> None:
+    ranks.run(4, structure, few)
 
 
 def literal_shards() -> list[object]:

@@ -88,6 +88,7 @@ def test_a_unit_unused_in_the_last_microbatch_has_its_gradients_reduced(
     ranks.run(WORLD, routed, shape, strategy, mark, False)
 
 
+@pytest.mark.slow
 def test_also_when_units_are_recomputed_in_nested_backwards(ranks: RankGroup) -> None:
     ranks.run(WORLD, routed, (4,), "optim_grads_params", "set_requires_gradient_sync", True)
 

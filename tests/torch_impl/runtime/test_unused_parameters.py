@@ -162,7 +162,7 @@ def low(reduce: torch.dtype, shape: tuple[int, ...], strategy: str) -> None:
             one.zero_grad()
 
 
-@pytest.mark.fast_cases("shape1-hsdp-reduce0")
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("shape", "strategy"), [((4,), "optim_grads_params"), ((2, 2), "hsdp"), ((4,), "no_shard")]
