@@ -161,7 +161,6 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
         second.wait()
 
 
-@pytest.mark.slow
 def test_two_processes_write_the_files_of_a_synchronous_save_while_steps_go_on(
     group: Group, tmp_path: Path
 ) -> None:
