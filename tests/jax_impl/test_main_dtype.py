@@ -563,7 +563,6 @@ def test_integers_of_a_stack_are_gathered_layer_by_layer(prefetch: int) -> None:
         assert bits(value) == bits(tree[path.split("/")[1]]), path
 
 
-@pytest.mark.slow
 def test_an_optax_optimizer_runs_on_half_precision_shards_as_on_parameters() -> None:
     """Also where one has to see parameters: its float32 updates are rounded with the weights, not before."""
     clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0, momentum=0.9))

@@ -125,7 +125,6 @@ def both(
         np.testing.assert_allclose(found[0][path], value, rtol=0, atol=tolerance, err_msg=path)
 
 
-@pytest.mark.fast_cases("vmap", "ensemble")
 @pytest.mark.parametrize(
     "options",
     [
@@ -148,7 +147,6 @@ def test_models_of_all_kinds(options: dict[str, Any]) -> None:
         both(**{"make": Plain, "loss": loss, "optimizer": optax.sgd(0.1), **options})
 
 
-@pytest.mark.fast_cases("lamb-shard_map", "mask-pjit")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize(
     "make",
@@ -171,7 +169,6 @@ def test_optimizers_train_as_without_the_axis(make: Callable[[], Any], engine: s
         both(Plain, loss, make(), engine=engine, units=["layers/*/up", "layers/*/down"])
 
 
-@pytest.mark.slow
 def test_noise_is_that_of_the_models_order_also_for_a_cut_vector_alone_in_its_array() -> None:
     with jax.enable_x64(True):
         optimizer = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))
