@@ -78,6 +78,7 @@ def assert_right(case: Case, *, engine: str = "shard_map") -> None:
         )
 
 
+@pytest.mark.fast_cases("two", "lists", "inside", "two stacks", "unroll", "frozen", "nothing carried")
 @pytest.mark.parametrize("name", some(FAST))
 def test_gradients_are_those_of_the_whole_model(monkeypatch, name):
     as_accelerators(monkeypatch)
@@ -185,6 +186,7 @@ def test_what_is_refused_is_named_with_its_line():
         jax.make_jaxpr(make_gradients(plan, uneven))(weights, batch)
 
 
+@pytest.mark.slow
 def test_random_streams_statistics_and_callbacks_are_those_of_loops_as_they_are(monkeypatch):
     as_accelerators(monkeypatch)
     model = Stack(lifted=False, varying=True)
