@@ -118,7 +118,6 @@ class JaxTrainer:
         return state, losses
 
 
-@pytest.mark.slow
 def test_a_torch_checkpoint_continues_in_jax_and_its_save_returns_to_torch_bit_for_bit(
     tmp_path: Path, ranks: RankGroup
 ) -> None:
