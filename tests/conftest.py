@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 # Barriers carry the meaning of the strategies; by default the CPU compiler deletes them: see simulate_devices in
 # jax_impl/comm/mesh.py.
@@ -26,6 +27,18 @@ import tests.support.examples  # noqa: F401  # profiles are registered before hy
 from tests.support import compilation_cache, compiler_effort
 from tests.support.pairwise import mark_slow
 from tests.support.ranks import RankGroup
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    # A million objects are made that stay. To look through them again and again took a third of the time.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what is marked slow

@@ -17,6 +17,7 @@ Imports inside of functions and for type checking count: a reader has to follow 
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 from pathlib import Path
@@ -47,6 +48,7 @@ FORMATS = {
 }
 
 
+@functools.cache
 def imports() -> dict[str, set[str]]:
     """By module of the three packages, the modules of the three packages that it imports anywhere."""
     files = {

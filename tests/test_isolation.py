@@ -91,6 +91,7 @@ def test_the_second_planner_shares_no_code_with_the_first() -> None:
         assert not imported(path) & {"bridge", *TORCH, *JAX}, path
 
 
+@pytest.mark.fast_cases("jax_impl", "bridge")
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_every_module_imports_while_the_other_framework_is_missing(package: str) -> None:
     names = [
@@ -172,6 +173,7 @@ FRAMEWORK_MODULES = {
 }
 
 
+@pytest.mark.fast_cases("jax_impl")
 @pytest.mark.parametrize("package", FRAMEWORK_MODULES)
 def test_importing_a_package_wraps_no_function_of_its_framework(package: str) -> None:
     frameworks = sorted({name.split(".")[0] for name in FRAMEWORK_MODULES[package]})

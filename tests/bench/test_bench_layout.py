@@ -69,7 +69,7 @@ def test_the_row_bound_by_hand() -> None:
     assert row_bound([(10, 3)], 4, 8) == 4 * 16  # a shard of 9 is a tile and one more
 
 
-@pytest.fixture(scope="module", params=[(256, 1024, 16384), pytest.param(SHARDS, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[(256,), pytest.param(SHARDS, marks=pytest.mark.slow)])
 def shards(request: pytest.FixtureRequest) -> tuple[int, ...]:
     return request.param
 

@@ -95,7 +95,7 @@ def weighed(training: Training, engine: str) -> int:
     return weigh(training, engine).peak
 
 
-@pytest.mark.fast_cases("1")
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4])
 def test_the_peak_is_not_above_that_of_fsdp2(ranks: RankGroup, world: int) -> None:
     training = Training(MEDIUM, length=32)

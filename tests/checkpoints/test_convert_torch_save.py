@@ -60,6 +60,7 @@ def trained(named: bool) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     return net, optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "named"),
     [

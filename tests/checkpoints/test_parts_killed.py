@@ -28,6 +28,7 @@ def sweep(folder: Path, format: str, first: int, step: int, *flags: str) -> tupl
     return kills, taken_over
 
 
+@pytest.mark.slow
 def test_some_kills(tmp_path: Path) -> None:
     kills, taken_over = sweep(tmp_path, "dcp", 3, 17, "--resume")
     assert kills >= 5

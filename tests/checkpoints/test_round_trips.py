@@ -87,6 +87,7 @@ def test_torch_goes_on_from_what_was_in_orbax_and_in_safetensors(
     assert losses[0] == pytest.approx(torch_losses, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("save", marks=pytest.mark.slow), "async"])
 def test_bfloat16_weights_and_asynchronous_saves_come_back_too(
     own_ranks: RankGroup, tmp_path: Path, how: str
@@ -157,6 +158,7 @@ def jax_saves(
     return processes, folder, dict(zip(optimizers, losses, strict=True))
 
 
+@pytest.mark.slow
 def test_jax_goes_on_from_what_was_in_dcp_and_in_safetensors(
     tmp_path: Path, jax_saves: tuple[int, Path, dict[str, list[float]]]
 ) -> None:

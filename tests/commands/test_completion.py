@@ -35,6 +35,7 @@ def proposed(line: str, shell: str = "bash", *, cwd: Path = ROOT) -> list[str]:
     return done.stdout.split() if shell == "bash" else [done.stdout]
 
 
+@pytest.mark.slow
 def test_families_and_their_conventions_are_proposed() -> None:
     assert proposed("twinshard convert a b --mapping lla") == ["llama"]
     assert set(proposed("twinshard diff a b --mapping ")) == set(family_names())

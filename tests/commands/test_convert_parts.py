@@ -168,6 +168,7 @@ def make_5_tb(path: Path) -> int:
     return total
 
 
+@pytest.mark.slow
 def test_5_tb_on_16_machines_on_paper(tmp_path: Path) -> None:
     mapping = tmp_path / "mapping.toml"
     mapping.write_text(MAPPING)

@@ -109,6 +109,7 @@ def test_safetensors_are_inspected_as_a_file_and_as_a_directory(tmp_path: Path) 
         }
 
 
+@pytest.mark.slow
 def test_five_thousand_tensors_are_listed(tmp_path: Path) -> None:
     state = {"model": {f"layers.{i}.w": torch.full((4, 4), float(i)) for i in range(5000)}}
     dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)

@@ -63,7 +63,7 @@ def unrunnable(line: str) -> str | None:
 
 
 EXAMPLES = list(examples())
-SLOW = ("--target", "--compile")
+SLOW = ("--target", "--compile", "--search")
 
 
 def test_there_are_examples() -> None:

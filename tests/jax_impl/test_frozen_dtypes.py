@@ -124,6 +124,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "strategy", "devices"),
     [

@@ -95,12 +95,17 @@ CASES = {
 }
 
 
+@pytest.mark.fast_cases(
+    "frozen-mesh1-hfsdp-pjit",
+    "stack-2-no_shard-shard_map",
+    "linen-4-optim_grads_params-shard_map",
+    "tree-4-optim_grads_params-shard_map",
+)
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize(
     ("mesh", "strategy"), [(4, "optim_grads_params"), ({"outer": 2, "inner": 2}, "hfsdp"), (2, "no_shard")]
 )
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:pjit engine")
 def test_values_are_those_of_the_unsharded_model(case: str, mesh: Any, strategy: str, engine: str) -> None:
     make, options = CASES[case]

@@ -90,7 +90,7 @@ def assert_close(found: Any, expected: Any, rtol: float = 2e-6) -> None:
         np.testing.assert_allclose(found[path], value, rtol=rtol, atol=rtol * scale, err_msg=path)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("shard_map-no_shard-1-1", "pjit-optim-2-2", "shard_map-hfsdp-1-1")
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params", "hfsdp"])

@@ -162,7 +162,7 @@ def test_a_step_has_the_full_batchs_gradient_and_the_update_of_whole_weights(
             assert is_trained(path) == (bits(after[path]) != bits(given)), path
 
 
-@pytest.mark.fast_cases("sgd-optimizer0", "muon-optimizer2")
+@pytest.mark.fast_cases("sgd-optimizer0")
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
@@ -336,6 +336,7 @@ strategy = "optim"
 """
 
 
+@pytest.mark.fast_cases("given")
 @pytest.mark.parametrize("main", ["bfloat16", "given"])
 def test_a_policy_file_says_the_dtype_of_main_weights(tmp_path: Path, main: str) -> None:
     file = tmp_path / "policy.toml"
@@ -466,6 +467,7 @@ class Tables(nnx.Module):
         return x
 
 
+@pytest.mark.fast_cases("True")
 @pytest.mark.parametrize("recompute", [False, True, "dots_saveable"])
 def test_an_nnx_model_has_frozen_integers(recompute: Any) -> None:
     rows = np.random.default_rng(0).standard_normal((8, 5)).astype(np.float32)

@@ -147,6 +147,7 @@ def test_models_of_all_kinds(options: dict[str, Any]) -> None:
         both(**{"make": Plain, "loss": loss, "optimizer": optax.sgd(0.1), **options})
 
 
+@pytest.mark.fast_cases("lamb-shard_map", "mask-pjit")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize(
     "make",
@@ -169,6 +170,7 @@ def test_optimizers_train_as_without_the_axis(make: Callable[[], Any], engine: s
         both(Plain, loss, make(), engine=engine, units=["layers/*/up", "layers/*/down"])
 
 
+@pytest.mark.slow
 def test_noise_is_that_of_the_models_order_also_for_a_cut_vector_alone_in_its_array() -> None:
     with jax.enable_x64(True):
         optimizer = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))

@@ -78,7 +78,7 @@ def test_a_policy_gives_each_unit_its_own_options():
     assert {array.dtype for array in weights.values()} == {jnp.dtype("float32")}
 
 
-@pytest.mark.fast_cases("shard_map-decoder")
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [decoder, stacked])
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_a_policy_of_mixed_strategies_trains_as_one_strategy_does(engine, model):

@@ -77,7 +77,7 @@ def rows(count):
     return np.random.default_rng(3).normal(size=(count, 3)).astype(np.float32)
 
 
-@pytest.mark.fast_cases("optim", "optim_grads_params")
+@pytest.mark.fast_cases("optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_units_may_be_nested_reused_unused_and_called_with_flags_and_trees(strategy):
     keywords = {"strategy": strategy, "units": ["cell", "cell/inner", "unused"]}

@@ -121,6 +121,7 @@ def test_llama_becomes_what_each_convention_has_by_hand() -> None:
     assert f"opt_state/0/nu/params/{name}" in maxtext
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("first", "second", "moments"), PAIRS)
 def test_every_pair_of_conventions_goes_there_and_back(first: str, second: str, moments: bool) -> None:
     original = reader("dcp", hf_checkpoint(moments=moments))

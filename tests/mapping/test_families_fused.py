@@ -117,6 +117,7 @@ TREES |= {"opt_state/0/nu": ("optimizer.state.", ".exp_avg_sq"), "opt_state/mu":
 TREES |= {"opt_state/nu": TREES["opt_state/0/nu"]}
 
 
+@pytest.mark.fast_cases("qwen3_next", "deepseek_v3")
 @pytest.mark.parametrize("family", CASES)
 def test_a_trained_model_is_split_as_its_class_does_it_and_comes_back(tmp_path: Path, family: str) -> None:
     model, optimizer = trained(family, tie_word_embeddings=False)
@@ -237,6 +238,7 @@ def _megatron(model: Any, state: Arrays, i: int) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.fast_cases("qwen3_moe")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_megatrons_fused_tensors_are_as_written_by_hand_and_come_back(tmp_path: Path, family: str) -> None:
     model, optimizer = trained(family, tie_word_embeddings=False)

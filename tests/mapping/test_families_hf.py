@@ -103,7 +103,7 @@ def test_what_save_pretrained_writes_becomes_flax_and_what_from_pretrained_reads
     same_bits({name: tensor.numpy() for name, tensor in again.state_dict().items()}, expected)
 
 
-@pytest.mark.fast_cases("transformer.")
+@pytest.mark.slow
 @pytest.mark.parametrize("below", ["", "transformer."])
 def test_gpt2_as_the_oldest_files_on_the_hub_have_it(tmp_path: Path, below: str) -> None:
     """Without or with the root of the class, and with causal masks among the weights."""
@@ -172,7 +172,7 @@ def _batch(seed: int) -> np.ndarray:
     return tokens(2, 20, seed=seed)
 
 
-@pytest.mark.fast_cases("gpt2")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_training_goes_on_in_jax_and_then_in_torch_with_equal_losses(tmp_path: Path, family) -> None:
     model, optimizer = trained(family, tie_word_embeddings=False)

@@ -41,6 +41,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.fast_cases("Granite", "Mistral")
 @pytest.mark.parametrize("name", OTHERS)
 def test_models_with_llamas_names_that_compute_something_else_are_refused(tmp_path: Path, name: str) -> None:
     changes, message = OTHERS[name]
@@ -56,6 +57,7 @@ def test_models_with_llamas_names_that_compute_something_else_are_refused(tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.fast_cases("Mistral")
 @pytest.mark.parametrize("name", OTHERS)
 def test_who_insists_gets_the_weights(tmp_path: Path, name: str) -> None:
     source = saved(tmp_path / "hub", name, **OTHERS[name][0])
@@ -130,6 +132,7 @@ def test_a_model_whose_own_config_is_of_another_type_is_not_saved_as_a_llama(tmp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.fast_cases("qwen3_moe", "llama", "gpt2", "deepseek_v3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_takes_its_own_class(tmp_path: Path, family: str) -> None:
     hf_model(family).save_pretrained(tmp_path / "hub")

@@ -75,6 +75,7 @@ def loss(model: Model, rows: jax.Array) -> jax.Array:
     return jnp.square(model(rows)).mean()
 
 
+@pytest.mark.fast_cases("bfloat16-float8_e4m3fn-8.03125")
 @pytest.mark.parametrize(("grads", "moments", "expected"), CASES)
 def test_jax(grads: str, moments: str, expected: float) -> None:
     mesh = jax_impl.data_parallel_mesh(2)

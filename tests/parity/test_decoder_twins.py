@@ -52,6 +52,7 @@ def test_both_configs_have_the_same_fields_and_defaults() -> None:
     assert set(SIZES) <= {name for name, _ in fields[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "logits_tolerance", "gradient_tolerance"),
     [("float64", 1e-12, 1e-11), pytest.param("float32", 3e-6, 3e-5, marks=pytest.mark.slow)],

@@ -77,6 +77,7 @@ def decoded(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 def test_torch_to_jax_to_torch(tmp_path: Path) -> None:
     model, optimizer = torch_run(1)
     for index in range(3):

@@ -76,7 +76,7 @@ def test_on_any_number_of_devices_all_but_torchs_tail_has_torchs_bits(
     np.testing.assert_array_equal(found[1][0], expected[1][0])
 
 
-@pytest.mark.fast_cases("float32-8", "float64-3")
+@pytest.mark.fast_cases("float64-3")
 @pytest.mark.parametrize("devices", [1, 3, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_where_arrays_are_torchs_tensors_the_tails_have_torchs_bits_too(dtype: type, devices: int) -> None:
@@ -159,7 +159,7 @@ def shard_mapped(apply: Any, mesh: Mesh) -> Callable[..., Any]:
     return jax.jit(jax.shard_map(apply, mesh=mesh, in_specs=(rows, state, rows), out_specs=(rows, state)))
 
 
-@pytest.mark.fast_cases("float32-1-by_itself", "float32-8-shard_mapped")
+@pytest.mark.fast_cases("float32-8-shard_mapped")
 @pytest.mark.parametrize("compiled", [by_itself, donated, shard_mapped])
 @pytest.mark.parametrize("devices", [1, 3, 8])
 @pytest.mark.parametrize("dtype", DTYPES)

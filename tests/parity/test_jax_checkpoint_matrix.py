@@ -75,7 +75,7 @@ def test_all_pairs_of_counts_and_all_pairs_of_strategies_are_tried() -> None:
     assert len({(s, t) for _, s, _, t in CASES}) == 16
 
 
-@pytest.mark.fast_cases("2-no_shard-2-optim_grads", "4-optim_grads_params-3-optim_grads")
+@pytest.mark.fast_cases("4-optim_grads_params-3-optim_grads")
 @pytest.mark.parametrize(("saver", "saved_as", "loader", "loaded_as"), CASES)
 def test_a_run_continues_on_other_devices_under_another_strategy(
     originals: dict[Any, dict[str, Any]], saver: int, saved_as: str, loader: int, loaded_as: str
@@ -154,6 +154,7 @@ def test_any_engine_strategy_and_mesh_goes_on_with_the_save_of_any_other(
         np.testing.assert_allclose(losses, original["losses"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_mixed_models_go_on_bitwise_as_they_were(
     chained: Callable[[runs.Case], dict[str, Any]],
 ) -> None:

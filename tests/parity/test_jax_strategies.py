@@ -72,7 +72,7 @@ def assert_equal_within(found, expected, tolerance):
             )
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("optim_grads_params-4-1", "optim-2-3")
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -81,6 +81,7 @@ def test_losses_gradients_and_weights_equal_those_of_the_unsharded_model(strateg
     assert_equal_within(found, reference(jnp.float32), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", LAST_IS_USUAL)
 def test_in_float64_they_are_equal_to_twelve_digits(strategy):
     with jax.enable_x64(True):
@@ -88,6 +89,7 @@ def test_in_float64_they_are_equal_to_twelve_digits(strategy):
         assert_equal_within(found, reference(jnp.float64), 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", LAST_IS_USUAL)
 def test_bfloat16_compute_stays_near_the_unsharded_float32_model(strategy):
     optimizer = main_weight_adamw(**ADAMW)

@@ -58,7 +58,7 @@ def trained(
     return params, theirs, weights, state
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("bfloat16-float16-float32", "bfloat16-float8_e4m3fn-float32", "float16-bfloat16-own")
 @pytest.mark.parametrize("gradients", ["float32", "own"])
 @pytest.mark.parametrize("stored", LOW)
 @pytest.mark.parametrize("dtype", HALVES)
@@ -143,6 +143,7 @@ def test_muon_has_the_same_momentum_and_near_weights() -> None:
         assert np.abs(found - expected).max() < error
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_bfloat16_weights_hops_there_and_back_exactly(tmp_path: Path) -> None:
     model = torch_impl.models.Decoder(torch_impl.models.DecoderConfig()).to(torch.bfloat16)
     optimizer = MainWeightAdamW(model.parameters(), lr=1e-2)

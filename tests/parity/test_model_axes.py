@@ -78,6 +78,7 @@ def losses_in_jax(tp: int, source: Path, destination: Path, steps: range) -> lis
 
 
 # How many devices of the axis each of the three legs has, PyTorch, JAX, PyTorch.
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [(2, 2, 1), pytest.param((2, 1, 2), marks=pytest.mark.slow)])
 def test_one_policy_from_framework_to_framework_has_the_losses_of_one_process(
     ranks: RankGroup, tmp_path: Path, axis: tuple[int, int, int]

@@ -142,7 +142,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.fast_cases("muon-float32")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_checkpoint_hops_there_and_back_exactly(tmp_path: Path, name: str, dtype: str) -> None:

@@ -359,7 +359,7 @@ def policy_of(name: str, folder: Path) -> str:
     return str(folder / f"{name}.toml")
 
 
-@pytest.mark.fast_cases("fsdp_bf16-3", "hsdp-1", "hfsdp-1", "mixture-1", "zero2-1", "nested-1")
+@pytest.mark.fast_cases("nested-1", "hfsdp-1", "zero2-1")
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("name", [*SHIPPED, *FILES])
 def test_a_policy_means_the_same_layouts_bytes_and_collectives(
@@ -375,7 +375,7 @@ def test_a_policy_means_the_same_layouts_bytes_and_collectives(
             assert_same_traffic(step, our.steps[0], rank)
 
 
-@pytest.mark.fast_cases("fsdp_bf16-3", "nested-1")
+@pytest.mark.fast_cases("nested-1")
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("name", [*SHIPPED, *FILES])
 def test_frozen_weights_change_both_runtimes_alike(

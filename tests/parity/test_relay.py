@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -36,29 +37,48 @@ def twinshard(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
+class Finished(NamedTuple):
+    config: RelayConfig
+    done: subprocess.CompletedProcess[str]
+    out: Path
+
+
+def relayed(file: str | Path, folder: Path) -> Finished:
+    return Finished(RelayConfig.load(file), twinshard("relay", file, "--out", folder / "run"), folder / "run")
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    out = tmp_path_factory.mktemp("relay") / "run"
-    return twinshard("relay", "quick", "--out", out), out
+def short(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The first two legs of the quick relay, on two ranks each: half of its CPU time."""
+    folder = tmp_path_factory.mktemp("relay")
+    text = (Path(__file__).parents[2] / "bridge" / "parity" / "configs" / "quick.toml").read_text()
+    legs = "[[leg]]".join(text.split("[[leg]]")[:3])
+    (folder / "short.toml").write_text(re.sub("ranks = [34]", "ranks = 2", legs))
+    return relayed(folder / "short.toml", folder)
 
 
-def test_a_short_relay_succeeds_and_says_so(
-    finished: tuple[subprocess.CompletedProcess[str], Path],
-) -> None:
-    done, out = finished
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return relayed("quick", tmp_path_factory.mktemp("relay"))
+
+
+@pytest.fixture(params=["short", pytest.param("quick", marks=pytest.mark.slow)])
+def finished(request: pytest.FixtureRequest) -> Finished:
+    return request.getfixturevalue(request.param)
+
+
+def test_a_short_relay_succeeds_and_says_so(finished: Finished) -> None:
+    config, done, out = finished
     assert done.returncode == 0, done.stderr + done.stdout
     assert "Traceback" not in done.stderr
-    assert "jax x4 zero1" in done.stdout
+    assert f"jax x{config.legs[1].ranks} zero1" in done.stdout
     assert str(out) in done.stdout.replace("\n", "")
     assert (out / "relay.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_hop_is_bit_exact_and_every_loss_close_to_both_references(
-    finished: tuple[subprocess.CompletedProcess[str], Path],
-) -> None:
-    _, out = finished
+def test_every_hop_is_bit_exact_and_every_loss_close_to_both_references(finished: Finished) -> None:
+    config, _, out = finished
     report = json.loads((out / "report.json").read_text())
-    config = RelayConfig.load("quick")
     losses = [loss for leg in report["legs"] for loss in leg["losses"]]
     assert len(losses) == config.steps
     # A model that does not train, or legs that restart from the beginning, would make agreement worthless.
@@ -73,13 +93,11 @@ def test_every_hop_is_bit_exact_and_every_loss_close_to_both_references(
     assert report["failures"] == []
 
 
-def test_the_losses_are_held_against_repeats_that_differ_in_rounding_only(
-    finished: tuple[subprocess.CompletedProcess[str], Path],
-) -> None:
-    done, out = finished
+def test_the_losses_are_held_against_repeats_that_differ_in_rounding_only(finished: Finished) -> None:
+    config, done, out = finished
     report = json.loads((out / "report.json").read_text())
     reference, repeats = np.array(report["reference_fp32"]), np.array(report["repeats"])
-    assert repeats.shape == (RelayConfig.load("quick").repeats, len(reference))
+    assert repeats.shape == (config.repeats, len(reference))
     assert len({tuple(losses) for losses in [reference.tolist(), *repeats.tolist()]}) == 1 + len(repeats)
     assert np.abs(repeats / reference - 1).max() < 1e-5
     [compared] = report["curves"]["compared"]
@@ -87,12 +105,10 @@ def test_the_losses_are_held_against_repeats_that_differ_in_rounding_only(
     assert "same experiment; band of 3 repeats" in done.stdout.replace("\n", " ")
 
 
-def test_the_last_checkpoint_holds_the_position_and_optimizer_state(
-    finished: tuple[subprocess.CompletedProcess[str], Path],
-) -> None:
-    _, out = finished
-    steps = RelayConfig.load("quick").steps
-    with open_checkpoint(out / "leg4-jax" / "checkpoint") as checkpoint:
+def test_the_last_checkpoint_holds_the_position_and_optimizer_state(finished: Finished) -> None:
+    config, _, out = finished
+    steps = config.steps
+    with open_checkpoint(out / f"leg{len(config.legs)}-jax" / "checkpoint") as checkpoint:
         assert checkpoint.format == "orbax"
         assert checkpoint.read("train/data/position") == steps
         assert checkpoint.read("opt_state/count") == steps
@@ -101,10 +117,9 @@ def test_the_last_checkpoint_holds_the_position_and_optimizer_state(
         assert moments.max() > 0
 
 
-def test_each_leg_held_what_its_strategy_holds(
-    finished: tuple[subprocess.CompletedProcess[str], Path],
-) -> None:
-    _, out = finished
+@pytest.mark.slow
+def test_each_leg_held_what_its_strategy_holds(quick: Finished) -> None:
+    out = quick.out
     with open_checkpoint(out / "start" / "checkpoint") as checkpoint:
         whole = sum(t.nbytes for name, t in checkpoint.tensors.items() if name.startswith("model."))
     legs = [json.loads(path.read_text()) for path in sorted(out.glob("leg*/memory.json"))]
@@ -276,6 +291,7 @@ UNFIT = {
 }
 
 
+@pytest.mark.slow
 def test_a_rehearsal_finds_each_policy_that_does_not_fit(tmp_path: Path) -> None:
     legs = [(framework, 4, "fsdp") for framework in ("torch", "jax")]
     for name, (policy, ranks, _) in UNFIT.items():
@@ -360,10 +376,9 @@ def share_of_bfloat16_gradients(before: Path, after: Path) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_bfloat16_leg_computes_in_bfloat16_and_sums_gradients_in_float32(
-    finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, framework: str
+    quick: Finished, tmp_path: Path, framework: str
 ) -> None:
-    _, out = finished
-    source = out / ("start/checkpoint" if framework == "torch" else "hop2-orbax")
+    source = quick.out / ("start/checkpoint" if framework == "torch" else "hop2-orbax")
     losses, memory, shares = {}, {}, {}
     for precision in ("float32", "bfloat16"):
         leg = Leg(framework, 2, "optim_grads", steps=1, precision=precision)
@@ -394,10 +409,9 @@ def leg_processes(folder: Path) -> list[int]:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
 @pytest.mark.parametrize("framework", [pytest.param("torch", marks=pytest.mark.slow), "jax"])
 def test_an_interrupted_relay_leaves_no_process_behind(
-    finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, framework: str
+    short: Finished, tmp_path: Path, framework: str
 ) -> None:
-    _, out = finished
-    source = out / ("start/checkpoint" if framework == "torch" else "hop2-orbax")
+    source = short.out / ("start/checkpoint" if framework == "torch" else "hop2-orbax")
     running: list[int] = []
 
     def interrupt(step: int, loss: float) -> None:
@@ -425,17 +439,13 @@ def ended(folder: Path, seconds: float = 60) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent ended")
-def test_ranks_end_when_their_launcher_is_killed(
-    finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
-) -> None:
+def test_ranks_end_when_their_launcher_is_killed(short: Finished, tmp_path: Path) -> None:
     def kill_torchrun(step: int, loss: float) -> None:
         for process in leg_processes(tmp_path):
             if b"torch.distributed.run" in Path(f"/proc/{process}/cmdline").read_bytes():
                 os.kill(process, signal.SIGKILL)
 
-    long = job(
-        tmp_path / "leg", Leg("torch", 2, "optim", steps=100_000), finished[1] / "start" / "checkpoint"
-    )
+    long = job(tmp_path / "leg", Leg("torch", 2, "optim", steps=100_000), short.out / "start" / "checkpoint")
     try:
         with pytest.raises(LegError, match="exit status -9"):
             run_leg(long, kill_torchrun)
@@ -454,12 +464,11 @@ run_leg(job(Path(sys.argv[2]) / "leg", leg, Path(sys.argv[3])), lambda step, los
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent ended")
-@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
-def test_a_leg_ends_when_the_relay_is_killed(
-    finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path, framework: str
-) -> None:
-    source = finished[1] / ("start/checkpoint" if framework == "torch" else "hop2-orbax")
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_leg_ends_when_the_relay_is_killed(short: Finished, tmp_path: Path, framework: str) -> None:
+    source = short.out / ("start/checkpoint" if framework == "torch" else "hop2-orbax")
     command = [sys.executable, "-c", RUN_LEG, framework, tmp_path, source]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as relay:
         assert relay.stdout is not None
@@ -497,7 +506,7 @@ bridge.commands.main.main()
 """
 
 
-@pytest.mark.fast_cases("plain-signals0-129", "nohup-signals2-143")
+@pytest.mark.fast_cases("plain-signals0-129")
 @pytest.mark.parametrize(
     ("start", "signals", "status"),
     [
@@ -570,11 +579,10 @@ def test_more_ranks_than_the_relay_file_says_are_refused_by_the_leg(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused_by_name_of_what_differs(
-    finished: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
+    short: Finished, tmp_path: Path
 ) -> None:
-    _, out = finished
     leg = Leg("torch", 2, "optim", steps=1)
-    wrong = job(tmp_path / "leg", leg, out / "leg1-torch" / "checkpoint")
+    wrong = job(tmp_path / "leg", leg, short.out / "leg1-torch" / "checkpoint")
     wrong = replace(wrong, model=replace(wrong.model, d_ff=59))
     with pytest.raises(LegError, match=r"layers\.0\.mlp\.w"):
         run_leg(wrong, lambda step, loss: None)

@@ -239,6 +239,7 @@ def test_prefetch_adds_one_units_weights_and_gradients_to_the_peak(runtime: str)
     assert ahead.peak.total - serial.peak.total == (gradients if runtime == "torch" else 0)
 
 
+@pytest.mark.fast_cases("fsdp_tp", "mixture", "hfsdp", "zero1", "fsdp_bf16")
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in (ROOT / "bridge" / "sharding" / "policies").glob("*.toml"))
 )
@@ -443,8 +444,6 @@ main()
 @pytest.mark.fast_cases(
     "missing0-llama3-8b-0-8,030,261,248 parameters",
     "missing2-decoder:quick-2-the decoder needs PyTorch or JAX, and neither is installed",
-    "missing5-decoder:quick-0-jax",
-    "missing7-tests.planning.test_cost:nothing-2-can be imported",
 )
 @pytest.mark.parametrize(
     ("missing", "model", "status", "expected"),

@@ -25,6 +25,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.fast_cases("experts")
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_in_jax_are_those_of_causal_lm_and_its_residuals(name: str) -> None:
     shape = SHAPES[name]

@@ -23,6 +23,7 @@ from tests.bench.peak_shapes import CONFIGS, model_named
 POLICY = parse_policy('[[unit]]\nmatch = "layers.*"\n[[unit]]\nmatch = ""\n', "x")
 
 
+@pytest.mark.fast_cases("mixtral", "gemma2")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_json_is_planned_as_causal_lm(tmp_path: Path, name: str) -> None:
     path = Path(model_named(name, tmp_path))

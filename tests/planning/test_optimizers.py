@@ -200,6 +200,7 @@ def test_state_at_rest_in_jax(
             assert padding == report[number].padding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "length"),
     [

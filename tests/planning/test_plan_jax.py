@@ -131,6 +131,7 @@ def counted(jaxpr: Any, times: int = 1) -> Iterator[tuple[tuple[str, str, str, i
     yield from found.items()
 
 
+@pytest.mark.slow
 @examples(25)
 @given(case=cases(MAIN))
 def test_bytes_and_collectives_of_random_models_and_placements(
@@ -171,7 +172,7 @@ WIDE = [
 ]
 
 
-@pytest.mark.fast_cases("mesh1-optim-float8_e4m3fn", "mesh3-hfsdp-mxfp8")
+@pytest.mark.fast_cases("mesh3-hfsdp-mxfp8")
 @pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
 @pytest.mark.parametrize(
     ("mesh", "strategy"), [((3,), "optim_grads_params"), ((2,), "optim"), ((2, 2), "hsdp"), ((2, 3), "hfsdp")]
@@ -192,7 +193,7 @@ class Stacked(nnx.Module):
         return self.own(jax_impl.scan_layers(self.layers, x))
 
 
-@pytest.mark.fast_cases("mxfp8")
+@pytest.mark.slow
 @pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
 def test_magnitudes_of_scanned_layers_are_compared_together(gather: str) -> None:
     strategy = "optim_grads_params"

@@ -70,7 +70,7 @@ def assert_same(planned: Any, found: dict[str, Any]) -> None:
     assert sorted(found["fingerprints"]) == sorted(layouts)
 
 
-@pytest.mark.fast_cases("mesh1-no_shard", "mesh3-hfsdp")
+@pytest.mark.fast_cases("mesh3-hfsdp")
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [
@@ -233,7 +233,7 @@ def test_a_node_has_the_model_axes_and_the_inner_data_parallel_one() -> None:
         with_node([policy], 3, [15])
 
 
-@pytest.mark.fast_cases("mesh2-hfsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [

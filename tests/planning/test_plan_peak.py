@@ -127,7 +127,7 @@ def one_step(text: str, microbatches: int) -> dict[str, Any]:
     return {"memory": model.memory_report(optimizer), "calls": calls, "bytes": nbytes}
 
 
-@pytest.mark.fast_cases("mixture")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["fsdp", "fsdp_bf16", "hfsdp", "hsdp", "mixture", "no_shard", "zero1", "zero2"]
 )
@@ -141,7 +141,7 @@ def test_bytes_and_collectives_of_the_decoder_under_every_shipped_policy(ranks: 
         assert_collectives(plan, {**found, "groups": None})
 
 
-@pytest.mark.fast_cases("optim_grads_params-True-1", "no_shard-False-1")
+@pytest.mark.fast_cases("no_shard-False-1")
 @pytest.mark.parametrize(
     ("strategy", "recompute", "microbatches"),
     [
@@ -160,7 +160,7 @@ def test_the_plan_agrees_with_what_xla_compiles(strategy: str, recompute: bool, 
     assert {line.what for line in check.lines if line.agrees} >= {"main weights", "all_reduce calls", "peak"}
 
 
-@pytest.mark.fast_cases("optim-True-2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "recompute", "microbatches"),
     [
@@ -216,7 +216,7 @@ def test_a_plan_of_another_model_does_not_agree(monkeypatch: pytest.MonkeyPatch)
     assert "the plan differs from what XLA compiled" in check.summary()
 
 
-@pytest.mark.fast_cases("llama-512-True-True-zero1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "length", "recompute", "stacked", "strategy"),
     [

@@ -150,6 +150,7 @@ def cases(
     )
 
 
+@pytest.mark.slow
 @examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases(MAIN))
 def test_bytes_and_collectives_of_random_models_and_placements(
@@ -220,7 +221,7 @@ WIDE = [
 ]
 
 
-@pytest.mark.fast_cases("mesh0-optim_grads_params-mxfp8", "mesh1-optim-float8_e4m3fn", "mesh4-hfsdp-mxfp8")
+@pytest.mark.fast_cases("mesh4-hfsdp-mxfp8", "mesh1-optim-float8_e4m3fn")
 @pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
 @pytest.mark.parametrize(
     ("mesh", "strategy"),

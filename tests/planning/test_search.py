@@ -144,6 +144,7 @@ def test_the_questions_have_all_kinds_of_answers() -> None:
     assert counts == {None, 0, 1, 2, 3}
 
 
+@pytest.mark.slow
 @examples(25)
 @given(
     strategy=st.sampled_from(LADDERS[1]),
@@ -166,7 +167,7 @@ def test_the_largest_batch_is_the_one_that_trying_all_finds(
     assert largest_batch(plan, usable).batch == max(fitting, default=0)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("torch-decoder:quick")
 @pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b", "decoder:quick"])
 @pytest.mark.parametrize("runtime", ["torch", "jax"])
 def test_the_peak_never_falls_when_the_batch_grows(name: str, runtime: str) -> None:

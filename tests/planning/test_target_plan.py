@@ -140,6 +140,7 @@ def test_the_gradients_are_the_program_that_is_compiled_directly(
         assert "ENTRY" in Path(path).read_text()
 
 
+@pytest.mark.slow
 def test_weights_and_moments_are_the_plans(gpu: Leg) -> None:
     held = gpu.ask(request("shard_map"))["held"]
     plan = make_plan(resolve_models(MODEL, ["jax"])["jax"], POLICY, 8, "jax", WORK)

@@ -70,6 +70,7 @@ def test_names_of_one_thing_are_the_same_words(torch_name: str, jax_name: str) -
     assert similarity(*words) == 1.0
 
 
+@pytest.mark.slow
 def test_thousands_of_tensors_of_one_shape_are_matched_by_name(tmp_path: Path) -> None:
     for format, name in (("dcp", "model.w{}x.weight"), ("orbax", "params/w{}x/kernel")):
         with create_checkpoint(tmp_path / format, format) as writer:

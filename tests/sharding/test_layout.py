@@ -584,6 +584,7 @@ def test_a_hundred_thousand_tensors_over_sixteen_thousand_shards_are_planned():
     assert plan.overhead() < 0.01
 
 
+@pytest.mark.slow
 def test_twenty_thousand_distinct_rows_are_planned():
     plan = plan_layout({f"t{i}": (i % 50 + 1, i + 1) for i in range(20_000)}, 64, align=1)
     assert plan.overhead() < 0.01

@@ -139,6 +139,13 @@ def test_both_planners_plan_the_same_layout_of_many_kinds(arguments):
     assert_same(arguments)
 
 
+@pytest.mark.fast_cases(
+    "DeepSeek-V3 layer, 2-D",
+    "Qwen2.5-VL ViT whole",
+    "GPT-2 XL whole",
+    "Mixtral whole, 2-D",
+    "Llama3-405B whole",
+)
 @pytest.mark.parametrize("name", reference_groups())
 def test_both_planners_plan_the_same_layout_of_real_groups(name):
     shapes = reference_groups()[name]

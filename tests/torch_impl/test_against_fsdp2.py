@@ -59,6 +59,7 @@ def both(script: Script) -> tuple[list[tuple[float, float]], list[tuple[float, f
     return fsdp2_script.run("torch.distributed.fsdp", script), fsdp2_script.run("torch_impl", script)
 
 
+@pytest.mark.fast_cases("plain-3")
 @pytest.mark.parametrize(("world", "script"), cases(SCRIPTS, SLOW_SCRIPTS))
 def test_float32_losses_and_norms_are_those_of_fsdp2(ranks: RankGroup, world: int, script: Script) -> None:
     for theirs, ours in ranks.run(world, both, script):
@@ -68,6 +69,7 @@ def test_float32_losses_and_norms_are_those_of_fsdp2(ranks: RankGroup, world: in
             assert our_norm == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "script"), cases(LOW_SCRIPTS, SLOW_LOW_SCRIPTS))
 def test_bfloat16_losses_follow_those_of_fsdp2(
     ranks: RankGroup, world: int, script: tuple[Script, float]

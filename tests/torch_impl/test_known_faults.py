@@ -92,6 +92,7 @@ def bfloat16_gradients(path: str) -> None:
         assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_run_with_bfloat16_gradients_is_saved_before_its_first_step(
     ranks: RankGroup, tmp_path: Path
 ) -> None:
@@ -156,6 +157,7 @@ def one_axis_of_two(strategy: str) -> None:
     assert_same_gradients(model, reference)
 
 
+@pytest.mark.fast_cases("optim_grads_params", "optim")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_axis_of_a_larger_mesh_reduces_over_its_own_ranks(ranks: RankGroup, strategy: str) -> None:
     ranks.run(4, one_axis_of_two, strategy)
@@ -341,6 +343,7 @@ def calls_of_both() -> tuple[int, int]:
     return ours, python_calls("torch.distributed.fsdp", torch.optim.AdamW)
 
 
+@pytest.mark.slow
 def test_a_step_makes_fewer_python_calls_than_fsdp2(ranks: RankGroup) -> None:
     for ours, theirs in ranks.run(2, calls_of_both):
         assert ours < theirs

@@ -123,6 +123,7 @@ def step(state: TrainState) -> TrainState:
     return state.apply_gradients(grads=jax.grad(loss)(state.params))
 
 
+@pytest.mark.slow
 def test_a_train_state_goes_on_from_orbax_as_it_would_have(tmp_path: Path) -> None:
     state = train_state()
     (tmp_path / "checkpoint_1").write_bytes(flax.serialization.to_bytes(state))

@@ -421,6 +421,7 @@ def test_any_flipped_bit_of_the_data_is_noticed_by_stock_orbax_and_by_us(tmp_pat
     assert_same_tree(stock_restore_v0(tmp_path / "c"), {"w": value})
 
 
+@pytest.mark.slow
 def test_many_small_tensors_take_few_files(tmp_path: Path) -> None:
     tree = {"layers": {str(i): random_bits((256,), F32, i) for i in range(3000)}}
     write(tmp_path / "c", tree)

@@ -64,6 +64,7 @@ class _Copies:
             raise ValueError("no such luck") from error
 
 
+@pytest.mark.slow
 def test_a_save_that_failed_holds_no_copies() -> None:
     copies = _Copies()
     held = weakref.ref(copies)

@@ -60,7 +60,7 @@ def require_clean(bucket: Bucket, path: str) -> None:
     assert bucket.names(path)
 
 
-@pytest.mark.fast_cases("dcp-orbax", "orbax-safetensors")
+@pytest.mark.fast_cases("orbax-safetensors")
 @pytest.mark.parametrize(("format", "target"), list(itertools.product(FORMATS, FORMATS)))
 def test_from_bucket_to_bucket(tmp_path: Path, bucket: Bucket, format: str, target: str) -> None:
     local = source(tmp_path / "local", format)

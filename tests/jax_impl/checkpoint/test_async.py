@@ -72,6 +72,7 @@ CASES = [
 ]
 
 
+@pytest.mark.fast_cases("(2,)", "(2, 'no_shard')")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_asynchronous_save_writes_the_files_of_a_synchronous_one_while_steps_go_on(
     tmp_path: Path, case: tuple

@@ -62,6 +62,7 @@ def assert_trains(plan: Any, state: TrainState, tree: Any) -> None:
     assert_close(unshard(plan, state.weights), optax.apply_updates(tree, updates), rtol=2e-5)
 
 
+@pytest.mark.fast_cases("bias-shard_map", "shape-pjit", "head-pjit")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize("without", ["head", "bias", "shape"])
 def test_weights_that_are_missing_or_of_another_shape_are_the_callers(

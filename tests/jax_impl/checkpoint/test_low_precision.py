@@ -53,7 +53,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
         return {name: reader.read(name) for name in reader.tensors}
 
 
-@pytest.mark.fast_cases("3-float8_e4m3fn", "5-bfloat16")
+@pytest.mark.fast_cases("5-bfloat16")
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("other", range(1, len(CASES)))
 def test_payload_and_scales_are_the_same_bytes_on_other_devices(
@@ -82,6 +82,7 @@ def test_payload_and_scales_are_the_same_bytes_on_other_devices(
     runs.train(loaded, *there, first=2, count=1, optimizer=optimizer(kind))
 
 
+@pytest.mark.slow
 def test_stacks_and_their_vectors_are_kept(tmp_path: Path) -> None:
     kind, here, there = (
         "float8_e4m3fn",
@@ -187,7 +188,7 @@ def decoded(arrays: Any, name: str, path: str) -> np.ndarray:
     return values * arrays.get(f"opt_state/{name}_scale/{path}", 1.0)
 
 
-@pytest.mark.fast_cases("shard_map-None-float8_e4m3fn")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:shard_map engine")
 @pytest.mark.parametrize(
     ("engine", "before", "after"), [("shard_map", None, "float8_e4m3fn"), ("pjit", "float16", None)]

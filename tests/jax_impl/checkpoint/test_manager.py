@@ -37,6 +37,7 @@ def go_on(path: Path, first: int, last: int, **options: Any) -> tuple[list[float
     return losses, runs.logical(plan, state)
 
 
+@pytest.mark.fast_cases("False")
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_run_goes_on_from_the_latest_step_as_if_nothing_had_happened(
     tmp_path: Path, asynchronous: bool

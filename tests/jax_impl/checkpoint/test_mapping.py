@@ -43,6 +43,7 @@ def assert_equal(one: Path, other: Path) -> None:
         assert dict(found.objects) == dict(expected.objects)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [

@@ -50,6 +50,7 @@ def options(engine: str, parallel: Any) -> Any:
     return {"engine": engine} if parallel is None else {"engine": engine, "parallel": parallel}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_sizes_of_its_model_axes(tmp_path: Path) -> None:
     with jax.enable_x64(True):
         batches = [expert_rows(seed) for seed in range(len(RUNS))]

@@ -43,6 +43,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.fast_cases("masked", "injected", "momentum", "clipped schedule", "window of losses in 0/")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_any_optimizer_made_of_flat_buffers_and_numbers_is_kept(tmp_path: Path, kind: str) -> None:
     optimizer, three, two = OPTIMIZERS[kind], runs.plan_of(3), runs.plan_of(2, "optim")

@@ -49,6 +49,7 @@ CHANGES: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "engine"),
     [

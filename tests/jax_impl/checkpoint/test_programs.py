@@ -41,6 +41,7 @@ assert loaded.train == {"seed": 2**40}
 """
 
 
+@pytest.mark.slow
 def test_float64_weights_stay_float64(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", X64_PROGRAM, str(tmp_path / "c")], check=True, timeout=300)
     with pytest.raises(CheckpointError, match=r"another dtype .*expected float32, got float64"):
@@ -96,7 +97,7 @@ print(size >> 20, saving.above >> 20, (loading.above - size) >> 20)
 """
 
 
-@pytest.mark.fast_cases("units")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["units", "stacked", "pjit"])
 def test_saving_and_loading_take_memory_for_a_unit_not_for_a_copy(tmp_path: Path, kind: str) -> None:
     command = [sys.executable, "-c", MEMORY_PROGRAM, str(tmp_path / "c"), kind]

@@ -56,6 +56,7 @@ def _each(forms: list[str], fast: str) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "engine"), _each(WEIGHTS_ONLY, "params"))
 def test_weights_alone_are_loaded(tmp_path: Path, form: str, engine: str) -> None:
     program = trained(clipped())

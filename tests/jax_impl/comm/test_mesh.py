@@ -128,6 +128,7 @@ def in_fresh_process(code):
     )
 
 
+@pytest.mark.slow
 def test_whether_the_backend_runs_is_known_without_starting_it():
     result = in_fresh_process(
         """

@@ -144,6 +144,7 @@ def raised(answers: list[Any]) -> list[str]:
     return [answer["raised"] for answer in answers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each_save())
 def test_several_processes_save_under_a_mapping_what_convert_makes_of_the_plain_checkpoint(
     saved: Saved, tmp_path: Path, name: str

@@ -41,9 +41,7 @@ from tests.support.compilers.setting import SIZES, Setting
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.fast_cases(
-    "h100:8-shard_map-331-optim_grads_params-k3-stacked", "h100:64-pjit-256-optim_grads_params-k1-stacked"
-)
+@pytest.mark.fast_cases("h100:8-shard_map-331-optim_grads_params-k3-stacked")
 @pytest.mark.parametrize(
     "setting",
     [
@@ -73,6 +71,7 @@ def test_a_step_has_the_collectives_of_its_strategy(gpu: Compile, setting: Setti
     assert_collectives(setting, gpu(setting))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [
@@ -84,7 +83,7 @@ def test_parts_of_what_a_model_axis_cuts_travel_alone(gpu: Compile, setting: Set
     assert_parts_travel(setting, gpu(setting))
 
 
-@pytest.mark.fast_cases("h100:8-shard_map-256-optim_grads_params-k1-mxfp8")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [
@@ -149,7 +148,7 @@ IN_ROOT = wrong(
 )
 
 
-@pytest.mark.fast_cases("h100:64-shard_map-1024-optim_grads_params-k1-stacked-units")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [

@@ -40,7 +40,7 @@ def test_each_unit_is_gathered_and_reduced_as_often_as_the_strategy_says(strateg
     assert len(sizes) == 2, "the root must be told apart from the layers by its size"
 
 
-@pytest.mark.fast_cases("precision2-bfloat16-float32")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "gathered", "reduced"),
     [
@@ -86,6 +86,7 @@ def unordered_collectives(jaxpr):
     return unordered
 
 
+@pytest.mark.fast_cases("optim_grads_params-units1", "optim_grads-units0", "optim-units1", "no_shard-units0")
 @pytest.mark.parametrize("units", [["layers/*"], ["embed", "layers/*", "layers/*/mlp"]])
 @pytest.mark.parametrize("strategy", EXPECTED)
 def test_no_two_collectives_of_a_step_can_run_at_once(strategy, units):

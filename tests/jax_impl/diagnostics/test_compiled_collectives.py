@@ -61,6 +61,7 @@ CASES = list(
 )
 
 
+@pytest.mark.fast_cases("case33-1-False-True", "case66-1-True-False", "case44-3-False-False")
 @pytest.mark.parametrize(
     ("case", "microbatches", "stacked", "recompute"),
     # A stride that has no factor in common with the lengths of the axes above visits all their values.

@@ -23,7 +23,7 @@ LAYERED = DecoderConfig(
 )
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("optim_grads_params-4", "no_shard-1")
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_bytes_at_rest_equal_the_formula_on_every_device(strategy, devices):
@@ -76,6 +76,7 @@ def temporary_bytes(strategy, microbatches):
     return compiled.memory_analysis().temp_size_in_bytes, gathered
 
 
+@pytest.mark.fast_cases("1")
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.optimized
 def test_a_step_of_optim_grads_params_never_holds_all_gathered_weights(microbatches):

@@ -55,7 +55,7 @@ def place(engine_stack, number, name=""):
     return (f"{unit}/{name}" if name else unit, number if engine_stack else None)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("pjit-True-True-2", "shard_map-False-False-1")
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("stacked", [False, True])
@@ -102,6 +102,7 @@ def test_a_bad_weight_of_the_root_is_not_laid_on_the_first_unit():
     assert not any(one.begins for one in found[1:])
 
 
+@pytest.mark.slow
 def test_a_step_compiled_before_is_watched_and_unwatched_after():
     plan, weights = sharded()
     other, fine = sharded()

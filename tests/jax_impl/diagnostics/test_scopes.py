@@ -74,6 +74,7 @@ def check_computations(found, units):
             assert found["multiply", unit, "backward "]
 
 
+@pytest.mark.fast_cases("False-0")
 @pytest.mark.filterwarnings("ignore:pjit engine")
 @pytest.mark.parametrize(
     ("stacked", "prefetch"),

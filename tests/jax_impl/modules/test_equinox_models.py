@@ -112,6 +112,7 @@ def assert_equal_models(found: Any, expected: Any) -> None:
             assert mine is other or mine == other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "options"),
     [

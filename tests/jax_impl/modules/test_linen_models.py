@@ -122,7 +122,9 @@ class Scanned(linen.Module):
         return scan(Inner(name="layers"), x, None)[0]
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases(
+    "shard_map-net2-given2-units2", "pjit-net1-given1-units1", "shard_map-net4-given4-units4"
+)
 @pytest.mark.parametrize(
     ("net", "given", "units"),
     [

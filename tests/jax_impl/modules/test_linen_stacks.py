@@ -142,6 +142,7 @@ CASES = [
 ]
 
 
+@pytest.mark.fast_cases("shard_map-net0-units0-stacked0-options0")
 @pytest.mark.parametrize(
     ("net", "units", "stacked", "options"),
     [pytest.param(*case, marks=[pytest.mark.slow] if slow else []) for *case, slow in CASES],

@@ -107,6 +107,7 @@ class Attention(nnx.Module):
         return self.head(self.cells(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "engine"),
     [
@@ -146,7 +147,7 @@ class Layer(nnx.Module):
         return jnp.tanh(self.norm(self.linear(x)))
 
 
-@pytest.mark.fast_cases("optim_grads_params-units1")
+@pytest.mark.slow
 @pytest.mark.parametrize("units", [[], ["*"], ["*", "*/norm"]])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_batch_statistics_are_means_over_devices_and_pass_through_microbatches(strategy, units):
@@ -194,7 +195,7 @@ class Dropped(nnx.Module):
         return self.drop(x * self.weight[...])
 
 
-@pytest.mark.fast_cases("shard_map-units1", "pjit-units0")
+@pytest.mark.fast_cases("shard_map-units1")
 @pytest.mark.parametrize("units", [[], ["drop"]])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_dropout_differs_between_devices_microbatches_and_steps(engine, units):
@@ -252,7 +253,7 @@ class Scanned(nnx.Module):
         return self.head(run(x, self.layers))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("units2-False-shard_map")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
@@ -277,7 +278,7 @@ def test_layers_under_nnx_scan_are_units_layer_by_layer(engine, recompute, units
     assert_close(state.variables, after)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("frozen0-no_shard-shard_map", "<lambda>-optim-pjit")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("frozen", [("*/kernel", "first/norm/scale"), lambda path, value: "linear" in path])
@@ -335,7 +336,7 @@ class Methods(nnx.Module):
         return self.embed.attend(jnp.tanh(self.linear(self.embed(tokens))))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("optim_grads_params-pjit")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 def test_methods_of_units_can_be_called(engine, strategy):

@@ -30,7 +30,7 @@ def penalised(model: Any, rows: jax.Array) -> jax.Array:
     return loss(model, rows) + 1e-3 * sum(jnp.sum(p**2) for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("optim-2-pjit", "no_shard-1-shard_map")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
@@ -44,6 +44,7 @@ def test_a_penalty_on_all_parameters_is_refused_since_it_would_see_shards(strate
         step.gradients(weights, tokens(8))
 
 
+@pytest.mark.slow
 def test_a_penalty_on_weights_of_the_root_is_right():
     def of_the_norm(model: Any, rows: jax.Array) -> jax.Array:
         return loss(model, rows) + jnp.sum(model.norm.scale[...] ** 2)
@@ -84,7 +85,7 @@ def test_every_shape_of_batch_is_checked_and_so_are_bare_gradients():
         jax.jit(make_gradients(plan, penalised))(weights, shard_batch(plan, tokens(8)))
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("optim_grads_params-True-pjit")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])

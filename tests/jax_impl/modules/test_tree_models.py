@@ -144,7 +144,7 @@ def test_units_of_a_pytree_are_gathered_and_reduced_like_others():
     assert sum(n for each, n in found.items() if each.kind == "reduce_scatter") == 5
 
 
-@pytest.mark.fast_cases("optim_grads_params-True-shard_map", "optim_grads_params-False-pjit")
+@pytest.mark.fast_cases("optim_grads_params-True-shard_map")
 @pytest.mark.parametrize(("strategy", "recompute", "engine"), KINDS)
 def test_a_stack_is_scanned_by_lax_scan(strategy, recompute, engine):
     params = parameters()
@@ -172,7 +172,7 @@ def test_a_stack_is_scanned_by_lax_scan(strategy, recompute, engine):
     assert plan.units["layers"].module.layers == 4
 
 
-@pytest.mark.fast_cases("False-shard_map")
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_units_inside_units_frozen_parameters_and_policies(recompute, engine):
@@ -200,7 +200,7 @@ def test_units_inside_units_frozen_parameters_and_policies(recompute, engine):
     )
 
 
-@pytest.mark.fast_cases("shard_map")
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_checkpoint_of_a_pytree_loads_on_fewer_devices_and_trains_on(tmp_path, engine):
     optimizer = main_weight_adamw(1e-2)
@@ -379,7 +379,7 @@ def linen_loss(net: linen.Module, apply: Any) -> Any:
     return lambda params, tokens: jnp.mean((apply(net, {"params": params}, tokens) - 0.3) ** 2)
 
 
-@pytest.mark.fast_cases("units1-optim-False-shard_map", "units2-optim_grads_params-False-pjit")
+@pytest.mark.fast_cases("units2-optim_grads_params-False-pjit")
 @pytest.mark.parametrize(("strategy", "recompute", "engine"), KINDS)
 @pytest.mark.parametrize(
     "units",
@@ -416,7 +416,7 @@ class Nested(linen.Module):
         return Block(name="Block_1")(Pair(name="Block_0")(x))
 
 
-@pytest.mark.fast_cases("True-units1")
+@pytest.mark.slow
 @pytest.mark.parametrize("units", [["Block_*"], ["Block_*", "Block_0/Block_1"]])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_submodules_of_a_linen_unit_may_have_the_names_of_units_outside(units, recompute):
@@ -434,6 +434,7 @@ def test_apply_linen_is_apply_without_sharding():
     np.testing.assert_array_equal(apply_linen(net, variables, rows()), net.apply(variables, rows()))
 
 
+@pytest.mark.slow
 def test_units_of_a_linen_module_draw_their_own_random_numbers():
     net = Net(rate=0.5)
     params = Net().init(jax.random.key(0), rows())["params"]
@@ -473,6 +474,7 @@ class Twice(linen.Module):
         return jnp.mean((first(x) - second(x)) ** 2) * jnp.mean((first(x) - first(x)) ** 2)
 
 
+@pytest.mark.slow
 def test_equal_units_and_calls_of_one_draw_different_numbers():
     net, x = Twice(), np.ones((8, 64), np.float32)
     params = net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)["params"]

@@ -109,10 +109,7 @@ def assert_close(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.fast_cases(
-    "shard_map-no_shard-1-by name",
-    "shard_map-no_shard-1-by a mask made of the tree",
-    "shard_map-no_shard-8-decay of matrices",
-    "shard_map-optim_grads_params-4-lamb",
+    "shard_map-optim_grads_params-4-lamb", "shard_map-no_shard-1-by a mask made of the tree"
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
@@ -177,7 +174,7 @@ def test_no_moments_are_named_that_are_cut_or_whole_on_purpose_or_not_there(
     assert not [warning for warning in recwarn if "moments" in str(warning.message)]
 
 
-@pytest.mark.fast_cases("by a mask made of the tree")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -214,7 +211,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_other_devices_in_the_other_engine(
         assert_close(unshard(own, state.weights), plainly_trained(name, 4))
 
 
-@pytest.mark.fast_cases("lamb", "decay of matrices")
+@pytest.mark.fast_cases("decay of matrices")
 @pytest.mark.parametrize("name", ["muon", "lamb", "decay of matrices"])
 def test_parameters_of_a_stack_are_given_with_their_layers(name: str) -> None:
     rng = np.random.default_rng(3)

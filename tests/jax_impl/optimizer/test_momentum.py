@@ -54,7 +54,12 @@ def plainly_trained(name: str, steps: int) -> tuple[dict[str, jax.Array], Any]:
     return by_path(weights), state
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases(
+    "no_shard-shard_map-float8 muon",
+    "optim_grads_params-pjit-momentum",
+    "no_shard-shard_map-dampening",
+    "no_shard-shard_map-scheduled muon",
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
@@ -106,7 +111,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
 CASES: list[Any] = [(4,), (3, "optim"), (2, runs.DEFAULT, "pjit"), ((2, 2), "hfsdp")]
 
 
-@pytest.mark.fast_cases("2-muon")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["momentum", "muon", "float8 momentum", "float8 muon"])
 @pytest.mark.parametrize("other", range(1, len(CASES)))
 @pytest.mark.filterwarnings("ignore:shard_map engine")
@@ -128,6 +133,7 @@ def test_checkpoints_are_the_same_bytes_on_other_devices(tmp_path: Path, other: 
     runs.train(loaded, *there, first=2, count=1, optimizer=optimizer)
 
 
+@pytest.mark.slow
 def test_a_stack_of_layers_is_matrices_and_vectors() -> None:
     case: Any = (2, runs.DEFAULT, "shard_map", "stacked")
     attention = {"query": (1, 2), "key": (1, 2), "value": (1, 2), "out": (2, 1)}

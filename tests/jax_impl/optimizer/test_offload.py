@@ -94,7 +94,7 @@ ON_HOST = Offload(1.0, True, "host")
 SCALED = {"mu_dtype": "float16", "nu_dtype": "float8_e4m3fn"}
 
 
-@pytest.mark.fast_cases("<lambda>-offload0-options0", "<lambda>-offload4-options4")
+@pytest.mark.fast_cases("<lambda>-offload4-options4")
 @needs_moves
 @pytest.mark.parametrize(
     ("make", "offload", "options"),
@@ -224,7 +224,7 @@ def held(state: TrainState, kind: str) -> int:
     )
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("0.25-pjit", "1.0-shard_map", "0.5-shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
 def test_a_share_is_near_what_was_asked(engine: str, share: float) -> None:
@@ -278,6 +278,7 @@ def test_a_report_of_a_state_that_the_host_updates_tells_the_step_count_there() 
     assert found.on_host.moments == before.on_host.moments > 0
 
 
+@pytest.mark.slow
 @needs_moves
 @pytest.mark.parametrize("offload", [Offload(0.6, True), pytest.param(ON_HOST, marks=pytest.mark.slow)])
 def test_a_checkpoint_has_the_bytes_of_one_without_offload_and_loads_where_like_says(

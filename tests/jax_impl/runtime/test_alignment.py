@@ -40,6 +40,7 @@ def sharded(align, devices, strategy="optim_grads_params"):
     return plan, weights, make_train_step(plan, loss, OPTIMIZER, microbatches=2)
 
 
+@pytest.mark.fast_cases("24-4-optim_grads", "128-3-optim", "auto-3-optim_grads_params")
 @pytest.mark.parametrize(
     ("align", "devices", "strategy"),
     [
@@ -62,6 +63,7 @@ def test_gradients_and_steps_equal_those_of_the_plain_model(align, devices, stra
     assert_close(unshard(plan, state.weights), end)
 
 
+@pytest.mark.fast_cases("saved1-loaded1")
 @pytest.mark.parametrize(("saved", "loaded"), [((1, 3), (128, 2)), ((128, 2), (1, 4))])
 def test_a_checkpoint_moves_between_alignments(saved, loaded, tmp_path):
     source, weights, step = sharded(*saved)

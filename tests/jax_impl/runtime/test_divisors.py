@@ -135,7 +135,7 @@ def warm_up(count: Any) -> Any:
     return 0.1 / (1.0 + count)
 
 
-@pytest.mark.fast_cases("main_weight_adamw-shard_map", "inject_hyperparams-shard_map", "chain-pjit")
+@pytest.mark.fast_cases("chain-pjit", "inject_hyperparams-shard_map")
 @ENGINES
 @pytest.mark.parametrize(
     "optimizer",

@@ -99,7 +99,7 @@ def pieces_of(layout: Any, values: dict[str, np.ndarray]) -> np.ndarray:
     return found
 
 
-@pytest.mark.fast_cases("1-odd-row", "2-even-block(32)", "3-odd-row")
+@pytest.mark.fast_cases("3-odd-row", "2-even-block(32)")
 @pytest.mark.parametrize("granularity", ["row", "block(32)"])
 @pytest.mark.parametrize("shapes", [ODD, EVEN], ids=["odd", "even"])
 @pytest.mark.parametrize("shards", [1, 2, 3, 5, 8])
@@ -158,7 +158,11 @@ def seen(model: Any, rows: jax.Array) -> tuple[jax.Array, Any]:
     return total * 0, leaves
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases(
+    "shard_map-2-optim-shapes3-mxfp8",
+    "shard_map-mesh1-hfsdp-shapes1-float8_e4m3fn",
+    "pjit-4-optim_grads_params-shapes5-mxfp8",
+)
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize(
     ("engine", "mesh", "strategy", "shapes"),
@@ -211,7 +215,7 @@ def unsharded(config: Any, gather: str, stacked: bool) -> tuple[float, dict[str,
     return float(value), named(gradients)
 
 
-@pytest.mark.fast_cases("float8_e4m3fn-config2-shard_map-4-True-options2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gather", "config", "engine", "mesh", "stacked", "options"),
     [

@@ -107,6 +107,7 @@ def unit_of(step: Step) -> str:
     return ["", *re.findall(r"layers/\d+(?:/parts/\d+)?", step.scope)][-1]
 
 
+@pytest.mark.fast_cases("1-True", "0-False")
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_the_last_units_of_a_recomputation_stay_for_backward(monkeypatch, prefetch, inner):
@@ -156,7 +157,7 @@ def in_one_process(model: Model, rows: np.ndarray) -> tuple[jax.Array, dict[str,
     return value, named(found)
 
 
-@pytest.mark.fast_cases("4-0-shard_map-False-True", "1-1-shard_map-False-True", "1-1-shard_map-True-False")
+@pytest.mark.fast_cases("1-1-shard_map-True-False", "1-1-shard_map-False-True")
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize(
     ("devices", "prefetch", "engine", "stacked"),

@@ -87,6 +87,7 @@ def optimizer() -> Any:
     return main_weight_adamw(c.LR, c.B1, c.B2, c.EPS, c.DECAY)
 
 
+@pytest.mark.fast_cases("shard_map-optim_grads_params-2x2-k1", "pjit-hsdp-2x2x2-k2-stacked")
 @pytest.mark.parametrize(
     "case",
     [
@@ -116,6 +117,7 @@ def test_steps_of_a_decoder_equal_those_of_the_unsharded_model(case: Case) -> No
         assert_equal_within(unshard(plan, state.weights), last)
 
 
+@pytest.mark.fast_cases("ep-tp-shard_map", "ep-pjit")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
@@ -158,6 +160,7 @@ def test_norms_count_cut_parameters_once_and_whole_ones_once(engine: str) -> Non
         np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_only_a_devices_own_parts_travel_and_no_weights_over_a_model_axis() -> None:
     with jax.enable_x64(True):

@@ -153,6 +153,7 @@ def test_a_policys_prefetch_is_that_of_the_keyword_which_wins_beside_it(monkeypa
         assert str(traced(monkeypatch, policy=policy, prefetch=1 - value)) == programs[1 - value]
 
 
+@pytest.mark.fast_cases("False-True", "True-False")
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_with_prefetch_gradients_are_those_of_the_whole_model(monkeypatch, stacked, recompute):

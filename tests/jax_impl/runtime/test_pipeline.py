@@ -78,12 +78,14 @@ def assert_right(case: Case, *, engine: str = "shard_map") -> None:
         )
 
 
+@pytest.mark.fast_cases("two", "lists", "inside", "two stacks", "unroll", "frozen", "nothing carried")
 @pytest.mark.parametrize("name", some(FAST))
 def test_gradients_are_those_of_the_whole_model(monkeypatch, name):
     as_accelerators(monkeypatch)
     assert_right(CASES[name])
 
 
+@pytest.mark.fast_cases("inside", "carried number")
 @pytest.mark.parametrize("name", some(FAST_SIMULATED))
 def test_gradients_on_simulated_devices_are_those_of_the_whole_model(name):
     assert_right(CASES[name])
@@ -184,6 +186,7 @@ def test_what_is_refused_is_named_with_its_line():
         jax.make_jaxpr(make_gradients(plan, uneven))(weights, batch)
 
 
+@pytest.mark.slow
 def test_random_streams_statistics_and_callbacks_are_those_of_loops_as_they_are(monkeypatch):
     as_accelerators(monkeypatch)
     model = Stack(lifted=False, varying=True)

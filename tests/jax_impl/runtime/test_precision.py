@@ -79,7 +79,7 @@ def test_microbatch_gradients_accumulate_in_float32_under_bfloat16_compute(strat
     np.testing.assert_array_equal(gradients["weight"], np.float32([259 / 4, 1]))
 
 
-@pytest.mark.fast_cases("optim_grads_params-precision2-0.004")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "bound"),
     [

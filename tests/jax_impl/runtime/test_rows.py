@@ -75,6 +75,7 @@ def on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax_impl.runtime.forward, "is_simulated", lambda mesh: False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "engine", "strategy", "devices", "options"),
     [

@@ -48,6 +48,7 @@ class Run:
         self.found = {key: np.asarray(value) for key, value in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stacked", "engine", "strategy"),
     [

@@ -122,7 +122,7 @@ def plain_run():
     return named(start), seen[0][0], named(unravel(seen[0][1])), named(unravel(weights))
 
 
-@pytest.mark.fast_cases("optim-3", "optim_grads_params-2")
+@pytest.mark.fast_cases("optim_grads_params-2")
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("no_shard", 2), *itertools.product(STRATEGIES[1:], [2, 3, 4])]
 )
@@ -209,7 +209,7 @@ def test_a_unit_is_gathered_and_reduced_as_often_as_with_one_buffer(strategy):
     assert unordered_collectives(mapped.params["jaxpr"]) == []
 
 
-@pytest.mark.fast_cases("optim_grads_params")
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_checkpoint_goes_on_with_another_number_of_devices_and_buffers(strategy, tmp_path):
     source, weights, step = sharded(3, "optim_grads_params")

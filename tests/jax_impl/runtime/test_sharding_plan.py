@@ -78,6 +78,7 @@ def test_unshard_gives_whole_parameters_on_every_device(devices):
         np.testing.assert_array_equal(whole[path], value)
 
 
+@pytest.mark.slow
 def test_merged_parameters_give_the_models_own_logits():
     model = decoder()
     plan, weights = fully_shard(model, data_parallel_mesh(4))

@@ -148,6 +148,16 @@ def mesh_of(sizes: tuple[int, ...]) -> jax.sharding.Mesh:
     return data_parallel_mesh(dict(zip(("outer", "inner")[-len(sizes) :], sizes, strict=True)))
 
 
+@pytest.mark.fast_cases(
+    "shard_map-hsdp-2x4-k1-recompute",
+    "pjit-optim_grads-4-k1-prefetch",
+    "pjit-optim_grads_params-3-k1-recompute",
+    "shard_map-optim_grads-3-k1-stacked-recompute",
+    "shard_map-optim_grads_params-2-k3-prefetch",
+    "shard_map-hfsdp-1x2-k3-stacked-prefetch",
+    "shard_map-no_shard-1-k1",
+    "pjit-optim-3x2-k1-recompute-prefetch",
+)
 @pytest.mark.parametrize(
     "case",
     [

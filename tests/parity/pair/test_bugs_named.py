@@ -48,7 +48,7 @@ def wrong_name(bug: Bug) -> str | None:
     )
 
 
-@pytest.mark.fast_cases("convnet, jax: stale variance")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_small_pairs_bugs_are_named(name: str) -> None:
     (bug,) = (bug for bug in BUGS + FRESH_BUGS if bug.name == name)

@@ -65,6 +65,7 @@ print(json.dumps(plain_json(report.as_dict())))
     return found
 
 
+@pytest.mark.slow
 def test_traces_are_compared_without_either_framework(traces: Path) -> None:
     found = compared_elsewhere(traces / "torch", traces / "jax", traces / "small.toml")
     assert found["same"] is True

@@ -59,7 +59,7 @@ MODELS: dict[str, Callable[[], JaxMLP]] = {
 }
 
 
-@pytest.mark.fast_cases("engine")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sharded_jax_model_is_captured_whole(tmp_path: Path, name: str) -> None:
     capture_jax(MODELS[name](), ROWS, tmp_path / "jax", loss=jax_loss, steps=2)

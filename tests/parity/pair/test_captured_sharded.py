@@ -69,9 +69,7 @@ def equal_traces(found: TraceSide, expected: TraceSide, dtypes: tuple[str, ...])
             near(trained.last, other_trained.last, 100 * eps, "trained")
 
 
-@pytest.mark.fast_cases(
-    "fsdp2-square", "ours-None", "tensor_parallel-None", "sharded_tensors-square", "two_axes-None"
-)
+@pytest.mark.fast_cases("tensor_parallel-None", "ours-None")
 @pytest.mark.parametrize("loss", ["square", None])
 @pytest.mark.parametrize("way", ["fsdp2", "ours", "tensor_parallel", "sharded_tensors", "two_axes"])
 def test_a_sharded_model_is_captured_as_one_process_would(
@@ -122,7 +120,7 @@ def jax_net() -> JaxMLP:
     return model
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("tensor_parallel-True", "ours-False")
 @pytest.mark.parametrize("reference", [True, False])
 @pytest.mark.parametrize("way", ["fsdp2", "ours", "tensor_parallel"])
 def test_a_sharded_model_is_compared_with_jax(

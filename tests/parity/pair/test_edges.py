@@ -98,6 +98,7 @@ CONTAINERS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.fast_cases("nested", "tuple", "dict")
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_outputs_in_containers(kind: str) -> None:
     report = both(CONTAINERS[kind], CONTAINERS[kind], loss=(_of_first, _of_first))

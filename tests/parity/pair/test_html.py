@@ -220,6 +220,7 @@ def test_colour_grows_with_the_ratio() -> None:
     assert ".c0{background:#ffffff}" in style
 
 
+@pytest.mark.slow
 def test_thousands_of_rows_stay_a_page_of_few_megabytes() -> None:
     report = llama(96, (5,))
     assert len(report.rows) >= 2000

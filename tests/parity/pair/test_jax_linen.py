@@ -26,6 +26,7 @@ class Linen(nn.Module):
         return {"out": nn.Dense(2)(x), "none": None}
 
 
+@pytest.mark.slow
 def test_a_linen_model_is_recorded_and_its_statistics_stay() -> None:
     module = Linen()
     variables = module.init(jax.random.key(0), BATCH)

@@ -103,6 +103,7 @@ class Normed(nnx.Module):
         return self.dropout(self.norm(self.linear(x)), rngs=self.rngs)
 
 
+@pytest.mark.slow
 def test_runs_leave_statistics_and_random_counts_as_they_were() -> None:
     model = Normed(nnx.Rngs(0))
     before = jax.tree.map(lambda x: x, nnx.as_pure(nnx.state(model)))

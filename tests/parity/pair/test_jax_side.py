@@ -88,6 +88,7 @@ def test_in_float64_nothing_is_computed_in_less() -> None:
     assert (model.config, model.linear.dtype) == (Config(), jnp.float32)
 
 
+@pytest.mark.slow
 def test_in_bfloat16_only_what_asks_for_float32_stays_wide() -> None:
     side = JaxSide(Dtyped(nnx.Rngs(0)))
     recording = side.record(BATCH, "bfloat16")

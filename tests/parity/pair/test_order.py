@@ -57,6 +57,7 @@ def test_rounding_that_only_another_order_shows_raises_the_floor() -> None:
         assert 1e-5 < row.floor < 1e-3, row
 
 
+@pytest.mark.slow
 def test_no_calls_are_replaced_and_the_gradients_are_those_of_the_batch() -> None:
     sides = TorchSide(TorchMLP().eval(), torch_loss), JaxSide(JaxMLP(), jax_loss)
     runs, found = other_order(*sides, BATCH)
@@ -71,6 +72,7 @@ def test_no_calls_are_replaced_and_the_gradients_are_those_of_the_batch() -> Non
         np.testing.assert_array_equal(recorded.inputs[other], BATCH)
 
 
+@pytest.mark.fast_cases("loss1")
 @pytest.mark.parametrize("loss", [None, (torch_loss, jax_loss)])
 def test_a_model_that_takes_a_rows_place_for_its_content_is_named(loss: Any) -> None:
     report = both(linear, by_place, loss=loss, steps=0)
@@ -96,6 +98,7 @@ def test_a_probes_numbers_go_with_their_rows() -> None:
     assert in_rows(numbers, None) is numbers
 
 
+@pytest.mark.slow
 def test_one_row_has_one_order() -> None:
     _, found = other_order(TorchSide(TorchMLP().eval()), JaxSide(JaxMLP()), BATCH[:1])
     assert found == Reordered()

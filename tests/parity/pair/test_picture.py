@@ -27,6 +27,7 @@ def test_picture_is_a_png(report: ParityReport, tmp_path: Path) -> None:
     assert 1000 < width < 4000
 
 
+@pytest.mark.fast_cases("True-faults0")
 @pytest.mark.parametrize("faults", [(0, 40), tuple(range(80))])
 @pytest.mark.parametrize("dense", [False, True])
 def test_labels_of_eighty_layers_do_not_overlap(faults: tuple[int, ...], dense: bool) -> None:

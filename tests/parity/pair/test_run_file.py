@@ -141,7 +141,7 @@ def save(folder: Path, kind: str, seed: int) -> str:
     return "tree"
 
 
-@pytest.mark.fast_cases("torch-orbax")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch", "jax", "orbax"])
 @pytest.mark.parametrize("side", ["torch", "jax"])
 def test_a_checkpoint_of_either_convention_goes_into_either_model(folder: Path, kind: str, side: str) -> None:

@@ -140,7 +140,7 @@ def test_a_scale_shows_what_small_weights_hide() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in pair.torch_model.state_dict().items())
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("None-jax")
 @pytest.mark.parametrize("weights", ["own", "torch", "jax"])
 @pytest.mark.parametrize("scale", [None, 3.7])
 def test_models_are_bit_for_bit_as_before(weights: Any, scale: float | None) -> None:

@@ -101,7 +101,7 @@ def _floats_in_memory() -> dict[int, Any]:
     return {id(one): one for one in (*found, *arrays)}
 
 
-@pytest.mark.fast_cases("jax")
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1], ids=["torch", "jax"])
 def test_nothing_that_a_rerun_needs_is_in_memory(number: int) -> None:
     """Neither the copy's weights nor the arguments of calls."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -115,11 +116,18 @@ def _chunk(tensor: torch.Tensor, chunks: int, dim: int, index: int) -> torch.Ten
     return found[index] if index < len(found) else tensor.narrow(dim, 0, 0)
 
 
-def placed(seed: int = 0, cuts: Sequence[Cut] = CUTS) -> Iterator[tuple[Cut, torch.Tensor, RowDTensor]]:
-    """Every shape under every one of ``cuts``."""
-    for cut in cuts:
+def placed(
+    seed: int = 0, cuts: Sequence[Cut] = CUTS, few: bool = False
+) -> Iterator[tuple[Cut, torch.Tensor, RowDTensor]]:
+    """Every shape under every one of ``cuts``; with ``few`` every third, other ones under each."""
+    for number, cut in enumerate(cuts):
         mesh = cut.mesh()
         for index, shape in enumerate(SHAPES):
-            if cut.fits(shape):
+            if cut.fits(shape) and not (few and (index + number) % 3):
                 full = values(shape, seed + index)
                 yield cut, full, place(full, cut, mesh)
+
+
+FEW = pytest.mark.parametrize(
+    "few", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["some shapes", "all shapes"]
+)

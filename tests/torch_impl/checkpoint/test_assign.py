@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import torch_impl
 from tests.support.ranks import RankGroup
-from tests.support.torch_impl.dtensor_cuts import placed
+from tests.support.torch_impl.dtensor_cuts import FEW, placed
 from tests.support.torch_impl.toy import (
     Toy,
     assert_same_weights,
@@ -249,9 +249,9 @@ def test_a_unit_below_a_plain_module_is_loaded_with_it(ranks: RankGroup) -> None
     ranks.run(2, below_a_plain_module)
 
 
-def made_from_whole() -> None:
+def made_from_whole(few: bool) -> None:
     torch_impl.fully_shard(nn.Linear(1, 1))
-    for cut, full, tensor in placed():
+    for cut, full, tensor in placed(few=few):
         mesh, placements = tensor.device_mesh, tensor.placements
         if not cut.axes and not any(type(one).__name__ == "FusedShard" for one in placements):
             continue
@@ -287,13 +287,14 @@ def made_from_whole() -> None:
         distribute_tensor(torch.ones(3, 3), mesh, [RowShard((0, 1, 1, 3, 4))])
 
 
-def test_distribute_tensor_takes_the_rows_of_the_first_ranks_tensor(ranks: RankGroup) -> None:
-    ranks.run(4, made_from_whole)
+@FEW
+def test_distribute_tensor_takes_the_rows_of_the_first_ranks_tensor(ranks: RankGroup, few: bool) -> None:
+    ranks.run(4, made_from_whole, few)
 
 
-def made_from_local() -> None:
+def made_from_local(few: bool) -> None:
     torch_impl.fully_shard(nn.Linear(1, 1))
-    for cut, full, tensor in placed():
+    for cut, full, tensor in placed(few=few):
         mesh, placements = tensor.device_mesh, tensor.placements
         param = nn.Parameter(tensor)
         made = DTensor.from_local(param.to_local().detach(), mesh, placements)
@@ -340,8 +341,9 @@ def made_from_local() -> None:
             attempt()
 
 
-def test_from_local_is_the_inverse_of_to_local(ranks: RankGroup) -> None:
-    ranks.run(4, made_from_local)
+@FEW
+def test_from_local_is_the_inverse_of_to_local(ranks: RankGroup, few: bool) -> None:
+    ranks.run(4, made_from_local, few)
 
 
 def test_names_are_bound_anew_in_modules_and_in_functions_that_have_other_globals(

@@ -21,6 +21,7 @@ CASES = [
 ]
 
 
+@pytest.mark.fast_cases("2-stock-no_shard", "1-zoo-optim")
 @pytest.mark.parametrize(("world", "kind", "strategy"), CASES)
 def test_an_asynchronous_save_writes_the_files_of_a_synchronous_one_while_steps_go_on(
     ranks, tmp_path, world, kind, strategy

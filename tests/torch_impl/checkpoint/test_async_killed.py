@@ -21,6 +21,7 @@ def references(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list
     return [Reference(zygote, tmp_path_factory.mktemp("whole"), world) for world in (1, 2)]
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_some_instants_loses_nothing_committed_and_goes_on(
     tmp_path: Path, zygote: Zygote, references: list[Reference]
 ) -> None:

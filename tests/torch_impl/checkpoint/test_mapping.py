@@ -41,6 +41,7 @@ def mapping(tmp_path: Path) -> str:
 KINDS = {"decoder": ("decoder", "jax"), "fused": ("", "split")}
 
 
+@pytest.mark.fast_cases("decoder-optim_grads_params-float16-2")
 @pytest.mark.parametrize(
     ("kind", "strategy", "dtype", "world"),
     [

@@ -50,7 +50,7 @@ def test_a_replicated_run_is_written_once_and_by_all_ranks_together(ranks, tmp_p
     assert max(together.values()) < 0.6 * alone
 
 
-@pytest.mark.fast_cases("optim_grads-4", "no_shard-1")
+@pytest.mark.fast_cases("no_shard-1")
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("strategy", jobs.STRATEGIES)
 def test_saving_before_the_first_step_changes_nothing_and_loads_as_zero_moments(

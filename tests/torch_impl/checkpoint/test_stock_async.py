@@ -85,6 +85,7 @@ def goes_on(path: str, strategy: str) -> None:
         )
 
 
+@pytest.mark.fast_cases("thread-no_shard")
 @copies_shapes
 @pytest.mark.parametrize(
     ("how", "strategy"),

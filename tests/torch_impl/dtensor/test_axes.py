@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.support.ranks import RankGroup
-from tests.support.torch_impl.dtensor_cuts import CUTS, Cut, place, placed, values
+from tests.support.torch_impl.dtensor_cuts import CUTS, FEW, Cut, place, placed, values
 from torch_impl.comm.mesh import shard_index
 from torch_impl.dtensor.local import (
     is_partial,
@@ -30,8 +30,8 @@ def box_of(full: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...])
     return full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
 
 
-def structure() -> None:
-    for cut, full, tensor in placed():
+def structure(few: bool) -> None:
+    for cut, full, tensor in placed(few=few):
         assert torch.equal(tensor.full_tensor(), full), cut
         mesh = tensor.device_mesh
         everywhere = tensor.redistribute(placements=[Replicate()] * mesh.ndim)
@@ -54,8 +54,11 @@ def structure() -> None:
         )
 
 
-def test_boxes_cover_each_element_once_per_replica_and_full_tensor_is_bitwise_right(ranks: RankGroup) -> None:
-    ranks.run(4, structure)
+@FEW
+def test_boxes_cover_each_element_once_per_replica_and_full_tensor_is_bitwise_right(
+    ranks: RankGroup, few: bool
+) -> None:
+    ranks.run(4, structure, few)
 
 
 def literal_shards() -> list[object]:
@@ -83,8 +86,8 @@ def test_the_outer_coordinate_counts_fastest(ranks: RankGroup) -> None:
     ]
 
 
-def reductions() -> None:
-    for cut, full, tensor in placed():
+def reductions(few: bool) -> None:
+    for cut, full, tensor in placed(few=few):
         for order in (1.0, 2.0, 3.0, float("inf")):
             if full.numel():
                 want = torch.linalg.vector_norm(full, order)
@@ -104,12 +107,13 @@ def reductions() -> None:
             assert (everyone == got).all()
 
 
-def test_reductions_count_each_element_once_on_every_mesh(ranks: RankGroup) -> None:
-    ranks.run(4, reductions)
+@FEW
+def test_reductions_count_each_element_once_on_every_mesh(ranks: RankGroup, few: bool) -> None:
+    ranks.run(4, reductions, few)
 
 
-def element_wise() -> None:
-    for (cut, full, tensor), (_, full2, other) in zip(placed(), placed(seed=50), strict=True):
+def element_wise(few: bool) -> None:
+    for (cut, full, tensor), (_, full2, other) in zip(placed(few=few), placed(seed=50, few=few), strict=True):
         for got, want in (
             (tensor * 2 + other, full * 2 + full2),
             (tensor.clone().copy_(full2), full2),
@@ -120,12 +124,13 @@ def element_wise() -> None:
             torch.testing.assert_close(got.full_tensor(), want)
 
 
-def test_element_wise_operators_and_copies_are_right_on_every_mesh(ranks: RankGroup) -> None:
-    ranks.run(4, element_wise)
+@FEW
+def test_element_wise_operators_and_copies_are_right_on_every_mesh(ranks: RankGroup, few: bool) -> None:
+    ranks.run(4, element_wise, few)
 
 
-def mixed_clipping() -> None:
-    grads = [(full, tensor) for _, full, tensor in placed() if full.numel()]
+def mixed_clipping(few: bool) -> None:
+    grads = [(full, tensor) for _, full, tensor in placed(few=few) if full.numel()]
     for foreach in (None, True, False):
         for norm_type in (1.0, 2.0, float("inf")):
             clip(grads, foreach, norm_type)
@@ -151,8 +156,9 @@ def clip(grads: list[tuple[torch.Tensor, RowDTensor]], foreach: bool | None, nor
         torch.testing.assert_close(grad, reference.grad)
 
 
-def test_gradients_of_all_meshes_and_plain_ones_are_clipped_together(ranks: RankGroup) -> None:
-    ranks.run(4, mixed_clipping)
+@FEW
+def test_gradients_of_all_meshes_and_plain_ones_are_clipped_together(ranks: RankGroup, few: bool) -> None:
+    ranks.run(4, mixed_clipping, few)
 
 
 def empty_norms(foreach: bool) -> None:

@@ -84,6 +84,7 @@ def train(
 USUAL = (torch.optim.SGD, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adafactor)
 
 
+@pytest.mark.fast_cases("SGD0", "RMSprop9")
 @pytest.mark.parametrize(
     "case",
     [
@@ -152,6 +153,7 @@ def scale_gradients(form: dict[str, bool], unscale: bool) -> None:
                 torch.testing.assert_close(whole(mine), param.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fast_cases("{'fused': True}-True", "{'foreach': True}-False")
 @pytest.mark.parametrize("unscale", [True, False])
 @pytest.mark.parametrize("form", [{"foreach": True}, {"fused": True}], ids=str)
 def test_gradient_scaling_skips_the_step_of_all_ranks_when_one_overflows(

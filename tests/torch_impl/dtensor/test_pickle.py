@@ -17,16 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
 from tests.support.ranks import RankGroup
-from tests.support.torch_impl.dtensor_cuts import placed
+from tests.support.torch_impl.dtensor_cuts import FEW, placed
 from tests.support.torch_impl.toy import Toy, assert_same_weights, batch, mse, sharded_toy, whole
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.placement import RowShard
 from torch_impl.dtensor.tensor import RowDTensor
 
 
-def copies(path: str) -> None:
+def copies(path: str, few: bool) -> None:
     file = Path(path) / f"rank-{dist.get_rank()}"
-    for cut, full, tensor in placed():
+    for cut, full, tensor in placed(few=few):
         for given in (tensor, nn.Parameter(tensor), nn.Parameter(tensor, requires_grad=False)):
             torch.save({"weight": given}, file)
             for made in (
@@ -53,10 +53,11 @@ def copies(path: str) -> None:
     assert (stack, stack.shape) == (RowShard((0, 1, 1, 3, 6)), (2, 3, 4))
 
 
+@FEW
 def test_pickles_and_deep_copies_are_like_the_tensor_in_memory_of_their_own(
-    ranks: RankGroup, tmp_path: Path
+    ranks: RankGroup, tmp_path: Path, few: bool
 ) -> None:
-    ranks.run(4, copies, str(tmp_path))
+    ranks.run(4, copies, str(tmp_path), few)
 
 
 def model_of(kind: str) -> nn.Module:
@@ -118,6 +119,7 @@ def resumed(kind: str, optimizer: str, path: str, assign: bool) -> list[torch.Te
     return [param.full_tensor().detach().float() for param in model.parameters()]
 
 
+@pytest.mark.fast_cases("sharded-main", "remainders-main", "sharded-float8")
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     [

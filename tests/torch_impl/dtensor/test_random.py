@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import init
 
 from tests.support.ranks import RankGroup
-from tests.support.torch_impl.dtensor_cuts import CUTS, Cut, place, placed
+from tests.support.torch_impl.dtensor_cuts import CUTS, FEW, Cut, place, placed
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.tensor import RowDTensor
 
@@ -34,9 +34,9 @@ IN_PLACE: list[Callable[[torch.Tensor], Any]] = [
 OF_MATRICES = [init.kaiming_uniform_, init.kaiming_normal_, init.xavier_uniform_, init.xavier_normal_]
 
 
-def drawn_on_every_mesh() -> None:
+def drawn_on_every_mesh(few: bool) -> None:
     for index, fill in enumerate(IN_PLACE + OF_MATRICES):
-        for cut, full, tensor in placed(cuts=CUTS if index == 0 else CUTS[2:3]):
+        for cut, full, tensor in placed(cuts=CUTS if index == 0 else CUTS[2:3], few=few):
             if fill in OF_MATRICES and (full.ndim < 2 or not full.numel()):
                 continue
             torch.manual_seed(3)
@@ -50,8 +50,9 @@ def drawn_on_every_mesh() -> None:
             assert torch.equal(tensor.full_tensor(), want), cut
 
 
-def test_every_rank_holds_its_rows_of_what_a_single_process_draws(ranks: RankGroup) -> None:
-    ranks.run(4, drawn_on_every_mesh)
+@FEW
+def test_every_rank_holds_its_rows_of_what_a_single_process_draws(ranks: RankGroup, few: bool) -> None:
+    ranks.run(4, drawn_on_every_mesh, few)
 
 
 def seeded_otherwise() -> None:

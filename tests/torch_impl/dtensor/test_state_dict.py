@@ -77,6 +77,7 @@ def sharded_round_trip(cpu_offload: bool) -> None:
     torch.testing.assert_close(other(torch.arange(4)), model(torch.arange(4)))
 
 
+@pytest.mark.fast_cases("True")
 @pytest.mark.parametrize("cpu_offload", [False, True])
 def test_sharded_state_dicts_load_what_they_saved(ranks: RankGroup, cpu_offload: bool) -> None:
     ranks.run(3, sharded_round_trip, cpu_offload)
@@ -103,7 +104,7 @@ def whole_round_trip(broadcast: bool, strategy: str) -> None:
     assert_same_weights(model, reference)
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases("True-no_shard")
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_whole_state_dicts_load(ranks: RankGroup, broadcast: bool, strategy: str) -> None:
@@ -250,6 +251,13 @@ def from_the_first_rank(theirs: bool, elsewhere: str, empty: bool, strategy: str
         torch.testing.assert_close(param.full_tensor().detach(), want.detach(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.fast_cases(
+    "True-cpu-False-None",
+    "False-meta-False-optim",
+    "False-meta-True-no_shard",
+    "False-cpu-False-None",
+    "False-meta-True-None",
+)
 @pytest.mark.parametrize(
     ("theirs", "elsewhere", "empty", "strategy"),
     [

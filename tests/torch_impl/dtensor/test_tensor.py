@@ -410,6 +410,7 @@ def plain_dcp_load(path: str, strategy: str) -> None:
     torch.testing.assert_close(model(tokens), Toy()(tokens))
 
 
+@pytest.mark.slow
 def test_plain_dcp_saves_and_loads_state_dicts_across_rank_counts(ranks: RankGroup, tmp_path: Path) -> None:
     for world in (4, 3):
         path = tmp_path / f"from-{world}"

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing import assert_close
 
 from tests.support.ranks import RankGroup
-from tests.support.torch_impl.dtensor_cuts import CUTS, Cut, placed
+from tests.support.torch_impl.dtensor_cuts import CUTS, FEW, Cut, placed
 from tests.support.torch_impl.toy import sharded_toy, whole
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.placement import is_tensor_parallel
@@ -106,14 +106,14 @@ def parts(value: Any) -> list[Any]:
     return list(value) if isinstance(value, tuple | list) else [value]
 
 
-def tensors(cuts: list[Cut]) -> Iterator[tuple[Cut, torch.Tensor, RowDTensor]]:
-    for cut, full, tensor in placed(cuts=cuts):
+def tensors(cuts: list[Cut], few: bool) -> Iterator[tuple[Cut, torch.Tensor, RowDTensor]]:
+    for cut, full, tensor in placed(cuts=cuts, few=few):
         if full.ndim and full.numel():
             yield cut, full, tensor
 
 
-def views() -> None:
-    for cut, full, tensor in tensors(PLAIN):
+def views(few: bool) -> None:
+    for cut, full, tensor in tensors(PLAIN, few):
         for name, (dims, view) in VIEWS.items():
             if full.ndim not in dims:
                 continue
@@ -140,12 +140,15 @@ def views() -> None:
         assert not tensor[:0].split([])
 
 
-def test_views_that_keep_rows_are_those_of_whole_tensors_and_share_memory(ranks: RankGroup) -> None:
-    ranks.run(4, views)
+@FEW
+def test_views_that_keep_rows_are_those_of_whole_tensors_and_share_memory(
+    ranks: RankGroup, few: bool
+) -> None:
+    ranks.run(4, views, few)
 
 
-def made_values() -> None:
-    for cut, full, tensor in tensors(PLAIN):
+def made_values(few: bool) -> None:
+    for cut, full, tensor in tensors(PLAIN, few):
         for name, (dims, compute) in VALUES.items():
             if full.ndim in dims:
                 got, want = compute(tensor), compute(full)
@@ -164,14 +167,17 @@ def made_values() -> None:
                 )
 
 
-def test_reductions_along_a_dimension_and_new_tensors_are_those_of_whole_tensors(ranks: RankGroup) -> None:
-    ranks.run(4, made_values)
+@FEW
+def test_reductions_along_a_dimension_and_new_tensors_are_those_of_whole_tensors(
+    ranks: RankGroup, few: bool
+) -> None:
+    ranks.run(4, made_values, few)
 
 
 def refused() -> set[str]:
     """Names and answers of what is not refused as it should be."""
     faults = set()
-    for cut, full, tensor in tensors([cut for cut in PLAIN if cut.axes]):
+    for cut, full, tensor in tensors([cut for cut in PLAIN if cut.axes], few=False):
         for name, (dims, attempt) in REFUSED.items():
             if full.ndim not in dims or (full.ndim > 1 and min(full.shape) == 1):
                 continue

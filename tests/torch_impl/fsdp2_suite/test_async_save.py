@@ -66,6 +66,7 @@ def saved_in(engine: Engine, folder: Path) -> list[float]:
 CASES: list[Any] = [(saved_while_trained, (), 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     TorchVersion(torch.__version__) < "2.13.0a0", reason="torch's copies of sharded tensors lose their shape"
 )

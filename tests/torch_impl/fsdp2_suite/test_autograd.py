@@ -173,6 +173,9 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.fast_cases(
+    "unused_module-True-2", "hooks_of_gradients-2", "unused_module-False-2", "optimizer_in_backward-2"
+)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_autograd(ranks: RankGroup, case: Case) -> None:
     agree(ranks, case)

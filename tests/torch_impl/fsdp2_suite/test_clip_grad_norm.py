@@ -89,6 +89,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.fast_cases("not_finite-2", "clipped-2.0-True-False-True-2")
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_clip_grad_norm(ranks: RankGroup, case: Case) -> None:
     agree(ranks, case)

@@ -145,6 +145,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.fast_cases("toggled-2", "several_forwards-False-2", "counted-2", "in_one_group-False-True-2")
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_frozen(ranks: RankGroup, case: Case) -> None:
     agree(ranks, case)

@@ -255,6 +255,16 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.fast_cases(
+    "reduction_of_another_dtype-2",
+    "norms_apart-bf16-2",
+    "accumulated-none-bf16-2",
+    "forward_derivative-False-2",
+    "outputs-fp32-2",
+    "dtypes_in_forward-True-2",
+    "as_given-2",
+    "structured-2",
+)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_mixed_precision(ranks: RankGroup, case: Case) -> None:
     agree(ranks, case)

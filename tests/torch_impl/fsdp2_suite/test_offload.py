@@ -152,6 +152,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.fast_cases("no_policy-2", "reference_model-2", "where-2")
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_offload(ranks: RankGroup, case: Case) -> None:
     agree(ranks, case)

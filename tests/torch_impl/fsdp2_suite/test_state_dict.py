@@ -249,6 +249,9 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.fast_cases(
+    "into_meta-2", "plain_values-2", "extra_keys-2", "whole_state_dict-True-True-2", "round_trip-True-False-2"
+)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_state_dict(ranks: RankGroup, case: Case) -> None:
     agree(ranks, case)

@@ -464,6 +464,16 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.fast_cases(
+    "unused-2",
+    "several_forwards-2",
+    "one_group-13-2",
+    "tied-True-2",
+    "shared_streams-2",
+    "microbatches-all-True-False-False-2",
+    "recomputed-wrapper-True-2",
+    "explicit_prefetch-2",
+)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_training(ranks: RankGroup, case: Case) -> None:
     agree(ranks, case)

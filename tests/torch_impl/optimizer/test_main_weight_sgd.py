@@ -50,7 +50,9 @@ def bitwise(strategy: str, name: str) -> int:
     return sum(local_of(param).numel() == 0 for param in model.parameters())
 
 
-@pytest.mark.each_value
+@pytest.mark.fast_cases(
+    "optim_grads_params-momentum", "no_shard-dampening", "no_shard-maximize", "no_shard-nesterov"
+)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_updates_equal_sgd_of_whole_tensors_bit_for_bit(ranks: RankGroup, strategy: str, name: str) -> None:

@@ -281,7 +281,7 @@ def load(path: str, dtype: torch.dtype, strategy: str) -> dict[str, torch.Tensor
     return loaded
 
 
-@pytest.mark.fast_cases("dtype2-optim_grads_params")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "strategy"),
     [

@@ -67,7 +67,7 @@ def peak_beyond_rest(numel: int, dtype: torch.dtype) -> int:
     return live.peak - live.rest
 
 
-@pytest.mark.fast_cases("dtype3")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_an_update_needs_memory_for_one_chunk_whatever_the_size(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype

@@ -76,6 +76,7 @@ def trained(shape: tuple[int, ...], strategy: str) -> None:
     assert_same_weights(model, reference)
 
 
+@pytest.mark.fast_cases("shape0-no_shard", "shape3-optim_grads_params")
 @pytest.mark.parametrize(("shape", "strategy"), STRATEGIES)
 def test_whole_matrices_train_as_on_one_device(
     ranks: RankGroup, shape: tuple[int, ...], strategy: str

@@ -40,6 +40,7 @@ def trains(mesh: dict[str, int | str], microbatches: int, fused: bool, options: 
     assert local_of(w13).numel() < w13.numel() / int(mesh["tp"]) + 1
 
 
+@pytest.mark.fast_cases("mesh0-1-False-options0", "mesh3-2-True-options3")
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "fused", "options"),
     [
@@ -90,6 +91,7 @@ def ends_cut(style: str) -> int:
     return sum(calls for (unit, _), calls in count.calls_of.items() if unit == "activations")
 
 
+@pytest.mark.fast_cases("rowwise")
 @pytest.mark.parametrize("style", ["colwise", "rowwise"])
 def test_embedding_and_output_layer_may_be_cut(ranks: RankGroup, style: str) -> None:
     # Two sums forward and two backward for each layer, and the ends' own: colwise, output gathered and input's
@@ -137,6 +139,7 @@ def continued(path: str, plain: str, mesh: dict[str, int | str]) -> None:
         assert torch.equal(torch_impl.full_tensor(param), want), name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_of_the_axis_is_loaded_on_one_two_and_four(
     ranks: RankGroup, tmp_path: Path
 ) -> None:

@@ -167,9 +167,7 @@ FLATTENS = pytest.mark.skipif(
 )
 
 
-@pytest.mark.fast_cases(
-    "attention", "whole input", "sequential", "embedding by rows", "linear on DTensors", "experts", "two axes"
-)
+@pytest.mark.fast_cases("attention", "embedding by rows", "linear on DTensors")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=FLATTENS if name in ("a dimension", "two axes") else ()) for name in CASES],

@@ -44,6 +44,7 @@ def train(align: Any, strategy: str) -> None:
         assert_same_weights(model, reference)
 
 
+@pytest.mark.fast_cases("auto-2-no_shard", "128-2-optim_grads_params", "24-3-optim_grads_params")
 @pytest.mark.parametrize(
     ("align", "world", "strategy"),
     [
@@ -83,6 +84,7 @@ def load_and_go_on(align: Any, path: str) -> None:
         assert_same_weights(model, reference)
 
 
+@pytest.mark.fast_cases("3-128-2-1")
 @pytest.mark.parametrize(
     ("saver", "saved", "loader", "loaded"), [(2, 1, 3, 128), (3, 128, 2, 1), (2, "auto", 4, 128)]
 )

@@ -286,7 +286,7 @@ def load_run(strategy: str, grain: str, path: str) -> None:
         assert_same_weights(model, reference)
 
 
-@pytest.mark.fast_cases("2-row-4-block", "2-tensor-3-row")
+@pytest.mark.fast_cases("2-tensor-3-row")
 @pytest.mark.parametrize(
     ("saver", "saved_as", "loader", "loaded_as"),
     [(3, "row", 2, "row"), (2, "row", 4, "block"), (2, "block", 3, "mapping"), (2, "tensor", 3, "row")],

@@ -67,6 +67,7 @@ def train(how: str, strategy: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.fast_cases("function before-optim_grads_params")
 @pytest.mark.parametrize(
     ("how", "strategy"),
     [
@@ -98,5 +99,6 @@ def whole_model() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_whole_sharded_model_may_be_compiled(ranks: RankGroup) -> None:
     ranks.run(2, whole_model)

@@ -106,6 +106,7 @@ def tensor_parallel(strategy: str, fused: bool) -> list[str]:
     return [type(placement).__name__ for placement in up.placements]
 
 
+@pytest.mark.fast_cases("optim", "optim_grads_params")
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_tensor_parallel_parameters_are_sharded_once_more(ranks: RankGroup, strategy: str) -> None:
     rows = "Replicate" if strategy == "no_shard" else "RowShard"
@@ -141,6 +142,7 @@ def three_axes(strategy: str) -> None:
     assert_trains_like_one_process(model, mesh["outer"].get_local_rank(), 2, True)
 
 
+@pytest.mark.fast_cases("hsdp")
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
 def test_two_data_parallel_axes_and_a_tensor_parallel_one(ranks: RankGroup, strategy: str) -> None:
     ranks.run(WORLD, three_axes, strategy)
@@ -183,6 +185,7 @@ def load_on_data_parallel(path: str, plain: str) -> tuple[dict[str, torch.Tensor
     return first, second
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_tensor_parallel_and_data_parallel(ranks: RankGroup, tmp_path: Path) -> None:
     ours, plain = str(tmp_path / "ours"), str(tmp_path / "plain")
     ranks.run(WORLD, save_tensor_parallel, ours, plain)

@@ -140,6 +140,7 @@ def halves() -> None:
         assert_trained_alike(model, reference)
 
 
+@pytest.mark.fast_cases("2")
 @pytest.mark.parametrize("world", [2, 4])
 def test_weights_gathered_by_their_own_say_train_as_with_fsdp2(ranks: RankGroup, world: int) -> None:
     ranks.run(world, halves)

@@ -82,7 +82,7 @@ def test_gradients_on_two_axes(ranks: RankGroup, strategy: str, gather: str) -> 
     ranks.run(4, train, {"strategy": strategy}, (2, 2), gather, 2)
 
 
-@pytest.mark.fast_cases("mxfp8")
+@pytest.mark.slow
 @pytest.mark.parametrize("gather", GATHERS)
 def test_prefetch_changes_nothing(ranks: RankGroup, gather: str) -> None:
     ranks.run(2, train, {"prefetch": 0}, (2,), gather, 1)

@@ -72,6 +72,12 @@ def routed(shape: tuple[int, ...], strategy: str, mark: str, recompute: bool) ->
     assert_same_weights(model, reference)
 
 
+@pytest.mark.fast_cases(
+    "shape0-no_shard-set_is_last_backward",
+    "shape1-optim-set_requires_gradient_sync",
+    "shape5-hfsdp-set_is_last_backward",
+    "shape3-optim_grads_params-set_requires_gradient_sync",
+)
 @pytest.mark.parametrize("mark", ["set_requires_gradient_sync", "set_is_last_backward"])
 @pytest.mark.parametrize(
     ("shape", "strategy"), [((4,), one) for one in ONE_AXIS] + [((2, 2), one) for one in ("hsdp", "hfsdp")]
@@ -82,6 +88,7 @@ def test_a_unit_unused_in_the_last_microbatch_has_its_gradients_reduced(
     ranks.run(WORLD, routed, shape, strategy, mark, False)
 
 
+@pytest.mark.slow
 def test_also_when_units_are_recomputed_in_nested_backwards(ranks: RankGroup) -> None:
     ranks.run(WORLD, routed, (4,), "optim_grads_params", "set_requires_gradient_sync", True)
 

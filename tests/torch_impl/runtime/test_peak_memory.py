@@ -47,6 +47,7 @@ def measured(strategy: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
     return live.rest, live.peak, live.left
 
 
+@pytest.mark.fast_cases("optim_grads_params-shape0-0.0-0.5", "hsdp-shape2-0.0-1.0")
 @pytest.mark.parametrize(
     ("strategy", "shape", "compute", "main"),
     [
@@ -97,6 +98,7 @@ def recomputed(units: int) -> int:
     return live.peak - live.rest
 
 
+@pytest.mark.fast_cases("2")
 @pytest.mark.parametrize("units", [2, 8])
 def test_units_inside_a_recomputed_one_are_all_there_when_its_backward_begins(
     ranks: RankGroup, units: int
@@ -135,6 +137,7 @@ def storages() -> list[torch.UntypedStorage]:
 KINDS = (torch.Tensor, nn.Parameter)
 
 
+@pytest.mark.fast_cases("False-optim_grads_params", "True-no_shard")
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads", "optim_grads_params"])
 @pytest.mark.parametrize("pending", [False, True])
 def test_a_deleted_model_frees_its_storages_without_the_garbage_collector(

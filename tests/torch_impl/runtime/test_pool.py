@@ -96,7 +96,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.fast_cases("plain", "accumulating", "crossing")
+@pytest.mark.fast_cases("crossing")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_departs_from_its_plan_gets_the_same_results_as_without(
     ranks: RankGroup, name: str
@@ -104,6 +104,7 @@ def test_a_program_that_departs_from_its_plan_gets_the_same_results_as_without(
     ranks.run(WORLD, compare_with_and_without, name, "float32")
 
 
+@pytest.mark.slow
 def test_low_precision_buffers_are_pooled_with_the_same_results(ranks: RankGroup) -> None:
     ranks.run(WORLD, compare_with_and_without, "accumulating", "bfloat16")
 

@@ -30,6 +30,7 @@ def compare_steps(program: Program) -> None:
             assert_same_weights(player.model, plain.model, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
 def test_random_programs_equal_plain_replicas(ranks: RankGroup, seeds: range, world: int) -> None:

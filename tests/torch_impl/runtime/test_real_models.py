@@ -98,6 +98,7 @@ def assert_as_unsharded(name: str, world: int, losses: list[float], weights: dic
         )
 
 
+@pytest.mark.fast_cases("gpt2-optim-2-MainWeightAdamW", "vit-optim-2-MainWeightAdamW")
 @pytest.mark.parametrize(("name", "strategy", "shape", "optimizer"), cases())
 def test_ten_steps_equal_those_of_the_unsharded_model(
     ranks: RankGroup, name: str, strategy: str, shape: tuple[int, ...], optimizer: str
@@ -107,6 +108,7 @@ def test_ten_steps_equal_those_of_the_unsharded_model(
         assert_as_unsharded(name, world, losses, weights)
 
 
+@pytest.mark.fast_cases("optim_grads_params-True")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("strategy", ["optim_grads_params", pytest.param("optim", marks=pytest.mark.slow)])
 def test_gradient_checkpointing_of_a_llama_changes_nothing(

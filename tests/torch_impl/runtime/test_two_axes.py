@@ -91,7 +91,7 @@ def train(
     assert_at_rest(model)
 
 
-@pytest.mark.fast_cases("3 steps-0-0-0", "3 steps-2-2-2")
+@pytest.mark.fast_cases("3 steps-2-2-2")
 @pytest.mark.parametrize(("parameters", "gradients", "optimizer"), COMBINATIONS)
 def test_every_combination_trains_like_one_process(
     ranks: RankGroup, parameters: int, gradients: int, optimizer: int, steps: int
@@ -133,6 +133,7 @@ def mixed(microbatches: int) -> None:
         reference.zero_grad()
 
 
+@pytest.mark.slow
 def test_units_may_differ_and_microbatches_be_marked_in_any_way(ranks: RankGroup) -> None:
     ranks.run(WORLD, mixed, 4)
 

@@ -124,10 +124,8 @@ def trained(shape: tuple[int, ...], strategy: str, mark: str, main: bool, **opti
 
 @pytest.mark.fast_cases(
     "shape0-no_shard-set_is_last_backward",
-    "shape1-optim-set_is_last_backward",
-    "shape3-optim_grads_params-set_requires_all_reduce",
     "shape5-hfsdp-set_requires_gradient_sync",
-    "shape6-no_shard-set_requires_all_reduce",
+    "shape1-optim-set_is_last_backward",
 )
 @pytest.mark.parametrize("mark", MARKS)
 @pytest.mark.parametrize(("shape", "strategy"), SHAPES)
@@ -142,7 +140,7 @@ def trained_offloaded(strategy: str) -> None:
     trained((2, 2), strategy, "set_is_last_backward", False, offload_policy=policy)
 
 
-@pytest.mark.fast_cases("hfsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
 def test_also_with_main_weights_on_the_host(ranks: RankGroup, strategy: str) -> None:
     ranks.run(WORLD, trained_offloaded, strategy)
@@ -164,7 +162,7 @@ def low(reduce: torch.dtype, shape: tuple[int, ...], strategy: str) -> None:
             one.zero_grad()
 
 
-@pytest.mark.fast_cases("shape1-hsdp-reduce0")
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("shape", "strategy"), [((4,), "optim_grads_params"), ((2, 2), "hsdp"), ((4,), "no_shard")]

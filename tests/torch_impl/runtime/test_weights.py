@@ -327,7 +327,7 @@ def bytes_at_rest_of(strategy: str, low: bool) -> None:
         gc.unfreeze()
 
 
-@pytest.mark.fast_cases("optim-True", "optim_grads_params-False")
+@pytest.mark.fast_cases("optim_grads_params-False")
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bytes_at_rest_are_exactly_those_of_the_strategy(ranks: RankGroup, strategy: str, low: bool) -> None:
