@@ -1,4 +1,4 @@
-"""Every byte of small files of torch.save, NumPy and flax, flipped: refused by name, or converted with no other harm."""
+"""Flips in every byte of small files of torch.save, NumPy and flax: refused by name, or converted without harm."""
 
 from __future__ import annotations
 
@@ -47,11 +47,19 @@ def save(path: Path) -> Path:
 
 
 def flips(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Files with one bit changed, and the number of that bit: one or two of each byte, and in turn each of the eight."""
+    """Files with one bit changed, and the number of that bit: one or two of each byte, each of the eight in turn."""
     for place in range(0, 8 * len(data), 7):
         changed = bytearray(data)
         changed[place // 8] ^= 1 << place % 8
         yield place, bytes(changed)
+
+
+def refusal(source: Path, target: Path, to: str) -> str:
+    try:
+        convert(source, target, to=to, workers=1)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("end", ["pt", "npz", "deflated.npz"])
@@ -63,10 +71,9 @@ def test_each_flip_is_refused_or_changes_nothing(tmp_path: Path, end: str) -> No
     for place, changed in flips(data):
         source.write_bytes(changed)
         shutil.rmtree(copy)
-        try:
-            convert(source, copy, to="dcp", workers=1)
-        except CheckpointError as error:
-            assert str(source) in str(error), place
+        said = refusal(source, copy, "dcp")
+        if said:
+            assert str(source) in said, place
             assert [*tmp_path.iterdir()] == [source], place
             copy.mkdir()
             refused += 1
@@ -81,10 +88,9 @@ def test_each_flip_of_msgpack_is_refused_or_read_as_flax_reads_it(tmp_path: Path
     data = source.read_bytes()
     for place, changed in flips(data):
         source.write_bytes(changed)
-        try:
-            convert(source, copy, to="orbax", workers=1)
-        except CheckpointError as error:
-            assert str(source) in str(error), place
+        said = refusal(source, copy, "orbax")
+        if said:
+            assert str(source) in said, place
             assert [*tmp_path.iterdir()] == [source], place
             continue
         shutil.rmtree(copy)

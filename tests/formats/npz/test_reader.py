@@ -200,7 +200,7 @@ def test_a_directory_of_more_or_fewer_members_than_it_says_is_refused(tmp_path: 
     end = data.rfind(b"PK\5\6")
     assert data[end + 8 : end + 12] == b"\3\0\3\0"
     (tmp_path / "a.npz").write_bytes(data[: end + 10] + bytes([count, 0]) + data[end + 12 :])
-    with pytest.raises(CheckpointError, match=rf"a\.npz: expected an archive of NumPy .* directory"):
+    with pytest.raises(CheckpointError, match=r"a\.npz: expected an archive of NumPy .* directory"):
         open_checkpoint(tmp_path / "a.npz")
 
 
