@@ -70,7 +70,6 @@ VISION = {
     "intermediate_size_for_vit": 20,
     "num_attention_heads_for_vit": 3,
     "num_hidden_layers_for_vit": 2,
-    "image_size_for_vit": 28,
 }
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -141,12 +140,12 @@ def _like_torch(family: str) -> str:
 
 def _with_vision(changes: dict[str, Any]) -> torch.nn.Module:
     vision = {"model_type": "siglip_vision_model", "hidden_size": 24, "intermediate_size": 20}
-    vision |= {"num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 28, "patch_size": 14}
+    vision |= {"num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 896, "patch_size": 14}
     # As the published models, whose vision tower has no pooling head.
     config = transformers.Gemma3Config(
         text_config=copy.deepcopy({**MODELS["gemma3"][1], **changes}),
         vision_config=vision | {"vision_use_head": False},
-        mm_tokens_per_image=4,
+        mm_tokens_per_image=256,
     )
     model = transformers.Gemma3ForConditionalGeneration(config).eval()
     randomize(model, 0, centre=0.0)
