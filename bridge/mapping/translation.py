@@ -164,7 +164,7 @@ class _Planner:
         follow = partial(followed, self.reader, paths, self.mapping, self.target, weights)
         paths, values = self._try(follow) or ({}, {})
         if any(outputs.values()):
-            values = values | self._empty_parts()
+            values = values | self._empty_parts([*(tensor.path for tensor in planned), *paths.values()])
         if self.problems:
             problems = self.problems.texts(self.mapping.name)
             shown = problems[:_MAX_PROBLEMS]
@@ -214,17 +214,19 @@ class _Planner:
             target = target.at(WEIGHT, target.states)
         return like_source(self.source, target)
 
-    def _empty_parts(self) -> dict[TreePath, object]:
+    def _empty_parts(self, taken: Sequence[TreePath]) -> dict[TreePath, object]:
         """The empty parts 1 and 2 of `optax.adamw`, where the moments are in part 0 of an otherwise unknown chain.
 
         These parts, weight decay and learning rate, hold nothing, but stock Orbax restores only chains of equal length.
+        A learning rate with a schedule has a count, which is among ``taken``, the paths that have something.
         """
         usual = self.mapping.conventions[self.target.name].states
         if self.to != "orbax" or not self.target.is_tree or self.target.states != usual:
             return {}
         match self.target.path_of("step"):
             case (*chain, 0, _):
-                return {(*chain, 1): None, (*chain, 2): None}
+                parts = [(*chain, 1), (*chain, 2)]
+                return {p: None for p in parts if not any(path[: len(p)] == p for path in taken)}
         return {}
 
     def _noted(self) -> dict[TreePath, object]:
