@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,7 +21,12 @@ def train(folder: Path, run: str, steps: int) -> list[float]:
     """The losses."""
     command = [ENVIRONMENT, maxtext_training.__file__, folder, run, steps]
     done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, check=False, cwd=folder, timeout=900
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": ""},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (folder / f"{run}.jsonl").read_text().splitlines()
