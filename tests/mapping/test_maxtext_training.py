@@ -34,6 +34,7 @@ def train(folder: Path, run: str, steps: int) -> list[float]:
 
 
 @pytest.mark.slow  # three processes with MaxText, of 20 s each
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(
     not ENVIRONMENT.exists(), reason="make maxtext installs MaxText, in an environment of its own"
 )
@@ -52,7 +53,8 @@ def test_training_goes_on_with_equal_losses(tmp_path: Path) -> None:
         assert "optimizer.state.layers.1.attention.qkv_linear.wqkv.weight.exp_avg_sq" in reader.tensors
     own, through = (train(tmp_path, run, 5)[-2:] for run in ("stock", "bridge"))
     assert own == through
-    assert len({*first, *own}) == 5
+    # The first step's learning rate is 0.
+    assert len({*first[1:], *own}) == 4
     assert (tmp_path / "bridge.jsonl").read_text().count("\n") == 2
     with (
         open_checkpoint(tmp_path / "stock" / "checkpoints" / "4") as theirs,
