@@ -40,10 +40,13 @@ test-programs: .venv-programs/.installed
 # MaxText, whose own trees tests/mapping/test_families_maxtext.py compares with (2 GB). It needs Python 3.12, which
 # PYTHON_MAXTEXT names where it is not found.
 maxtext: .venv-maxtext/.installed
-.venv-maxtext/.installed: tests/support/bridge/maxtext.txt tests/support/bridge/maxtext_needs.txt
+.venv-maxtext/.installed: tests/support/bridge/maxtext.txt tests/support/bridge/maxtext_0_2_4.txt \
+    tests/support/bridge/maxtext_needs.txt
 	python="$$($(PYTHON) tests/support/versions.py --interpreter maxtext)" && "$$python" -m venv .venv-maxtext
 	.venv-maxtext/bin/python -m pip install --quiet -r tests/support/bridge/maxtext_needs.txt
 	.venv-maxtext/bin/python -m pip install --quiet --no-deps --require-hashes -r tests/support/bridge/maxtext.txt
+	.venv-maxtext/bin/python -m pip install --quiet --no-deps --require-hashes --upgrade \
+	  --target .venv-maxtext/maxtext-0.2.4 -r tests/support/bridge/maxtext_0_2_4.txt
 	touch $@
 
 # Both ends of the versions that pyproject.toml allows, each in an environment of its own (several GB with CUDA's libraries).

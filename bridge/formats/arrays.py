@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from operator import mul
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
 from bridge.formats.crc32c import extend
+
+NUMBER: Final = re.compile(r"b1|[iu][1248]|f[248]|c8|c16")
+"""NumPy's codes of numbers, without their byte order. np.dtype raises TypeError for others, such as b8."""
 
 
 def raw_bytes(array: np.ndarray) -> np.ndarray:

@@ -10,41 +10,16 @@ reverse (a stack is taken apart)::
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
-from bridge.formats.base import TensorInfo, is_whole
-from bridge.mapping.entries import PAIR, Entry, Rule
+from bridge.formats.base import TensorInfo
+from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
-from bridge.mapping.expression import Affine, Alternative
-from bridge.mapping.open_axes import OpenAxes, equations_of, named
-from bridge.mapping.operations import Change, ChangedView, change
-from bridge.mapping.relation import Block, TensorView, identity
-from bridge.mapping.scales import scale_view
-
-Values = Mapping[str, int]
-View = TensorView | ChangedView
-
-LARGEST_STACK = 1 << 20
-"""A stack of empty layers may claim any number of them; one this large is a mistake."""
-
-
-@dataclass(frozen=True)
-class Axes:
-    """Axis sizes that are known without the source's shapes.
-
-    absent: why an axis of the table has no size, by axis. wanted: target tensors whose shapes are known, by weight;
-    they give sizes that stay open otherwise. asked: axes that the mapping's tables name, of which errors speak first.
-    """
-
-    sizes: Mapping[str, int]
-    alias: Mapping[str, str]
-    absent: Mapping[str, str]
-    wanted: Mapping[str, TensorInfo] = field(default_factory=dict)
-    asked: tuple[str, ...] = ()
+from bridge.mapping.instance import Axes, Instance, Plain, Values, View
+from bridge.mapping.open_axes import OpenAxes
+from bridge.mapping.padding import LeftOut
 
 
 def apply_rule(
@@ -79,15 +54,50 @@ def apply_with_scales(
     weights: Mapping[str, TensorInfo],
     *,
     moments: bool = False,
-) -> Iterator[tuple[str, View, View | None]]:
+) -> Iterator[tuple[str, View, Plain | None]]:
     """As `apply_rule`, of moments and of their ``scales``, by weight: each moment made with its scales, if it has any.
 
     An operation of the rule changes the scales alone, so the payload stays as it is. moments: the tensors are what an
     optimizer keeps, for which a rule may have entries of its own; sizes that these leave open follow from ``weights``.
     """
+    for instance in _instances(rule, source, target, tensors, scales, axes, power, weights, moments=moments):
+        yield from instance.outputs()
+
+
+def padding_left_out(
+    rule: Rule,
+    source: str,
+    target: str,
+    tensors: Mapping[str, TensorInfo],
+    axes: Axes,
+    weights: Mapping[str, TensorInfo],
+    *,
+    moments: bool = False,
+) -> Iterator[LeftOut]:
+    """What `apply_with_scales` leaves out as padding, where ``axes`` does not have the size of that, so far.
+
+    Raises as `apply_rule` does.
+    """
+    for instance in _instances(rule, source, target, tensors, {}, axes, 1, weights, moments=moments):
+        yield from instance.padding_left_out()
+
+
+def _instances(
+    rule: Rule,
+    source: str,
+    target: str,
+    tensors: Mapping[str, TensorInfo],
+    scales: Mapping[str, TensorInfo],
+    axes: Axes,
+    power: int,
+    weights: Mapping[str, TensorInfo],
+    *,
+    moments: bool,
+) -> Iterator[Instance]:
+    """The rule at each value of its shared indices."""
     if source in rule.cases or target in rule.cases:
         for case, own, limits in _cases(rule, source, target, tensors, axes, moments=moments):
-            yield from apply_with_scales(
+            yield from _instances(
                 case,
                 source,
                 target,
@@ -125,7 +135,7 @@ def apply_with_scales(
         beside = [
             (e, weights[n]) for e in usual if inputs != usual and (n := e.path.format(first)) in weights
         ]
-        yield from _Instance(
+        yield Instance(
             rule.between(source, target, moments=moments),
             inputs,
             outputs,
@@ -136,7 +146,7 @@ def apply_with_scales(
             axes,
             power,
             beside,
-        ).outputs()
+        )
 
 
 def _cases(
@@ -188,210 +198,3 @@ def _cases(
             "them"
         )
     yield from found
-
-
-@dataclass(frozen=True)
-class _Instance:
-    """A rule at fixed values ``at`` of the shared indices. ``counts``: sizes of the gathered indices.
-
-    beside: a weight for each of its entries, where ``inputs_`` are other entries, of moments.
-    """
-
-    rule: str
-    inputs_: tuple[Entry, ...]
-    outputs_: tuple[Entry, ...]
-    at: Values
-    counts: Values
-    tensors: Mapping[str, TensorInfo]
-    scales: Mapping[str, TensorInfo]
-    axes: Axes
-    power: int
-    beside: Sequence[tuple[Entry, TensorInfo]]
-
-    def outputs(self) -> Iterator[tuple[str, View, View | None]]:
-        infos = [self._infos(entry) for entry in self.inputs_]
-        first = infos[0][0]
-        for info in itertools.chain.from_iterable(infos):
-            if info.dtype != first.dtype:
-                raise self._error(
-                    f"expected one dtype, got {first.dtype} in {first.name} and {info.dtype} in {info.name}"
-                )
-        if self.inputs_[0].expression is None:
-            view = identity(first.name, first.shape, first.dtype)
-            changes = [self._change(self.inputs_[0], self.outputs_[0], self.axes.sizes)]
-            yield self.outputs_[0].path.format(self.at), *self._finished(view, changes)
-            return
-        sizes = self._sizes(infos)
-        self._require_sizes(infos, sizes)
-        parts = dict(self._parts(self.inputs_, sizes))
-        for entry in self.outputs_:
-            assert entry.expression is not None
-            own = {index: sizes[index] for index in entry.path.indices if index not in self.at}
-            if math.prod(own.values()) > LARGEST_STACK:
-                raise self._error(
-                    f"expected at most {LARGEST_STACK} tensors in a stack, got {math.prod(own.values())}"
-                )
-            for scattered in _grid(own):
-                blocks, changes = [], []
-                for axes, (_, alternative) in self._parts((entry,), sizes):
-                    for gathered in _grid(self.counts):
-                        blocks.append(self._block(parts[axes], alternative, scattered, gathered, sizes))
-                        changes.append(self._change(parts[axes][0], entry, sizes))
-                view = TensorView(entry.expression.shape(sizes), first.dtype, tuple(blocks))
-                yield entry.path.format({**self.at, **scattered}), *self._finished(view, changes)
-
-    def _change(self, source: Entry, target: Entry, sizes: Values) -> Change | None:
-        if source.operation is None and target.operation is None:
-            return None
-        pairs = {axis.removesuffix(PAIR): 2 * n for axis, n in sizes.items() if axis.endswith(PAIR)}
-        known = {**pairs, **sizes}
-        known |= {axis: known[other] for axis, other in self.axes.alias.items() if other in known}
-        try:
-            return change(source.operation, target.operation, known, self.power)
-        except MappingError as error:
-            raise self._error(str(error)) from error
-
-    def _finished(self, view: TensorView, changes: Sequence[Change | None]) -> tuple[View, View | None]:
-        """The tensor and its scales, either of them changed."""
-        sources = dict.fromkeys(block.source for block in view.blocks)
-        by_name = {self.tensors[weight].name: scale for weight, scale in self.scales.items()}
-        lacking = next((name for name in sources if name not in by_name), None)
-        if len(by_name.keys() & sources) == 0:
-            return self._changed(view, changes), None
-        if lacking is not None:
-            with_scales = next(name for name in sources if name in by_name)
-            raise self._error(f"expected scales of {lacking} as of {with_scales}, found none")
-        shapes = {info.name: info.shape for info in self.tensors.values()}
-        try:
-            scales = scale_view(view, shapes, by_name)
-        except MappingError as error:
-            raise self._error(str(error)) from error
-        return view, self._changed(scales, changes)
-
-    def _changed(self, view: TensorView, changes: Sequence[Change | None]) -> View:
-        if not any(changes):
-            return view
-        if is_whole(view.dtype):
-            raise self._error(
-                f"expected a floating-point tensor to calculate with, got {view.dtype} in {view.blocks[0].source}"
-            )
-        return ChangedView(view, tuple(changes))
-
-    def _infos(self, entry: Entry) -> list[TensorInfo]:
-        """The source tensors of one entry, of one shape, one for every value of the gathered indices."""
-        names = (entry.path.format({**self.at, **values}) for values in _grid(self.counts))
-        # Lazily, since one stray layer number of a billion would otherwise be a list of a billion names.
-        missing = list(itertools.islice((name for name in names if name not in self.tensors), 3))
-        if missing:
-            present = next(name for name in self.tensors if self._belongs(name))
-            raise self._error(f"found no tensor {', '.join(missing)}, which the rule needs beside {present}")
-        names = (entry.path.format({**self.at, **values}) for values in _grid(self.counts))
-        infos = [self.tensors[name] for name in names]
-        for info in infos:
-            if info.shape != infos[0].shape:
-                raise self._error(
-                    f"expected one shape to stack, got {infos[0].shape} in {infos[0].name} "
-                    f"and {info.shape} in {info.name}"
-                )
-        return infos
-
-    def _belongs(self, name: str) -> bool:
-        matches = (entry.path.match(name) for entry in self.inputs_)
-        return any(values is not None and values.items() >= self.at.items() for values in matches)
-
-    def _sizes(self, infos: list[list[TensorInfo]]) -> dict[str, int]:
-        shapes = [(entry, members[0]) for entry, members in zip(self.inputs_, infos, strict=True)]
-        sizes = self._solved(shapes, self._solved(self.beside, {**self.axes.sizes, **self.counts}))
-        for entry in self.outputs_:
-            assert entry.expression is not None
-            if entry.expression.axes() <= sizes.keys():
-                continue
-            # All of a stack are alike.
-            info = self.axes.wanted.get(
-                entry.path.format({**dict.fromkeys(entry.path.indices, 0), **self.at})
-            )
-            if info is not None:
-                try:
-                    wanted = entry.expression.solve(info.shape, sizes, self.axes.alias)
-                except MappingError as error:
-                    raise self._error(f"tensor {info.name}, which is wanted: {error}") from error
-                sizes = self._solved(shapes, wanted)
-        return sizes
-
-    def _solved(self, shapes: Sequence[tuple[Entry, TensorInfo]], known: Values) -> dict[str, int]:
-        """``known``, and what follows from the shapes of the source."""
-        sizes = dict(known)
-        for _ in shapes:  # the sizes that one entry settles may settle those of another
-            for entry, info in shapes:
-                assert entry.expression is not None
-                try:
-                    sizes = entry.expression.solve(info.shape, sizes, self.axes.alias)
-                except MappingError as error:
-                    raise self._error(f"tensor {info.name}: {error}") from error
-        return sizes
-
-    def _parts(
-        self, entries: tuple[Entry, ...], sizes: Values
-    ) -> Iterator[tuple[frozenset[str], tuple[Entry, Alternative]]]:
-        for entry in entries:
-            assert entry.expression is not None
-            alternatives = entry.expression.alternatives(sizes)
-            yield from zip(
-                entry.axis_sets(), ((entry, alternative) for alternative in alternatives), strict=True
-            )
-
-    def _require_sizes(self, infos: list[list[TensorInfo]], sizes: Values) -> None:
-        """Raise OpenAxes unless all sizes are known."""
-        expressions = [e.expression for e in (*self.inputs_, *self.outputs_) if e.expression is not None]
-        if all(expression.axes() <= sizes.keys() for expression in expressions):
-            return
-        shapes = [(e, members[0]) for e, members in zip(self.inputs_, infos, strict=True)]
-        equations = [
-            equation
-            for entry, info in (*shapes, *self.beside)
-            if entry.expression is not None
-            for equation in equations_of(entry.expression, info.shape, sizes, self.axes.alias)
-        ]
-        missing = {axis for expression in expressions for axis in expression.axes() if axis not in sizes}
-        needed = frozenset(named(axis, self.axes.alias) for axis in missing)
-        absent = {axis: why for axis, why in self.axes.absent.items() if axis in needed}
-        raise OpenAxes(self.rule, needed, equations, self.axes.asked, absent)
-
-    def _block(
-        self,
-        source: tuple[Entry, Alternative],
-        target: Alternative,
-        scattered: Values,
-        gathered: Values,
-        sizes: Values,
-    ) -> Block:
-        entry, index = source
-        name = self.tensors[entry.path.format({**self.at, **gathered})].name
-        left = {axis: sizes[axis] for dim in index for axis, _ in dim.terms if axis not in scattered}
-        return Block(name, _fix(index, scattered), _fix(target, gathered), left)
-
-    def _error(self, reason: str) -> MappingError:
-        where = "".join(f" with {index[1:-1]} = {value}" for index, value in self.at.items())
-        return MappingError(f"rule {self.rule}{where}: {reason}")
-
-
-def _grid(counts: Values) -> Iterator[dict[str, int]]:
-    """All index values, one at a time: itertools.product would first hold every range as a tuple."""
-    if not counts:
-        yield {}
-        return
-    (*outer, (index, count)) = counts.items()
-    for values in _grid(dict(outer)):
-        for value in range(count):
-            yield {**values, index: value}
-
-
-def _fix(index: Alternative, values: Values) -> Alternative:
-    """``index`` with some axes held at a value."""
-    return tuple(
-        Affine(
-            dim.offset + sum(stride * values[axis] for axis, stride in dim.terms if axis in values),
-            tuple((axis, stride) for axis, stride in dim.terms if axis not in values),
-        )
-        for dim in index
-    )

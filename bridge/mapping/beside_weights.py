@@ -28,7 +28,8 @@ def is_carried(info: TensorInfo, *, between_trees: bool) -> bool:
     accumulated gradients, are laid out like the source's weights, and would be read as laid out like the target's.
     """
     parts = [part for key in info.path for part in str(key).split(".")]
-    if parts[0] in _CARRIED:
+    # MaxText has generators in nnx_aux, and with them what is a part of the model, which is no training state.
+    if parts[0] in _CARRIED or (parts[0] == "nnx_aux" and "rngs" in parts):
         return True
     kept_by_weight = "state" in parts or not WORDS_OF_MOMENTS.isdisjoint(parts)
     return parts[0] in _OPTIMIZER and not kept_by_weight and not (between_trees and info.shape)

@@ -8,14 +8,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from bridge.mapping.errors import MappingError
-from bridge.mapping.expression import Expression
+from bridge.mapping.expression import Axis, Concatenation, Expression
 from bridge.mapping.numbers import Numbering
 from bridge.mapping.operations import Operation
 
 HALF, PAIR = ".half", ".pair"
 """The two factors of a rotary axis: the elements of a pair, and the pairs."""
 
+ZEROS = ".zeros"
+"""An axis of padding, which one convention has and another one may lack (`padding.py`)."""
+
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")
+_PADDING = re.compile(r"(?<![\w.])zeros\(\s*(\w+)\s*\)")
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,12 @@ class Entry:
         text, bar, operation = text.partition("|")
         path, colon, expression = text.partition(":")
         parsed = Expression.parse(_spelled_out(expression, rotary)) if colon else None
+        if parsed is not None and {a for a in parsed.axes() if a.endswith(ZEROS)} != {
+            *_zeros(parsed).values()
+        }:
+            raise MappingError(
+                f"expected zeros(...) as the last part of an axis, as in (v + zeros(p)) m, got {text!r}"
+            )
         return Entry(
             PathPattern(path.strip()),
             replace(parsed, text=expression.strip()) if parsed else None,
@@ -95,6 +105,11 @@ class Entry:
     def __str__(self) -> str:
         axes = f" : {self.expression.text}" if self.expression else ""
         return self.path.text + axes + (f" | {self.operation.text}" if self.operation else "")
+
+    @cached_property
+    def zeros(self) -> Mapping[int, str]:
+        """The padding behind the elements of an axis, by that axis's number."""
+        return _zeros(self.expression) if self.expression else {}
 
     def axis_sets(self) -> tuple[frozenset[str], ...]:
         """For each alternative, the elementary axes together with the path's indices."""
@@ -151,7 +166,11 @@ class Rule:
         indices = {match.group() for match in _INDEX.finditer(self.part)}
         if indices - {index for entry in entries for index in entry.path.indices}:
             raise MappingError(f"expected the index of part {self.part!r} in the paths of rule {self}")
-        parts = {name: [a for e in side for a in e.axis_sets()] for name, side in self._all_sides().items()}
+        # Padding need not be on the other sides.
+        parts = {
+            name: [a for e in side for a in e.axis_sets() if not a & {*e.zeros.values()}]
+            for name, side in self._all_sides().items()
+        }
         for sets in parts.values():
             if len(sets) != len(set(sets)):
                 raise MappingError(
@@ -244,8 +263,17 @@ def _texts(entries: Sequence[Entry]) -> str:
     return " & ".join(map(str, entries))
 
 
+def _zeros(expression: Expression) -> dict[int, str]:
+    ends = (dim.parts[-1] if isinstance(dim, Concatenation) else dim for dim in expression.dims)
+    return {k: e.name for k, e in enumerate(ends) if isinstance(e, Axis) and e.name.endswith(ZEROS)}
+
+
 def _spelled_out(expression: str, rotary: Iterable[str]) -> str:
-    """The expression with each rotary axis written as a product of its pairs and the two elements of a pair."""
+    """The expression with each rotary axis written as a product of its pairs and the two elements of a pair.
+
+    Axes of padding get the end of their names.
+    """
+    expression = _PADDING.sub(rf"\1{ZEROS}", expression)
     for axis in rotary:
         expression = re.sub(rf"interleaved\(\s*{axis}\s*\)", f"({axis}{PAIR} {axis}{HALF})", expression)
         expression = re.sub(rf"(?<![\w.{{]){axis}(?![\w.}}])", f"({axis}{HALF} {axis}{PAIR})", expression)

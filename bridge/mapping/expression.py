@@ -7,8 +7,10 @@ An expression is written in einops notation, one word per tensor axis, with two 
     {i} m h d          the axis `{i}` is the layer number that elsewhere is part of the tensor's path
     (kv (r d + d2)) m  concatenations nest: for every kv, r*d rows of one kind, then d2 of another
 
-`1` is an axis of size one. A concatenation splits a tensor into *alternatives*: blocks that each name a set of
-elementary axes, and place them in the tensor by an affine index function. `(gate + up) m` has two::
+`1` is an axis of size one. `(v + zeros(p)) m`, with the axis `p.zeros` here, has p rows of padding behind the others,
+which other expressions of the same data need not name (`padding.py`). A concatenation splits a tensor into
+*alternatives*: blocks that each name a set of elementary axes, and place them in the tensor by an affine index
+function. `(gate + up) m` has two::
 
     alternative 0, axes {gate, m}:   axis 0 = 0    + 1*gate     axis 1 = 0 + 1*m
     alternative 1, axes {up, m}:     axis 0 = gate + 1*up       axis 1 = 0 + 1*m
@@ -270,7 +272,10 @@ def _solve_dim(node: Node, size: int, sizes: dict[str, int], alias: Mapping[str,
     if slope == 0 or trials[2] - trials[1] != slope:
         return False
     if size < constant or (size - constant) % slope:
-        expected = f"a multiple of {slope}" + (f" plus {constant}" if constant else "")
-        raise MappingError(f"expected {expected} for the size of an axis with {name} in it, got {size}")
+        multiple = f"a multiple of {slope}" + (f" plus {constant}" if constant else "")
+        expected = f"{constant} or more" if slope == 1 else multiple
+        raise MappingError(
+            f"expected {expected} for the size of an axis with {name.partition('.')[0]} in it, got {size}"
+        )
     sizes[name] = (size - constant) // slope
     return True

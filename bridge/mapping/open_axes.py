@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bridge.mapping.entries import HALF, PAIR
+from bridge.mapping.entries import HALF, PAIR, ZEROS
 from bridge.mapping.errors import MappingError
 from bridge.mapping.expression import Axis, Concatenation, Expression, Node, Product
 
@@ -48,7 +48,7 @@ def named(axis: str, alias: Mapping[str, str]) -> str:
     """The axis that is to be given: without the ends that rotary positions add, and not another one's equal."""
     if axis.startswith("{"):
         return axis
-    axis = axis.removesuffix(PAIR).removesuffix(HALF)
+    axis = axis.removesuffix(PAIR).removesuffix(HALF).removesuffix(ZEROS)
     return alias.get(axis, axis)
 
 

@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointReader, TreePath
-from bridge.mapping.apply import View
+from bridge.mapping.instance import View
 from bridge.mapping.operations import ChangedView
+from bridge.mapping.padding import PaddedView
 from bridge.mapping.relation import TensorView
 from bridge.mapping.scales import DecodedView
 
@@ -77,5 +78,7 @@ class Plan:
         """Names of the tensors that an operation of the mapping rounds."""
         contents = {name: tensor.content for name, tensor in self.tensors.items()}
         return tuple(
-            n for n, content in contents.items() if isinstance(content, ChangedView) and not content.exact
+            n
+            for n, content in contents.items()
+            if isinstance(content, ChangedView | PaddedView) and not content.exact
         )

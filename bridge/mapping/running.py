@@ -24,6 +24,7 @@ import numpy as np
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, TreePath, Wanted
 from bridge.mapping.found import find
 from bridge.mapping.operations import Change, ChangedView
+from bridge.mapping.padding import PaddedView
 from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.relation import Block, Ranges, TensorView, dense_pieces, elements
 from bridge.mapping.rules import mapping_table
@@ -63,7 +64,8 @@ class RunState:
         if value is None:
             raise CheckpointError(
                 f"{name} of {self.where} is cut over processes, and this mapping compares its values (tied weights to "
-                "be stored once, or scales of rows that it joins): save without the mapping, and convert the checkpoint"
+                "be stored once, scales of rows that it joins, or padding): save without the mapping, and convert the "
+                "checkpoint"
             )
         return value if box is None else np.ascontiguousarray(value[box.slices()])
 
@@ -168,6 +170,11 @@ class SavedAs:
             content = tensor.content
             if isinstance(content, np.ndarray):
                 continue
+            if isinstance(content, PaddedView):
+                raise CheckpointError(
+                    f"{name} would have padding, which no process of {self._state.where} holds: save without the "
+                    "mapping, and convert the checkpoint"
+                )
             assert isinstance(content, TensorView | ChangedView)
             changes = content.changes if isinstance(content, ChangedView) else (None,) * len(content.blocks)
             for block, change in zip(content.blocks, changes, strict=True):

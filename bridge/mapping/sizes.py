@@ -21,9 +21,9 @@ from bridge.formats.companions import companions_home
 from bridge.formats.files.mapped import small_file
 from bridge.formats.leaf_names import separator_of
 from bridge.formats.stores.reader import home_of
-from bridge.mapping.apply import Axes
-from bridge.mapping.entries import HALF, PAIR
+from bridge.mapping.entries import HALF, PAIR, ZEROS
 from bridge.mapping.errors import MappingError
+from bridge.mapping.instance import Axes
 from bridge.mapping.model_types import field_of, mismatch
 from bridge.mapping.rules import family_names, load_mapping
 from bridge.mapping.table import MappingTable
@@ -87,6 +87,7 @@ def known_sizes(reader: CheckpointReader, mapping: MappingTable) -> Axes:
                     f"positions, got {size}"
                 )
             sizes[axis + PAIR] = size // 2
+    sizes |= {axis + ZEROS: sizes[axis] for axis in mapping.padding_axes() if axis in sizes}
     return Axes(sizes, alias, absent, asked=(*mapping.config, *absent))
 
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from bridge.formats.base import CheckpointReader, TensorInfo
 from bridge.mapping import beside_weights
-from bridge.mapping.apply import View
 from bridge.mapping.conventions import ADAM, BY_WEIGHT, SCALES, Convention, Section, State, tree_places
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import Found, Tensors
+from bridge.mapping.instance import View
 from bridge.mapping.problems import NAMES, Problems
 from bridge.mapping.relation import identity
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from bridge.mapping.conventions import Convention
-from bridge.mapping.entries import HALF, Entry, Rule
+from bridge.mapping.entries import HALF, ZEROS, Entry, Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.model_types import Models
 
@@ -118,10 +118,17 @@ class MappingTable:
 
     def rotary_axes(self) -> tuple[str, ...]:
         """The axes that a rule interleaves."""
+        return self._with_end(HALF)
+
+    def padding_axes(self) -> tuple[str, ...]:
+        """The axes that are padding, ``zeros(axis)``."""
+        return self._with_end(ZEROS)
+
+    def _with_end(self, end: str) -> tuple[str, ...]:
         axes = {
             axis for entry in _entries(self.rules) if entry.expression for axis in entry.expression.axes()
         }
-        return tuple(sorted(axis.removesuffix(HALF) for axis in axes if axis.endswith(HALF)))
+        return tuple(sorted(axis.removesuffix(end) for axis in axes if axis.endswith(end)))
 
 
 def _entries(rules: Sequence[Rule]) -> list[Entry]:

@@ -29,11 +29,12 @@ import numpy as np
 
 from bridge.formats.base import Box, CheckpointReader
 from bridge.formats.regions import split_box
-from bridge.mapping.apply import Axes, View, apply_rule
+from bridge.mapping.apply import apply_rule
 from bridge.mapping.conventions import Convention
 from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import Found, Tensors
+from bridge.mapping.instance import Axes, View
 from bridge.mapping.table import MappingTable
 
 _BETWEEN = "other"

@@ -17,7 +17,7 @@ from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, T
 from bridge.formats.leaf_names import separator_of
 from bridge.formats.quantized import quantized
 from bridge.mapping import beside_weights
-from bridge.mapping.apply import Axes, View, apply_with_scales
+from bridge.mapping.apply import apply_with_scales, padding_left_out
 from bridge.mapping.conventions import (
     BY_WEIGHT,
     MODEL_WEIGHTS,
@@ -33,7 +33,9 @@ from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import NameIndex, Tensors, find
 from bridge.mapping.hyperparameters import followed
+from bridge.mapping.instance import Axes, Plain, View
 from bridge.mapping.notes import PLACES, note, noted, read_notes
+from bridge.mapping.padding import require_zeros
 from bridge.mapping.parts import idle, uneven
 from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.problems import NAMES, Problems
@@ -46,7 +48,7 @@ from bridge.mapping.tied import one_of_two, second_of_two, under_first_names
 from bridge.text import did_you_mean
 
 T = TypeVar("T")
-_Made = tuple[str, View, View | None]
+_Made = tuple[str, View, Plain | None]
 
 
 _SHOWN = 10
@@ -162,7 +164,7 @@ class _Planner:
         follow = partial(followed, self.reader, paths, self.mapping, self.target, weights)
         paths, values = self._try(follow) or ({}, {})
         if any(outputs.values()):
-            values = values | self._empty_parts()
+            values = values | self._empty_parts([*(tensor.path for tensor in planned), *paths.values()])
         if self.problems:
             problems = self.problems.texts(self.mapping.name)
             shown = problems[:_MAX_PROBLEMS]
@@ -212,17 +214,19 @@ class _Planner:
             target = target.at(WEIGHT, target.states)
         return like_source(self.source, target)
 
-    def _empty_parts(self) -> dict[TreePath, object]:
+    def _empty_parts(self, taken: Sequence[TreePath]) -> dict[TreePath, object]:
         """The empty parts 1 and 2 of `optax.adamw`, where the moments are in part 0 of an otherwise unknown chain.
 
         These parts, weight decay and learning rate, hold nothing, but stock Orbax restores only chains of equal length.
+        A learning rate with a schedule has a count, which is among ``taken``, the paths that have something.
         """
         usual = self.mapping.conventions[self.target.name].states
         if self.to != "orbax" or not self.target.is_tree or self.target.states != usual:
             return {}
         match self.target.path_of("step"):
             case (*chain, 0, _):
-                return {(*chain, 1): None, (*chain, 2): None}
+                parts = [(*chain, 1), (*chain, 2)]
+                return {p: None for p in parts if not any(path[: len(p)] == p for path in taken)}
         return {}
 
     def _noted(self) -> dict[TreePath, object]:
@@ -284,6 +288,8 @@ class _Planner:
                 moments=section != "weights",
             )
             found: list[_Made] = self._try(partial(list[_Made], made)) or []
+            if found and any(entry.zeros for entry in rule.entries(self.source.name)):
+                self._try(partial(self._require_padding, rule, own, moments=section != "weights"))
             for weight, view, scale in found:
                 if weight in makers:
                     self.problems.add(
@@ -295,6 +301,18 @@ class _Planner:
                 if scale is not None:
                     scale_views[weight] = of_whole_rows(scale, self.reader)
         return views, scale_views
+
+    def _require_padding(self, rule: Rule, tensors: Tensors, *, moments: bool) -> None:
+        ends = padding_left_out(
+            rule,
+            self.source.name,
+            self.target.name,
+            tensors,
+            self._axes,
+            self.found.weights,
+            moments=moments,
+        )
+        require_zeros(self.reader, ends, self.target.name)
 
     def _try(self, work: Callable[[], T]) -> T | None:
         """The result of ``work``; None if ``work`` raises MappingError, which is then added to the problems."""

@@ -467,9 +467,10 @@ def test_families_are_listed_with_their_conventions() -> None:
         "family": "qwen3_moe",
         "conventions": [
             *("torch", "hf", "megatron", "jax"),
-            *("torchtitan", "torchtitan_unfused", "torchtitan_0_2", "maxtext", "maxtext_unscanned"),
+            *("torchtitan", "torchtitan_unfused", "torchtitan_fused", "torchtitan_0_2"),
+            *("maxtext", "maxtext_unscanned"),
         ],
-        "axes": ["d", "r"],
+        "axes": ["vocab", "d", "r"],
         "models": ["qwen3_moe"],
     }
     assert "torchtitan" in call("families").stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -16,7 +17,7 @@ from hypothesis import given
 from bridge.checkpoints.convert import convert
 from bridge.checkpoints.diff import diff
 from bridge.formats import open_checkpoint
-from bridge.formats.base import Box
+from bridge.formats.base import Box, TensorInfo, TreePath
 from bridge.mapping import MappingError, Plan, load_mapping, make_plan, parse_mapping
 from bridge.mapping.found import find
 from tests.support.bridge.bits import random_bits, same_bits
@@ -91,6 +92,42 @@ def meta_rows(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows as Meta orders them, by Hugging Face's own conversion formula run backwards."""
     halves = torch.from_numpy(weight.copy()).view(heads, 2, D // 2, -1)
     return halves.transpose(1, 2).reshape(weight.shape).numpy()
+
+
+def with_positions(reader: MemoryReader) -> MemoryReader:
+    """Numbers in an optimizer's paths as positions in a list, as readers of files give them."""
+
+    def path_of(info: TensorInfo) -> TreePath:
+        number = info.path[0] == "opt_state" and str(info.path[1]).isdecimal()
+        return (info.path[0], int(info.path[1]), *info.path[2:]) if number else info.path
+
+    reader.tensors = {name: replace(info, path=path_of(info)) for name, info in reader.tensors.items()}
+    return reader
+
+
+def test_what_maxtext_keeps_beside_weights_goes_along_and_comes_back() -> None:
+    tree = translated(reader("dcp", hf_checkpoint()), "orbax", "maxtext")
+    extra = {
+        "opt_state/2/count": np.asarray(12, np.int32),
+        "nnx_aux/model/decoder/layers/self_attention/rngs/dropout/key": np.arange(8, dtype=np.uint32),
+        "step": np.asarray(12, np.int32),
+    }
+    source = with_positions(MemoryReader("orbax", tree.arrays | extra))
+    there = with_positions(translated(source, "dcp", "hf"))
+    table = load_mapping("llama").with_axes(AXES)
+    plan = make_plan(there, "orbax", table, into="maxtext")
+    found = contents(plan, there)
+    assert found.keys() == source.arrays.keys()
+    assert [name for name in found if not same_bits(found[name], source.arrays[name])] == []
+    # Part 2 of the chain has the count of a schedule, so that part 1 alone is empty.
+    paths = [path for path, _ in (*plan.objects.values(), *plan.notes.values())]
+    assert [path for path in paths if path[0] == "opt_state"] == [("opt_state", 1)]
+    # The rest there is of the model, such as the biases of routers.
+    of_the_model = source.arrays | {"nnx_aux/model/decoder/gate/bias": np.ones(3, np.float32)}
+    with pytest.raises(
+        MappingError, match=r"1 of \d+ tensors match no rule: nnx_aux/model/decoder/gate/bias"
+    ):
+        make_plan(MemoryReader("orbax", of_the_model), "dcp", table, into="hf")
 
 
 def test_llama_becomes_what_each_convention_has_by_hand() -> None:

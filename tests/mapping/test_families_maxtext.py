@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from bridge.checkpoints.convert import convert
 from bridge.formats import open_checkpoint
 from bridge.mapping import load_mapping
 from tests.mapping.test_families_gpt_oss import gpt_oss
-from tests.support.bridge.dense_families import dense_model
+from tests.support.bridge.dense_families import MODELS, dense_model, randomize
 from tests.support.bridge.family_checkpoints import (
     config_json,
     dcp_tensors,
@@ -27,7 +30,7 @@ from tests.support.bridge.family_checkpoints import (
     train_step,
 )
 from tests.support.bridge.family_models import hf_model
-from tests.support.bridge.maxtext_trees import ENVIRONMENT
+from tests.support.bridge.maxtext_trees import BEFORE, ENVIRONMENT
 
 # Scales of queries (1 / 2) and of embeddings are powers of two.
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "head_dim": 4}
@@ -59,6 +62,14 @@ DELTA_NET = {
     "gdn_value_head_dim": 10,
     "gdn_conv_kernel_dim": 4,
     "gdn_chunk_size": 8,
+}
+
+VISION = {
+    "use_multimodal": True,
+    "hidden_size_for_vit": 24,
+    "intermediate_size_for_vit": 20,
+    "num_attention_heads_for_vit": 3,
+    "num_hidden_layers_for_vit": 2,
 }
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -95,11 +106,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"kv_lora_rank": 12, "qk_nope_head_dim": 7, "qk_rope_head_dim": 4, "v_head_dim": 5}
         | {"base_num_kv_heads": 6, "base_moe_mlp_dim": 16},
     ),
+    "gemma3_multimodal": (
+        "gemma3-4b",
+        LAYERS,
+        MAXTEXT | FOUR_HEADS | VISION | {"base_num_decoder_layers": 14},
+    ),
 }
 """By family: MaxText's name of a model, sizes for the class of transformers, and sizes for MaxText."""
 
-CONVENTIONS = {"maxtext": True, "maxtext_unscanned": False}
+OLD = "_0_2_4"
+CONVENTIONS = {
+    "maxtext": True,
+    "maxtext_unscanned": False,
+    f"maxtext{OLD}": True,
+    f"maxtext_unscanned{OLD}": False,
+}
 """Whether layers are scanned, by convention."""
+
+VOCABULARIES = {
+    "gemma2": (64, {"padding": 3}),
+    "gemma3": (64, {"padding": 3}),
+    "gemma3_multimodal": (59, {"unused": 2}),
+}
+"""Rows of MaxText's embedding for the 61 of the class, and the sizes to give. It takes tied embeddings only."""
 
 CASES = [(f, c) for f in FAMILIES for c in CONVENTIONS if c in load_mapping(f).conventions]
 
@@ -109,16 +138,38 @@ def _like_torch(family: str) -> str:
     return "torch" if "torch" in load_mapping(family).conventions else "hf"
 
 
+def _with_vision(changes: dict[str, Any]) -> torch.nn.Module:
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 24, "intermediate_size": 20}
+    vision |= {"num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 896, "patch_size": 14}
+    # As the published models, whose vision tower has no pooling head.
+    config = transformers.Gemma3Config(
+        text_config=copy.deepcopy({**MODELS["gemma3"][1], **changes}),
+        vision_config=vision | {"vision_use_head": False},
+        mm_tokens_per_image=256,
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    randomize(model, 0, centre=0.0)
+    return model
+
+
 def _trained(family: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     changes = FAMILIES[family][1]
     if family == "gpt_oss":
         model = gpt_oss(**changes)
     elif family == "gemma3":
         model = dense_model(family, **changes)
+    elif family == "gemma3_multimodal":
+        model = _with_vision(changes)
     else:
         model = hf_model(family, **changes)
     optimizer = optimizer_of(model)
-    train_step(model, optimizer, 0)
+    if family == "gemma3_multimodal":
+        # Text alone would give the vision tower no gradients.
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    else:
+        train_step(model, optimizer, 0)
     if family.startswith("gemma"):
         # MaxText's norms are these plus one, which is exact for such numbers alone, and has no negative zero.
         with torch.no_grad():
@@ -143,8 +194,8 @@ def test_weights_and_moments_go_there_and_come_back_bit_for_bit(
     tree = orbax_tree(tmp_path / "there")
     weights = dict(flat(tree["params"]))
     moments = dict(flat(tree["opt_state"][0]["nu"]))
-    # The bias of DeepSeek's router is no parameter.
-    assert {k: a.shape for k, a in weights.items() if not k.startswith("MoEBiasVar/")} == {
+    # The bias of DeepSeek's router is no parameter of the class.
+    assert {k: a.shape for k, a in weights.items() if not k.endswith("MoeBlock_0/gate/bias")} == {
         k: a.shape for k, a in moments.items()
     }
 
@@ -154,45 +205,68 @@ def test_weights_and_moments_go_there_and_come_back_bit_for_bit(
     not ENVIRONMENT.exists(), reason="make maxtext installs MaxText, in an environment of its own"
 )
 def test_weights_are_what_maxtexts_own_conversion_makes_in_maxtexts_own_tree(tmp_path: Path) -> None:
-    jobs = []
+    jobs: dict[str, list[dict[str, Any]]] = {"": [], OLD: []}
+    axes: dict[str, dict[str, int]] = {}
     for family, (model_name, _, own) in FAMILIES.items():
         model, _ = _trained(family)
         files = tmp_path / family
         model.save_pretrained(files)
         with open_checkpoint(files) as reader:
-            # MaxText reads Gemma 3 from files of the class that sees images, too.
-            before = ("model.", "model.language_model." if family == "gemma3" else "model.")
-            tensors = {name.replace(*before, 1): reader.read(name) for name in reader.tensors}
+            tensors = {_as_maxtext_reads(family, name): reader.read(name) for name in reader.tensors}
             np.savez(tmp_path / f"{family}.npz", **tensors)
         config = config_json(model)
         if family == "gemma3":
             config = {"text_config": config, "vision_config": {"num_hidden_layers": 0, "hidden_size": 1}}
         for convention in (c for f, c in CASES if f == family):
-            convert(files, tmp_path / f"{family}_{convention}", to="orbax", mapping=family, into=convention)
-            jobs.append(
-                {
+            for rows, given in {
+                (61, ()),
+                *((n, tuple(a.items())) for n, a in [VOCABULARIES.get(family, (61, {}))]),
+            }:
+                name = f"{family}_{convention}_{rows}"
+                axes[name] = dict(given)
+                convert(
+                    files,
+                    tmp_path / name,
+                    to="orbax",
+                    mapping=family,
+                    into=convention,
+                    axes=dict(given) or None,
+                )
+                job = {
                     "model": model_name,
-                    "sizes": own,
+                    "sizes": own | {"vocab_size": rows},
                     "scan": CONVENTIONS[convention],
                     "config": config,
                     "source": str(tmp_path / f"{family}.npz"),
-                    "target": str(tmp_path / f"{family}_{convention}.npz"),
+                    "target": str(tmp_path / f"{name}.npz"),
                 }
-            )
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+                jobs[OLD if convention.endswith(OLD) else ""].append(job)
     script = Path(__file__).parents[1] / "support" / "bridge" / "maxtext_trees.py"
-    run = subprocess.run(
-        [ENVIRONMENT, script, tmp_path / "jobs.json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    for family, convention in CASES:
-        found = dict(flat(orbax_tree(tmp_path / f"{family}_{convention}")["params"]))
-        with np.load(tmp_path / f"{family}_{convention}.npz") as expected:
-            shapes = {name: expected[name].shape for name in expected.files}
-            assert {name: a.shape for name, a in found.items()} == shapes, (family, convention)
-            wrong = [name for name in found if not np.array_equal(found[name], expected[name])]
-            assert wrong == [], (family, convention)
+    for release, path in (("", ""), (OLD, str(BEFORE))):
+        (tmp_path / "jobs.json").write_text(json.dumps(jobs[release]))
+        run = subprocess.run(
+            [ENVIRONMENT, script, tmp_path / "jobs.json"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+    for name in axes:
+        found = dict(flat(orbax_tree(tmp_path / name)["params"]))
+        with np.load(tmp_path / f"{name}.npz") as expected:
+            shapes = {key: expected[key].shape for key in expected.files}
+            assert {key: a.shape for key, a in found.items()} == shapes, name
+            wrong = [key for key in found if not np.array_equal(found[key], expected[key])]
+            assert wrong == [], name
+
+
+def _as_maxtext_reads(family: str, name: str) -> str:
+    """MaxText reads Gemma 3 under the names of the class that sees images, in transformers 4."""
+    if family == "gemma3":
+        return name.replace("model.", "model.language_model.", 1)
+    if family == "gemma3_multimodal":
+        name = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+        return "model." + name.replace("language_model.model.", "language_model.", 1)
+    return name

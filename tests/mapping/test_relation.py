@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from bridge.formats.base import DTYPES, Box
 from bridge.mapping import relation
-from bridge.mapping.apply import Axes, apply_rule
+from bridge.mapping.apply import apply_rule
 from bridge.mapping.entries import Entry, Rule
+from bridge.mapping.instance import Axes
 from bridge.mapping.relation import Block, TensorView
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.memory_reader import MemoryReader

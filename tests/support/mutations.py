@@ -1413,7 +1413,7 @@ MAPPING = [
     ),
     M(
         "a factor changes the payload of scaled moments",
-        "bridge/mapping/apply.py",
+        "bridge/mapping/instance.py",
         "return view, self._changed(scales, changes)",
         "return self._changed(view, changes), scales",
         "mapping/test_scales.py",

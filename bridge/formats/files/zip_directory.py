@@ -103,6 +103,11 @@ def read_directory(files: MappedFiles, name: str, kind: str) -> dict[str, Member
             refuse(f"its member {member!r:.200} is there twice")
         starts.append((header, header + _HEADER.size + lengths + stored, member))
         members[member] = Member(member, method, crc, stored, whole, header, position)
+    if at != stop:
+        # Its count is under no checksum, and members beyond a smaller one would be missing without a word.
+        refuse(
+            f"its directory of {length} bytes ends after {count} members at {at - position}: is it damaged?"
+        )
     starts.sort()
     for (_, stop_of_first, first), (start, _, second) in itertools.pairwise(starts):
         if start < stop_of_first:

@@ -14,15 +14,16 @@ from typing import Final
 import ml_dtypes
 import numpy as np
 
+from bridge.formats.arrays import NUMBER
 from bridge.formats.base import COPY_AGAIN, DTYPES, CheckpointError
 
 _MAGIC: Final = b"\x93NUMPY"
 _MAX_HEADER: Final = 1 << 20
 _MAX_RANK: Final = 64
-_DESCR: Final = re.compile(r"'descr':\s*'([<>|=][A-Za-z]\d{0,9}(?:\[\w+\])?)'")
-_ORDER: Final = re.compile(r"'fortran_order':\s*(True|False)")
-_SHAPE: Final = re.compile(r"'shape':\s*\(((?:\s*\d{1,19}L?\s*,?)*)\s*\)")
-_NUMBERS: Final = re.compile(r"[biufc](1|2|4|8|16)")
+_DESCR: Final = re.compile(r"'descr':\s*'([<>|=][A-Za-z]\d{0,9}(?:\[\w+\])?)'", re.ASCII)
+_ORDER: Final = re.compile(r"'fortran_order':\s*(True|False)", re.ASCII)
+# One comma between two sizes: were it optional, a long row of digits could be split in more ways than can be tried.
+_SHAPE: Final = re.compile(r"'shape':\s*\(\s*((?:\d{1,19}L?(?:\s*,\s*\d{1,19}L?)*(?:\s*,)?)?)\s*\)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _dtype(descr: str) -> tuple[np.dtype, str | None]:
         return np.dtype(ml_dtypes.bfloat16), None
     if code == "f1":
         return np.dtype(ml_dtypes.float8_e5m2), None
-    if _NUMBERS.fullmatch(code):
+    if NUMBER.fullmatch(code):
         dtype = np.dtype(f"{'>' if order == '>' else '<'}{code}")
         if DTYPES.get(dtype.newbyteorder("<").name) == dtype.newbyteorder("<"):
             return dtype, None

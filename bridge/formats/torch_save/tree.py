@@ -8,12 +8,12 @@ keeps as one value, are gone into as well.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 
+from bridge.formats.arrays import NUMBER
 from bridge.formats.base import DTYPES, CheckpointError, TreePath
 from bridge.formats.dcp.archive import REBUILD, REBUILD_UNTYPED, is_index
 from bridge.formats.dcp.pickle_records import Call, Instance, Name, is_bytes, plain_from_pickle
@@ -34,7 +34,6 @@ _ARRAYS: Final = frozenset(
     for core in ("core", "_core")
     for function in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
 )
-_PLAIN: Final = re.compile(r"[biufc](1|2|4|8|16)")
 _MAX_DEPTH: Final = 64
 
 
@@ -172,7 +171,7 @@ def _array(node: Call) -> np.ndarray | None:
         case _:
             return None
     match dtype:
-        case Call(name="numpy.dtype", args=(str(kind), *_), state=(_, str(order), *_)) if _PLAIN.fullmatch(
+        case Call(name="numpy.dtype", args=(str(kind), *_), state=(_, str(order), *_)) if NUMBER.fullmatch(
             kind
         ):
             found = np.dtype(f"{'>' if order == '>' else '<'}{kind}")

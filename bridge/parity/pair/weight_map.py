@@ -20,9 +20,10 @@ import numpy as np
 
 from bridge.formats.base import Box
 from bridge.mapping import MappingError, MappingTable
-from bridge.mapping.apply import View, apply_rule
+from bridge.mapping.apply import apply_rule
 from bridge.mapping.entries import Entry, Rule
 from bridge.mapping.found import Found, NameIndex, find
+from bridge.mapping.instance import View
 from bridge.mapping.sizes import known_sizes
 from bridge.parity.pair.in_memory import ArrayReader
 from bridge.parity.pair.recording import Leaves

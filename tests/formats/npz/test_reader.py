@@ -169,6 +169,8 @@ def npy(shape: str, data: bytes = b"", descr: str = "<f4") -> bytes:
         (npy("(-1,)", bytes(8)), "expected descr, fortran_order and shape"),
         (npy("(__import__('os').system('x'),)", bytes(8)), "expected descr, fortran_order and shape"),
         (npy(f"({'1, ' * 65})", bytes(4)), "at most 64 sizes"),
+        (npy("(2\x1c 1)", bytes(8)), "expected descr, fortran_order and shape"),
+        (npy("(" + "1" * 99 + ";)", bytes(4)), "expected descr, fortran_order and shape"),
         (b"hello", "expected a .npy file"),
         (b"\x93NUMPY\2\0\xff\xff\xff\x7f{}", "header of at most"),
         (b"\x93NUMPY\1\0\xff\x01{}", "truncated in its header"),
@@ -182,6 +184,24 @@ def test_a_malformed_array_is_refused(tmp_path: Path, member: bytes, message: st
             open_checkpoint(tmp_path / "a.npz")
     else:
         assert open_checkpoint(tmp_path / "a.npz").read("w").tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("descr", ["<b4", "<i16", "<c4", "<u5"])
+def test_a_type_that_numpy_does_not_know_is_named(tmp_path: Path, descr: str) -> None:
+    archive(tmp_path / "a.npz", {"w.npy": npy("(2,)", bytes(8), descr)})
+    with open_checkpoint(tmp_path / "a.npz") as reader:
+        assert dict(unreadable(reader)) == {"w": f"of a dtype unknown here ({descr})"}
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_a_directory_of_more_or_fewer_members_than_it_says_is_refused(tmp_path: Path, count: int) -> None:
+    archive(tmp_path / "a.npz", {f"{n}.npy": npy("(2,)", bytes(8)) for n in "abc"})
+    data = (tmp_path / "a.npz").read_bytes()
+    end = data.rfind(b"PK\5\6")
+    assert data[end + 8 : end + 12] == b"\3\0\3\0"
+    (tmp_path / "a.npz").write_bytes(data[: end + 10] + bytes([count, 0]) + data[end + 12 :])
+    with pytest.raises(CheckpointError, match=r"a\.npz: expected an archive of NumPy .* directory"):
+        open_checkpoint(tmp_path / "a.npz")
 
 
 def test_a_member_that_inflates_to_more_than_it_says_is_refused(tmp_path: Path) -> None:

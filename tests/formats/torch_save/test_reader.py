@@ -166,6 +166,14 @@ def test_arrays_and_scalars_of_numpy_are_tensors(tmp_path: Path) -> None:
             reader.objects["object"]
 
 
+def test_an_array_of_a_type_that_numpy_does_not_know_is_no_tensor(saved: Path, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1), "a": np.arange(3, dtype="<i8")}, tmp_path / "a.pt")
+    rewritten(tmp_path / "a.pt", tmp_path / "b.pt", lambda n, d: d.replace(b"\2\0\0\0i8", b"\2\0\0\0b8"))
+    assert list(open_checkpoint(tmp_path / "a.pt").tensors) == ["w", "a"]
+    with open_checkpoint(tmp_path / "b.pt") as reader:
+        assert list(reader.tensors) == ["w"]
+
+
 class Named:
     """Pickled as a call of any function."""
 

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 ENVIRONMENT = Path(__file__).resolve().parents[3] / ".venv-maxtext" / "bin" / "python"
+BEFORE = ENVIRONMENT.parents[1] / "maxtext-0.2.4"
+"""An older release, to be put on PYTHONPATH."""
+
 _SEPARATOR = "-"
 
 
