@@ -46,6 +46,8 @@ class Pair:
         dtype = common_dtype(self.planned.dtype, self.info.dtype)
         assert dtype is not None
         boxes = list(self._boxes())
+        norms: list[float]
+        due: list[Box]
         if len(boxes) == 1:
             # Small tensors, of which there are many: without the sums and iterations over several.
             difference, norm, spread = self._region(boxes[0], dtype)
@@ -83,7 +85,9 @@ class Pair:
         self, boxes: list[Box], dtype: np.dtype, workers: int
     ) -> tuple[Difference, Spread, list[float], list[Box]]:
         """The regions together: difference, spread, norms of those that differ, and the boxes of all others."""
-        difference, spread, norms, due = Difference(), Spread(), [], []
+        difference, spread = Difference(), Spread()
+        norms: list[float] = []
+        due: list[Box] = []
         regions = ordered(lambda box: self._region(box, dtype), boxes, workers)
         for box, (one, norm, its_spread) in zip(boxes, regions, strict=True):
             difference += one
