@@ -52,7 +52,7 @@ class Pair:
             # Small tensors, of which there are many: without the sums and iterations over several.
             difference, norm, spread = self._region(boxes[0], dtype)
             norms = [] if norm is None else [norm]
-            due: list[Box] = []
+            due = []
         else:
             difference, spread, norms, due = self._joined(boxes, dtype, workers)
         relative, noise = 0.0, None
