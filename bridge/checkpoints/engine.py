@@ -145,11 +145,11 @@ class Copier:
             return self._reader.read_into(list(zip(names, targets, strict=True)))
 
         done = self._writer.write_from([(region.stored_name, region.box) for _, region in small], fill)
-        copied = [region for (_, region), one in zip(small, done, strict=True) if one]
-        if copied:
-            self._count(sum([region.nbytes for region in copied]), copied[-1].tensor.name)
-        left = {id(region) for region in copied}
-        return [region for region in run if id(region) not in left]
+        copied = {id(region) for (_, region), one in zip(small, done, strict=True) if one}
+        for _, region in small:
+            if id(region) in copied:
+                self._count(region.nbytes, region.tensor.name)
+        return [region for region in run if id(region) not in copied]
 
     def _copy_region(self, region: Region) -> None:
         array: np.ndarray | None = None

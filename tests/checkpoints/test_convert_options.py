@@ -335,6 +335,8 @@ def test_an_attempt_that_fails_keeps_all_that_it_has_written_where_it_is_to_be_r
 ) -> None:
     events: list[str] = []
     monkeypatch.setattr(os, "fdatasync", lambda _: events.append("synced"))
+    # One tensor at a time, so that what is written is what was told.
+    monkeypatch.setattr(engine, "TOGETHER_BYTES", 1)
     seen: list[str] = []
 
     def interrupted(done: int, total: int, name: str) -> None:

@@ -23,16 +23,19 @@ ROOT = Path(__file__).parents[2]
 
 KILLED = """
 import os, signal, sys
+from bridge.checkpoints import engine
 from bridge.commands.main import main
 from bridge.formats.dcp.writer import DcpWriter
-stock, number, calls = DcpWriter.write, signal.Signals[os.environ["SIGNAL"]], []
-def write(*arguments, **options):
-    stock(*arguments, **options)
+stock, number, calls = DcpWriter.write_from, signal.Signals[os.environ["SIGNAL"]], []
+engine.TOGETHER_BYTES = 1
+def write(*arguments):
+    done = stock(*arguments)
     calls.append(arguments)
     if len(calls) == 3:
         os.kill(os.getpid(), number)
         signal.pause()
-DcpWriter.write = write
+    return done
+DcpWriter.write_from = write
 main()
 """
 
