@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -16,7 +17,7 @@ from bridge.checkpoints.diff_report import TensorDiff
 from bridge.checkpoints.noise import Noise
 from bridge.checkpoints.spread import Spread
 from bridge.checkpoints.ulp import Difference, Tolerance, compare, squared_distance, sum_of_squares
-from bridge.checkpoints.workers import batches, ordered
+from bridge.checkpoints.workers import batches, each, ordered
 from bridge.formats.base import Box, CheckpointReader, TensorInfo, is_whole, name_of
 from bridge.formats.regions import group_boxes, split_box
 from bridge.mapping.operations import as_dtype
@@ -143,11 +144,15 @@ def compared(pairs: Iterable[Pair], workers: int) -> Iterator[TensorDiff]:
     for small, group in itertools.groupby(pairs, lambda pair: pair.info.nbytes <= _SMALL):
         if small:
             together = batches((pair.info.nbytes, pair) for pair in group)
-            for found in ordered(lambda batch: [pair.compare(1) for pair in batch], together, workers):
+            for found in ordered(partial(each, _alone), together, workers):
                 yield from found
         else:
             for pair in group:
                 yield pair.compare(workers)
+
+
+def _alone(pair: Pair) -> TensorDiff:
+    return pair.compare(1)
 
 
 def _in(dtype: np.dtype, array: np.ndarray) -> np.ndarray:

@@ -31,7 +31,7 @@ from bridge.checkpoints.manifest_problems import (
     structure_problems,
 )
 from bridge.checkpoints.summary import manifest_home
-from bridge.checkpoints.workers import batches, default_workers, large_buffers_returned, ordered
+from bridge.checkpoints.workers import batches, default_workers, each, large_buffers_returned, ordered
 from bridge.formats import open_checkpoint
 from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, unreadable
@@ -330,7 +330,7 @@ class _Check:
                 yield _Region(info, joint, of_these, joint.numel * info.dtype.itemsize)
 
     def _look_at(self, regions: list[_Region]) -> list[tuple[_Region, _Found | None]]:
-        return [(region, self._region(*region)) for region in regions]
+        return each(lambda region: (region, self._region(*region)), regions)
 
     def _region(
         self, info: TensorInfo, joint: Box, crcs: Mapping[Box, int | None], nbytes: int

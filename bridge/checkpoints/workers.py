@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
@@ -24,6 +24,7 @@ _GLIBC_MAX = 32 << 20
 _BATCH_BYTES, _BATCH_ITEMS = 8 << 20, 512
 
 _lock = threading.Lock()
+_batch = threading.Lock()
 _users = 0
 
 
@@ -71,6 +72,19 @@ def batches(items: Iterable[tuple[int, Item]]) -> Iterator[list[Item]]:
             batch, nbytes = [], 0
     if batch:
         yield batch
+
+
+def each(function: Callable[[Item], Result], batch: Sequence[Item]) -> list[Result]:
+    """``function`` of each item of a batch, in order; of several, while no other thread does so with another batch.
+
+    Looking at a small tensor lets go of Python's lock a few times, for microseconds: too short for another thread to
+    come in, but long enough to wake it up. Comparing 20,000 tensors of 100 kB took one thread 3.1 s, and two 6.2 s (2
+    cores, 2026-11-26).
+    """
+    if len(batch) == 1:
+        return [function(batch[0])]
+    with _batch:
+        return [function(item) for item in batch]
 
 
 @contextmanager

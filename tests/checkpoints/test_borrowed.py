@@ -9,6 +9,7 @@ import random
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from bridge.checkpoints.finite import count_not_finite
 from bridge.checkpoints.spread import Spread
 from bridge.checkpoints.ulp import Difference, Tolerance
 from bridge.checkpoints.verify import verify
-from bridge.checkpoints.workers import batches
+from bridge.checkpoints.workers import batches, each, ordered
 from bridge.formats import create_checkpoint
 from bridge.formats.base import DTYPES, ORBAX_DTYPES, Box, CheckpointError, Loan, Wanted
 from bridge.formats.dcp.reader import DcpReader
@@ -258,6 +259,39 @@ def test_spreads_of_regions_add_up() -> None:
     assert sum(parts.histogram(2000).values()) == 2000
     assert (nothing.histogram(5), nothing.histogram(0)) == ({"0": 5}, {})
     assert set(nothing.percentiles(5).values()) == {0.0}
+
+
+def test_batches_of_small_tensors_are_looked_at_by_one_thread_at_a_time() -> None:
+    busy = threading.Lock()
+    together: list[bool] = []
+
+    def look(item: int) -> int:
+        free = busy.acquire(blocking=False)
+        together.append(not free)
+        time.sleep(0.002)
+        if free:
+            busy.release()
+        if item == 41:
+            raise CheckpointError("damaged")
+        return 2 * item
+
+    assert list(ordered(lambda batch: each(look, batch), [[1, 2, 3], [4, 5], [6, 7]], 3)) == [
+        [2, 4, 6],
+        [8, 10],
+        [12, 14],
+    ]
+    assert not any(together)
+    with pytest.raises(CheckpointError, match="damaged"):
+        each(look, [40, 41])
+    # An error leaves the way free for others, and a single item, which may be large, waits for nobody.
+    assert each(look, [1, 2]) == [2, 4]
+    both = threading.Barrier(2, timeout=20)
+
+    def wait(item: int) -> int:
+        both.wait()
+        return item
+
+    assert list(ordered(lambda batch: each(wait, batch), [[1], [2]], 2)) == [[1], [2]]
 
 
 def test_each_thread_has_memory_of_its_own() -> None:

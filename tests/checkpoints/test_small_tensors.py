@@ -27,24 +27,24 @@ DTYPES = ("float32", "bfloat16", "int64")
 
 # Some 15 % above what was counted on 2026-11-26, in Python 3.11; later versions count fewer.
 LIMITS = {
-    ("dcp", "orbax"): 380,
-    ("dcp", "safetensors"): 360,
-    ("orbax", "dcp"): 255,
-    ("orbax", "safetensors"): 235,
-    ("safetensors", "dcp"): 230,
-    ("safetensors", "orbax"): 225,
-    ("open", "dcp"): 150,
+    ("dcp", "orbax"): 165,
+    ("dcp", "safetensors"): 146,
+    ("orbax", "dcp"): 152,
+    ("orbax", "safetensors"): 134,
+    ("safetensors", "dcp"): 144,
+    ("safetensors", "orbax"): 145,
+    ("open", "dcp"): 22,
     ("open", "orbax"): 17,
     ("open", "safetensors"): 9,
-    ("inspect", "dcp"): 155,
+    ("inspect", "dcp"): 32,
     ("inspect", "orbax"): 28,
     ("inspect", "safetensors"): 20,
-    ("verify", "dcp"): 290,
-    ("verify", "orbax"): 185,
-    ("verify", "safetensors"): 132,
-    ("diff", "dcp"): 495,
-    ("diff", "orbax"): 300,
-    ("diff", "safetensors"): 190,
+    ("verify", "dcp"): 99,
+    ("verify", "orbax"): 88,
+    ("verify", "safetensors"): 79,
+    ("diff", "dcp"): 196,
+    ("diff", "orbax"): 164,
+    ("diff", "safetensors"): 134,
 }
 
 
