@@ -88,7 +88,7 @@ def test_convert_and_diff_in_processes(tmp_path: Path, dcp: Path) -> None:
         (("convert", "dcp", "dcp"), "error: dcp exists already: remove it first"),
         (
             ("convert", "dcp", "new", "--mapping", "other"),
-            "or one of the families decoder, decoder_stacked, ",
+            "or one of the families bert, decoder, decoder_stacked, ",
         ),
         (
             ("convert", "other", "new", "--mapping", "decoder"),

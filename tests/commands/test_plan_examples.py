@@ -19,7 +19,7 @@ from tests.support.processes import importing_from
 ROOT = Path(__file__).parents[2]
 FILES = {
     "my_policy.toml": '[[unit]]\nmatch = "layers.*"\n[[unit]]\nmatch = ""\n',
-    "my_8b.toml": "[model]\nvocab_size = 256\nd_model = 64\nn_layers = 2\nn_heads = 4\nn_kv_heads = 2\n"
+    "my_8b.toml": "[model]\nvocab_size = 272\nd_model = 64\nn_layers = 2\nn_heads = 4\nn_kv_heads = 2\n"
     "head_dim = 16\nd_ff = 128\n",
     "batch.toml": "tokens = { shape = [2, 17], dtype = 'int32' }\n",
     "my_llama/config.json": '{"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, '

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.checkpoints import convert as conversion
+from bridge.checkpoints import engine
 from bridge.formats.files import data_file, record
 from tests.support.bridge import destinations
 from tests.support.bridge.destinations import command, digest, fill, names, vanishing
@@ -143,6 +144,8 @@ def main() -> None:
     options = f"size={DISK},nr_inodes={FILES}"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(mount)], check=True)
     record.SYNC_BYTES = SIZE // 8
+    # Small tensors are written together, up to 2 MiB: here one by one, so that some are there when the disk is full.
+    engine.TOGETHER_BYTES = 1
     # Past the cache; tests.support.bridge.destinations goes through it.
     data_file._DIRECT_BYTES = 2 * PAGE
     destinations.TENSORS, destinations.ROWS = TENSORS, ROWS

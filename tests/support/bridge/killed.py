@@ -31,7 +31,7 @@ OPERATIONS = (
 
 def main() -> None:
     source, destination, format, last, *flags = sys.argv[1:]
-    from bridge.checkpoints import convert
+    from bridge.checkpoints import convert, engine
     from bridge.formats import open_checkpoint
     from bridge.formats.files import atomic, data_file, record
 
@@ -43,6 +43,8 @@ def main() -> None:
     import bridge.formats.safetensors.writer  # noqa: F401 (imported for its time only)
 
     record.SYNC_BYTES = 1000
+    # A few small tensors at a time, so that there are moments between them.
+    engine.TOGETHER_BYTES = 3000
     data_file._DIRECT_BYTES = data_file.BLOCK
     count = itertools.count(1)
 

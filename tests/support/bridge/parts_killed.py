@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.checkpoints import pieces
+from bridge.checkpoints import engine, pieces
 from bridge.checkpoints.convert import ConvertOptions, convert
 from bridge.checkpoints.parts import PartReport, convert_part
 from bridge.checkpoints.verify import verify
@@ -38,6 +38,7 @@ def small_chunks() -> None:
     row_slabs._CHUNK, row_slabs._MAX_CHUNK = 2048, 4096
     pieces.PIECE_BYTES = pieces._SMALLEST_PIECE = 4096
     record.SYNC_BYTES = 4000
+    engine.TOGETHER_BYTES = 3000
     data_file._DIRECT_BYTES = data_file.BLOCK
 
 
