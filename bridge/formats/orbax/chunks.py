@@ -17,6 +17,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import google_crc32c
@@ -152,8 +153,14 @@ def join_stores(item: Path, processes: Iterable[int]) -> None:
 
 
 def _trailer(layout: ArrayLayout, crc: int) -> bytes:
-    numbers = _NUMBERS.pack(0, layout.chunk_bytes + _CRC.size)
-    return _CRC.pack(crc) + numbers + _CRC.pack(google_crc32c.value(numbers))
+    return _CRC.pack(crc) + _index(layout.chunk_bytes + _CRC.size)
+
+
+@lru_cache(maxsize=4096)
+def _index(size: int) -> bytes:
+    """Where the only inner chunk of a shard is, with its checksum, in so many bytes."""
+    numbers = _NUMBERS.pack(0, size)
+    return numbers + _CRC.pack(google_crc32c.value(numbers))
 
 
 def _padded(parts: list[np.ndarray], box: Box, layout: ArrayLayout) -> np.ndarray:
