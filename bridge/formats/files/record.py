@@ -38,6 +38,9 @@ from bridge.formats.stores.upload_path import UploadPath
 SYNC_BYTES = 256 << 20
 """Data is synced to disk, and then noted in the journal, whenever so much of it is new."""
 
+_TOGETHER = 1 << 20
+"""Small chunks that are filled with one call, in bytes: they are checked while the processor's cache has them."""
+
 
 class _Slot(NamedTuple):
     """A chunk, one of those asked for, whose elements are to be from byte `first` of the file on."""
@@ -58,7 +61,7 @@ class _Slot(NamedTuple):
         """Whether the other one follows at once, and both with all from ``start`` on are not too much together."""
         place = other.place
         near = place.file is self.place.file and place.offset == self.stop
-        return near and other.stop - start <= 2 * SMALL
+        return near and other.stop - start <= _TOGETHER
 
 
 class ChunkRecord:

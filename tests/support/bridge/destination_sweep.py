@@ -144,7 +144,7 @@ def main() -> None:
     options = f"size={DISK},nr_inodes={FILES}"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(mount)], check=True)
     record.SYNC_BYTES = SIZE // 8
-    # Small tensors are written together, up to 2 MiB: here one by one, so that some are there when the disk is full.
+    # Small tensors are written together, up to 1 MiB: here one by one, so that some are there when the disk is full.
     engine.TOGETHER_BYTES = 1
     # Past the cache; tests.support.bridge.destinations goes through it.
     data_file._DIRECT_BYTES = 2 * PAGE

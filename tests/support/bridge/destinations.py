@@ -104,7 +104,7 @@ def full_disk(mount: Path, outside: Path, format: str) -> dict[str, Any]:
     conversion.require_space = require_space
     command(old, target, "--to", format, "--select", "t1", "--select", "note")
     found["old"] = digest(target)
-    # Small tensors are written and synced up to 2 MiB at a time.
+    # Small tensors are written and synced up to 1 MiB at a time.
     conversion.require_space = vanishing(mount, SIZE // 2)
     found["replace"] = command(new, target, "--to", format, "--replace") | {"there": names(mount)}
     found["replace"]["digest"] = digest(target)
