@@ -19,7 +19,8 @@ test-all: .venv/.installed lint types test-programs
 
 # Programs of other packages that call FSDP2 by themselves, in an environment of their own (3 GB): with accelerate there,
 # transformers loads models otherwise than without it. torchtune's old torchao, which peft refuses, is on the path for
-# torchtune only. axolotl and verl are read, not run.
+# torchtune only, as is its old antlr4, which constraints.txt does not have: moto needs a newer antlr4. axolotl and verl are
+# read, not run.
 PROGRAMS := .venv-programs/bin/python
 test-programs: .venv-programs/.installed
 	$(PROGRAMS) -m pytest -n 0 -m slow tests/torch_impl/programs --ignore tests/torch_impl/programs/test_torchtune.py
@@ -29,10 +30,11 @@ test-programs: .venv-programs/.installed
 .venv-programs/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-programs
 	$(PROGRAMS) -m pip install --quiet -c constraints.txt -e ".[programs]"
+	grep -v '^antlr4' constraints.txt > .venv-programs/constraints.txt
 	for extra in torchtune program-sources; do \
 	  $(PROGRAMS) -c "import sys, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 	    print(*project['optional-dependencies'][sys.argv[1]], sep='\n')" $$extra > .venv-programs/$$extra.txt && \
-	  $(PROGRAMS) -m pip install --quiet --no-deps --upgrade -c constraints.txt \
+	  $(PROGRAMS) -m pip install --quiet --no-deps --upgrade -c .venv-programs/constraints.txt \
 	    --target .venv-programs/$$extra -r .venv-programs/$$extra.txt || exit 1; \
 	done
 	touch $@
