@@ -19,6 +19,7 @@ from bridge.commands.options import (
     ItemOption,
     JsonOption,
     MappingOption,
+    OptimizerOrderOption,
     StepOption,
     TiedOption,
     WeightsOnlyOption,
@@ -48,6 +49,7 @@ def diff(
     axis: AxisOption = None,
     tied: TiedOption = None,
     any_model: AnyModelOption = False,
+    optimizer_order: OptimizerOrderOption = None,
     dequantize: DequantizeOption = False,
     select: Annotated[
         list[str] | None,
@@ -123,7 +125,7 @@ def diff(
     from bridge.checkpoints.ulp import Tolerance
 
     axes, at = axis_sizes(axis, mapping), step_number(step)
-    require_mapping(mapping, into, from_, tied, any_model)
+    require_mapping(mapping, into, from_, tied, any_model, optimizer_order)
     try:
         tolerance = Tolerance(max_ulp, rtol, atol, max_error)
     except ValueError as error:
@@ -138,6 +140,7 @@ def diff(
             axes=axes,
             tied=tied,
             any_model=any_model,
+            optimizer_order=optimizer_order,
             dequantize=dequantize,
             selection=Selection(tuple(select or ()), tuple(drop or ()), weights_only),
             tolerance=tolerance,

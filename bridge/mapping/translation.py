@@ -18,6 +18,7 @@ from bridge.formats.leaf_names import separator_of
 from bridge.formats.quantized import quantized
 from bridge.mapping import beside_weights
 from bridge.mapping.apply import apply_with_scales, padding_left_out
+from bridge.mapping.chains import completed
 from bridge.mapping.conventions import (
     BY_WEIGHT,
     MODEL_WEIGHTS,
@@ -35,6 +36,8 @@ from bridge.mapping.found import NameIndex, Tensors, find
 from bridge.mapping.hyperparameters import followed
 from bridge.mapping.instance import Axes, Plain, View
 from bridge.mapping.notes import PLACES, note, noted, read_notes
+from bridge.mapping.numbered_states import is_numbered, unnamed
+from bridge.mapping.optimizers import refused, remarks
 from bridge.mapping.padding import require_zeros
 from bridge.mapping.parts import idle, uneven
 from bridge.mapping.plan import Plan, PlannedTensor
@@ -120,13 +123,21 @@ class _Planner:
     def plan(self) -> Plan:
         found, planned = self.found, []
         between_trees = self.source.is_tree and self.target.is_tree
-        unmatched = []
+        unequal = refused(self.reader, self.object_paths, found, self.target, self.moments_index)
+        for problem in unequal.problems:
+            self.problems.append(problem)
+        unmatched, carried = [], []
         for info in found.others.values():
+            if info.name in unequal.names:
+                continue
             if beside_weights.is_carried(info, between_trees=between_trees):
                 view = identity(info.name, info.shape, info.dtype)
                 planned.append(PlannedTensor(_join(info.path, self.to), info.path, view))
-            else:
+                carried.append("/".join(map(str, info.path)))
+            elif not is_numbered(info.path):
                 unmatched.append(info.name)
+        if any(is_numbered(info.path) for info in found.others.values()):
+            self.problems.append(unnamed(self.reader) or "")
         under_first_names(self.mapping, found)
         sections = merged(found, self.problems)
         twice = self._try(lambda: one_of_two(self.reader, self.mapping, found, self.target, self._axes)) or []
@@ -156,15 +167,15 @@ class _Planner:
             second_of_two, self.mapping, found, self.target.name, self._axes, parts, every=self.to == "dcp"
         )
         weights |= self._try(lambda: dict(named())) or {}
-        require_whole(found, self.usual, str(self.reader.path), self.problems)
+        if not unequal.problems:
+            require_whole(found, self.usual, str(self.reader.path), self.problems)
         planned += [self._tensor("weights", weight, view) for weight, view in weights.items()]
         states = StatePlan(self.reader, found, self.target, outputs, self.kept)
         planned += [self._tensor(s, w, content, k) for s, w, k, content in states.tensors(self.problems)]
         paths = {name: path for name, path in self.object_paths.items() if path != PLACES}
         follow = partial(followed, self.reader, paths, self.mapping, self.target, weights)
         paths, values = self._try(follow) or ({}, {})
-        if any(outputs.values()):
-            values = values | self._empty_parts([*(tensor.path for tensor in planned), *paths.values()])
+        empty, chain = self._chain(outputs, [*(tensor.path for tensor in planned), *paths.values()])
         if self.problems:
             problems = self.problems.texts(self.mapping.name)
             shown = problems[:_MAX_PROBLEMS]
@@ -172,7 +183,9 @@ class _Planner:
             raise MappingError("\n".join([*shown, *([f"... and {more} more problems"] if more else [])]))
         if self.to == "dcp":
             paths = {name: beside_weights.object_path(path) for name, path in paths.items()}
-        return _collect(self.reader, self.to, planned, paths, dropped, values | self._noted())
+        plan = _collect(self.reader, self.to, planned, paths, dropped, values | empty | self._noted())
+        said = [*remarks(found, self.target, carried), *([chain] if chain else [])]
+        return replace(plan, conventions=(self.source.name, self.target.name), remarks=tuple(said))
 
     def _target(self, into: str | None) -> Convention:
         """The convention to translate to: the one asked for, the only other one, or the usual one of the format."""
@@ -214,20 +227,14 @@ class _Planner:
             target = target.at(WEIGHT, target.states)
         return like_source(self.source, target)
 
-    def _empty_parts(self, taken: Sequence[TreePath]) -> dict[TreePath, object]:
-        """The empty parts 1 and 2 of `optax.adamw`, where the moments are in part 0 of an otherwise unknown chain.
-
-        These parts, weight decay and learning rate, hold nothing, but stock Orbax restores only chains of equal length.
-        A learning rate with a schedule has a count, which is among ``taken``, the paths that have something.
-        """
+    def _chain(
+        self, outputs: Mapping[Section, Mapping[str, View]], taken: Sequence[TreePath]
+    ) -> tuple[dict[TreePath, object], str]:
+        """Empty parts of an optax chain, and what it fits; nothing where a checkpoint says how the chain looks."""
         usual = self.mapping.conventions[self.target.name].states
         if self.to != "orbax" or not self.target.is_tree or self.target.states != usual:
-            return {}
-        match self.target.path_of("step"):
-            case (*chain, 0, _):
-                parts = [(*chain, 1), (*chain, 2)]
-                return {p: None for p in parts if not any(path[: len(p)] == p for path in taken)}
-        return {}
+            return {}, ""
+        return completed(self.target, [section for section in outputs if outputs[section]], taken)
 
     def _noted(self) -> dict[TreePath, object]:
         """The unusual places of this source, for a conversion back, and the places that were noted before."""
