@@ -35,7 +35,7 @@ from bridge.mapping.errors import MappingError
 from bridge.mapping.found import NameIndex, Tensors, find
 from bridge.mapping.hyperparameters import followed
 from bridge.mapping.instance import Axes, Plain, View
-from bridge.mapping.notes import PLACES, note, noted, read_notes
+from bridge.mapping.notes import PLACES, conventions_for, noted, noted_axes, read_notes, updated
 from bridge.mapping.numbered_states import is_numbered, unnamed
 from bridge.mapping.optimizers import refused, remarks
 from bridge.mapping.padding import require_zeros
@@ -47,13 +47,11 @@ from bridge.mapping.scales import of_whole_rows
 from bridge.mapping.sizes import known_sizes
 from bridge.mapping.states import StatePlan, like_source, merged, require_whole
 from bridge.mapping.table import MappingTable
-from bridge.mapping.tied import one_of_two, second_of_two, under_first_names
+from bridge.mapping.tied import one_of_two, require_ties, second_of_two, under_first_names
 from bridge.text import did_you_mean
 
 T = TypeVar("T")
 _Made = tuple[str, View, Plain | None]
-
-
 _SHOWN = 10
 _MAX_PROBLEMS = 20
 
@@ -101,20 +99,23 @@ class _Planner:
         from_: str | None,
         wanted: Tensors,
     ) -> None:
-        self.reader, self.to, self.mapping = reader, to, mapping
+        self.reader, self.to = reader, to
         self.dropped = tuple(name for name in (*reader.tensors, *reader.object_paths) if mapping.drops(name))
         left = set(self.dropped)
         self.tensors = {name: info for name, info in reader.tensors.items() if name not in left}
         self.object_paths = {name: path for name, path in reader.object_paths.items() if name not in left}
+        self.notes = read_notes(reader, self.object_paths)
+        earlier = {axis: n for axis, n in noted_axes(self.notes).items() if axis in mapping.config}
+        self.mapping = mapping = mapping.with_axes({**earlier, **mapping.axes})
+        self.asked = {axis: n for axis in sorted(mapping.asked) if isinstance(n := mapping.axes[axis], int)}
         self.found = find(self.tensors.values(), mapping, from_, str(reader.path))
         self.source = self.found.convention
-        self.usual = mapping.conventions[self.source.name]
-        self.notes = read_notes(reader, self.object_paths)
         self.kept, self.wanted = False, wanted
         if isinstance(into, Convention):
             self.target = into
         else:
             self.target = self._at_its_places(self._target(into))
+        self.mapping = mapping = mapping.decided((self.source.name, self.target.name), str(reader.path))
         self.index, self.moments_index = (
             NameIndex(mapping.rules, self.source.name, moments=moments) for moments in (False, True)
         )
@@ -124,8 +125,8 @@ class _Planner:
         found, planned = self.found, []
         between_trees = self.source.is_tree and self.target.is_tree
         unequal = refused(self.reader, self.object_paths, found, self.target, self.moments_index)
-        for problem in unequal.problems:
-            self.problems.append(problem)
+        for text in unequal.problems:
+            self.problems.append(text)
         unmatched, carried = [], []
         for info in found.others.values():
             if info.name in unequal.names:
@@ -144,6 +145,7 @@ class _Planner:
         dropped = (*self.dropped, *(found.weights.pop(weight).name for weight in twice))
         owners = self._owners("weights", found.weights)
         parts = {rule.part for rule in owners.values() if rule.part}
+        self._try(lambda: require_ties(self.reader, self.mapping, found, self._axes, parts))
         unused = idle(self.mapping.rules, self.source.name, owners)
         if unmatched or unused:
             self.problems.append(self._misfit(unmatched, unused))
@@ -168,7 +170,9 @@ class _Planner:
         )
         weights |= self._try(lambda: dict(named())) or {}
         if not unequal.problems:
-            require_whole(found, self.usual, str(self.reader.path), self.problems)
+            require_whole(
+                found, self.mapping.conventions[self.source.name], str(self.reader.path), self.problems
+            )
         planned += [self._tensor("weights", weight, view) for weight, view in weights.items()]
         states = StatePlan(self.reader, found, self.target, outputs, self.kept)
         planned += [self._tensor(s, w, content, k) for s, w, k, content in states.tensors(self.problems)]
@@ -184,8 +188,8 @@ class _Planner:
         if self.to == "dcp":
             paths = {name: beside_weights.object_path(path) for name, path in paths.items()}
         plan = _collect(self.reader, self.to, planned, paths, dropped, values | empty | self._noted())
-        said = [*remarks(found, self.target, carried), *([chain] if chain else [])]
-        return replace(plan, conventions=(self.source.name, self.target.name), remarks=tuple(said))
+        said = (*remarks(found, self.target, carried), *([chain] if chain else []))
+        return replace(plan, conventions=(self.source.name, self.target.name), remarks=said)
 
     def _target(self, into: str | None) -> Convention:
         """The convention to translate to: the one asked for, the only other one, or the usual one of the format."""
@@ -200,6 +204,9 @@ class _Planner:
                 )
             return conventions[known]
         left = [c for name, c in conventions.items() if name != self.source.name]
+        came = [c for c in left if c.name in conventions_for(self.notes, self.to)]
+        if len(came) == 1:
+            return came[0]
         # A model without its heads becomes one without.
         fitting = usual_in(self.to, [c for c in left if c.without == self.source.without])
         if len(fitting) == 1:
@@ -237,12 +244,9 @@ class _Planner:
         return completed(self.target, [section for section in outputs if outputs[section]], taken)
 
     def _noted(self) -> dict[TreePath, object]:
-        """The unusual places of this source, for a conversion back, and the places that were noted before."""
-        notes = {name: value for name, value in self.notes.items() if name != self.target.name}
-        notes.pop(self.source.name, None)
-        here = note(self.source, self.usual)
-        if here is not None:
-            notes[self.source.name] = here
+        """What a conversion back has to know of this source, and what was noted before."""
+        known, format = self.mapping.conventions, self.reader.format
+        notes = updated(self.notes, self.source, self.target, known, format, self.asked)
         return {PLACES: notes} if notes else {}
 
     def _tensor(
