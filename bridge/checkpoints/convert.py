@@ -270,8 +270,8 @@ def _convert(
             options.verify,
             time.perf_counter() - started,
             *went_along(beside, destination),
-            conversion.conventions,
-            conversion.remarks,
+            conventions=conversion.conventions,
+            remarks=conversion.remarks,
         )
 
 
@@ -326,8 +326,8 @@ def planned(
             (*left_out, *plan.dropped),
             plan.inexact,
             beside,
-            plan.conventions,
-            plan.remarks,
+            conventions=plan.conventions,
+            remarks=plan.remarks,
         )
         planning.close()
         yield conversion, reader

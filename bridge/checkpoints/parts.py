@@ -194,8 +194,8 @@ def _whole(
         verified,
         time.perf_counter() - started,
         *went_along(conversion.companions, destination),
-        conversion.conventions,
-        conversion.remarks,
+        conventions=conversion.conventions,
+        remarks=conversion.remarks,
     )
 
 

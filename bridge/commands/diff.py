@@ -216,7 +216,7 @@ def _print(out: Console, report: DiffReport, all_: bool, histogram: bool) -> Non
     if not report.tensors:
         found = "they have none in common"
     after = f" (of {rounded} after rounding)" if rounded else ""
-    verdict = "within" if report.within else "beyond"
+    verdict = "within" if report.tensors and all(tensor.within for tensor in report.tensors) else "beyond"
     allowed = [f"{tolerance.max_ulp} ULP"]
     allowed += [f"rtol {tolerance.rtol:g}"] if tolerance.rtol else []
     allowed += [f"atol {tolerance.atol:g}"] if tolerance.atol else []
@@ -225,8 +225,22 @@ def _print(out: Console, report: DiffReport, all_: bool, histogram: bool) -> Non
     print_line(
         out,
         f"{len(report.tensors)} tensors, {total.elements} elements compared: {found}{after}; {verdict} "
-        f"the tolerance of {' or '.join(allowed)}",
+        f"the tolerance of {' or '.join(allowed)}{_elsewhere(report) if verdict == 'within' else ''}",
     )
+
+
+def _elsewhere(report: DiffReport) -> str:
+    """How many differences there are, by their kind, beside those of tensors that were compared."""
+    counts = {
+        "tensors only in A": len(report.missing),
+        "tensors only in B": len(report.extra),
+        "tensors of another shape or dtype": len(report.mismatched),
+        "other values": len(report.objects),
+        "values that cannot be compared": len(report.unreadable),
+        "places of the tree": len(report.structure),
+    }
+    found = [f"{what}: {count}" for what, count in counts.items() if count]
+    return f"; but A and B differ, as listed ({', '.join(found)})" if found else ""
 
 
 def _print_mappings(out: Console, report: DiffReport) -> None:

@@ -112,7 +112,7 @@ class Entry:
             PathPattern(path.strip()),
             replace(parsed, text=expression.strip()) if parsed else None,
             Operation.parse(operation) if bar else None,
-            *(choices or ("",)),
+            min(choices, default=""),
             replace(Expression.parse(_spelled_out(plain, rotary)), text=plain.strip()) if choices else None,
         )
 

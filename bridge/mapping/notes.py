@@ -5,11 +5,12 @@
 
 Where there are several states, each has "for": the names of its weights. "format" is the kind of file that the tensors
 were in, and "axes" are the sizes that the caller gave: a conversion back to such a file needs no --into and no --axis.
+"added" are the paths of empty parts that a conversion wrote for this convention, and that a conversion back leaves out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 from bridge.formats.base import CheckpointError, CheckpointReader, TreePath
@@ -26,29 +27,42 @@ def updated(
     usual: Mapping[str, Convention],
     format: str,
     axes: Mapping[str, int],
+    added: Iterable[TreePath],
 ) -> dict[str, object]:
     """The notes of a conversion from ``source``, whose places were found, to ``target``.
 
     usual: the mapping's conventions at their usual places. format: of the source. axes: the sizes that the caller gave.
-    A source needs no note where a conversion back finds its convention, places and sizes by itself.
+    added: paths of empty parts in the target. A source needs no note where a conversion back finds its convention,
+    places and sizes by itself.
     """
     result = {name: value for name, value in notes.items() if name not in (source.name, target.name)}
     others = [c for name, c in usual.items() if name != target.name and c.without == target.without]
     back = others if len(usual) == 2 else usual_in(kind_of(format), others)
     places = source.places["weights"], source.states
     weights, states = usual[source.name].places["weights"], usual[source.name].states
-    if places not in ((weights, states), (weights, ())) or [c.name for c in back] != [source.name] or axes:
-        result[source.name] = _note(source, format, axes)
+    extras: dict[str, object] = {}
+    if axes:
+        extras["axes"] = dict(axes)
+    if paths := ["/".join(map(str, path)) for path in added]:
+        extras["added"] = paths
+    if extras or places not in ((weights, states), (weights, ())) or [c.name for c in back] != [source.name]:
+        result[source.name] = {**_note(source, format), **extras}
     return result
 
 
-def _note(convention: Convention, format: str, axes: Mapping[str, int]) -> dict[str, object]:
+def _note(convention: Convention, format: str) -> dict[str, object]:
     states: list[dict[str, object]] = []
     for state in convention.states:
         members = {} if state.weights is None else {_FOR: sorted(state.weights)}
         states.append({**dict(state.places.items()), **members})
-    given = {"axes": dict(axes)} if axes else {}
-    return {"weights": convention.places["weights"], "states": states, "format": kind_of(format), **given}
+    return {"weights": convention.places["weights"], "states": states, "format": kind_of(format)}
+
+
+def added_parts(notes: Mapping[str, object], convention: Convention) -> frozenset[str]:
+    """The paths, joined by "/", of empty parts that a conversion from this convention added."""
+    data = notes.get(convention.name)
+    paths = data.get("added") if isinstance(data, dict) and not convention.is_tree else None
+    return frozenset(map(str, paths)) if isinstance(paths, list) else frozenset()
 
 
 def kind_of(format: str) -> str:

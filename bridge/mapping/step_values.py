@@ -125,7 +125,9 @@ def _of_groups(reader: CheckpointReader) -> Iterator[tuple[TreePath, float]]:
             continue
         weights = reader.objects[names[(*path[:-1], "params")]]
         value = _number(reader, name)
-        for weight in weights if isinstance(weights, list) and value is not None else ():
+        if value is None or not isinstance(weights, list):
+            continue
+        for weight in weights:
             state = (*path[:-3], _STATE, str(weight))
             if (*state, _MOMENT) in paths:
                 yield (*state, _STEP), value

@@ -119,10 +119,8 @@ class MappingTable:
         choices = {choice: cast(int, self.axes[choice]) for choice in open_choices}
         if not choices:
             return self
-        axes, config = (
-            {axis: value for axis, value in table.items() if axis not in choices}
-            for table in (dict(self.axes), dict(self.config))
-        )
+        axes = {axis: value for axis, value in self.axes.items() if axis not in choices}
+        config = {axis: texts for axis, texts in self.config.items() if axis not in choices}
         rules = tuple(rule.decided(choices) for rule in self.rules)
         return replace(self, rules=rules, axes=axes, config=config)
 

@@ -6,7 +6,7 @@ reveal, so a conversion that does not fit fails before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
@@ -15,7 +15,6 @@ import numpy as np
 
 from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
 from bridge.formats.leaf_names import separator_of
-from bridge.formats.quantized import quantized
 from bridge.mapping import beside_weights
 from bridge.mapping.apply import apply_with_scales, padding_left_out
 from bridge.mapping.chains import completed
@@ -35,13 +34,13 @@ from bridge.mapping.errors import MappingError
 from bridge.mapping.found import NameIndex, Tensors, find
 from bridge.mapping.hyperparameters import followed
 from bridge.mapping.instance import Axes, Plain, View
-from bridge.mapping.notes import PLACES, conventions_for, noted, noted_axes, read_notes, updated
+from bridge.mapping.notes import PLACES, added_parts, conventions_for, noted, noted_axes, read_notes, updated
 from bridge.mapping.numbered_states import is_numbered, unnamed
 from bridge.mapping.optimizers import refused, remarks
 from bridge.mapping.padding import require_zeros
 from bridge.mapping.parts import idle, uneven
 from bridge.mapping.plan import Plan, PlannedTensor
-from bridge.mapping.problems import NAMES, Problems
+from bridge.mapping.problems import NAMES, Problems, misfit
 from bridge.mapping.relation import identity
 from bridge.mapping.scales import of_whole_rows
 from bridge.mapping.sizes import known_sizes
@@ -52,7 +51,6 @@ from bridge.text import did_you_mean
 
 T = TypeVar("T")
 _Made = tuple[str, View, Plain | None]
-_SHOWN = 10
 _MAX_PROBLEMS = 20
 
 
@@ -105,8 +103,9 @@ class _Planner:
         self.tensors = {name: info for name, info in reader.tensors.items() if name not in left}
         self.object_paths = {name: path for name, path in reader.object_paths.items() if name not in left}
         self.notes = read_notes(reader, self.object_paths)
-        earlier = {axis: n for axis, n in noted_axes(self.notes).items() if axis in mapping.config}
-        self.mapping = mapping = mapping.with_axes({**earlier, **mapping.axes})
+        known = mapping.config.keys() - mapping.axes.keys()
+        earlier = {axis: n for axis, n in noted_axes(self.notes).items() if axis in known}
+        self.mapping = mapping = mapping.with_axes(earlier)
         self.asked = {axis: n for axis in sorted(mapping.asked) if isinstance(n := mapping.axes[axis], int)}
         self.found = find(self.tensors.values(), mapping, from_, str(reader.path))
         self.source = self.found.convention
@@ -148,7 +147,9 @@ class _Planner:
         self._try(lambda: require_ties(self.reader, self.mapping, found, self._axes, parts))
         unused = idle(self.mapping.rules, self.source.name, owners)
         if unmatched or unused:
-            self.problems.append(self._misfit(unmatched, unused))
+            self.problems.append(
+                misfit(self.reader, len(self.tensors), self.mapping, self.source.name, unmatched, unused)
+            )
         for text, rule in uneven(self.mapping.rules, self.source.name, owners):
             self.problems.add(text, rule)
         outputs: dict[Section, dict[str, View]] = {section: {} for section in BY_WEIGHT}
@@ -176,7 +177,8 @@ class _Planner:
         planned += [self._tensor("weights", weight, view) for weight, view in weights.items()]
         states = StatePlan(self.reader, found, self.target, outputs, self.kept)
         planned += [self._tensor(s, w, content, k) for s, w, k, content in states.tensors(self.problems)]
-        paths = {name: path for name, path in self.object_paths.items() if path != PLACES}
+        added = added_parts(self.notes, self.target) | {"/".join(map(str, PLACES))}
+        paths = {n: path for n, path in self.object_paths.items() if "/".join(map(str, path)) not in added}
         follow = partial(followed, self.reader, paths, self.mapping, self.target, weights)
         paths, values = self._try(follow) or ({}, {})
         empty, chain = self._chain(outputs, [*(tensor.path for tensor in planned), *paths.values()])
@@ -187,8 +189,9 @@ class _Planner:
             raise MappingError("\n".join([*shown, *([f"... and {more} more problems"] if more else [])]))
         if self.to == "dcp":
             paths = {name: beside_weights.object_path(path) for name, path in paths.items()}
-        plan = _collect(self.reader, self.to, planned, paths, dropped, values | empty | self._noted())
-        said = (*remarks(found, self.target, carried), *([chain] if chain else []))
+        plan = _collect(self.reader, self.to, planned, paths, dropped, values | empty | self._noted(empty))
+        told = () if self.target.name in self.notes else remarks(found, self.target, carried)
+        said = (*told, *([chain] if chain else []))
         return replace(plan, conventions=(self.source.name, self.target.name), remarks=said)
 
     def _target(self, into: str | None) -> Convention:
@@ -226,13 +229,14 @@ class _Planner:
 
     def _at_its_places(self, target: Convention) -> Convention:
         """The target at the places that an earlier conversion noted, else with the states of a source of its kind."""
-        if target.name in self.notes:
-            return noted(target, self.notes[target.name])
-        self.kept = self.source.is_tree == target.is_tree
+        if is_noted := target.name in self.notes:
+            target = noted(target, self.notes[target.name])
+        else:
+            self.kept = self.source.is_tree == target.is_tree
         if self.to == "safetensors" and target.places["weights"] == MODEL_WEIGHTS:
             # `from_pretrained` and all other readers expect the weights at the root of such files.
             target = target.at(WEIGHT, target.states)
-        return like_source(self.source, target)
+        return target if is_noted else like_source(self.source, target)
 
     def _chain(
         self, outputs: Mapping[Section, Mapping[str, View]], taken: Sequence[TreePath]
@@ -243,10 +247,10 @@ class _Planner:
             return {}, ""
         return completed(self.target, [section for section in outputs if outputs[section]], taken)
 
-    def _noted(self) -> dict[TreePath, object]:
+    def _noted(self, empty: Iterable[TreePath]) -> dict[TreePath, object]:
         """What a conversion back has to know of this source, and what was noted before."""
         known, format = self.mapping.conventions, self.reader.format
-        notes = updated(self.notes, self.source, self.target, known, format, self.asked)
+        notes = updated(self.notes, self.source, self.target, known, format, self.asked, empty)
         return {PLACES: notes} if notes else {}
 
     def _tensor(
@@ -337,39 +341,6 @@ class _Planner:
     def _axes(self) -> Axes:
         return replace(known_sizes(self.reader, self.mapping), wanted=self.wanted)
 
-    def _misfit(self, unmatched: list[str], unused: list[Rule]) -> str:
-        side = self.source.name
-        rules = [rule for rule in self.mapping.rules if rule.entries(side)]
-        if (found := quantized(unmatched)) is not None:
-            name, kind, readable = found
-            remedy = (
-                "decode them to bfloat16 on the way (convert --dequantize; in a program dequantize=True)"
-                if readable
-                else "decode them first, with the program that made them"
-            )
-            return (
-                f"{name} of {self.reader.path} is of quantized weights ({kind}), and {len(unmatched)} of "
-                f"{len(self.tensors)} tensors match no rule of mapping {self.mapping.name}, whose rules are for plain "
-                f"weights: {remedy}, or leave the mapping out to keep names and bytes"
-            )
-        lines = [f"mapping {self.mapping.name} does not fit {self.reader.path}; is this another model?"]
-        if len(self.mapping.conventions) > 2:
-            lines.append(f"Of its conventions ({', '.join(self.mapping.conventions)}) {side} is the nearest.")
-        if unmatched:
-            lines.append(
-                f"{len(unmatched)} of {len(self.tensors)} tensors match no rule: {_some(unmatched)}."
-            )
-        if unused:
-            texts = [" & ".join(e.path.text for e in rule.entries(side)) for rule in unused]
-            lines.append(f"{len(unused)} of {len(rules)} rules found no tensor: {_some(texts)}.")
-        else:
-            known = [e.path.text for rule in rules for e in rule.entries(side)]
-            lines.append(f"Mapping {self.mapping.name} knows {_some(known)}.")
-        lines.append(
-            "Add rules, list the tensors to leave out under drop, or leave the mapping out to keep the names."
-        )
-        return " ".join(lines)
-
 
 def _collect(
     reader: CheckpointReader,
@@ -395,8 +366,3 @@ def _collect(
 
 def _join(path: TreePath, to: str) -> str:
     return separator_of(to).join(map(str, path))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
