@@ -316,8 +316,8 @@ def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
     print_line(
         out,
         f"{conversion.source} ({conversion.source_format}) -> {destination} ({conversion.format}): "
-        f"{names_of(conversion.conventions)}{len(conversion.outputs)} tensors, {len(conversion.objects)} objects, "
-        f"{human_bytes(conversion.nbytes)} would be written{', over what is there' if there else ''}",
+        f"{len(conversion.outputs)} tensors, {len(conversion.objects)} objects, {human_bytes(conversion.nbytes)} "
+        f"would be written{', over what is there' if there else ''}{names_of(conversion.conventions)}",
     )
     if (missing := missing_parent(destination)) is not None:
         print_line(out, f"{missing} does not exist: it would be asked about, or created by --parents")

@@ -21,15 +21,15 @@ def print_report(out: Console, report: ConvertReport) -> None:
     print_line(
         out,
         f"{report.source} ({report.source_format}) -> {report.destination} ({report.format}): "
-        f"{names_of(report.conventions)}{report.tensors} tensors, {report.objects} objects, "
-        f"{written_in(report.bytes, report.resumed_bytes, report.seconds)}",
+        f"{report.tensors} tensors, {report.objects} objects, "
+        f"{written_in(report.bytes, report.resumed_bytes, report.seconds)}{names_of(report.conventions)}",
     )
     print_remarks(out, report)
 
 
 def names_of(conventions: tuple[str, str] | None) -> str:
-    """The conventions of source and destination for a result line; "" without a mapping."""
-    return "" if conventions is None else f"names of {' -> '.join(conventions)}, "
+    """The conventions of source and destination, for the end of a result line; "" without a mapping."""
+    return "" if conventions is None else f", names of {' -> '.join(conventions)}"
 
 
 def written_in(nbytes: int, before: int, seconds: float) -> str:

@@ -39,7 +39,7 @@ class MappingTable:
     models: Models = field(default_factory=dict)
     asked: frozenset[str] = frozenset()
     any_model: bool = False
-    ties: bool | None = None
+    ties: bool | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.conventions:

@@ -114,11 +114,12 @@ class _Planner:
             self.target = into
         else:
             self.target = self._at_its_places(self._target(into))
-        self.mapping = mapping = mapping.decided((self.source.name, self.target.name), str(reader.path))
+        self.problems = Problems()
+        sides = self.source.name, self.target.name
+        self.mapping = mapping = self._try(lambda: mapping.decided(sides, str(reader.path))) or mapping
         self.index, self.moments_index = (
             NameIndex(mapping.rules, self.source.name, moments=moments) for moments in (False, True)
         )
-        self.problems = Problems()
 
     def plan(self) -> Plan:
         found, planned = self.found, []
