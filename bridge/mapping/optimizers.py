@@ -99,6 +99,13 @@ _READ_AS: tuple[tuple[Section, str, str], ...] = (
     ("momentum_buffer", "trace", "that of optax.sgd, of gradients without the learning rate"),
 )
 
+_SUMS_OTHERWISE = {
+    "dampening": "momentum_buffer then sums 1 - dampening of each gradient, and optax.trace whole ones",
+    "ns_steps": "Muon's momentum_buffer is a mean of gradients, and optax.contrib.muon keeps it as mu, with a count",
+}
+_OWN_DEPTH = 2
+"""Keys before a weight in the state of our own optimizers: ``opt_state/trace/<weight>``."""
+
 CARRIED = frozenset({"acc_grads", "grad_acc", "ema", "found_nan"})
 """What optax keeps beside an optimizer's state: sums of gradients, averages. It comes back as it was."""
 
@@ -139,7 +146,7 @@ def refused(
         for optimizer, names in weights.items()
     ]
     if target.is_tree and not tree and any("momentum_buffer" in state.sections for state in found.states):
-        problems += _damped(reader, paths)
+        problems += _of_groups(reader, paths, own=len(target.path_of("momentum_buffer")) == _OWN_DEPTH)
     return Refused(tuple(problems), frozenset(name for _, _, name in kept if name))
 
 
@@ -218,10 +225,16 @@ def _named(known: tuple[Optimizer, ...], word: str, library: str) -> Optimizer:
     return next((optimizer for optimizer in known if word in optimizer.words), unknown)
 
 
-def _damped(reader: CheckpointReader, paths: Mapping[str, TreePath]) -> Iterator[str]:
-    """Problems of groups of weights whose momentum sums gradients otherwise than optax does."""
+def _of_groups(reader: CheckpointReader, paths: Mapping[str, TreePath], own: bool) -> Iterator[str]:
+    """Problems of groups of weights whose momentum_buffer is no sum of gradients, as optax.trace is.
+
+    own: the target's state is that of our own optimizers, which have no chain, and keep Muon's as torch does.
+    """
     for name, path in paths.items():
-        if not str(path[-1]).endswith("dampening") or not any("param_groups" in str(key) for key in path):
+        key = str(path[-1]).rpartition(".")[2]
+        if key not in _SUMS_OTHERWISE or not any("param_groups" in str(part) for part in path):
+            continue
+        if key == "ns_steps" and own:
             continue
         try:
             value = reader.objects[name]
@@ -229,7 +242,6 @@ def _damped(reader: CheckpointReader, paths: Mapping[str, TreePath]) -> Iterator
             continue
         if value:
             yield (
-                f"{name} is {value!r:.20}: momentum_buffer then sums 1 - dampening of each gradient, and optax.trace "
-                "whole ones. Leave the optimizer's state out (--weights-only)"
+                f"{name} is {value!r:.20}: {_SUMS_OTHERWISE[key]}. Leave the optimizer's state out (--weights-only)"
             )
             return

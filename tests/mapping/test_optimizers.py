@@ -221,6 +221,20 @@ def test_momentum_with_dampening_is_refused() -> None:
         make_plan(torch_reader(optimizer, weights), "orbax", table())
 
 
+def test_muons_momentum_is_no_trace_of_optax() -> None:
+    weights = torch_weights()
+    optimizer = torch.optim.Muon(list(weights.values()), RATE)
+    torch_steps(optimizer, weights, 0, 2)
+    reader = torch_reader(optimizer, weights)
+    with pytest.raises(
+        MappingError, match=r"param_groups\.0\.ns_steps is 5: Muon's momentum_buffer is a mean"
+    ):
+        make_plan(reader, "orbax", table())
+    # Our own Muon keeps the same mean in both halves.
+    rules = "".join(f'[[rule]]\ntorch = "{n}.weight : o m"\njax = "{n}/kernel : m o"\n' for n in SHAPES)
+    assert "opt_state/trace/a/kernel" in make_plan(reader, "orbax", parse_mapping(rules, "own.toml")).tensors
+
+
 REFUSED_OPTAX: dict[str, tuple[str, Callable[[], Any]]] = {
     "amsgrad": (r"optax\.amsgrad \(nu_max of a/kernel", lambda: optax.amsgrad(RATE)),
     "rmsprop": (r"optax\.rmsprop", lambda: optax.rmsprop(RATE)),
