@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from bridge.formats.base import CheckpointError, CheckpointReader, TreePath
-from bridge.mapping.beside_weights import OPTIMIZER_KEYS
+from bridge.mapping.beside_weights import OPTIMIZER_KEYS, WORDS_OF_MOMENTS
 from bridge.mapping.conventions import SECTIONS, Convention, Section
 from bridge.mapping.found import Found, NameIndex
 from bridge.mapping.problems import some
@@ -77,6 +77,8 @@ OPTAX: tuple[Optimizer, ...] = (
         "torch.optim has no such optimizer, and Adam reads its weights wrongly",
     ),
 )
+
+_OPTAX_WORDS = frozenset(word for optimizer in OPTAX for word in optimizer.words)
 
 _ALONE: Mapping[str, Optimizer] = {
     "nu": _optimizer(
@@ -195,8 +197,11 @@ def _from_tree(
             continue
         keys = [str(key) for key in path]
         start = next((k for k in range(2, len(keys)) if _knows(index, keys[k:])), None)
-        if start is not None and keys[start - 1] not in CARRIED:
-            yield _named(OPTAX, keys[start - 1], "optax"), "/".join(keys[start:]), name
+        if start is None or not (CARRIED | WORDS_OF_MOMENTS).isdisjoint(keys[:start]):
+            continue
+        # A tree of weights may have a root of its own below the word: v_row/params/...
+        word = next((key for key in keys[1:start] if key in _OPTAX_WORDS), keys[start - 1])
+        yield _named(OPTAX, word, "optax"), "/".join(keys[start:]), name
 
 
 def _knows(index: NameIndex, keys: list[str]) -> bool:

@@ -264,6 +264,13 @@ def test_a_state_of_optax_without_an_equal_is_refused_by_the_optimizers_name(kin
         make_plan(reader, "dcp", table())
 
 
+def test_a_word_above_a_root_of_the_weights_tells_the_optimizer() -> None:
+    arrays = {f"params/params/{n}/kernel": np.zeros(s[::-1], np.float32) for n, s in SHAPES.items()}
+    arrays |= {f"opt_state/0/v_row/params/{n}/kernel": np.zeros(s[1], np.float32) for n, s in SHAPES.items()}
+    with pytest.raises(MappingError, match=r"state of optax\.adafactor \(.* of a/kernel, b/kernel\)"):
+        make_plan(MemoryReader("orbax", arrays), "dcp", table())
+
+
 def amsgrad(convention: str = "") -> MemoryReader:
     rng = np.random.default_rng(1)
     arrays = {}
