@@ -15,6 +15,7 @@ from bridge.checkpoints.convert import convert
 from bridge.checkpoints.selection import Selection
 from bridge.formats import open_checkpoint
 from bridge.mapping import MappingError, load_mapping, parse_mapping
+from bridge.mapping.sizes import with_config_fields
 
 HEAD, HEADS, KV, M, V = 8, 4, 2, 24, 65
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
@@ -121,6 +122,14 @@ def test_without_a_configuration_both_directions_ask(tmp_path: Path) -> None:
     convert(source, tmp_path / "titan", to="dcp", mapping="llama", into="torchtitan", axes={"d": HEAD})
     with pytest.raises(MappingError, match=asks):
         convert(tmp_path / "titan", tmp_path / "x", to="orbax", mapping="llama", into="maxtext")
+
+
+def test_a_configuration_that_names_no_model_decides_nothing(tmp_path: Path) -> None:
+    source = llama(tmp_path / "hf", {"model_type": None})
+    with pytest.raises(MappingError, match="--axis llama3_rope=1"):
+        convert(source, tmp_path / "out", to="orbax", mapping="llama", into="maxtext")
+    # As of a run in progress that has no configuration.
+    assert "llama3_rope" not in with_config_fields(load_mapping("llama"), {}, "a run").axes
 
 
 def test_maxtext_of_others_asks_on_the_way_to_torch(tmp_path: Path) -> None:
