@@ -50,6 +50,7 @@ from bridge.mapping.numbered_states import with_named_states
 from bridge.mapping.relation import whole_source
 from bridge.mapping.rules import mapping_table
 from bridge.mapping.sizes import with_config, with_stored_sizes
+from bridge.mapping.step_values import with_step_tensors
 from bridge.mapping.table import MappingTable, Tied
 from bridge.mapping.translation import make_plan
 from bridge.version import __version__
@@ -69,7 +70,8 @@ class ConvertOptions:
     source's `config.json` names. companions: copy `config.json`, tokenizer files and the like along. dequantize: take
     MXFP4 weights and float8 weights with scales of blocks as the bfloat16 numbers that they stand for, see
     `formats/quantized.py`. items: of an Orbax source, see `open_checkpoint`. write_items: keys of the tree that become
-    an item each of an Orbax destination.
+    an item each of an Orbax destination. optimizer_order: what torch's numbers in optimizer states stand for: "model",
+    or a file with a weight's name on each line, see `numbered_states.py`.
     """
 
     to: str | None = None
@@ -86,6 +88,7 @@ class ConvertOptions:
     dequantize: bool = False
     items: Sequence[str] = ()
     write_items: Sequence[str] = ()
+    optimizer_order: str | None = None
 
     def __post_init__(self) -> None:
         if self.to is not None and self.to not in FORMATS:
@@ -102,7 +105,8 @@ class Conversion:
     of tensors and objects by name in the destination, see `leaf_kinds.py`, but for implied ones.
     files: the source's files, empty if they are in a store. digest: of these, by name, size and time. left_out: names
     in the source that do not go along, dropped or not selected. inexact: names in the destination of tensors that the
-    mapping calculates, with rounding. companions: files that go along, see `bridge.formats.companions`.
+    mapping calculates, with rounding. companions: files that go along, see `bridge.formats.companions`. conventions,
+    remarks: see `bridge.mapping.plan`.
     """
 
     source: Path | str
@@ -116,6 +120,8 @@ class Conversion:
     left_out: tuple[str, ...]
     inexact: tuple[str, ...]
     companions: Companions = field(default_factory=Companions)
+    conventions: tuple[str, str] | None = None
+    remarks: tuple[str, ...] = ()
 
     @cached_property
     def nbytes(self) -> int:
@@ -164,16 +170,17 @@ def convert(
     items: Sequence[str] = (),
     step: Step | None = None,
     write_items: Sequence[str] = (),
+    optimizer_order: str | None = None,
 ) -> ConvertReport:
     """Convert the checkpoint ``src`` to the new checkpoint ``dst``, each at a local path or a URL that fsspec knows.
 
-    to, mapping, into, from_, axes, selection, casts, tied, any_model, companions, dequantize, items, write_items: see
-    `ConvertOptions`. step: a number or "latest", where ``src`` is a directory of steps. verify: whether checksums of
-    ``src`` are compared; without it, damage goes into ``dst``, whose own checksums then vouch for it. replace: ``dst``
-    may be a checkpoint, which is kept until the new one is complete. resume: go on where an earlier attempt of the same
-    conversion was killed, and, if this one fails, keep what it has written to be resumed. workers: threads, default by
-    cores; memory grows with it, about 64 MiB each. A checkpoint at a URL replaces nothing, and ``resume`` goes on with
-    the parts that are there where the store lists them (S3).
+    to, mapping, into, from_, axes, selection, casts, tied, any_model, companions, dequantize, items, write_items,
+    optimizer_order: see `ConvertOptions`. step: a number or "latest", where ``src`` is a directory of steps.
+    verify: whether checksums of ``src`` are compared; without it, damage goes into ``dst``, whose own checksums
+    then vouch for it. replace: ``dst`` may be a checkpoint, which is kept until the new one is complete. resume: go
+    on where an earlier attempt of the same conversion was killed, and, if this one fails, keep what it has written
+    to be resumed. workers: threads, default by cores; memory grows with it, about 64 MiB each. A checkpoint at a
+    URL replaces nothing, and ``resume`` goes on with the parts that are there where the store lists them (S3).
 
     Raises FileNotFoundError (no source), FileExistsError (destination there already), CheckpointError (source
     damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1), OSError
@@ -195,6 +202,7 @@ def convert(
         dequantize=dequantize,
         items=items,
         write_items=write_items,
+        optimizer_order=optimizer_order,
     )
     workers = default_workers() if workers is None else workers
     if workers < 1:
@@ -262,6 +270,8 @@ def _convert(
             options.verify,
             time.perf_counter() - started,
             *went_along(beside, destination),
+            conventions=conversion.conventions,
+            remarks=conversion.remarks,
         )
 
 
@@ -286,7 +296,7 @@ def planned(
         left_out: Sequence[str] = ()
         if table is not None:
             table = with_config(table, whole)
-            reader = held = with_named_states(held)
+            reader = held = with_named_states(with_step_tensors(held), options.optimizer_order)
         if not options.selection.everything:
             reader = selected = SelectedReader(held, options.selection)
             left_out = selected.left_out
@@ -316,6 +326,8 @@ def planned(
             (*left_out, *plan.dropped),
             plan.inexact,
             beside,
+            conventions=plan.conventions,
+            remarks=plan.remarks,
         )
         planning.close()
         yield conversion, reader

@@ -19,7 +19,7 @@ class ConvertReport:
     NaN, without those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding.
     verified: whether the source's checksums, where it has any, were compared. companions: files that went along, such
     as `config.json`. kept: those that a replaced checkpoint had, and the source has not. not_copied: why others did not
-    go along.
+    go along. conventions, remarks: see `bridge.mapping.plan`.
     """
 
     source: Path | str
@@ -38,6 +38,8 @@ class ConvertReport:
     companions: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     not_copied: Mapping[str, str] = field(default_factory=dict)
+    conventions: tuple[str, str] | None = None
+    remarks: tuple[str, ...] = ()
 
 
 def went_along(

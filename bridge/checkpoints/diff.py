@@ -34,6 +34,7 @@ from bridge.mapping.numbered_states import with_named_states
 from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.rules import mapping_table
 from bridge.mapping.sizes import with_config, with_stored_sizes
+from bridge.mapping.step_values import with_step_tensors
 from bridge.mapping.table import MappingTable, Tied
 from bridge.mapping.translation import make_plan
 
@@ -51,6 +52,7 @@ def diff(
     axes: Mapping[str, int] | None = None,
     tied: Tied | None = None,
     any_model: bool = False,
+    optimizer_order: str | None = None,
     dequantize: bool = False,
     selection: Selection | None = None,
     tolerance: Tolerance | None = None,
@@ -63,15 +65,15 @@ def diff(
 ) -> DiffReport:
     """Compare two checkpoints of any format.
 
-    mapping, into, from_, axes, tied, any_model: as for `convert`; without a mapping names are compared as tree paths.
-    dequantize: take quantized weights of ``a`` as the numbers that they stand for, as `convert` does. selection: which
-    part of ``a``; what corresponds to the rest of it in ``b`` is left out there, too, as are names of ``b`` that are to
-    be dropped. rounded: tensors of different dtypes are compared too, see `common_dtype`; so 0 ULP says that the
-    narrower is exactly the other, cast. noise: another run of the same thing (another order of summation, or a float64
-    twin), with the names of ``b``, or of ``a`` through the mapping; a tensor then also passes when the difference is at
-    most ``tolerance.noise_factor`` times that of ``b`` and this run. workers: regions compared in parallel, some 100
-    MiB of memory each. items, step: see `open_checkpoint`; each is for those of ``a`` and ``b`` that have items or
-    steps.
+    mapping, into, from_, axes, tied, any_model, optimizer_order: as for `convert`; without a mapping names are
+    compared as tree paths. dequantize: take quantized weights of ``a`` as the numbers that they stand for, as
+    `convert` does. selection: which part of ``a``; what corresponds to the rest of it in ``b`` is left out there,
+    too, as are names of ``b`` that are to be dropped. rounded: tensors of different dtypes are compared too, see
+    `common_dtype`; so 0 ULP says that the narrower is exactly the other, cast. noise: another run of the same thing
+    (another order of summation, or a float64 twin), with the names of ``b``, or of ``a`` through the mapping; a
+    tensor then also passes when the difference is at most ``tolerance.noise_factor`` times that of ``b`` and this
+    run. workers: regions compared in parallel, some 100 MiB of memory each. items, step: see `open_checkpoint`;
+    each is for those of ``a`` and ``b`` that have items or steps.
 
     Raises FileNotFoundError, or CheckpointError when one is damaged, the mapping does not fit ``a``, or the noise
     checkpoint lacks a tensor that is compared.
@@ -87,7 +89,9 @@ def diff(
         if dequantize:
             whole_a = DequantizedReader(whole_a)
         if table is not None:
-            whole_a, whole_b = with_named_states(whole_a), with_named_states(whole_b)
+            whole_a, whole_b = (
+                with_named_states(with_step_tensors(whole), optimizer_order) for whole in (whole_a, whole_b)
+            )
         reader_a, reader_b = selected_pair(whole_a, whole_b, selection)
         target: str | Convention | None = into
         if table is not None:

@@ -194,6 +194,8 @@ def _whole(
         verified,
         time.perf_counter() - started,
         *went_along(conversion.companions, destination),
+        conventions=conversion.conventions,
+        remarks=conversion.remarks,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridge.commands import completion
-from bridge.commands.convert_report import ASKED_FOR, print_report
+from bridge.commands.convert_report import ASKED_FOR, names_of, print_report
 from bridge.commands.options import (
     AnyModelOption,
     AxisOption,
@@ -19,6 +19,7 @@ from bridge.commands.options import (
     ItemOption,
     JsonOption,
     MappingOption,
+    OptimizerOrderOption,
     StepOption,
     TiedOption,
     WeightsOnlyOption,
@@ -70,6 +71,7 @@ def convert(
     axis: AxisOption = None,
     tied: TiedOption = None,
     any_model: AnyModelOption = False,
+    optimizer_order: OptimizerOrderOption = None,
     dequantize: DequantizeOption = False,
     select: Annotated[
         list[str] | None,
@@ -167,7 +169,7 @@ def convert(
     selection = Selection(tuple(select or ()), tuple(drop or ()), weights_only)
     axes = axis_sizes(axis, mapping)
     items, write_items, at = item_names(item), item_names(write_item), step_number(step)
-    require_mapping(mapping, into, from_, tied, any_model)
+    require_mapping(mapping, into, from_, tied, any_model, optimizer_order)
     if write_items and to not in (None, TargetFormat.orbax):
         raise typer.BadParameter(f"--write-item needs --to orbax: only Orbax has items, got --to {to}")
     out = Console()
@@ -187,6 +189,7 @@ def convert(
         dequantize=dequantize,
         items=items,
         write_items=write_items,
+        optimizer_order=optimizer_order,
     )
     if not dry_run:
         with user_errors(json=json):
@@ -234,6 +237,7 @@ def convert(
             items=items,
             step=at,
             write_items=write_items,
+            optimizer_order=optimizer_order,
         )
     if json:
         print_json(out, report)
@@ -264,6 +268,8 @@ def conversion_document(conversion: Conversion) -> dict[str, object]:
         "left_out": conversion.left_out,
         "inexact": conversion.inexact,
         "companions": list(conversion.companions.files),
+        "conventions": conversion.conventions,
+        "remarks": conversion.remarks,
     }
 
 
@@ -298,6 +304,8 @@ def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
     print_table(out, ("tensor", "dtype", "shape", "size", "from"), rows, left=2)
     for name, (_, value) in conversion.objects.items():
         print_line(out, f"{name} = {value!r}")
+    for remark in conversion.remarks:
+        print_line(out, f"note: {remark}")
     if conversion.companions.files:
         print_line(out, f"beside it: {some([*conversion.companions.files])}")
     if conversion.left_out:
@@ -309,7 +317,7 @@ def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
         out,
         f"{conversion.source} ({conversion.source_format}) -> {destination} ({conversion.format}): "
         f"{len(conversion.outputs)} tensors, {len(conversion.objects)} objects, {human_bytes(conversion.nbytes)} "
-        f"would be written{', over what is there' if there else ''}",
+        f"would be written{', over what is there' if there else ''}{names_of(conversion.conventions)}",
     )
     if (missing := missing_parent(destination)) is not None:
         print_line(out, f"{missing} does not exist: it would be asked about, or created by --parents")

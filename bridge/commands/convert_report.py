@@ -22,9 +22,14 @@ def print_report(out: Console, report: ConvertReport) -> None:
         out,
         f"{report.source} ({report.source_format}) -> {report.destination} ({report.format}): "
         f"{report.tensors} tensors, {report.objects} objects, "
-        f"{written_in(report.bytes, report.resumed_bytes, report.seconds)}",
+        f"{written_in(report.bytes, report.resumed_bytes, report.seconds)}{names_of(report.conventions)}",
     )
     print_remarks(out, report)
+
+
+def names_of(conventions: tuple[str, str] | None) -> str:
+    """The conventions of source and destination, for the end of a result line; "" without a mapping."""
+    return "" if conventions is None else f", names of {' -> '.join(conventions)}"
 
 
 def written_in(nbytes: int, before: int, seconds: float) -> str:
@@ -38,6 +43,8 @@ def written_in(nbytes: int, before: int, seconds: float) -> str:
 
 def print_remarks(out: Console, report: ConvertReport) -> None:
     """What else is to be known: files that went along, what was rounded, what is not there."""
+    for remark in report.remarks:
+        print_line(out, f"note: {remark}")
     if report.companions:
         print_line(out, f"copied along: {some(report.companions)}")
     if report.kept:

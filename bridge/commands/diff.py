@@ -19,6 +19,7 @@ from bridge.commands.options import (
     ItemOption,
     JsonOption,
     MappingOption,
+    OptimizerOrderOption,
     StepOption,
     TiedOption,
     WeightsOnlyOption,
@@ -48,6 +49,7 @@ def diff(
     axis: AxisOption = None,
     tied: TiedOption = None,
     any_model: AnyModelOption = False,
+    optimizer_order: OptimizerOrderOption = None,
     dequantize: DequantizeOption = False,
     select: Annotated[
         list[str] | None,
@@ -123,7 +125,7 @@ def diff(
     from bridge.checkpoints.ulp import Tolerance
 
     axes, at = axis_sizes(axis, mapping), step_number(step)
-    require_mapping(mapping, into, from_, tied, any_model)
+    require_mapping(mapping, into, from_, tied, any_model, optimizer_order)
     try:
         tolerance = Tolerance(max_ulp, rtol, atol, max_error)
     except ValueError as error:
@@ -138,6 +140,7 @@ def diff(
             axes=axes,
             tied=tied,
             any_model=any_model,
+            optimizer_order=optimizer_order,
             dequantize=dequantize,
             selection=Selection(tuple(select or ()), tuple(drop or ()), weights_only),
             tolerance=tolerance,
@@ -213,7 +216,7 @@ def _print(out: Console, report: DiffReport, all_: bool, histogram: bool) -> Non
     if not report.tensors:
         found = "they have none in common"
     after = f" (of {rounded} after rounding)" if rounded else ""
-    verdict = "within" if report.within else "beyond"
+    verdict = "within" if report.tensors and all(tensor.within for tensor in report.tensors) else "beyond"
     allowed = [f"{tolerance.max_ulp} ULP"]
     allowed += [f"rtol {tolerance.rtol:g}"] if tolerance.rtol else []
     allowed += [f"atol {tolerance.atol:g}"] if tolerance.atol else []
@@ -222,8 +225,22 @@ def _print(out: Console, report: DiffReport, all_: bool, histogram: bool) -> Non
     print_line(
         out,
         f"{len(report.tensors)} tensors, {total.elements} elements compared: {found}{after}; {verdict} "
-        f"the tolerance of {' or '.join(allowed)}",
+        f"the tolerance of {' or '.join(allowed)}{_elsewhere(report) if verdict == 'within' else ''}",
     )
+
+
+def _elsewhere(report: DiffReport) -> str:
+    """How many differences there are, by their kind, beside those of tensors that were compared."""
+    counts = {
+        "tensors only in A": len(report.missing),
+        "tensors only in B": len(report.extra),
+        "tensors of another shape or dtype": len(report.mismatched),
+        "other values": len(report.objects),
+        "values that cannot be compared": len(report.unreadable),
+        "places of the tree": len(report.structure),
+    }
+    found = [f"{what}: {count}" for what, count in counts.items() if count]
+    return f"; but A and B differ, as listed ({', '.join(found)})" if found else ""
 
 
 def _print_mappings(out: Console, report: DiffReport) -> None:

@@ -74,6 +74,15 @@ DequantizeOption = Annotated[
         "checkpoint as the bfloat16 numbers that they stand for.",
     ),
 ]
+OptimizerOrderOption = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer-order",
+        metavar="model|FILE",
+        help="What torch's numbers of weights in an optimizer's state stand for: the model's order in each group, or "
+        "the names in a text file, one a line.",
+    ),
+]
 ItemOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -130,12 +139,19 @@ def progress_console() -> Console:
 
 
 def require_mapping(
-    mapping: str | None, into: str | None, from_: str | None, tied: str | None, any_model: bool = False
+    mapping: str | None,
+    into: str | None,
+    from_: str | None,
+    tied: str | None,
+    any_model: bool = False,
+    optimizer_order: str | None = None,
 ) -> None:
     """Raise a usage error for options that need a mapping and have none."""
     for option, value in (("--into", into), ("--from", from_), ("--tied", tied)):
         if value is not None and mapping is None:
             raise typer.BadParameter(f"{option} needs --mapping: the names that it takes are a mapping's")
+    if optimizer_order is not None and mapping is None:
+        raise typer.BadParameter("--optimizer-order needs --mapping: without one, states keep their numbers")
     if any_model and mapping is None:
         raise typer.BadParameter("--any-model needs --mapping: only a mapping is for some models")
 

@@ -17,7 +17,7 @@ WORDS_OF_MOMENTS = frozenset(WORDS.values())
 _CARRIED = frozenset(
     {"train", "train_state", "lr_scheduler", "scheduler", "dataloader", "step", "rng", "rngs"}
 )
-_OPTIMIZER = frozenset({"optimizer", "optimizers", "optim", "opt_state", "opt"})
+OPTIMIZER_KEYS = frozenset({"optimizer", "optimizers", "optim", "opt_state", "opt"})
 
 
 def is_carried(info: TensorInfo, *, between_trees: bool) -> bool:
@@ -32,7 +32,7 @@ def is_carried(info: TensorInfo, *, between_trees: bool) -> bool:
     if parts[0] in _CARRIED or (parts[0] == "nnx_aux" and "rngs" in parts):
         return True
     kept_by_weight = "state" in parts or not WORDS_OF_MOMENTS.isdisjoint(parts)
-    return parts[0] in _OPTIMIZER and not kept_by_weight and not (between_trees and info.shape)
+    return parts[0] in OPTIMIZER_KEYS and not kept_by_weight and not (between_trees and info.shape)
 
 
 def object_path(path: TreePath) -> TreePath:

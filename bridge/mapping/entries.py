@@ -18,6 +18,7 @@ HALF, PAIR = ".half", ".pair"
 ZEROS = ".zeros"
 """An axis of padding, which one convention has and another one may lack (`padding.py`)."""
 
+_CHOICE = re.compile(r"interleaved\(\s*(\w+)\s*,\s*([A-Za-z_]\w*)\s*\)")
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")
 _PADDING = re.compile(r"(?<![\w.])zeros\(\s*(\w+)\s*\)")
 
@@ -78,18 +79,29 @@ class PathPattern:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor, or with indices one family of tensors, on one side of a rule."""
+    """One tensor, or with indices one family of tensors, on one side of a rule.
+
+    choice: the axis that decides about ``interleaved(d, choice)``: at 1 its rows are as in ``expression``, at 0 as in
+    ``otherwise``, where it stands for d. "" without one.
+    """
 
     path: PathPattern
     expression: Expression | None
     operation: Operation | None = None
+    choice: str = ""
+    otherwise: Expression | None = None
 
     @staticmethod
     def parse(text: str, rotary: Iterable[str] = ()) -> Entry:
         """Parse ``path : expression | operation``; the last two are optional. ``rotary``: axes of rotary positions."""
         text, bar, operation = text.partition("|")
         path, colon, expression = text.partition(":")
-        parsed = Expression.parse(_spelled_out(expression, rotary)) if colon else None
+        rotary = tuple(rotary)
+        choices = {match[2] for match in _CHOICE.finditer(expression)}
+        if len(choices) > 1:
+            raise MappingError(f"expected one axis that decides about interleaved rows, got {text!r}")
+        shown, plain = _CHOICE.sub(r"interleaved(\1)", expression), _CHOICE.sub(r"\1", expression)
+        parsed = Expression.parse(_spelled_out(shown, rotary)) if colon else None
         if parsed is not None and {a for a in parsed.axes() if a.endswith(ZEROS)} != {
             *_zeros(parsed).values()
         }:
@@ -100,7 +112,15 @@ class Entry:
             PathPattern(path.strip()),
             replace(parsed, text=expression.strip()) if parsed else None,
             Operation.parse(operation) if bar else None,
+            min(choices, default=""),
+            replace(Expression.parse(_spelled_out(plain, rotary)), text=plain.strip()) if choices else None,
         )
+
+    def decided(self, choices: Mapping[str, int]) -> Entry:
+        """The entry without a choice, where ``choices`` has its value."""
+        if self.choice not in choices:
+            return self
+        return Entry(self.path, self.expression if choices[self.choice] else self.otherwise, self.operation)
 
     def __str__(self) -> str:
         axes = f" : {self.expression.text}" if self.expression else ""
@@ -222,6 +242,22 @@ class Rule:
         )
         cases = {name: case for name, case in self.cases.items() if name in conventions}
         return Rule(sides, self.optional, tied_to, moments, self.part, cases)
+
+    def decided(self, choices: Mapping[str, int]) -> Rule:
+        """The rule with the entries that these values of choices leave."""
+
+        def entries(side: tuple[Entry, ...]) -> tuple[Entry, ...]:
+            return tuple(entry.decided(choices) for entry in side)
+
+        return replace(
+            self,
+            sides={name: entries(side) for name, side in self.sides.items()},
+            moments={name: entries(side) for name, side in self.moments.items()},
+            cases={
+                name: {case: entries(side) for case, side in cases.items()}
+                for name, cases in self.cases.items()
+            },
+        )
 
     @property
     def numberings(self) -> dict[str, Numbering]:

@@ -3,31 +3,83 @@
     {"jax": {"weights": "params/{w}",
              "states": [{"exp_avg": "opt_state/1/0/mu/{w}", "step": "opt_state/1/0/count", ...}]}}
 
-Where there are several states, each has "for": the names of its weights.
+Where there are several states, each has "for": the names of its weights. "format" is the kind of file that the tensors
+were in, and "axes" are the sizes that the caller gave: a conversion back to such a file needs no --into and no --axis.
+"added" are the paths of empty parts that a conversion wrote for this convention, and that a conversion back leaves out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 from bridge.formats.base import CheckpointError, CheckpointReader, TreePath
-from bridge.mapping.conventions import SECTIONS, WEIGHT, Convention, Section, State
+from bridge.mapping.conventions import SECTIONS, WEIGHT, Convention, Section, State, usual_in
 
 PLACES: TreePath = ("twinshard", "places")
 _FOR = "for"
 
 
-def note(convention: Convention, usual: Convention) -> dict[str, object] | None:
-    """The note of a convention whose places were found; None where the places are the usual ones."""
-    here = convention.places["weights"], convention.states
-    if here == (usual.places["weights"], usual.states) or here == (usual.places["weights"], ()):
-        return None
+def updated(
+    notes: Mapping[str, object],
+    source: Convention,
+    target: Convention,
+    usual: Mapping[str, Convention],
+    format: str,
+    axes: Mapping[str, int],
+    added: Iterable[TreePath],
+) -> dict[str, object]:
+    """The notes of a conversion from ``source``, whose places were found, to ``target``.
+
+    usual: the mapping's conventions at their usual places. format: of the source. axes: the sizes that the caller gave.
+    added: paths of empty parts in the target. A source needs no note where a conversion back finds its convention,
+    places and sizes by itself.
+    """
+    result = {name: value for name, value in notes.items() if name not in (source.name, target.name)}
+    others = [c for name, c in usual.items() if name != target.name and c.without == target.without]
+    back = others if len(usual) == 2 else usual_in(kind_of(format), others)
+    places = source.places["weights"], source.states
+    weights, states = usual[source.name].places["weights"], usual[source.name].states
+    extras: dict[str, object] = {}
+    if axes:
+        extras["axes"] = dict(axes)
+    if paths := ["/".join(map(str, path)) for path in added]:
+        extras["added"] = paths
+    if extras or places not in ((weights, states), (weights, ())) or [c.name for c in back] != [source.name]:
+        result[source.name] = {**_note(source, format), **extras}
+    return result
+
+
+def _note(convention: Convention, format: str) -> dict[str, object]:
     states: list[dict[str, object]] = []
     for state in convention.states:
         members = {} if state.weights is None else {_FOR: sorted(state.weights)}
         states.append({**dict(state.places.items()), **members})
-    return {"weights": convention.places["weights"], "states": states}
+    return {"weights": convention.places["weights"], "states": states, "format": kind_of(format)}
+
+
+def added_parts(notes: Mapping[str, object], convention: Convention) -> frozenset[str]:
+    """The paths, joined by "/", of empty parts that a conversion from this convention added."""
+    data = notes.get(convention.name)
+    paths = data.get("added") if isinstance(data, dict) and not convention.is_tree else None
+    return frozenset(map(str, paths)) if isinstance(paths, list) else frozenset()
+
+
+def kind_of(format: str) -> str:
+    """The format that a checkpoint of this format is written in: torch.save's files have a state dict, as DCP has."""
+    return {"torch": "dcp", "npz": "orbax", "msgpack": "orbax"}.get(format, format)
+
+
+def conventions_for(notes: Mapping[str, object], format: str) -> list[str]:
+    """The conventions that an earlier conversion found in a file of this format."""
+    return [name for name, data in notes.items() if isinstance(data, dict) and data.get("format") == format]
+
+
+def noted_axes(notes: Mapping[str, object]) -> dict[str, int]:
+    """The sizes that callers of earlier conversions gave."""
+    tables = [data.get("axes") for data in notes.values() if isinstance(data, dict)]
+    pairs = [pair for table in tables if isinstance(table, dict) for pair in table.items()]
+    return {str(axis): size for axis, size in pairs if type(size) is int and size >= 0}
 
 
 def read_notes(reader: CheckpointReader, paths: Mapping[str, TreePath]) -> dict[str, object]:

@@ -4,15 +4,18 @@
     optimizer.state.0.exp_avg          (5, 4)          optimizer.state.layers.0.weight.exp_avg
     optimizer.param_groups.0.params    [0, 1]          ["layers.0.weight", "layers.0.bias"]
 
-The names are those in `param_names`, which an optimizer has that was made of `named_parameters()`. Without them each
-group's numbers follow each other as the weights do. They are taken for known where the shapes leave one way to assign
-them; else they stay numbers.
+The names are those in `param_names`, which an optimizer has that was made of `named_parameters()`. Without them the
+shapes decide, where they leave one way to give each number a weight. Where several weights have one shape, as in layers
+that follow each other, nothing in the file tells which number is whose: an optimizer may list weights in any order.
+Then the user says the order, or the states stay numbers, which no mapping takes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -27,24 +30,63 @@ from bridge.formats.base import (
     TreePath,
     Wanted,
 )
+from bridge.formats.files.mapped import small_file
 from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
 
 _WEIGHTS: Final = ("model", "state_dict", "model_state_dict", "module", "weights", "params", "net")
 _BUFFERS: Final = ("running_mean", "running_var", "num_batches_tracked")
 _STATE, _GROUPS = "state", "param_groups"
 
+MODEL_ORDER: Final = "model"
+"""The order of an optimizer whose groups follow the model."""
+
+_MAX_ORDER_BYTES: Final = 16 << 20
+_SHOWN: Final = 3
+
 _Shape = tuple[int, ...]
 
 
-def with_named_states(reader: CheckpointReader) -> CheckpointReader:
-    """``reader`` with names for numbers in its optimizer states, as far as these are known; else ``reader`` itself."""
-    prefixes = dict.fromkeys(path[:-3] for info in reader.tensors.values() if _is_numbered(path := info.path))
+def with_named_states(reader: CheckpointReader, order: str | None = None) -> CheckpointReader:
+    """``reader`` with names for numbers in its optimizer states, as far as these are known; else ``reader`` itself.
+
+    order: "model", where in each group the weights follow each other as in the model; or a text file with the name of a
+    weight on each line, in the order of the numbers; None: as `param_names` and shapes tell. Raises CheckpointError for
+    a file that does not fit.
+    """
+    lines = None if order in (None, MODEL_ORDER) else _lines(Path(order or ""))
     names: dict[TreePath, dict[int, str]] = {}
-    for prefix in prefixes:
-        found = _names(reader, prefix)
+    for prefix in _prefixes(reader):
+        found = (
+            _names(reader, prefix, order == MODEL_ORDER) if lines is None else _listed(reader, prefix, lines)
+        )
         if found is not None:
             names[prefix] = found
     return NamedStates(reader, names) if names else reader
+
+
+def unnamed(reader: CheckpointReader) -> str | None:
+    """What would tell the weights that numbers in optimizer states stand for; None where there are no such numbers."""
+    prefixes = _prefixes(reader)
+    if not prefixes:
+        return None
+    shapes = _shapes(reader, prefixes[0])
+    alike: dict[_Shape, list[str]] = {}
+    for weights in _weights(reader, prefixes[0])[:1]:
+        for name, shape in weights:
+            alike.setdefault(shape, []).append(name)
+    names = next((names for shape, names in alike.items() if len(names) > 1 and shape in shapes.values()), [])
+    such = (
+        f": {', '.join(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''} have one shape"
+        if names
+        else ""
+    )
+    return (
+        f"{'.'.join(map(str, (*prefixes[0], _STATE)))} of {reader.path} numbers its {len(shapes)} weights, and "
+        f"nothing tells which number is whose{such}. If the optimizer was made of model.parameters(), or of groups "
+        "that each follow the model's order, say so (--optimizer-order model). Else give a file with the name of a "
+        "weight on each line, in the order of the optimizer (--optimizer-order FILE), or save the optimizer with names "
+        "(model.named_parameters() in torch 2.6 and later), or leave its state out (--weights-only)"
+    )
 
 
 class NamedStates(WrappingReader):
@@ -57,7 +99,7 @@ class NamedStates(WrappingReader):
         tensors: dict[str, TensorInfo] = {}
         for old, info in reader.tensors.items():
             path = info.path
-            if _is_numbered(path) and int(path[-2]) in names.get(path[:-3], {}):
+            if is_numbered(path) and int(path[-2]) in names.get(path[:-3], {}):
                 path = (*path[:-2], names[path[:-3]][int(path[-2])], path[-1])
             name = old if path == info.path else ".".join(map(str, path))
             self._own[name] = old
@@ -88,11 +130,17 @@ class NamedStates(WrappingReader):
         return value
 
 
-def _is_numbered(path: TreePath) -> bool:
+def is_numbered(path: TreePath) -> bool:
+    """Whether this is the path of what an optimizer keeps for a weight that it numbers."""
     return len(path) > 2 and path[-3] == _STATE and str(path[-2]).isdecimal() and len(str(path[-2])) < 10
 
 
-def _names(reader: CheckpointReader, prefix: TreePath) -> dict[int, str] | None:
+def _prefixes(reader: CheckpointReader) -> list[TreePath]:
+    """The places of the optimizers that number their weights."""
+    return [*dict.fromkeys(info.path[:-3] for info in reader.tensors.values() if is_numbered(info.path))]
+
+
+def _names(reader: CheckpointReader, prefix: TreePath, in_model_order: bool) -> dict[int, str] | None:
     groups = _groups(reader, prefix)
     if groups is None:
         return None
@@ -100,17 +148,81 @@ def _names(reader: CheckpointReader, prefix: TreePath) -> dict[int, str] | None:
         pairs = [pair for numbers, names in groups for pair in zip(numbers, names or (), strict=True)]
         return dict(pairs) if len({name for _, name in pairs}) == len(pairs) else None
     shapes = _shapes(reader, prefix)
+    wanted = [[(number, shapes.get(number)) for number in numbers] for numbers, _ in groups]
     for weights in _weights(reader, prefix):
+        if not in_model_order:
+            numbers = [pair for group in wanted for pair in group]
+            if _fits([shape for _, shape in numbers], [shape for _, shape in weights]):
+                return _only_assignment(numbers, weights)
+            continue
         found: dict[int, str] = {}
-        for numbers, _ in groups:
-            places = _only_way([shapes.get(number) for number in numbers], [shape for _, shape in weights])
+        for group in wanted:
+            places = _only_way([shape for _, shape in group], [shape for _, shape in weights])
             if places is None:
                 break
-            found |= {number: weights[place][0] for number, place in zip(numbers, places, strict=True)}
+            found |= {number: weights[place][0] for (number, _), place in zip(group, places, strict=True)}
         else:
             if len(set(found.values())) == len(found):
                 return found
     return None
+
+
+def _lines(file: Path) -> list[str]:
+    data = small_file(file.parent, file.name, "the order of an optimizer's weights", most=_MAX_ORDER_BYTES)
+    try:
+        lines = [line.strip() for line in data.decode().splitlines()]
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file}: expected names in UTF-8: {error}") from error
+    return [line for line in lines if line]
+
+
+def _listed(reader: CheckpointReader, prefix: TreePath, lines: Sequence[str]) -> dict[int, str]:
+    """The name on the line of each number. CheckpointError unless the names are those of weights of these shapes."""
+    groups = _groups(reader, prefix) or []
+    shapes = _shapes(reader, prefix)
+    numbers = sorted({number for group, _ in groups for number in group} | shapes.keys())
+    where = ".".join(map(str, (*prefix, _STATE)))
+    if len(lines) != len(numbers) or len(set(lines)) != len(lines):
+        raise CheckpointError(
+            f"expected {len(numbers)} different names for the numbers of {where} in {reader.path}, got {len(lines)} "
+            f"names, of which {len(set(lines))} differ"
+        )
+    weights = next((w for w in map(dict, _weights(reader, prefix)) if w.keys() >= set(lines)), None)
+    if weights is None:
+        known = dict(_weights(reader, prefix)[0]) if _weights(reader, prefix) else {}
+        other = next(line for line in lines if line not in known)
+        raise CheckpointError(f"expected names of weights of {reader.path} for {where}, got {other!r:.200}")
+    for number, name in zip(numbers, lines, strict=True):
+        if number in shapes and shapes[number] != weights[name]:
+            raise CheckpointError(
+                f"{where}.{number} of {reader.path} is given to {name}: expected a state of its shape "
+                f"{weights[name]}, found {shapes[number]}"
+            )
+    return dict(zip(numbers, lines, strict=True))
+
+
+def _fits(wanted: Sequence[_Shape | None], there: Sequence[_Shape]) -> bool:
+    """Whether weights of these shapes are there, one for each. None fits all."""
+    have, need = Counter(there), Counter(shape for shape in wanted if shape is not None)
+    return len(wanted) <= len(there) and all(need[shape] <= have[shape] for shape in need)
+
+
+def _only_assignment(
+    numbers: Sequence[tuple[int, _Shape | None]], weights: Sequence[tuple[str, _Shape]]
+) -> dict[int, str] | None:
+    """A weight for each number; None where that is possible in several ways."""
+    by_shape: dict[_Shape, list[str]] = {}
+    for name, shape in weights:
+        by_shape.setdefault(shape, []).append(name)
+    with_shape = [(number, shape) for number, shape in numbers if shape is not None]
+    if any(len(by_shape[shape]) > 1 for _, shape in with_shape):
+        return None
+    found = {number: by_shape[shape][0] for number, shape in with_shape}
+    rest = [name for name, _ in weights if name not in set(found.values())]
+    open_numbers = [number for number, shape in numbers if shape is None]
+    if len(open_numbers) > 1 or (open_numbers and len(rest) > 1):
+        return None
+    return found | dict(zip(open_numbers, rest, strict=False))
 
 
 def _groups(reader: CheckpointReader, prefix: TreePath) -> list[tuple[list[int], list[str] | None]] | None:
@@ -139,7 +251,7 @@ def _shapes(reader: CheckpointReader, prefix: TreePath) -> dict[int, _Shape]:
     """The shape of each number's weight: that of its moments, which have more axes than its step count."""
     shapes: dict[int, _Shape] = {}
     for info in reader.tensors.values():
-        if _is_numbered(info.path) and info.path[:-3] == prefix and info.path[-1] != "step":
+        if is_numbered(info.path) and info.path[:-3] == prefix and info.path[-1] != "step":
             number = int(info.path[-2])
             shapes[number] = max(shapes.get(number, ()), info.shape, key=len)
     return shapes
@@ -152,7 +264,7 @@ def _weights(reader: CheckpointReader, prefix: TreePath) -> list[list[tuple[str,
         last = str(info.path[-1])
         if info.path[: len(prefix)] == prefix and prefix:
             continue
-        if _is_numbered(info.path) or info.dtype.kind in "biu" or last.endswith(_BUFFERS):
+        if is_numbered(info.path) or info.dtype.kind in "biu" or last.endswith(_BUFFERS):
             continue
         places.setdefault(info.path[:-1], []).append((last, info.shape))
     order = sorted(places, key=lambda place: (not place or place[-1] not in _WEIGHTS, len(place)))

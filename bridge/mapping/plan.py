@@ -61,13 +61,16 @@ class Plan:
     """The planned content of a checkpoint.
 
     objects: (tree path, name in the source) by name in the destination. notes: (path, value) of further objects by
-    name. dropped: names in the source that are left out.
+    name. dropped: names in the source that are left out. conventions: of source and target, where a mapping is used.
+    remarks: what the translation took for granted, a sentence each.
     """
 
     tensors: Mapping[str, PlannedTensor]
     objects: Mapping[str, tuple[TreePath, str]]
     dropped: tuple[str, ...] = ()
     notes: Mapping[str, tuple[TreePath, object]] = field(default_factory=dict)
+    conventions: tuple[str, str] | None = None
+    remarks: tuple[str, ...] = ()
 
     @cached_property
     def nbytes(self) -> int:

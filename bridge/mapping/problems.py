@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from bridge.formats.base import CheckpointReader
+from bridge.formats.quantized import quantized
+from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.open_axes import OpenAxes, together
+from bridge.mapping.table import MappingTable
 
 NAMES = "\0"
 """Where the names go in the sentence of `Problems.add`; rules are full of braces."""
 _NAMED = 3
+_SHOWN = 10
 
 
 class Problems:
@@ -46,3 +53,47 @@ def some(names: list[str]) -> str:
     more = len(names) - _NAMED
     shown = ", ".join(names[:_NAMED])
     return f"{shown} and {more} more ({len(names)} in all)" if more > 0 else shown
+
+
+def misfit(
+    reader: CheckpointReader,
+    count: int,
+    mapping: MappingTable,
+    side: str,
+    unmatched: Sequence[str],
+    unused: Sequence[Rule],
+) -> str:
+    """What does not fit: of ``count`` tensors those that match no rule, and the rules of ``side`` without a tensor."""
+    rules = [rule for rule in mapping.rules if rule.entries(side)]
+    if (found := quantized(unmatched)) is not None:
+        name, kind, readable = found
+        remedy = (
+            "decode them to bfloat16 on the way (convert --dequantize; in a program dequantize=True)"
+            if readable
+            else "decode them first, with the program that made them"
+        )
+        return (
+            f"{name} of {reader.path} is of quantized weights ({kind}), and {len(unmatched)} of "
+            f"{count} tensors match no rule of mapping {mapping.name}, whose rules are for plain "
+            f"weights: {remedy}, or leave the mapping out to keep names and bytes"
+        )
+    lines = [f"mapping {mapping.name} does not fit {reader.path}; is this another model?"]
+    if len(mapping.conventions) > 2:
+        lines.append(f"Of its conventions ({', '.join(mapping.conventions)}) {side} is the nearest.")
+    if unmatched:
+        lines.append(f"{len(unmatched)} of {count} tensors match no rule: {_first(unmatched)}.")
+    if unused:
+        texts = [" & ".join(e.path.text for e in rule.entries(side)) for rule in unused]
+        lines.append(f"{len(unused)} of {len(rules)} rules found no tensor: {_first(texts)}.")
+    else:
+        known = [e.path.text for rule in rules for e in rule.entries(side)]
+        lines.append(f"Mapping {mapping.name} knows {_first(known)}.")
+    lines.append(
+        "Add rules, list the tensors to leave out under drop, or leave the mapping out to keep the names."
+    )
+    return " ".join(lines)
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

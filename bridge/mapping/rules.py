@@ -57,6 +57,9 @@ all pairs before the second ones (two halves), Meta and torchtitan keep each pai
 
     d = 6     d                0 1 2 | 3 4 5        pair p, element e of it, at  3 e + p
               interleaved(d)   0 3 | 1 4 | 2 5                                   2 p + e
+
+``interleaved(d, choice)`` is that where the axis ``choice`` is 1, and plain ``d`` where it is 0: MaxText has pairs side
+by side in Llama 3.1 alone. A `config.json` tells, or the caller.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -75,7 +79,7 @@ from bridge.mapping.numbers import Numbering, parse_numbers
 from bridge.mapping.table import MappingTable, Tied, convention_of_rules
 from bridge.text import did_you_mean
 
-_ROTARY = re.compile(r"interleaved\(\s*(\w+)\s*\)")
+_ROTARY = re.compile(r"interleaved\(\s*(\w+)\s*[,)]")
 
 
 def family_names() -> list[str]:
@@ -138,7 +142,8 @@ def mapping_table(
         return None
     table = mapping if isinstance(mapping, MappingTable) else load_mapping(os.fspath(mapping))
     table = table.for_any_model() if any_model else table
-    return (table.with_axes(axes) if axes else table).with_tied(tied)
+    table = replace(table.with_axes(axes), asked=frozenset(axes)) if axes else table
+    return table.with_tied(tied)
 
 
 def parse_mapping(content: str, origin: str) -> MappingTable:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -185,7 +185,8 @@ class SavedAs:
 def _with_own_config(table: MappingTable, state: RunState, config: Mapping[str, object]) -> MappingTable:
     where = f"the configuration of {state.where}"
     require_model(table, config, where)
-    return with_config_fields(table, config, where)
+    # Ties are held against values, and no process has all of a tensor.
+    return replace(with_config_fields(table, config, where), ties=None)
 
 
 def _other_side(state: RunState, table: MappingTable) -> str | None:

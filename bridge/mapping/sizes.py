@@ -5,9 +5,10 @@
                                                  r = ["num_heads / num_kv_heads if grouped", "1 if not multi_query"]
 
 The first text that `config.json` can answer gives the size: a number, a field, or a quotient of a field and another one
-or a number, with "//" rounded down; with "if", where that field is true, and with "if not", where the field is there
-and false. The size counts only where neither the caller nor the mapping's [axes] gives one. A mapping that is for some
-models (`model_types.py`) refuses the others.
+or a number, with "//" rounded down; with "if", where that field is true, with "if not", where the field is there and
+false, and with "if ... is", where it is this text. The size counts only where the mapping's [axes] gives none, and the
+caller's must be the same. A mapping that is for some models (`model_types.py`) refuses the others. What the file says
+of tied embeddings is held against the weights (`tied.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo
 from bridge.formats.companions import companions_home
@@ -30,10 +32,11 @@ from bridge.mapping.table import MappingTable
 
 CONFIG_FILE = "config.json"
 _MAX_BYTES = 1 << 20
+_TIES = "tie_word_embeddings"
 _FIELD = r"[A-Za-z_][\w.]*"
 _SIZE = re.compile(
     rf"\s*(?:(?P<number>\d+)|(?P<over>{_FIELD})(?:\s*(?P<sign>//?)\s*(?P<under>{_FIELD}|\d+))?)"
-    rf"(?:\s+if(?P<no>\s+not)?\s+(?P<condition>(?!not\b){_FIELD}))?\s*"
+    rf"(?:\s+if(?P<no>\s+not)?\s+(?P<condition>(?!not\b){_FIELD})(?:\s+is\s+(?P<text>\w+))?)?\s*"
 )
 
 
@@ -109,7 +112,8 @@ def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
     Raises CheckpointError when the file cannot be read, and MappingError when its numbers are no sizes, or when it says
     that the checkpoint is of another model than the mapping is for.
     """
-    if not table.models and not table.config.keys() - table.axes.keys():
+    wanted = (table.config.keys() - table.axes.keys()) | (table.config.keys() & table.asked)
+    if not (table.models or wanted or any(rule.tied_to for rule in table.rules)):
         return table
     home = companions_home(home_of(reader))
     directory = home if home.is_dir() else home.parent
@@ -146,29 +150,47 @@ def require_model(table: MappingTable, fields: Mapping[str, object], where: str)
 
 
 def with_config_fields(table: MappingTable, fields: Mapping[str, object], where: str) -> MappingTable:
-    """The table with the sizes that the fields of a configuration give; ``where`` names it in errors.
+    """The table with what the fields of a configuration give; ``where`` names it in errors.
 
-    Raises MappingError when the numbers are no sizes.
+    Raises MappingError when the numbers are no sizes, or others than the caller's.
     """
     sizes = {}
-    for axis in table.config.keys() - table.axes.keys():
-        found = (_config_value(text, fields, where) for text in table.config[axis])
-        size_ = next((value for value in found if value is not None), None)
-        if size_ is not None:
-            sizes[axis] = size_
-    return table.with_axes(sizes)
+    checked = table.asked if not table.any_model else frozenset[str]()
+    for axis in table.config:
+        if axis in table.axes and axis not in checked:
+            continue
+        found = ((text, _config_value(text, fields, where)) for text in table.config[axis])
+        text, size_ = next((pair for pair in found if pair[1] is not None), ("", None))
+        if size_ is None:
+            continue
+        if axis in checked and size_ != table.axes[axis]:
+            raise MappingError(
+                f"{where} says that {axis} is {size_} ({text}): expected the same from --axis, got {axis}="
+                f"{table.axes[axis]}. Leave --axis out, or, if the file is of another model, insist (--any-model)"
+            )
+        sizes[axis] = size_
+    ties = next(
+        (t for f in (_TIES, f"text_config.{_TIES}") if isinstance(t := field_of(fields, f), bool)), table.ties
+    )
+    return replace(table.with_axes(sizes), ties=None if table.any_model else ties)
 
 
 def _config_value(text: str, fields: Mapping[str, object], file: str) -> int | None:
     """The size that a text of [config] stands for; None where a field is missing or null, or the condition fails."""
     match = _SIZE.fullmatch(text)
-    if match is None:
+    if match is None or (match["no"] and match["text"]):
         raise MappingError(
             f"expected a field of {CONFIG_FILE}, a quotient of two such as 'hidden_size / num_heads', or a number, "
             f"with or without a condition such as 'if grouped' or 'if not grouped', got {text!r}"
         )
     condition = match["condition"]
-    if condition is not None and field_of(fields, condition) is not (match["no"] is None):
+    if match["text"] is not None and field_of(fields, condition) != match["text"]:
+        return None
+    if (
+        match["text"] is None
+        and condition is not None
+        and field_of(fields, condition) is not (match["no"] is None)
+    ):
         return None
     if match["number"] is not None:
         return int(match["number"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -24,7 +24,9 @@ class MappingTable:
     """A validated mapping table. ``conventions``: those of the rules, by name. tied: see `tied.py`.
 
     config: the fields of a `config.json` beside the source that give sizes of axes, see `sizes.py`. models: the models
-    that the mapping is for, by their model_type; empty: any. See `model_types.py`.
+    that the mapping is for, by their model_type; empty: any. See `model_types.py`. asked: the axes whose sizes the
+    caller gave. any_model: nothing that a `config.json` says is held against the caller. ties: whether the output layer
+    is the embedding by the `config.json`; None: not said.
     """
 
     name: str
@@ -35,6 +37,9 @@ class MappingTable:
     tied: Tied | None = None
     config: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     models: Models = field(default_factory=dict)
+    asked: frozenset[str] = frozenset()
+    any_model: bool = False
+    ties: bool | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.conventions:
@@ -87,7 +92,37 @@ class MappingTable:
 
     def for_any_model(self) -> MappingTable:
         """The table for whatever model a `config.json` names: its caller knows that the rules hold for that model."""
-        return replace(self, models={})
+        return replace(self, models={}, any_model=True)
+
+    def decided(self, conventions: Collection[str], where: str) -> MappingTable:
+        """The table in which all that these conventions store in one of two ways is decided.
+
+        Raises MappingError, which begins with the mapping's name, for a choice that neither the caller nor a
+        `config.json` has made; ``where`` names the checkpoint.
+        """
+        open_choices = {
+            entry.choice: name
+            for rule in self.rules
+            for name in conventions
+            for entry in (*rule.entries(name), *rule.entries(name, moments=True))
+            if entry.choice
+        }
+        for choice, name in open_choices.items():
+            value = self.axes.get(choice)
+            if value not in (0, 1):
+                raise MappingError(
+                    f"mapping {self.name}: convention {name} has rotary rows side by side where {choice} is 1, and in "
+                    f"halves where it is 0: expected a config.json beside {where} that tells "
+                    f"({'; '.join(self.config.get(choice, ()))}), or --axis {choice}=1 or --axis {choice}=0 (in a "
+                    f"program with_axes({{{choice!r}: 1}})), got {'neither' if value is None else value}"
+                )
+        choices = {choice: cast(int, self.axes[choice]) for choice in open_choices}
+        if not choices:
+            return self
+        axes = {axis: value for axis, value in self.axes.items() if axis not in choices}
+        config = {axis: texts for axis, texts in self.config.items() if axis not in choices}
+        rules = tuple(rule.decided(choices) for rule in self.rules)
+        return replace(self, rules=rules, axes=axes, config=config)
 
     def between(self, *conventions: str) -> MappingTable:
         """The table with these conventions alone. Raises MappingError for one that the mapping has not."""
@@ -114,7 +149,8 @@ class MappingTable:
 
     def part(self) -> MappingTable:
         """The table for a part of a model: no rule requires its tensors."""
-        return replace(self, rules=tuple(replace(rule, optional=True, part="") for rule in self.rules))
+        rules = tuple(replace(rule, optional=True, part="") for rule in self.rules)
+        return replace(self, rules=rules, ties=None)
 
     def rotary_axes(self) -> tuple[str, ...]:
         """The axes that a rule interleaves."""
@@ -142,6 +178,7 @@ def _axes_of(rules: Sequence[Rule]) -> set[str]:
     axes = {axis for entry in entries if entry.expression for axis in entry.expression.axes()}
     axes |= {axis.partition(".")[0] for axis in axes}
     axes |= {axis for rule in rules for numbering in rule.numberings.values() for axis in numbering.axes}
+    axes |= {entry.choice for entry in entries if entry.choice}
     return axes | {axis for entry in entries if entry.operation for axis in entry.operation.axes}
 
 

@@ -10,6 +10,9 @@ By default such a rule copies the tensors that the source has. With ``tied = "on
 has both must be equal, to the bit, and only the other one is copied. With ``tied = "both"``, the other tensor is also
 written in place of one that the source lacks. Its optimizer state is written once, since a shared parameter has one.
 
+Where a `config.json` beside the source says whether the two are one (``tie_word_embeddings``), and the caller does not,
+the source has to agree: with false it has the second tensor, and with true a second tensor has the bits of the first.
+
 A rule of one convention alone has second names, which only that convention knows:
 
     [[rule]]
@@ -27,7 +30,7 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointReader
+from bridge.formats.base import Box, CheckpointReader, TensorInfo
 from bridge.formats.regions import split_box
 from bridge.mapping.apply import apply_rule
 from bridge.mapping.conventions import Convention
@@ -61,7 +64,7 @@ def one_of_two(
             info = own.get(weight)
             if info is None:
                 continue
-            if (view.shape, view.dtype) != (info.shape, info.dtype) or not _equal(reader, view, info.name):
+            if not _alike(reader, view, info):
                 remedy = (
                     "leave out the one that this model does not use (--drop)"
                     if rule.is_second_name
@@ -88,6 +91,39 @@ def one_of_two(
                 f"{'; leave out the option that says they are tied' if mapping.tied == 'once' else ''}"
             )
     return twice
+
+
+def require_ties(
+    reader: CheckpointReader, mapping: MappingTable, found: Found, axes: Axes, parts: Collection[str]
+) -> None:
+    """Raise MappingError where the output layer is not what the model's configuration says of it.
+
+    parts: the parts of the model that the source has.
+    """
+    source = found.convention
+    if mapping.ties is None or mapping.tied is not None or source.without:
+        return
+    for rule, other in _pairs(mapping, source.name):
+        own, first = (_weights(r, source.name, found.weights) for r in (rule, other))
+        if rule.is_second_name or not first or (rule.part and rule.part not in parts):
+            continue
+        if not mapping.ties and not own:
+            (name, *_) = (entry.path.text for entry in rule.entries(source.name))
+            raise MappingError(
+                f"the config.json of {reader.path} says that tie_word_embeddings is false: expected {name}, found "
+                "none. If the model's output layer is its embedding, say so (--tied once, or --tied both to write it "
+                "twice)"
+            )
+        if mapping.ties and own:
+            joint = Rule({source.name: other.entries(source.name), _BETWEEN: rule.entries(source.name)})
+            for weight, view in apply_rule(joint, source.name, _BETWEEN, first, axes):
+                if weight in own and not _alike(reader, view, own[weight]):
+                    raise MappingError(
+                        f"the config.json of {reader.path} says that tie_word_embeddings is true, but "
+                        f"{own[weight].name} differs from {view.blocks[0].source}: expected equal bits. If the model "
+                        f"uses the embedding, leave the other out (--drop '{own[weight].name}'); if it has two "
+                        "weights, correct the file, or insist (--any-model)"
+                    )
 
 
 def second_of_two(
@@ -140,6 +176,10 @@ def _has_one(convention: Convention, rule: Rule) -> bool:
 def _weights(rule: Rule, convention: str, weights: Tensors) -> Tensors:
     patterns = [entry.path for entry in rule.entries(convention)]
     return {w: info for w, info in weights.items() if any(path.match(w) is not None for path in patterns)}
+
+
+def _alike(reader: CheckpointReader, view: View, info: TensorInfo) -> bool:
+    return (view.shape, view.dtype) == (info.shape, info.dtype) and _equal(reader, view, info.name)
 
 
 def _equal(reader: CheckpointReader, view: View, name: str) -> bool:

@@ -6,7 +6,7 @@ reveal, so a conversion that does not fit fails before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
@@ -15,9 +15,9 @@ import numpy as np
 
 from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
 from bridge.formats.leaf_names import separator_of
-from bridge.formats.quantized import quantized
 from bridge.mapping import beside_weights
 from bridge.mapping.apply import apply_with_scales, padding_left_out
+from bridge.mapping.chains import completed
 from bridge.mapping.conventions import (
     BY_WEIGHT,
     MODEL_WEIGHTS,
@@ -34,24 +34,23 @@ from bridge.mapping.errors import MappingError
 from bridge.mapping.found import NameIndex, Tensors, find
 from bridge.mapping.hyperparameters import followed
 from bridge.mapping.instance import Axes, Plain, View
-from bridge.mapping.notes import PLACES, note, noted, read_notes
+from bridge.mapping.notes import PLACES, added_parts, conventions_for, noted, noted_axes, read_notes, updated
+from bridge.mapping.numbered_states import is_numbered, unnamed
+from bridge.mapping.optimizers import refused, remarks
 from bridge.mapping.padding import require_zeros
 from bridge.mapping.parts import idle, uneven
 from bridge.mapping.plan import Plan, PlannedTensor
-from bridge.mapping.problems import NAMES, Problems
+from bridge.mapping.problems import NAMES, Problems, misfit
 from bridge.mapping.relation import identity
 from bridge.mapping.scales import of_whole_rows
 from bridge.mapping.sizes import known_sizes
 from bridge.mapping.states import StatePlan, like_source, merged, require_whole
 from bridge.mapping.table import MappingTable
-from bridge.mapping.tied import one_of_two, second_of_two, under_first_names
+from bridge.mapping.tied import one_of_two, require_ties, second_of_two, under_first_names
 from bridge.text import did_you_mean
 
 T = TypeVar("T")
 _Made = tuple[str, View, Plain | None]
-
-
-_SHOWN = 10
 _MAX_PROBLEMS = 20
 
 
@@ -98,44 +97,60 @@ class _Planner:
         from_: str | None,
         wanted: Tensors,
     ) -> None:
-        self.reader, self.to, self.mapping = reader, to, mapping
+        self.reader, self.to = reader, to
         self.dropped = tuple(name for name in (*reader.tensors, *reader.object_paths) if mapping.drops(name))
         left = set(self.dropped)
         self.tensors = {name: info for name, info in reader.tensors.items() if name not in left}
         self.object_paths = {name: path for name, path in reader.object_paths.items() if name not in left}
+        self.notes = read_notes(reader, self.object_paths)
+        known = mapping.config.keys() - mapping.axes.keys()
+        earlier = {axis: n for axis, n in noted_axes(self.notes).items() if axis in known}
+        self.mapping = mapping = mapping.with_axes(earlier)
+        self.asked = {axis: n for axis in sorted(mapping.asked) if isinstance(n := mapping.axes[axis], int)}
         self.found = find(self.tensors.values(), mapping, from_, str(reader.path))
         self.source = self.found.convention
-        self.usual = mapping.conventions[self.source.name]
-        self.notes = read_notes(reader, self.object_paths)
         self.kept, self.wanted = False, wanted
         if isinstance(into, Convention):
             self.target = into
         else:
             self.target = self._at_its_places(self._target(into))
+        self.problems = Problems()
+        sides = self.source.name, self.target.name
+        self.mapping = mapping = self._try(lambda: mapping.decided(sides, str(reader.path))) or mapping
         self.index, self.moments_index = (
             NameIndex(mapping.rules, self.source.name, moments=moments) for moments in (False, True)
         )
-        self.problems = Problems()
 
     def plan(self) -> Plan:
         found, planned = self.found, []
         between_trees = self.source.is_tree and self.target.is_tree
-        unmatched = []
+        unequal = refused(self.reader, self.object_paths, found, self.target, self.moments_index)
+        for text in unequal.problems:
+            self.problems.append(text)
+        unmatched, carried = [], []
         for info in found.others.values():
+            if info.name in unequal.names:
+                continue
             if beside_weights.is_carried(info, between_trees=between_trees):
                 view = identity(info.name, info.shape, info.dtype)
                 planned.append(PlannedTensor(_join(info.path, self.to), info.path, view))
-            else:
+                carried.append("/".join(map(str, info.path)))
+            elif not is_numbered(info.path):
                 unmatched.append(info.name)
+        if any(is_numbered(info.path) for info in found.others.values()):
+            self.problems.append(unnamed(self.reader) or "")
         under_first_names(self.mapping, found)
         sections = merged(found, self.problems)
         twice = self._try(lambda: one_of_two(self.reader, self.mapping, found, self.target, self._axes)) or []
         dropped = (*self.dropped, *(found.weights.pop(weight).name for weight in twice))
         owners = self._owners("weights", found.weights)
         parts = {rule.part for rule in owners.values() if rule.part}
+        self._try(lambda: require_ties(self.reader, self.mapping, found, self._axes, parts))
         unused = idle(self.mapping.rules, self.source.name, owners)
         if unmatched or unused:
-            self.problems.append(self._misfit(unmatched, unused))
+            self.problems.append(
+                misfit(self.reader, len(self.tensors), self.mapping, self.source.name, unmatched, unused)
+            )
         for text, rule in uneven(self.mapping.rules, self.source.name, owners):
             self.problems.add(text, rule)
         outputs: dict[Section, dict[str, View]] = {section: {} for section in BY_WEIGHT}
@@ -156,15 +171,18 @@ class _Planner:
             second_of_two, self.mapping, found, self.target.name, self._axes, parts, every=self.to == "dcp"
         )
         weights |= self._try(lambda: dict(named())) or {}
-        require_whole(found, self.usual, str(self.reader.path), self.problems)
+        if not unequal.problems:
+            require_whole(
+                found, self.mapping.conventions[self.source.name], str(self.reader.path), self.problems
+            )
         planned += [self._tensor("weights", weight, view) for weight, view in weights.items()]
         states = StatePlan(self.reader, found, self.target, outputs, self.kept)
         planned += [self._tensor(s, w, content, k) for s, w, k, content in states.tensors(self.problems)]
-        paths = {name: path for name, path in self.object_paths.items() if path != PLACES}
+        added = added_parts(self.notes, self.target) | {"/".join(map(str, PLACES))}
+        paths = {n: path for n, path in self.object_paths.items() if "/".join(map(str, path)) not in added}
         follow = partial(followed, self.reader, paths, self.mapping, self.target, weights)
         paths, values = self._try(follow) or ({}, {})
-        if any(outputs.values()):
-            values = values | self._empty_parts([*(tensor.path for tensor in planned), *paths.values()])
+        empty, chain = self._chain(outputs, [*(tensor.path for tensor in planned), *paths.values()])
         if self.problems:
             problems = self.problems.texts(self.mapping.name)
             shown = problems[:_MAX_PROBLEMS]
@@ -172,7 +190,10 @@ class _Planner:
             raise MappingError("\n".join([*shown, *([f"... and {more} more problems"] if more else [])]))
         if self.to == "dcp":
             paths = {name: beside_weights.object_path(path) for name, path in paths.items()}
-        return _collect(self.reader, self.to, planned, paths, dropped, values | self._noted())
+        plan = _collect(self.reader, self.to, planned, paths, dropped, values | empty | self._noted(empty))
+        told = () if self.target.name in self.notes else remarks(found, self.target, carried)
+        said = (*told, *([chain] if chain else []))
+        return replace(plan, conventions=(self.source.name, self.target.name), remarks=said)
 
     def _target(self, into: str | None) -> Convention:
         """The convention to translate to: the one asked for, the only other one, or the usual one of the format."""
@@ -187,6 +208,9 @@ class _Planner:
                 )
             return conventions[known]
         left = [c for name, c in conventions.items() if name != self.source.name]
+        came = [c for c in left if c.name in conventions_for(self.notes, self.to)]
+        if len(came) == 1:
+            return came[0]
         # A model without its heads becomes one without.
         fitting = usual_in(self.to, [c for c in left if c.without == self.source.without])
         if len(fitting) == 1:
@@ -206,36 +230,28 @@ class _Planner:
 
     def _at_its_places(self, target: Convention) -> Convention:
         """The target at the places that an earlier conversion noted, else with the states of a source of its kind."""
-        if target.name in self.notes:
-            return noted(target, self.notes[target.name])
-        self.kept = self.source.is_tree == target.is_tree
+        if is_noted := target.name in self.notes:
+            target = noted(target, self.notes[target.name])
+        else:
+            self.kept = self.source.is_tree == target.is_tree
         if self.to == "safetensors" and target.places["weights"] == MODEL_WEIGHTS:
             # `from_pretrained` and all other readers expect the weights at the root of such files.
             target = target.at(WEIGHT, target.states)
-        return like_source(self.source, target)
+        return target if is_noted else like_source(self.source, target)
 
-    def _empty_parts(self, taken: Sequence[TreePath]) -> dict[TreePath, object]:
-        """The empty parts 1 and 2 of `optax.adamw`, where the moments are in part 0 of an otherwise unknown chain.
-
-        These parts, weight decay and learning rate, hold nothing, but stock Orbax restores only chains of equal length.
-        A learning rate with a schedule has a count, which is among ``taken``, the paths that have something.
-        """
+    def _chain(
+        self, outputs: Mapping[Section, Mapping[str, View]], taken: Sequence[TreePath]
+    ) -> tuple[dict[TreePath, object], str]:
+        """Empty parts of an optax chain, and what it fits; nothing where a checkpoint says how the chain looks."""
         usual = self.mapping.conventions[self.target.name].states
         if self.to != "orbax" or not self.target.is_tree or self.target.states != usual:
-            return {}
-        match self.target.path_of("step"):
-            case (*chain, 0, _):
-                parts = [(*chain, 1), (*chain, 2)]
-                return {p: None for p in parts if not any(path[: len(p)] == p for path in taken)}
-        return {}
+            return {}, ""
+        return completed(self.target, [section for section in outputs if outputs[section]], taken)
 
-    def _noted(self) -> dict[TreePath, object]:
-        """The unusual places of this source, for a conversion back, and the places that were noted before."""
-        notes = {name: value for name, value in self.notes.items() if name != self.target.name}
-        notes.pop(self.source.name, None)
-        here = note(self.source, self.usual)
-        if here is not None:
-            notes[self.source.name] = here
+    def _noted(self, empty: Iterable[TreePath]) -> dict[TreePath, object]:
+        """What a conversion back has to know of this source, and what was noted before."""
+        known, format = self.mapping.conventions, self.reader.format
+        notes = updated(self.notes, self.source, self.target, known, format, self.asked, empty)
         return {PLACES: notes} if notes else {}
 
     def _tensor(
@@ -326,39 +342,6 @@ class _Planner:
     def _axes(self) -> Axes:
         return replace(known_sizes(self.reader, self.mapping), wanted=self.wanted)
 
-    def _misfit(self, unmatched: list[str], unused: list[Rule]) -> str:
-        side = self.source.name
-        rules = [rule for rule in self.mapping.rules if rule.entries(side)]
-        if (found := quantized(unmatched)) is not None:
-            name, kind, readable = found
-            remedy = (
-                "decode them to bfloat16 on the way (convert --dequantize; in a program dequantize=True)"
-                if readable
-                else "decode them first, with the program that made them"
-            )
-            return (
-                f"{name} of {self.reader.path} is of quantized weights ({kind}), and {len(unmatched)} of "
-                f"{len(self.tensors)} tensors match no rule of mapping {self.mapping.name}, whose rules are for plain "
-                f"weights: {remedy}, or leave the mapping out to keep names and bytes"
-            )
-        lines = [f"mapping {self.mapping.name} does not fit {self.reader.path}; is this another model?"]
-        if len(self.mapping.conventions) > 2:
-            lines.append(f"Of its conventions ({', '.join(self.mapping.conventions)}) {side} is the nearest.")
-        if unmatched:
-            lines.append(
-                f"{len(unmatched)} of {len(self.tensors)} tensors match no rule: {_some(unmatched)}."
-            )
-        if unused:
-            texts = [" & ".join(e.path.text for e in rule.entries(side)) for rule in unused]
-            lines.append(f"{len(unused)} of {len(rules)} rules found no tensor: {_some(texts)}.")
-        else:
-            known = [e.path.text for rule in rules for e in rule.entries(side)]
-            lines.append(f"Mapping {self.mapping.name} knows {_some(known)}.")
-        lines.append(
-            "Add rules, list the tensors to leave out under drop, or leave the mapping out to keep the names."
-        )
-        return " ".join(lines)
-
 
 def _collect(
     reader: CheckpointReader,
@@ -384,8 +367,3 @@ def _collect(
 
 def _join(path: TreePath, to: str) -> str:
     return separator_of(to).join(map(str, path))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -18,9 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from bridge.checkpoints.convert import convert
 from bridge.checkpoints.diff import diff
-from bridge.formats import open_checkpoint
 from bridge.mapping import parse_mapping
-from bridge.mapping.numbered_states import with_named_states
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
@@ -76,7 +74,9 @@ def test_a_training_goes_on_in_jax_and_in_torch_again(
     torch.save(saved, tmp_path / "a.pt")
     losses = [step(net, optimizer), step(net, optimizer)]
     rules = parse_mapping(RULES, "test")
-    convert(tmp_path / "a.pt", tmp_path / "jax", mapping=rules, into="flax")
+    # Two layers have one shape, so that nothing in the file tells their moments apart.
+    order = None if named else "model"
+    convert(tmp_path / "a.pt", tmp_path / "jax", mapping=rules, into="flax", optimizer_order=order)
     with ocp.StandardCheckpointer() as checkpointer:
         tree = checkpointer.restore(tmp_path / "jax")
     params = jax.tree.map(jnp.asarray, tree["params"])
@@ -101,8 +101,14 @@ def test_a_training_goes_on_in_jax_and_in_torch_again(
         params = optax.apply_updates(params, updates)
         found.append(float(value))
     assert np.allclose(found, losses, rtol=1e-5)
-    assert diff(tmp_path / "a.pt", tmp_path / "jax", mapping=rules, into="flax").max_ulp == 0
-    assert diff(tmp_path / "jax", tmp_path / "a.pt", mapping=rules, into="torch").max_ulp == 0
+    assert (
+        diff(tmp_path / "a.pt", tmp_path / "jax", mapping=rules, into="flax", optimizer_order=order).max_ulp
+        == 0
+    )
+    assert (
+        diff(tmp_path / "jax", tmp_path / "a.pt", mapping=rules, into="torch", optimizer_order=order).max_ulp
+        == 0
+    )
 
     convert(tmp_path / "jax", tmp_path / "dcp", to="dcp", mapping=rules, into="torch")
     again = model()
@@ -113,33 +119,3 @@ def test_a_training_goes_on_in_jax_and_in_torch_again(
     dcp.load(content, checkpoint_id=tmp_path / "dcp")
     set_state_dict(again, fresh, model_state_dict=weights, optim_state_dict=states)
     assert [step(again, fresh), step(again, fresh)] == losses
-
-
-def states_of(path: Path) -> set[str]:
-    with open_checkpoint(path) as reader:
-        named = with_named_states(reader)
-        assert {named.read(name).tobytes() for name in named.tensors} == {
-            reader.read(name).tobytes() for name in reader.tensors
-        }
-        return {name.rpartition(".")[0] for name in named.tensors if name.startswith("optimizer.state.")}
-
-
-def test_numbers_become_names_only_where_there_is_one_way(tmp_path: Path) -> None:
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3, bias=False))
-    names = ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]
-
-    def saved(optimizer: torch.optim.Optimizer) -> set[str]:
-        for weight in net.parameters():
-            weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
-        return {name.removeprefix("optimizer.state.") for name in states_of(tmp_path / "a.pt")}
-
-    assert saved(torch.optim.AdamW(net.parameters())) == set(names)
-    matrices = [weight for weight in net.parameters() if weight.ndim > 1]
-    vectors = [weight for weight in net.parameters() if weight.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    assert saved(torch.optim.AdamW(groups)) == set(names)
-    # One of three vectors of a shape: which one is not told.
-    assert saved(torch.optim.AdamW(vectors[1:2])) == {"0"}
-    assert saved(torch.optim.AdamW([("1.weight", vectors[1])])) == {"1.weight"}

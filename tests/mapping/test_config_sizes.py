@@ -97,10 +97,16 @@ def test_a_text_of_another_kind_is_refused(text: str) -> None:
         with_config_fields(mapping, {"heads": 1}, "config.json")
 
 
-def test_what_the_caller_or_the_table_says_goes_first(tmp_path: Path) -> None:
+def test_the_table_goes_first_and_the_caller_must_agree_or_insist(tmp_path: Path) -> None:
+    """One of two numbers is wrong: a caller who knows that the file is says so."""
     path = source(tmp_path / "a", {"head": 6, "model": 5})
     both = parse_mapping(TABLE.replace("[config]", '[config]\nm = ["model"]'), "test")
-    convert(path, tmp_path / "b", mapping=both, axes={"d": 4})
+    with pytest.raises(
+        MappingError, match=r"config\.json says that d is 6 \(head\): .* got d=4.*--any-model"
+    ):
+        convert(path, tmp_path / "b", mapping=both, axes={"d": 4})
+    convert(path, tmp_path / "same", mapping=both, axes={"d": 6})
+    convert(path, tmp_path / "b", mapping=both, axes={"d": 4}, any_model=True)
     convert(path, tmp_path / "c", mapping=table("[axes]\nd = 2\n"))
     for name, shape in (("b", (5, 3, 4)), ("c", (5, 6, 2))):
         with open_checkpoint(tmp_path / name) as reader:

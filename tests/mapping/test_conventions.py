@@ -75,7 +75,7 @@ def translated(source: MemoryReader, to: str, into: str) -> MemoryReader:
     return MemoryReader(to, contents(plan, source), notes)
 
 
-AXES = {"d": D, "r": HEADS // KV, "query_scale": 1}
+AXES = {"d": D, "r": HEADS // KV, "query_scale": 1, "llama3_rope": 1}
 TITANS = ("torchtitan", "torchtitan_unfused", "torchtitan_fused", "torchtitan_0_2")
 FORMATS = {"hf": "dcp", **dict.fromkeys(TITANS, "dcp"), "flax": "orbax", "maxtext": "orbax"}
 FORMATS["maxtext_unscanned"] = "orbax"
@@ -185,7 +185,9 @@ def test_a_convention_is_known_by_its_names(convention: str, moments: bool) -> N
 @given(st.data())
 def test_any_region_of_an_interleaved_stack_is_read_alone(data: st.DataObject) -> None:
     source = reader("dcp", hf_checkpoint(moments=False))
-    plan = make_plan(source, "orbax", load_mapping("llama").with_axes({"d": D}), into="maxtext")
+    plan = make_plan(
+        source, "orbax", load_mapping("llama").with_axes({"d": D, "llama3_rope": 1}), into="maxtext"
+    )
     tensor = plan.tensors["params/params/decoder/layers/self_attention/query/kernel"]
     whole = tensor.read(source, Box.whole(tensor.shape))
     box = random_box(np.random.default_rng(data.draw(st.integers(0, 10**6))), tensor.shape)

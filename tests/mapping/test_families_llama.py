@@ -157,7 +157,9 @@ def test_every_tensor_is_what_numpy_makes_of_it_and_comes_back(convention: str) 
 def test_maxtexts_query_contains_the_division_by_the_root_of_the_head_size() -> None:
     arrays = {name: np.nan_to_num(a, nan=1.5, posinf=2.5, neginf=-2.5) for name, a in hf_checkpoint().items()}
     source = MemoryReader("dcp", arrays)
-    plan = make_plan(source, "orbax", load_mapping("llama").with_axes({"d": D}), into="maxtext")
+    plan = make_plan(
+        source, "orbax", load_mapping("llama").with_axes({"d": D, "llama3_rope": 1}), into="maxtext"
+    )
     name = "decoder/layers/self_attention/query/kernel"
     assert plan.inexact == tuple(
         f"{p}/{name}" for p in ("params/params", "opt_state/0/mu/params", "opt_state/0/nu/params")

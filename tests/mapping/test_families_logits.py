@@ -40,7 +40,7 @@ def family(model: torch.nn.Module, old: str = "", new: str = "") -> MappingTable
     assert new in text
     if old:
         text = text.replace(old, "\0").replace(new, old).replace("\0", new)
-    return parse_mapping(text, "llama").with_axes({"d": model.config.head_dim})
+    return parse_mapping(text, "llama").with_axes({"d": model.config.head_dim, "llama3_rope": 1})
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_a_wrong_rule_shows_in_the_logits(original, tmp_path: Path, old: str, ne
     if "interleaved" in old:
         mapping = parse_mapping(
             (files("bridge.mapping") / "families" / "llama.toml").read_text().replace(old, new), "llama"
-        ).with_axes({"d": model.config.head_dim})
+        ).with_axes({"d": model.config.head_dim, "llama3_rope": 1})
     else:
         mapping = family(model, old, new)
     convert(hf, tmp_path / "titan", to="dcp", mapping=mapping, into="torchtitan")

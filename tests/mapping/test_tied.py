@@ -147,7 +147,7 @@ def test_the_command_line_ties_and_says_what_it_left_out(tmp_path: Path) -> None
 
 
 def test_the_same_holds_between_layouts_and_conventions() -> None:
-    mapping = load_mapping("llama").with_axes({"d": HEAD_DIM + 1})
+    mapping = load_mapping("llama").with_axes({"d": HEAD_DIM + 1, "llama3_rope": 1})
     entries = [entry for rule in mapping.rules for entry in rule.entries("hf")]
     shapes = {"(gate f) m": (7, 5), "(up f) m": (7, 5), "m f": (5, 7), "m": (5,), "v m": (9, 5)}
     arrays = {}

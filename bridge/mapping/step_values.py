@@ -1,0 +1,133 @@
+"""Step counts that a state dict keeps as numbers, as tensors like those of torch's own optimizers.
+
+optimizer.state.0.step              3                   torch before 1.12, many optimizers of others
+optimizer.param_groups.0.step       3                   one for the weights of a group, as in apex
+optimizer.state.0.step              tensor([3.])        of shape (1,)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from bridge.formats.base import (
+    Box,
+    CheckpointError,
+    CheckpointReader,
+    Checksums,
+    Loan,
+    TensorInfo,
+    TreePath,
+    Wanted,
+)
+from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
+
+_STEP = "step"
+_STATE, _GROUPS = "state", "param_groups"
+_MOMENT = "exp_avg"
+_STATE_DICTS = frozenset({"dcp", "safetensors", "torch"})
+
+
+def with_step_tensors(reader: CheckpointReader) -> CheckpointReader:
+    """``reader`` with a float32 scalar for each step count that is a number or has one element; else ``reader``.
+
+    The step count of a group becomes one for each of its weights with a first moment and without a count.
+    """
+    if reader.format not in _STATE_DICTS:
+        return reader
+    values = dict(_of_weights(reader))
+    known = {info.path for info in reader.tensors.values()} | values.keys()
+    values |= {path: value for path, value in _of_groups(reader) if path not in known}
+    short = [n for n, info in reader.tensors.items() if _is_step(info.path) and info.shape == (1,)]
+    return StepTensors(reader, values, short) if values or short else reader
+
+
+class StepTensors(WrappingReader):
+    """``reader`` with further scalars ``values``, by path, and with tensors ``short`` of one element as scalars."""
+
+    def __init__(
+        self, reader: CheckpointReader, values: Mapping[TreePath, float], short: Sequence[str]
+    ) -> None:
+        super().__init__(reader)
+        self._values = {".".join(map(str, path)): _scalar(value) for path, value in values.items()}
+        self._short = frozenset(short)
+        scalar = (Box.whole(()),)
+        tensors = dict(reader.tensors)
+        for name in short:
+            tensors[name] = dataclasses.replace(tensors[name], shape=(), chunks=scalar)
+        for path, name in zip(values, self._values, strict=True):
+            tensors[name] = TensorInfo(name, path, (), self._values[name].dtype, scalar)
+        self.tensors = tensors
+        self.object_paths = {name: path for name, path in reader.object_paths.items() if path not in values}
+        self.objects = ReadWhenAsked(self.object_paths, reader.objects.__getitem__)
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        """One block of a tensor; see `CheckpointReader.read`."""
+        if name in self._values:
+            return self._values[name].copy()
+        return self._reader.read(name).reshape(()) if name in self._short else self._reader.read(name, box)
+
+    def lend(self, name: str, box: Box) -> Loan | None:
+        """One block where it is in the file; see `CheckpointReader.lend`."""
+        return None if name in self._values or name in self._short else self._reader.lend(name, box)
+
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
+        """All of each of these small tensors into memory; see `CheckpointReader.read_into`."""
+        own = [item for item in wanted if item[0] not in self._values and item[0] not in self._short]
+        sums = iter(self._reader.read_into(own))
+        found: list[Checksums | None] = []
+        for name, target in wanted:
+            if name in self._values or name in self._short:
+                target[:] = self.read(name).tobytes()
+                found.append(None)
+            else:
+                found.append(next(sums))
+        return found
+
+
+def _scalar(value: float) -> np.ndarray:
+    """float32 as torch's own, unless that would be another number."""
+    narrow = np.asarray(value, np.float32)
+    return narrow if float(narrow) == value else np.asarray(value, np.float64)
+
+
+def _is_step(path: TreePath) -> bool:
+    """Whether this is a weight's step count, also as one key of a flattened optimizer: ``state.<weight>.step``."""
+    if len(path) > 2 and path[-3] == _STATE:
+        return path[-1] == _STEP
+    last = str(path[-1])
+    return last.startswith(f"{_STATE}.") and last.endswith(f".{_STEP}")
+
+
+def _number(reader: CheckpointReader, name: str) -> float | None:
+    try:
+        value = reader.objects[name]
+    except CheckpointError:
+        return None
+    return (
+        float(value) if isinstance(value, int | float | np.number) and not isinstance(value, bool) else None
+    )
+
+
+def _of_weights(reader: CheckpointReader) -> Iterator[tuple[TreePath, float]]:
+    for name, path in reader.object_paths.items():
+        if _is_step(path) and (value := _number(reader, name)) is not None:
+            yield path, value
+
+
+def _of_groups(reader: CheckpointReader) -> Iterator[tuple[TreePath, float]]:
+    names = {path: name for name, path in reader.object_paths.items()}
+    paths = {info.path for info in reader.tensors.values()}
+    for path, name in names.items():
+        if path[-1] != _STEP or path[-3:-2] != (_GROUPS,) or (*path[:-1], "params") not in names:
+            continue
+        weights = reader.objects[names[(*path[:-1], "params")]]
+        value = _number(reader, name)
+        if value is None or not isinstance(weights, list):
+            continue
+        for weight in weights:
+            state = (*path[:-3], _STATE, str(weight))
+            if (*state, _MOMENT) in paths:
+                yield (*state, _STEP), value

@@ -1,0 +1,177 @@
+"""Numbers of weights in torch's optimizer states: names only where one assignment is possible, or somebody says so."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.diff import diff
+from bridge.checkpoints.selection import Selection
+from bridge.formats import open_checkpoint
+from bridge.formats.base import CheckpointError
+from bridge.mapping import MappingError, MappingTable, parse_mapping
+from bridge.mapping.numbered_states import with_named_states
+
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+
+
+def towers() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"first": nn.Linear(3, 3), "second": nn.Linear(3, 3), "head": nn.Linear(3, 2)})
+
+
+def rules(net: nn.ModuleDict) -> MappingTable:
+    entries = "".join(
+        f'[[rule]]\ntorch = "{n}.weight : o m"\njax = "{n}/kernel : m o"\n'
+        f'[[rule]]\ntorch = "{n}.bias : o"\njax = "{n}/bias : o"\n'
+        for n in net
+    )
+    return parse_mapping(entries, "towers.toml")
+
+
+def saved(path: Path, net: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    for _ in range(2):
+        for weight in net.parameters():
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return path
+
+
+def names(path: Path, order: str | None = None) -> set[str]:
+    """Those of the weights that states are for; all tensors still have their bytes."""
+    with open_checkpoint(path) as reader:
+        named = with_named_states(reader, order)
+        assert {named.read(n).tobytes() for n in named.tensors} == {
+            reader.read(n).tobytes() for n in reader.tensors
+        }
+        states = {n.rpartition(".")[0] for n in named.tensors if n.startswith("optimizer.state.")}
+    return {name.removeprefix("optimizer.state.") for name in states}
+
+
+def assert_right(out: Path, net: nn.ModuleDict, optimizer: torch.optim.Optimizer) -> None:
+    """Each weight has its own moment."""
+    with open_checkpoint(out) as reader:
+        for name, layer in net.items():
+            moment = optimizer.state[layer.weight]["exp_avg"].numpy()
+            assert np.array_equal(reader.read(f"opt_state/mu/{name}/kernel").T, moment)
+
+
+@pytest.mark.parametrize("in_reverse", [False, True])
+def test_where_all_shapes_differ_any_order_is_known(tmp_path: Path, in_reverse: bool) -> None:
+    net = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(4, 5)})
+    weights = list(net.parameters())
+    optimizer = torch.optim.AdamW(weights[::-1] if in_reverse else weights)
+    path = saved(tmp_path / "a.pt", net, optimizer)
+    assert names(path) == {"a.weight", "a.bias", "b.weight", "b.bias"}
+    convert(path, tmp_path / "out", mapping=rules(net))
+    assert_right(tmp_path / "out", net, optimizer)
+
+
+def groups(net: nn.ModuleDict) -> list[dict[str, Any]]:
+    """Weights that decay and biases that do not, as is usual."""
+    weights = [w for w in net.parameters() if w.ndim > 1]
+    biases = [w for w in net.parameters() if w.ndim == 1]
+    return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
+
+
+def other_tower_first(net: nn.ModuleDict) -> Iterable[nn.Parameter]:
+    return itertools.chain(*(net[name].parameters() for name in ("second", "first", "head")))
+
+
+ORDERS = {
+    "model": lambda net: net.parameters(),
+    "groups": groups,
+    "towers": other_tower_first,
+    "frozen": lambda net: [*net["second"].parameters(), *net["head"].parameters()],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_equal_shapes_are_refused_with_what_would_decide(tmp_path: Path, order: str) -> None:
+    net = towers()
+    path = saved(tmp_path / "a.pt", net, torch.optim.AdamW(ORDERS[order](net)))
+    assert all(name.isdecimal() for name in names(path))
+    with pytest.raises(
+        MappingError,
+        match=r"numbers its \d weights.*first\.weight, second\.weight have one shape.*--optimizer-order model.*"
+        r"--optimizer-order FILE.*named_parameters.*--weights-only",
+    ) as error:
+        convert(path, tmp_path / "out", mapping=rules(net))
+    assert "match no rule" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+    convert(path, tmp_path / "weights", mapping=rules(net), selection=Selection(weights_only=True))
+
+
+@pytest.mark.parametrize("order", ["model", "groups"])
+def test_the_models_order_is_taken_where_the_caller_says_so(tmp_path: Path, order: str) -> None:
+    net = towers()
+    optimizer = torch.optim.AdamW(ORDERS[order](net))
+    path = saved(tmp_path / "a.pt", net, optimizer)
+    convert(path, tmp_path / "out", mapping=rules(net), optimizer_order="model")
+    assert_right(tmp_path / "out", net, optimizer)
+    same = diff(path, tmp_path / "out", mapping=rules(net), optimizer_order="model")
+    assert same.total.max_ulp == 0
+    assert not same.missing
+    assert not same.extra
+
+
+def test_a_file_gives_any_order(tmp_path: Path) -> None:
+    net = towers()
+    optimizer = torch.optim.AdamW(other_tower_first(net))
+    path = saved(tmp_path / "a.pt", net, optimizer)
+    file = tmp_path / "order.txt"
+    lines = [f"{name}.{leaf}" for name in ("second", "first", "head") for leaf in ("weight", "bias")]
+    file.write_text("\n".join(lines) + "\n\n")
+    convert(path, tmp_path / "out", mapping=rules(net), optimizer_order=str(file))
+    assert_right(tmp_path / "out", net, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["second.weight"], r"expected 6 different names .* got 1 names"),
+        (["second.weight"] * 6, r"got 6 names, of which 1 differ"),
+        (["x.weight", *"abcde"], r"expected names of weights .* got 'x\.weight'"),
+        (
+            ["head.weight", "second.bias", "first.weight", "first.bias", "second.weight", "head.bias"],
+            r"optimizer\.state\.0 .* is given to head\.weight: expected a state of its shape \(2, 3\), found \(3, 3\)",
+        ),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, lines: list[str], message: str) -> None:
+    net = towers()
+    path = saved(tmp_path / "a.pt", net, torch.optim.AdamW(net.parameters()))
+    (tmp_path / "order.txt").write_text("\n".join(lines))
+    with pytest.raises(CheckpointError, match=message):
+        convert(path, tmp_path / "out", mapping=rules(net), optimizer_order=str(tmp_path / "order.txt"))
+
+
+def test_names_in_the_file_are_taken_in_any_order(tmp_path: Path) -> None:
+    net = towers()
+    pairs = [(n, w) for n, w in net.named_parameters()][::-1]
+    optimizer = torch.optim.AdamW(pairs)
+    path = saved(tmp_path / "a.pt", net, optimizer)
+    convert(path, tmp_path / "out", mapping=rules(net))
+    assert_right(tmp_path / "out", net, optimizer)
+
+
+def test_a_buffer_of_a_weights_shape_leaves_two_ways(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 3, bias=False))
+    assert names(saved(tmp_path / "a.pt", net, torch.optim.AdamW(net.parameters()))) == {"0.weight"}
+    net.register_buffer("table", torch.zeros(3, 4))
+    assert names(saved(tmp_path / "b.pt", net, torch.optim.AdamW(net.parameters()))) == {"0"}
+
+
+def test_momentum_alone_tells_shapes_too(tmp_path: Path) -> None:
+    net = nn.ModuleDict({"a": nn.Linear(2, 3, bias=False), "b": nn.Linear(3, 2, bias=False)})
+    optimizer = torch.optim.SGD(list(net.parameters())[::-1], 0.1, momentum=0.9)
+    assert names(saved(tmp_path / "a.pt", net, optimizer)) == {"a.weight", "b.weight"}

@@ -1,0 +1,99 @@
+"""Step counts that are numbers, have one element, or stand in a group of parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bridge.checkpoints.convert import convert
+from bridge.checkpoints.selection import Selection
+from bridge.formats import open_checkpoint
+from bridge.mapping import MappingError, MappingTable, parse_mapping
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
+)
+SHAPES = {"a": (2, 3), "b": (4, 5)}
+
+
+def rules() -> MappingTable:
+    return parse_mapping(
+        "".join(f'[[rule]]\ntorch = "{n}.weight : o m"\njax = "{n}/kernel : m o"\n' for n in SHAPES),
+        "steps.toml",
+    )
+
+
+def state_dict(step: object, *, numbered: bool = False, in_group: bool = False) -> dict[str, Any]:
+    keys: dict[str, Any] = {n: number if numbered else f"{n}.weight" for number, n in enumerate(SHAPES)}
+    state = {
+        keys[n]: {
+            "exp_avg": torch.full(shape, 1.0),
+            "exp_avg_sq": torch.full(shape, 2.0),
+            **({} if in_group else {"step": step}),
+        }
+        for n, shape in SHAPES.items()
+    }
+    group = {"params": [*keys.values()], "lr": 0.1, **({"step": step} if in_group else {})}
+    model = {f"{n}.weight": torch.full(shape, 3.0) for n, shape in SHAPES.items()}
+    return {"model": model, "optimizer": {"state": state, "param_groups": [group]}}
+
+
+def count(folder: Path) -> int:
+    with open_checkpoint(folder) as reader:
+        return int(reader.read("opt_state/count"))
+
+
+STEPS: dict[str, object] = {
+    "int": 3,
+    "float": 3.0,
+    "NumPy": np.int64(3),
+    "tensor": torch.tensor(3.0),
+    "shape (1,)": torch.tensor([3.0]),
+    "int64, shape (1,)": torch.tensor([3]),
+}
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_step_of_any_kind_is_the_count(tmp_path: Path, kind: str, numbered: bool) -> None:
+    torch.save(state_dict(STEPS[kind], numbered=numbered), tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "out", mapping=rules())
+    assert count(tmp_path / "out") == 3
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_a_step_of_a_group_is_that_of_its_weights(tmp_path: Path, numbered: bool) -> None:
+    torch.save(state_dict(7, numbered=numbered, in_group=True), tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "out", mapping=rules())
+    assert count(tmp_path / "out") == 7
+
+
+def test_in_dcp_too_and_back_as_torch_has_it(tmp_path: Path) -> None:
+    dcp.save(state_dict(3), checkpoint_id=tmp_path / "a", no_dist=True)
+    convert(tmp_path / "a", tmp_path / "out", mapping=rules())
+    assert count(tmp_path / "out") == 3
+    convert(tmp_path / "out", tmp_path / "back", mapping=rules())
+    with open_checkpoint(tmp_path / "back") as reader:
+        step = reader.read("optimizer.state.a.weight.step")
+    assert (step.dtype, step.shape, float(step)) == (np.float32, (), 3.0)
+
+
+def test_a_flattened_optimizer(tmp_path: Path) -> None:
+    tree = state_dict(3)
+    flat = {f"state.{w}.{k}": v for w, s in tree["optimizer"]["state"].items() for k, v in s.items()}
+    dcp.save({"model": tree["model"], "optimizer": flat}, checkpoint_id=tmp_path / "a", no_dist=True)
+    convert(tmp_path / "a", tmp_path / "out", mapping=rules())
+    assert count(tmp_path / "out") == 3
+
+
+@pytest.mark.parametrize("step", [2.5, -1, 2**24 + 1, torch.tensor([3.0, 3.0]), True, None])
+def test_what_is_no_count_is_refused(tmp_path: Path, step: object) -> None:
+    torch.save(state_dict(step), tmp_path / "a.pt")
+    with pytest.raises(MappingError, match=r"expected a whole number of steps|a\.weight\.step"):
+        convert(tmp_path / "a.pt", tmp_path / "out", mapping=rules())
+    convert(tmp_path / "a.pt", tmp_path / "w", mapping=rules(), selection=Selection(weights_only=True))
