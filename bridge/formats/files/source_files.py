@@ -229,9 +229,22 @@ class SourceFiles:
 
     def read(self, name: str, start: int, stop: int, what: str = "") -> bytes:
         """Bytes [start, stop) of a file. what: whose they are, for errors."""
-        data = bytearray(max(0, stop - start))
-        self.fill(name, start, memoryview(data), what)
-        return bytes(data)
+        if isinstance(self.directory, StorePath):
+            self._require_open()
+            return (self.directory / name).read_range(start, stop)
+        file = self._open(name, what)
+        parts: list[bytes] = []
+        while start < stop:
+            try:
+                part = os.pread(file.number, stop - start, start)
+            except OSError as error:
+                raise self._failed(name, start, what, error) from error
+            if not part:
+                raise self._ended(name, start, stop, what)
+            parts.append(part)
+            start += len(part)
+        self._require_same(name, file, what)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def fill(self, name: str, start: int, target: memoryview, what: str = "") -> None:
         """Fill memory, whose items are bytes, with those of a file from `start` on."""
@@ -247,10 +260,7 @@ class SourceFiles:
             except OSError as error:
                 raise self._failed(name, start + done, what, error) from error
             if not count:
-                raise CheckpointError(
-                    f"{self._path(name, what)}: expected bytes up to {start + len(target)}, but the file ends at byte "
-                    f"{start + done}: was it shortened while it was read? {COPY_AGAIN}"
-                )
+                raise self._ended(name, start + done, start + len(target), what)
             done += count
         self._require_same(name, file, what)
 
@@ -388,9 +398,15 @@ class SourceFiles:
                 self._opened.popitem(last=False)
 
     def _require_same(self, name: str, file: _Descriptor, what: str) -> None:
-        now = Stamp.of(os.fstat(file.number))
-        if now != file.stamp:
-            raise CheckpointError(_change(self._path(name, what), file.stamp, now))
+        status = os.fstat(file.number)
+        if (status.st_size, status.st_mtime_ns) != file.stamp:
+            raise CheckpointError(_change(self._path(name, what), file.stamp, Stamp.of(status)))
+
+    def _ended(self, name: str, end: int, stop: int, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path(name, what)}: expected bytes up to {stop}, but the file ends at byte {end}: was it shortened "
+            f"while it was read? {COPY_AGAIN}"
+        )
 
     def _failed(self, name: str, start: int, what: str, error: OSError) -> CheckpointError:
         return CheckpointError(f"{self._path(name, what)}: cannot be read at byte {start}: {error.strerror}")
@@ -402,7 +418,7 @@ class SourceFiles:
 class FileView:
     """A file's bytes by their place: ``view[start:stop]``, fewer where the file ends; `len` is its size.
 
-    A page is read at a time, and the last one kept, so that many small looks near each other cost one read. For one
+    A page is read at a time, and the last two kept, so that many small looks near each other cost one read. For one
     thread. Errors as those of `SourceFiles`.
     """
 
@@ -426,7 +442,8 @@ class FileView:
             return self._read(start, stop)
         first = start - start % _PAGE
         data = self._read(first, stop + -stop % _PAGE)
-        self._kept[self._ranges :] = [(first, data)]
+        # Archives begin in one page and end in another, in which the next begins.
+        self._kept[self._ranges :] = [*self._kept[self._ranges :][-1:], (first, data)]
         return data[start - first : stop - first]
 
     def unpack(self, layout: struct.Struct, position: int) -> tuple[Any, ...]:

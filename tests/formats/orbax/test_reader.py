@@ -109,7 +109,7 @@ def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     if request.param == "slow paths":
         monkeypatch.setattr("bridge.formats.orbax.reader._IN_FLIGHT", 16)
         monkeypatch.setattr("bridge.formats.orbax.raw_chunks.BLOCK", 40)
-        monkeypatch.setattr("bridge.formats.files.mapped.BLOCK", 40)
+        monkeypatch.setattr("bridge.formats.files.source_files.BLOCK", 40)
 
 
 @pytest.mark.each_value
@@ -375,7 +375,7 @@ def test_large_raw_chunks_are_verified_before_bytes_are_taken(
 ) -> None:
     monkeypatch.setattr("bridge.formats.orbax.reader._IN_FLIGHT", 16)
     monkeypatch.setattr("bridge.formats.orbax.raw_chunks.BLOCK", 100)
-    monkeypatch.setattr("bridge.formats.files.mapped.BLOCK", 100)
+    monkeypatch.setattr("bridge.formats.files.source_files.BLOCK", 100)
     value = random_bits((64, 32), F32, 1)
     write(tmp_path / "c", {"w": value}, {"w": (32, 32)})
     file, position = data_file(tmp_path / "c", value[32:].tobytes())
