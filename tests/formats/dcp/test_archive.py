@@ -14,31 +14,22 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.formats.arrays import as_integers, raw_bytes
+from bridge.formats.arrays import raw_bytes
 from bridge.formats.base import DTYPES, CheckpointError
-from bridge.formats.dcp import archive as dcp_archive
 from bridge.formats.dcp import archive_writer as dcp_archive_writer
 from bridge.formats.dcp.archive import find_tensor, read_value, verify_record
 from bridge.formats.dcp.archive_writer import tensor_archive, tensor_archive_length, value_archive
-from bridge.formats.files.source_files import FileArray, FileView, SourceFiles
+from bridge.formats.files import source_files
+from bridge.formats.files.source_files import FileView, SourceFiles
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import array_of, numbered, stock_archive, tensor_of
-
-
-def viewed(path: Path, data: bytes) -> FileView:
-    path.write_bytes(data)
-    return SourceFiles(path.parent).view(path.name)
+from tests.support.bridge.file_views import elements, viewed
 
 
 def read(file: FileView, offset: int, length: int) -> np.ndarray:
     stored, files, name = find_tensor(file, offset, length, "w"), file._files, file._name
     verify_record(files, name, stored.record, "w")
-    size = stored.dtype.itemsize
-    strides = tuple(step * size for step in stored.strides)
-    start = stored.record.start + stored.first * size
-    found = np.empty(stored.shape, stored.dtype)
-    files.copy(as_integers(found), FileArray(name, start, stored.shape, strides, stored.dtype, "w"))
-    return found
+    return elements(file, stored)
 
 
 def write_tensor(file: BinaryIO, array: np.ndarray) -> int:
@@ -238,7 +229,7 @@ def test_a_damaged_description_is_refused_even_where_it_still_makes_sense(tmp_pa
 def test_data_of_many_blocks_is_verified_to_its_last_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dcp_archive, "BLOCK", 64)
+    monkeypatch.setattr(source_files, "_SCAN", 64)
     data = stock_archive(BASE)
     start = find_tensor(viewed(tmp_path / "f", data), 0, len(data), "w").record.start
     assert same_bits(read(viewed(tmp_path / "f", data), 0, len(data)), array_of(BASE))

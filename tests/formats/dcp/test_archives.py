@@ -16,12 +16,8 @@ from bridge.formats.dcp import archives as module
 from bridge.formats.dcp.archive import END, END64, END64_LOCATOR, StoredTensor, find_records, find_tensor
 from bridge.formats.dcp.archive_writer import tensor_archive
 from bridge.formats.dcp.archives import Archives
-from bridge.formats.files.source_files import FileView, SourceFiles
-
-
-def viewed(path: Path, data: bytes) -> FileView:
-    path.write_bytes(data)
-    return SourceFiles(path.parent).view(path.name)
+from bridge.formats.files.source_files import FileView
+from tests.support.bridge.file_views import elements, viewed
 
 
 @pytest.fixture
@@ -69,7 +65,7 @@ def test_alike_archives_are_parsed_once_for_each_place_in_a_row_of_64(
         stored = archives.find(file, offset, length, "w")
         assert stored == find_tensor(file, offset, length, "w")
         assert like in (None, stored)
-        assert np.array_equal(stored.view(file), array)
+        assert np.array_equal(elements(file, stored), array)
     assert len(parsed) <= 2 * 64
     assert known >= len(places) - 2 * 64
 
@@ -83,7 +79,7 @@ def test_archives_of_torch_are_parsed_once(tmp_path: Path, parsed: list[int]) ->
         data += buffer.getvalue()
     file, archives = viewed(tmp_path / "f", data), Archives()
     for k, (offset, length) in enumerate(places):
-        assert (archives.find(file, offset, length, "w").view(file) == k).all()
+        assert (elements(file, archives.find(file, offset, length, "w")) == k).all()
     assert len(parsed) <= len({offset % 64 for offset, _ in places})
 
 

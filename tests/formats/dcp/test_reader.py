@@ -126,7 +126,7 @@ def test_where_the_data_is_follows_from_each_archive(ranks: RankGroup, tmp_path:
             expected: dict[str, list[tuple[int, int]]] = {}
             for name, info in reader.tensors.items():
                 for chunk, extent in zip(info.chunks, reader._metadata.extents[name], strict=True):
-                    file = reader.mapped(extent.file)
+                    file = reader.view(extent.file)
                     assert file is not None
                     stored = find_tensor(file, extent.offset, extent.length, "w")
                     start = stored.record.start + stored.first * info.dtype.itemsize
@@ -382,7 +382,7 @@ def data_offset(path: Path, name: str) -> tuple[Path, int]:
     """Where the first data byte of a one-chunk tensor is."""
     reader = DcpReader(path)
     (extent,) = reader._metadata.extents[name]
-    stored = find_tensor(reader._files.get(extent.file, 0, 0), extent.offset, extent.length, name)
+    stored = find_tensor(reader._files.view(extent.file), extent.offset, extent.length, name)
     return path / extent.file, stored.record.start
 
 

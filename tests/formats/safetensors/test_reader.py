@@ -252,7 +252,7 @@ def test_several_threads_may_read_while_few_files_stay_open(
         for name, array in zip("ab" * 50, pool.map(reader.read, "ab" * 50), strict=True):
             expected = random_bits((2, 3), F32, 1) if name == "a" else random_bits((4,), F32, 2)
             assert same_bits(array, expected)
-        assert len(reader._files._maps) == 1
+        assert len(reader._files._opened) == 1
 
 
 # Headers that do not hold together.
