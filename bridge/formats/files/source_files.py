@@ -35,8 +35,10 @@ BLOCK = 8 << 20
 _SCAN: Final = 1 << 20
 """Bytes that are read at a time where a checksum is all that is wanted: the processor's cache holds them."""
 
-_PAGE: Final = 16 << 10
-"""Bytes of metadata that are read together: headers of neighbours are often within."""
+_PAGE_BEFORE: Final = 1 << 10
+_PAGE: Final = 4 << 10
+"""Bytes of metadata that are read together, some of them before those that are wanted: an archive ends, and the next
+begins, within."""
 
 _MAX_OPEN_FILES = 64
 _POOLED: Final = 1 << 20
@@ -141,7 +143,7 @@ def _change(path: object, before: Stamp, now: Stamp) -> str:
     return f"{path} was changed while it was read: {sizes}; try again when nothing writes to the checkpoint"
 
 
-class _Descriptor:
+class OpenFile:
     """A file that is open for reading, until nobody has this any more."""
 
     def __init__(self, path: Path) -> None:
@@ -211,7 +213,7 @@ class SourceFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._opened: OrderedDict[str, _Descriptor] = OrderedDict()
+        self._opened: OrderedDict[str, OpenFile] = OrderedDict()
         self._stamps: dict[str, Stamp] = {}
         self._buffers = _Buffers()
         self._lock = threading.Lock()
@@ -225,14 +227,43 @@ class SourceFiles:
         """Bytes of a file, when it was first opened."""
         if isinstance(self.directory, StorePath):
             return (self.directory / name).stat().st_size
-        return self._open(name, "").stamp.size
+        return self.open(name, "").stamp.size
 
     def read(self, name: str, start: int, stop: int, what: str = "") -> bytes:
         """Bytes [start, stop) of a file. what: whose they are, for errors."""
         if isinstance(self.directory, StorePath):
             self._require_open()
             return (self.directory / name).read_range(start, stop)
-        file = self._open(name, what)
+        file = self.open(name, what)
+        data = self.read_from(file, name, start, stop, what)
+        self._require_same(name, file, what)
+        return data
+
+    def open(self, name: str, what: str = "") -> OpenFile:
+        """A file that was opened, perhaps before."""
+        with self._lock:
+            self._require_open()
+            file = self._opened.get(name)
+            if file is not None:
+                self._opened.move_to_end(name)
+                return file
+            try:
+                file = self._new(name)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._path(name, what)}: cannot be opened: {error.strerror}"
+                ) from error
+            stamp = self._stamps.setdefault(name, file.stamp)
+            if stamp != file.stamp:
+                raise CheckpointError(_change(self._path(name, what), stamp, file.stamp))
+            self._opened[name] = file
+            # Dropped, not closed: another thread may still read from it.
+            if len(self._opened) > _most_open():
+                self._opened.popitem(last=False)
+            return file
+
+    def read_from(self, file: OpenFile, name: str, start: int, stop: int, what: str = "") -> bytes:
+        """Bytes [start, stop) of an open file, of which a change is not noticed."""
         parts: list[bytes] = []
         while start < stop:
             try:
@@ -243,7 +274,6 @@ class SourceFiles:
                 raise self._ended(name, start, stop, what)
             parts.append(part)
             start += len(part)
-        self._require_same(name, file, what)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def fill(self, name: str, start: int, target: memoryview, what: str = "") -> None:
@@ -252,7 +282,7 @@ class SourceFiles:
             self._require_open()
             (self.directory / name).fill(start, target)
             return
-        file = self._open(name, what)
+        file = self.open(name, what)
         done = 0
         while done < len(target):
             try:
@@ -352,7 +382,7 @@ class SourceFiles:
     def _read_run(
         self, name: str, start: int, vector: list[memoryview], run: list[tuple[int, int]], found: list[bool]
     ) -> None:
-        file = self._open(name, "")
+        file = self.open(name, "")
         try:
             end = start + os.preadv(file.number, vector, start)
         except OSError as error:
@@ -365,39 +395,17 @@ class SourceFiles:
         if self._closed:
             raise ValueError(f"the checkpoint {self.directory} was closed")
 
-    def _open(self, name: str, what: str) -> _Descriptor:
-        with self._lock:
-            self._require_open()
-            file = self._opened.get(name)
-            if file is not None:
-                self._opened.move_to_end(name)
-                return file
-            try:
-                file = self._new(name)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{self._path(name, what)}: cannot be opened: {error.strerror}"
-                ) from error
-            stamp = self._stamps.setdefault(name, file.stamp)
-            if stamp != file.stamp:
-                raise CheckpointError(_change(self._path(name, what), stamp, file.stamp))
-            self._opened[name] = file
-            # Dropped, not closed: another thread may still read from it.
-            if len(self._opened) > _most_open():
-                self._opened.popitem(last=False)
-            return file
-
-    def _new(self, name: str) -> _Descriptor:
+    def _new(self, name: str) -> OpenFile:
         while True:
             try:
-                return _Descriptor(self.directory / name)
+                return OpenFile(self.directory / name)
             except OSError as error:
                 # The process has too many files open, of which these can be opened again.
                 if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._opened:
                     raise
                 self._opened.popitem(last=False)
 
-    def _require_same(self, name: str, file: _Descriptor, what: str) -> None:
+    def _require_same(self, name: str, file: OpenFile, what: str) -> None:
         status = os.fstat(file.number)
         if (status.st_size, status.st_mtime_ns) != file.stamp:
             raise CheckpointError(_change(self._path(name, what), file.stamp, Stamp.of(status)))
@@ -424,7 +432,8 @@ class FileView:
 
     def __init__(self, files: SourceFiles, name: str, ranges: Sequence[tuple[int, int]] = ()) -> None:
         self._files, self._name = files, name
-        self._size = files.size(name)
+        self._file = None if isinstance(files.directory, StorePath) else files.open(name)
+        self._size = files.size(name) if self._file is None else self._file.stamp.size
         self._kept = [(start, self._read(start, stop)) for start, stop in ranges]
         self._ranges = len(self._kept)
 
@@ -440,9 +449,9 @@ class FileView:
                 return data[start - first : stop - first]
         if stop - start > _PAGE:
             return self._read(start, stop)
-        first = start - start % _PAGE
-        data = self._read(first, stop + -stop % _PAGE)
-        # Archives begin in one page and end in another, in which the next begins.
+        first = max(0, start - _PAGE_BEFORE)
+        data = self._read(first, max(stop, first + _PAGE))
+        # An archive begins in one page and ends in another.
         self._kept[self._ranges :] = [*self._kept[self._ranges :][-1:], (first, data)]
         return data[start - first : stop - first]
 
@@ -457,7 +466,10 @@ class FileView:
         return layout.unpack(data)
 
     def _read(self, start: int, stop: int) -> bytes:
-        return self._files.read(self._name, start, min(stop, self._size))
+        stop = min(stop, self._size)
+        if self._file is None:
+            return self._files.read(self._name, start, stop)
+        return self._files.read_from(self._file, self._name, start, stop)
 
 
 def _most_open() -> int:
