@@ -95,11 +95,14 @@ def rest_problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> I
         for name, expected in listed.items():
             path = _listed_file(home, manifest, name)
             held = ranges.get(path.name if home.is_file() else name, ())
-            view = reader.view(name) if isinstance(reader, _ShowsFiles) and held else None
-            if (crc := rest_checksum(path, held, view)) != expected:
-                yield Problem(
-                    name, f"damaged beside its data: expected CRC-32C {expected:08x}, got {crc:08x}"
-                )
+            try:
+                view = reader.view(name) if isinstance(reader, _ShowsFiles) and held else None
+                if (crc := rest_checksum(path, held, view)) != expected:
+                    yield Problem(
+                        name, f"damaged beside its data: expected CRC-32C {expected:08x}, got {crc:08x}"
+                    )
+            except (CheckpointError, OSError) as error:
+                yield Problem(name, str(error))
     except (CheckpointError, OSError) as error:
         yield Problem(manifest.format, str(error))
 

@@ -207,7 +207,10 @@ class DcpReader(ClosedAtEnd):
         return True
 
     def data_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
-        """For each file, where the elements of chunks are: first byte, and the one after the last."""
+        """For each file, where the elements of chunks are: first byte, and the one after the last.
+
+        Chunks whose archive is damaged are left out: reading them says what is wrong.
+        """
         ranges: dict[str, list[tuple[int, int]]] = {}
         extents, unreadable, archives = self._metadata.extents, self.unreadable, self._archives
         # Asking for a file takes longer than to look into it. In a store each archive is fetched by itself.
@@ -220,18 +223,21 @@ class DcpReader(ClosedAtEnd):
                 file = extent.file
                 if file not in ranges:
                     ranges[file] = []
-                if file not in files and not isinstance(self.path, StorePath):
-                    if len(files) >= _FILES_AT_ONCE:
-                        files.clear()
-                    files[file] = self._files.view(file)
-                tensor = archives.get(extent)
-                if tensor is None and file in files:
-                    tensor = self._like(files[file], extent)
-                # What `_find` does, without the call and the record for its result.
-                if tensor is not None and tensor.dtype is dtype and tensor.shape == chunk.sizes:
-                    start = tensor.record.start + tensor.first * dtype.itemsize
-                else:
-                    start = self._find(info, chunk, extent).start
+                try:
+                    if file not in files and not isinstance(self.path, StorePath):
+                        if len(files) >= _FILES_AT_ONCE:
+                            files.clear()
+                        files[file] = self._files.view(file)
+                    tensor = archives.get(extent)
+                    if tensor is None and file in files:
+                        tensor = self._like(files[file], extent)
+                    # What `_find` does, without the call and the record for its result.
+                    if tensor is not None and tensor.dtype is dtype and tensor.shape == chunk.sizes:
+                        start = tensor.record.start + tensor.first * dtype.itemsize
+                    else:
+                        start = self._find(info, chunk, extent).start
+                except CheckpointError:
+                    continue
                 ranges[file].append((start, start + prod(chunk.sizes) * dtype.itemsize))
         return ranges
 

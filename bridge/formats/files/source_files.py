@@ -120,20 +120,21 @@ def stamps(files: Iterable[Path]) -> Mapping[Path, Stamp]:
     found = {}
     for file in files:
         with suppress(OSError):
-            found[file] = Stamp.of(file.stat())
+            if not isinstance(file, StorePath):
+                found[file] = Stamp.of(file.stat())
     return found
 
 
-def changed(before: Mapping[Path, Stamp]) -> Iterator[str]:
-    """Of files that are not as their stamps say: which, and what is another."""
+def changed(before: Mapping[Path, Stamp]) -> Iterator[tuple[Path, str]]:
+    """Files that are not as their stamps say, and a sentence about each."""
     for file, stamp in before.items():
         try:
             now = Stamp.of(file.stat())
         except OSError as error:
-            yield f"{file}: cannot be found any more: {error.strerror}"
+            yield file, f"{file} cannot be found any more: {error.strerror}"
             continue
         if now != stamp:
-            yield _change(file, stamp, now)
+            yield file, _change(file, stamp, now)
 
 
 def _change(path: object, before: Stamp, now: Stamp) -> str:
