@@ -272,7 +272,7 @@ class SourceFiles:
             except OSError as error:
                 raise self._failed(name, start, what, error) from error
             if not part:
-                raise self._ended(name, start, stop, what)
+                raise self._ended(name, file, stop, what)
             parts.append(part)
             start += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -291,7 +291,7 @@ class SourceFiles:
             except OSError as error:
                 raise self._failed(name, start + done, what, error) from error
             if not count:
-                raise self._ended(name, start + done, start + len(target), what)
+                raise self._ended(name, file, start + len(target), what)
             done += count
         self._require_same(name, file, what)
 
@@ -411,10 +411,10 @@ class SourceFiles:
         if (status.st_size, status.st_mtime_ns) != file.stamp:
             raise CheckpointError(_change(self._path(name, what), file.stamp, Stamp.of(status)))
 
-    def _ended(self, name: str, end: int, stop: int, what: str) -> CheckpointError:
+    def _ended(self, name: str, file: OpenFile, stop: int, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._path(name, what)}: expected bytes up to {stop}, but the file ends at byte {end}: was it shortened "
-            f"while it was read? {COPY_AGAIN}"
+            f"{self._path(name, what)}: expected bytes up to {stop}, but the file ends at byte "
+            f"{os.fstat(file.number).st_size}: was it shortened while it was read? {COPY_AGAIN}"
         )
 
     def _failed(self, name: str, start: int, what: str, error: OSError) -> CheckpointError:
