@@ -33,7 +33,7 @@ PLAIN_SECONDS = 10.0
 JSON_VERSION = 1
 """Of the documents of `--json`: it grows when a key is renamed, removed, or means something else; keys may be added."""
 _WIDTH = 80
-_BROKEN_PIPE = 141  # 128 + SIGPIPE, as of a program that the signal ends
+BROKEN_PIPE = 141  # 128 + SIGPIPE, as of a program that the signal ends
 
 
 class Console(RichConsole):
@@ -50,7 +50,7 @@ class Console(RichConsole):
         # What Python still flushes at its end goes nowhere.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno() if self.stderr else sys.stdout.fileno())
-        raise SystemExit(_BROKEN_PIPE)
+        raise SystemExit(BROKEN_PIPE)
 
 
 def print_json(console: RichConsole, value: object) -> None:
