@@ -70,17 +70,17 @@ def parse_toml(text: str, what: str, error: MakeError, expected: str = "a TOML f
         keys = (part.replace("{", ",").rpartition(",")[2] for part in line.split("="))
         if line.count(".") > _MAX_PARTS and max(key.count(".") for key in keys) > _MAX_PARTS:
             raise error(
-                f"{what}, line {number}: expected {expected}, got a key of more than {_MAX_PARTS} parts"
+                f"{what}: expected {expected}, got a key of more than {_MAX_PARTS} parts in line {number}"
             )
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise error(f"{what}{_deepest(text)}: expected {expected}, got brackets nested too deeply") from None
+        raise error(f"{what}: expected {expected}, got brackets nested too deeply{_deepest(text)}") from None
     except ValueError as failure:
         # Python refuses numbers of more than 4300 digits, without saying where.
         long = re.search(r"[0-9_]{4300}", text) if type(failure) is ValueError else None
-        where = f", line {text.count(chr(10), 0, long.start()) + 1}" if long else ""
-        raise error(f"{what}{where}: expected {expected}, got {_said(failure)}") from None
+        where = f" in line {text.count(chr(10), 0, long.start()) + 1}" if long else ""
+        raise error(f"{what}: expected {expected}, got {_said(failure)}{where}") from None
 
 
 def load_json(path: str | os.PathLike[str], error: MakeError, expected: str = "a JSON file") -> Any:
@@ -110,4 +110,4 @@ def _deepest(text: str) -> str:
     """The line with the most opening brackets."""
     lines = text.split("\n")
     number = max(range(len(lines)), key=lambda index: lines[index].count("[") + lines[index].count("{"))
-    return f", line {number + 1}"
+    return f" in line {number + 1}"

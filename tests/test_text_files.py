@@ -36,16 +36,16 @@ OTHERS: dict[str, tuple[Read, type[Exception]]] = {
     "metrics": (read_metrics, MetricsError),
 }
 BAD = {
-    "deep": (b"x = 1\ny = " + b"[" * 100_000, "line 2: .*nested too deeply"),
-    "deep tables": (b"x = " + b"{a=" * 50_000, "line 1: .*nested too deeply"),
-    "digits": (b"x = 1\n\ny = " + b"9" * 5000, "line 3: .*too many digits"),
-    "parts": (b"x = 1\n" + b".".join([b"a"] * 100_000) + b" = 1", "line 2: .*a key of more than 1000 parts"),
+    "deep": (b"x = 1\ny = " + b"[" * 100_000, "nested too deeply in line 2"),
+    "deep tables": (b"x = " + b"{a=" * 50_000, "nested too deeply in line 1"),
+    "digits": (b"x = 1\n\ny = " + b"9" * 5000, "too many digits in line 3"),
+    "parts": (b"x = 1\n" + b".".join([b"a"] * 100_000) + b" = 1", "a key of more than 1000 parts in line 2"),
     "parts in a table": (
         b"x = {y = 1, " + b".".join([b"a"] * 5_000) + b" = 1}",
-        "line 1: .*more than 1000 parts",
+        "more than 1000 parts in line 1",
     ),
     "bytes": (b"x = 1\ny = '\xff'", "line 2: .*UTF-8, got byte 0xff"),
-    "syntax": (b"x = 1\ny = ", "at: .*line 2"),
+    "syntax": (b"x = 1\ny = ]\nz = 2", "at: .*line 2"),
     "large": (b"#" * (text_files.MAX_TOML + 1), "at most 4194304 bytes, got a larger one"),
 }
 

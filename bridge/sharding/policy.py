@@ -12,6 +12,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
+from pathlib import Path
 from typing import Self
 
 from bridge.sharding.alignment import DEFAULT_ALIGN, Align, is_align
@@ -130,7 +131,7 @@ class ShardingPolicy:
         if given in shipped:
             return cls.parse(shipped[given].read_text(encoding="utf-8"), f"{given}.toml")
         try:
-            text = read_text(given, PolicyError, most=MAX_TOML, expected="a TOML file")
+            text = read_text(Path(given), PolicyError, most=MAX_TOML, expected="a TOML file")
         except OSError as error:
             names = ", ".join(sorted(shipped))
             reason = error.strerror
