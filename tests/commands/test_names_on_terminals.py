@@ -25,8 +25,8 @@ NAMES = {
 
 def make(path: Path, name: str, value: float) -> Path:
     with create_checkpoint(path, "safetensors") as writer:
-        for tensor in (name, "plain"):
-            info = writer.add_tensor((tensor,), (2,), np.dtype(np.float32))
+        infos = [writer.add_tensor((tensor,), (2,), np.dtype(np.float32)) for tensor in (name, "plain")]
+        for info in infos:
             for box in writer.chunks(info.name):
                 writer.write(info.name, box, np.full(2, value, np.float32))
     return path
