@@ -1,7 +1,4 @@
-"""Files of a checkpoint mapped into memory for reading, and regions of arrays in them copied out block by block.
-
-Files are mapped, not read, and let go of page by page, so that reading needs memory for its result only.
-"""
+"""Which files of a checkpoint may be read, small ones read whole, and which chunks and memory a box of a tensor needs."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A region is read chunk by chunk:
 
-    raw chunk                         copied from the mapped file, only what is wanted
+    raw chunk                         read from the file, only what is wanted
     other chunk inside the region     decoded into place; at most 64 MiB of chunks in flight
     other chunk partly inside         decoded whole and kept until another is needed: the next region often wants it
 
