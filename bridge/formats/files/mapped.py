@@ -1,4 +1,4 @@
-"""Which files of a checkpoint may be read, small ones read whole, and which chunks and memory a box of a tensor needs."""
+"""Which files of a checkpoint may be read, small ones read whole, and which chunks and memory a box needs."""
 
 from __future__ import annotations
 
