@@ -300,3 +300,18 @@ def _has_open(pid: int, file: Path) -> bool:
         return any(os.readlink(link) == str(file) for link in Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
         return False
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_reader_notices_that_its_file_was_written_to(tmp_path: Path, name: str) -> None:
+    source, file = make(tmp_path, "safetensors")
+    with open_checkpoint(source) as reader:
+        reader.read(name)
+        os.utime(file, (1, 1))
+        with pytest.raises(
+            CheckpointError, match=f"'{name}' was changed while it was read: it was written to"
+        ):
+            reader.read(name)
+        memory = memoryview(bytearray(reader.tensors[name].nbytes))
+        with pytest.raises(CheckpointError, match="it was written to"):
+            reader.read_into([(name, memory)])
