@@ -50,8 +50,12 @@ def did_you_mean(text: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
-def printable(text: str) -> str:
-    """Names in a checkpoint are anybody's: an escape sequence must not reach the terminal, nor a lone surrogate."""
-    if text.replace("\n", "").isprintable():
+def printable(text: str, *, lines: bool = False) -> str:
+    """Text in one line, for a terminal. lines: line breaks, which are then not a name's, stay.
+
+    Names in a checkpoint are anybody's: escape sequences, marks that turn the direction of writing, lone surrogates and
+    line breaks, which would make lines of their own, must not reach the terminal.
+    """
+    if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+    return "".join(c if c.isprintable() or (lines and c == "\n") else ascii(c)[1:-1] for c in text)

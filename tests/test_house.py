@@ -7,7 +7,7 @@
     3  torch_impl          jax_impl
     2  bridge/mapping
     1  bridge/sharding     bridge/formats        bridge/text.py
-    0  bridge/callers.py   bridge/dtype_names.py
+    0  bridge/callers.py   bridge/dtype_names.py   bridge/text_files.py
 
 Mappings are below the runtimes, which save and load checkpoints under another model's names and layouts.
 
@@ -42,6 +42,7 @@ FLOORS = {
     "bridge.version": 1,
     "bridge.callers": 0,
     "bridge.dtype_names": 0,
+    "bridge.text_files": 0,
 }
 FORMATS = {
     f"bridge.formats.{name}" for name in ("dcp", "orbax", "safetensors", "torch_save", "npz", "flax_msgpack")

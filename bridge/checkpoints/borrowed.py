@@ -1,7 +1,7 @@
 """Elements of a checkpoint to look at once, without memory of their own where that can be saved.
 
 all of a tensor, up to 1 MiB    read into memory that each thread has
-all of a tensor, larger         where it lies in a mapped file
+all of a tensor, larger         lent: read into memory that is used again
 parts, and all that is decoded  read into a new array
 """
 

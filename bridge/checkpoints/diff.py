@@ -21,6 +21,7 @@ from bridge.checkpoints.ulp import Tolerance
 from bridge.checkpoints.workers import large_buffers_returned
 from bridge.formats import items_of_each, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, is_whole
+from bridge.formats.files.source_files import changed, stamps
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.quantized import DequantizedReader
 from bridge.formats.regions import Progress
@@ -86,6 +87,7 @@ def diff(
             opened.enter_context(open_checkpoint(path, items=own))
             for path, own in zip(places, items_of_each(places, items), strict=True)
         )
+        before = stamps((*whole_a.files(), *whole_b.files()))
         if dequantize:
             whole_a = DequantizedReader(whole_a)
         if table is not None:
@@ -143,6 +145,8 @@ def diff(
             done += infos[found.name].nbytes
             if progress is not None:
                 progress(done, total, found.name)
+        for _, text in changed(before):
+            raise CheckpointError(text)
         return DiffReport(
             place_of(a),
             place_of(b),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from bridge.formats.files.manifest import (
     object_checksum,
     rest_checksum,
 )
+from bridge.formats.files.source_files import FileView
 
 _FILE_BLOCK = 8 << 20
 
@@ -45,9 +45,9 @@ class _SaysWhereDataIs(Protocol):
 
 
 @runtime_checkable
-class _MapsFiles(Protocol):
-    def mapped(self, file: str) -> mmap.mmap | None:
-        """A file of the checkpoint as it is mapped; None where it is not."""
+class _ShowsFiles(Protocol):
+    def view(self, file: str) -> FileView | None:
+        """A file of the checkpoint, to look at between its chunks; None where it is in a store."""
 
 
 def file_problems(home: Path, manifest: Manifest) -> Iterator[Problem]:
@@ -95,11 +95,14 @@ def rest_problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> I
         for name, expected in listed.items():
             path = _listed_file(home, manifest, name)
             held = ranges.get(path.name if home.is_file() else name, ())
-            mapped = reader.mapped(name) if isinstance(reader, _MapsFiles) and held else None
-            if (crc := rest_checksum(path, held, mapped)) != expected:
-                yield Problem(
-                    name, f"damaged beside its data: expected CRC-32C {expected:08x}, got {crc:08x}"
-                )
+            try:
+                view = reader.view(name) if isinstance(reader, _ShowsFiles) and held else None
+                if (crc := rest_checksum(path, held, view)) != expected:
+                    yield Problem(
+                        name, f"damaged beside its data: expected CRC-32C {expected:08x}, got {crc:08x}"
+                    )
+            except (CheckpointError, OSError) as error:
+                yield Problem(name, str(error))
     except (CheckpointError, OSError) as error:
         yield Problem(manifest.format, str(error))
 

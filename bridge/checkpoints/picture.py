@@ -146,6 +146,6 @@ def _bars(axis: Axes, y: int, spans: Sequence[tuple[float, float]], numbers: Seq
 
 
 def _label(axis: Axes, y: int, span: tuple[float, float], text: str) -> None:
-    text = printable(text)
+    text = printable(text, lines=True)
     if len(text) * _LETTER < span[1] * _WIDTH * 0.9:
         axis.text(span[0] + span[1] / 2, y, text, ha="center", va="center", fontsize=7, parse_math=False)

@@ -6,7 +6,8 @@ same paths. `RAY_ADDRESS` or a cluster begun on this machine (`ray start`) is us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from bridge.checkpoints.cluster import TELL_SECONDS, PartTask, Told, WorkerLost
@@ -14,6 +15,11 @@ from bridge.checkpoints.parts import PartReport
 from bridge.formats.base import CheckpointError
 
 _BOARD_SECONDS = 1.0
+_LOST = (
+    *("WorkerCrashedError", "NodeDiedError", "ObjectLostError", "OutOfMemoryError"),
+    *("LocalRayletDiedError", "NodePreemptedError"),
+)
+"""Ray's errors of a worker or machine that is gone, as far as this version of Ray has them."""
 
 
 class RayCluster:
@@ -32,9 +38,12 @@ class RayCluster:
         if self._begun:
             try:
                 ray.init(log_to_driver=False)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise CheckpointError(f"no Ray cluster: {error}; check RAY_ADDRESS") from error
-        cpus = int(ray.cluster_resources().get("CPU", 0))
+            except Exception as error:  # of any kind: Ray has no base class for what goes wrong here
+                raise CheckpointError(
+                    f"no Ray cluster: {_first_line(error)}; check RAY_ADDRESS, or use --engine processes"
+                ) from error
+        with _ray_errors("saying what machines it has"):
+            cpus = int(ray.cluster_resources().get("CPU", 0))
         if cpus < workers:
             self.close()
             raise CheckpointError(
@@ -50,13 +59,15 @@ class RayCluster:
 
     def submit(self, task: PartTask) -> Any:
         """Hand a part to the cluster."""
-        self._handles[task.part] = self._run.remote(task, self._board)
+        with _ray_errors(f"taking part {task.part}"):
+            self._handles[task.part] = self._run.remote(task, self._board)
         return self._handles[task.part]
 
     def wait(self, handles: Sequence[Any], hear: Callable[[Any, Told], None]) -> Any:
         """One of these that has ended. hear: called with what they tell meanwhile."""
         while True:
-            done, _ = self._ray.wait(list(handles), num_returns=1, timeout=TELL_SECONDS)
+            with _ray_errors("waiting for a part"):
+                done, _ = self._ray.wait(list(handles), num_returns=1, timeout=TELL_SECONDS)
             for part, said in self._said().items():
                 if self._handles[part] in handles:
                     hear(self._handles[part], said)
@@ -64,21 +75,23 @@ class RayCluster:
                 return done[0]
 
     def result(self, handle: Any) -> PartReport:
-        """The part's report. WorkerLost when its worker or machine is gone; the part's own error otherwise."""
+        """The part's report. WorkerLost when its worker or machine is gone; the part's own error otherwise.
+
+        CheckpointError for all else that Ray says: another attempt would end so as well.
+        """
         errors = self._ray.exceptions
-        lost = (
-            errors.WorkerCrashedError,
-            errors.NodeDiedError,
-            errors.ObjectLostError,
-            errors.OutOfMemoryError,
-        )
+        lost = tuple(getattr(errors, name) for name in _LOST if hasattr(errors, name))
         try:
-            found = self._ray.get(handle)
-        except lost as error:
-            raise WorkerLost(str(error).splitlines()[0]) from None
-        except errors.RayTaskError as error:
-            # Only an error that cannot be sent: others come as values.
-            raise CheckpointError(f"a part failed: {error.cause!r}") from error
+            with _ray_errors("running a part"):
+                found = self._ray.get(handle)
+        except CheckpointError as error:
+            cause = error.__cause__
+            if isinstance(cause, lost):
+                raise WorkerLost(_first_line(cause)) from None
+            if isinstance(cause, errors.RayTaskError):
+                # Only an error that cannot be sent: others come as values.
+                raise CheckpointError(f"a part failed: {cause.cause!r}") from cause
+            raise
         if isinstance(found, Exception):
             raise found
         assert isinstance(found, PartReport)
@@ -87,15 +100,33 @@ class RayCluster:
     def close(self) -> None:
         """Leave the cluster; one that was begun here ends, with its tasks."""
         if self._begun:
-            self._ray.shutdown()
+            # What was done is done; a cluster that is gone cannot be left.
+            with suppress(Exception):
+                self._ray.shutdown()
 
     def _said(self) -> dict[int, Told]:
         """What workers have told since the last time; nothing while the board is not there."""
         try:
             found: dict[int, Told] = self._ray.get(self._board.taken.remote(), timeout=_BOARD_SECONDS)
-        except self._ray.exceptions.RayError:
+        except Exception:  # the board is not needed, and a cluster that is gone is told by `wait`
             return {}
         return found
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def _ray_errors(doing: str) -> Iterator[None]:
+    """Turn whatever Ray raises into a CheckpointError; its errors have no common base class."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"Ray failed while {doing}: {type(error).__name__}: {_first_line(error)}; see that the cluster is up "
+            "(ray status), and run the command again: parts that are done stay"
+        ) from error
 
 
 class _Board:

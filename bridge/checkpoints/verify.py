@@ -14,6 +14,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +43,7 @@ from bridge.formats.files.manifest import (
     manifest_path,
     read_manifest,
 )
+from bridge.formats.files.source_files import changed, stamps
 from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
 from bridge.formats.step_paths import Step, at_step
 from bridge.formats.stores.hub import hub_hint
@@ -65,7 +67,8 @@ class VerifyReport:
     opened: whether the checkpoint could be opened at all; if not, only files were compared with the manifest, and
     error is what opening it has raised.
     manifest: whether there is one. protected: bytes that a checksum of the manifest or of the format covers; None where
-    the format does not say. unread: names of tensors whose elements cannot be read, and so were not looked at.
+    the format does not say. unread: names of tensors whose elements cannot be read, and so were not looked at. damaged:
+    names of tensors of which not every chunk could be read and is what was written; the others are whole.
     """
 
     path: Path | str
@@ -82,6 +85,7 @@ class VerifyReport:
     unread: tuple[str, ...]
     seconds: float
     error: Exception | None = None
+    damaged: tuple[str, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -166,6 +170,7 @@ def _verify(
             error,
         )
     with large_buffers_returned(), reader:
+        before = stamps(reader.files())
         if manifest is not None:
             problems += structure_problems(reader, manifest)
             problems += rest_problems(reader, home, manifest)
@@ -173,6 +178,8 @@ def _verify(
         check = _Check(reader, manifest)
         tensors = check.run(default_workers() if workers is None else workers, progress)
         problems += [problem for found in tensors for problem in found.problems]
+        damaged = tuple(found.name for found in tensors if found.problems)
+        problems += [Problem(Path(file).name, text) for file, text in changed(before)]
         not_finite = tuple(
             NotFinite(found.name, found.nan, found.infinite)
             for found in tensors
@@ -200,6 +207,7 @@ def _verify(
             not_finite,
             tuple(unreadable(reader)),
             time.perf_counter() - started,
+            damaged=damaged,
         )
 
 
@@ -228,6 +236,7 @@ def _joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) ->
         tuple(f"{name}/{one}" for name, report in reports.items() for one in report.unread),
         seconds,
         next((report.error for report in found if report.error is not None), None),
+        tuple(f"{name}/{one}" for name, report in reports.items() for one in report.damaged),
     )
 
 
@@ -235,7 +244,7 @@ def _objects_problems(reader: CheckpointReader, manifest: Manifest | None) -> It
     for name in reader.objects:
         try:
             value = reader.objects[name]
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             yield Problem(name, str(error))
             continue
         if manifest is not None:
@@ -291,7 +300,12 @@ class _Check:
         infos = self._reader.tensors
         if isinstance(self._reader, SaysWhatIsChecked):
             checked = self._reader.checksummed
-            return sum(i.nbytes for n, i in infos.items() if n in self._listed or checked(n))
+            total = 0
+            for name, info in infos.items():
+                # Of a damaged tensor, whose checksum may not be found, `run` says what is wrong.
+                with suppress(CheckpointError, OSError):
+                    total += info.nbytes if name in self._listed or checked(name) else 0
+            return total
         return sum(infos[name].nbytes for name in self._listed) if len(self._listed) == len(infos) else None
 
     def run(self, workers: int, progress: Progress | None) -> list[_Found]:
@@ -339,7 +353,7 @@ class _Check:
         if len(crcs) > 1 and nbytes <= REGION_BYTES:
             try:
                 array = self._reader.read(info.name, joint)
-            except CheckpointError:
+            except (CheckpointError, OSError):
                 pass  # Again, chunk by chunk: the report names the damaged ones.
             else:
                 problems: list[Problem] = []
@@ -363,7 +377,7 @@ class _Check:
         for piece in split_box(chunk, info.dtype.itemsize):
             try:
                 loan = borrow(self._reader, info.name, piece, MEMORY.first)
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:
                 return _Found(info.name, [Problem(info.name, str(error))], nan, infinite)
             known = loan.crc  # of a whole tensor only, and so of the whole chunk
             flat = loan.array.reshape(-1)

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from bridge.commands.options import JsonOption, user_errors
-from bridge.commands.output import Console, print_json, print_line, print_table
+from bridge.commands.output import Console, print_json, print_line, print_table, print_text
 
 _AGAINST = "--against"
 
@@ -80,7 +80,7 @@ def curves_command(
     else:
         heading, *rows = report.table()
         print_table(console, heading, rows, left=0)
-        print_line(console, report.summary())
+        print_text(console, report.summary())
         if out is not None:
             print_line(console, f"picture {out}")
     raise typer.Exit(0 if report.same else 1)

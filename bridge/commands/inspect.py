@@ -15,6 +15,7 @@ from bridge.formats.stores.store import place_of
 from bridge.sharding.drawing import MAX_RANKS
 from bridge.sharding.layout import SLOT_FIELDS, Layout
 from bridge.text import human_bytes
+from bridge.text_files import MAX_JSON, read_text
 
 if TYPE_CHECKING:
     from bridge.checkpoints.summary import Summary
@@ -144,8 +145,9 @@ def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: b
         raise FileNotFoundError(
             f"{path} does not exist: expected a layout file or a checkpoint directory there{hub_hint(path)}"
         )
+    text = read_text(path, CheckpointError, most=MAX_JSON, expected="a layout file (JSON)")
     try:
-        layout = Layout.from_json(path.read_bytes())
+        layout = Layout.from_json(text)
     except ValueError as error:
         raise CheckpointError(f"layout file {path}: {error}") from None
     if picture is not None:

@@ -1,21 +1,24 @@
 """The `twinshard` command.
 
 Exit status: 0 for success, 1 when the answer is no (checkpoints or curves differ, a relay promise is broken), 2 for an
-error, which is one message on standard error, 128 + n after signal n, also where a reader closed the pipe (141).
+error, which is one message on standard error, 128 + n after signal n, also where a reader closed the pipe (141). An
+error that nobody foresaw ends with 2 as well; with TWINSHARD_TRACEBACK=1 Python's traceback comes before its message.
 Results go to standard output, progress to standard error. With `--json` standard output is one document in any case:
 for an error {"version": 1, "error": {"kind": ..., "message": ..., "status": 2}}.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import os
 import shlex
 import sys
+import traceback
 import warnings
 from contextlib import suppress
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, Final, Never, TextIO
 
 import typer
 
@@ -27,12 +30,18 @@ from bridge.commands.families import families
 from bridge.commands.inspect import inspect
 from bridge.commands.logs import hide_logs_of_stores
 from bridge.commands.map import map_
-from bridge.commands.output import Console, print_failure, print_line
+from bridge.commands.output import BROKEN_PIPE, Console, print_failure, print_line
 from bridge.commands.parity import parity
 from bridge.commands.plan import plan
 from bridge.commands.relay import relay
 from bridge.commands.stopping import Stopped, stop_on_signals
 from bridge.commands.verify import verify
+
+TRACEBACK: Final = "TWINSHARD_TRACEBACK"
+"""Variable of the environment that asks for the traceback of an error that no command explains."""
+
+_INTERRUPTED: Final = 130
+_OUTPUT_ERRORS: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN}
 
 app = typer.Typer(
     name="twinshard",
@@ -117,6 +126,8 @@ def main() -> None:
     try:
         _require_no_empty_argument()
         status = app(standalone_mode=False)
+        if status == _INTERRUPTED:
+            raise KeyboardInterrupt  # which typer has turned into a status
         if sys.stdout is not None:
             sys.stdout.flush()
     except Stopped as stopped:
@@ -132,16 +143,46 @@ def main() -> None:
         if json:
             print_failure(error, error.format_message(), 2, json=True, told=True)
         raise SystemExit(2) from None
-    except OSError as error:
+    except KeyboardInterrupt as error:
+        # From a thread, or before signals are handled; else it is `Stopped`.
+        print_failure(error, "stopped by SIGINT", _INTERRUPTED, json=json)
+        raise SystemExit(_INTERRUPTED) from None
+    except (BrokenPipeError, SystemExit) as error:
+        # typer ends with 1 where a pipe is closed; the command's own answers are what `app` returns.
+        if isinstance(error, SystemExit) and error.code != 1:
+            raise
+        sys.stdout = None
+        raise SystemExit(BROKEN_PIPE) from None
+    except typer.Abort as error:
+        print_failure(error, "stopped: the question was not answered", 2, json=json)
+        raise SystemExit(2) from None
+    except Exception as error:
+        _end_unforeseen(error, json)
+    raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def _end_unforeseen(error: Exception, json: bool) -> Never:
+    """Say what no command has explained, in one sentence: 1 would mean that the answer is no."""
+    if os.environ.get(TRACEBACK):
+        traceback.print_exception(error)
+    if isinstance(error, OSError) and error.filename is None and error.errno in _OUTPUT_ERRORS:
         # Commands explain all errors of files themselves; what is left is their own output.
         print_failure(error, f"error: standard output cannot be written: {error.strerror or error}", 2)
         # Python would try again at its end, and complain.
         sys.stdout = None
         raise SystemExit(2) from None
-    except typer.Abort:
-        print_line(Console(stderr=True), "stopped: the question was not answered")
-        raise SystemExit(1) from None
-    raise SystemExit(status if isinstance(status, int) else 0)
+    said = (str(error).strip() or "no message").splitlines()[0]
+    if isinstance(error, MemoryError):
+        text = (
+            f"error: not enough memory ({said}): give the command more, or less to do at once (--workers 1)"
+        )
+    else:
+        text = (
+            f"error: the command failed without an answer: {type(error).__name__}: {said}; {TRACEBACK}=1 shows where, "
+            "which a report of this fault should have"
+        )
+    print_failure(error, text, 2, json=json)
+    raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

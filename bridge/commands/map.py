@@ -17,7 +17,7 @@ from bridge.commands.options import (
     step_number,
     user_errors,
 )
-from bridge.commands.output import Console, print_json, print_line
+from bridge.commands.output import Console, print_json, print_line, print_text
 from bridge.commands.parents import missing_parent
 from bridge.formats.stores.hub import store_hint
 
@@ -73,7 +73,7 @@ def map_(
         left = {"left_a": proposal.left_a, "left_b": proposal.left_b, "text": proposal.text}
         print_json(console, {**document, **left})
     elif out is None:
-        print_line(console, proposal.text.rstrip("\n"))
+        print_text(console, proposal.text.rstrip("\n"))
     notes = Console(stderr=True)
     uncertain = [rule.a[0].partition(" : ")[0] for rule in proposal.rules if rule.doubts]
     if uncertain:

@@ -103,7 +103,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 @contextmanager
 def user_errors(*kinds: type[Exception], json: bool = False) -> Iterator[None]:
-    """Turn the errors a user can cause into one message and exit status 2; other errors keep their traceback.
+    """Turn the errors a user can cause into one message and exit status 2; `main` ends with 2 for others, too.
 
     json: the message is also a document on standard output.
     """

@@ -33,7 +33,7 @@ PLAIN_SECONDS = 10.0
 JSON_VERSION = 1
 """Of the documents of `--json`: it grows when a key is renamed, removed, or means something else; keys may be added."""
 _WIDTH = 80
-_BROKEN_PIPE = 141  # 128 + SIGPIPE, as of a program that the signal ends
+BROKEN_PIPE = 141  # 128 + SIGPIPE, as of a program that the signal ends
 
 
 class Console(RichConsole):
@@ -50,7 +50,7 @@ class Console(RichConsole):
         # What Python still flushes at its end goes nowhere.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno() if self.stderr else sys.stdout.fileno())
-        raise SystemExit(_BROKEN_PIPE)
+        raise SystemExit(BROKEN_PIPE)
 
 
 def print_json(console: RichConsole, value: object) -> None:
@@ -64,7 +64,8 @@ def print_failure(
 ) -> None:
     """Print an error's message on standard error, unless that was ``told``, and as a document with ``json``."""
     if not told:
-        print_line(Console(stderr=True), message)
+        # A log's end may be in it. No name makes a line that looks like one of ours.
+        print_text(Console(stderr=True), message.replace("\n", "\n  "))
     if json:
         print_json(Console(), {"error": failure(error, message, status)})
 
@@ -75,8 +76,13 @@ def failure(error: BaseException, message: str, status: int) -> Mapping[str, obj
 
 
 def print_line(console: RichConsole, text: str = "") -> None:
-    """Print a line of text. Characters that would control the terminal are escaped."""
+    """Print a line of text. Characters that would control the terminal, or begin another line, are escaped."""
     console.out(printable(text), highlight=False)
+
+
+def print_text(console: RichConsole, text: str) -> None:
+    """Print text of ours in several lines: names in it are without line breaks."""
+    console.out(printable(text, lines=True), highlight=False)
 
 
 def print_table(
@@ -101,16 +107,16 @@ def print_table(
             table.add_row(*(Text(cell) for cell in row))
         console.print(table)
         return
-    widths = [max(len(row[k]) for row in (columns, *rows)) for k in range(len(columns))]
+    widths = [max(len(row[k]) for row in (columns, *shown)) for k in range(len(columns))]
     lines = []
-    for row in (columns, *rows):
+    for row in (columns, *shown):
         cells = (
             cell.ljust(w) if k < left else cell.rjust(w)
             for k, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
         lines.append("  ".join(cells).rstrip())
     # One call for all lines: a call costs as much time as a hundred lines.
-    print_line(console, "\n".join(lines))
+    print_text(console, "\n".join(lines))
 
 
 def _too_wide(width: int, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> bool:
@@ -137,7 +143,7 @@ def _print_blocks(
         )
         for row in rows
     ]
-    print_line(console, "\n".join(blocks))
+    print_text(console, "\n".join(blocks))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridge.commands import completion
-from bridge.commands.output import Console, print_failure, print_json, print_line, print_table
+from bridge.commands.output import Console, print_failure, print_json, print_line, print_table, print_text
 from bridge.commands.plan_options import (
     AttentionOption,
     BatchShapesOption,
@@ -290,7 +290,7 @@ def plan(
         for check in checks:
             print_line(out)
             print_table(out, *check.table(), left=1)
-            print_line(out, check.summary())
+            print_text(out, check.summary())
     if compiled:
         raise typer.Exit(0 if compiled.good else 1)
     agreed = all(check.agrees for check in checks)

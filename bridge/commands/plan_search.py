@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from bridge.commands.output import Console, print_line, print_table
+from bridge.commands.output import Console, print_line, print_table, print_text
 from bridge.commands.plan_pictures import write_whole
 from bridge.planning.comparison import Comparison
 from bridge.planning.cost import Plan, Workload, make_plan
@@ -75,7 +75,7 @@ def print_search(
             print_table(out, *ways_table(finding), left=1)
             if saved is None:
                 print_line(out)
-                print_line(out, (policy_file(finding, model) or "").rstrip())
+                print_text(out, (policy_file(finding, model) or "").rstrip())
     print_line(out)
     if saved is not None:
         print_line(out, f"saved {saved}")

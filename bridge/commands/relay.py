@@ -11,7 +11,7 @@ import typer
 
 from bridge.commands import completion
 from bridge.commands.options import JsonOption, progress_console, user_errors
-from bridge.commands.output import Console, print_json, print_line, print_table
+from bridge.commands.output import Console, print_json, print_line, print_table, print_text
 
 
 def relay(
@@ -59,7 +59,7 @@ def relay(
     else:
         heading, *rows = report.table()
         print_table(console, heading, rows)
-        print_line(console, report.summary())
+        print_text(console, report.summary())
         print_line(console, f"report {folder / 'report.json'}, picture {folder / 'relay.png'}")
     for failure in report.failures():
         print_line(Console(stderr=True), f"failed: {failure}")

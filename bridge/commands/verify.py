@@ -97,5 +97,8 @@ def _print(out: Console, report: VerifyReport) -> None:
         f"{report.path}: {report.format}, {manifest}; {report.tensors} tensors in {report.chunks} chunks, "
         f"{report.objects} objects, {human_bytes(report.bytes)}, {checked}; {report.seconds:.1f} s",
     )
-    count = len(report.problems)
-    print_line(out, f"{count} problem{'s' if count > 1 else ''} found" if count else "no problem found")
+    count, damaged = len(report.problems), len(report.damaged)
+    whole = f"; {damaged} of {report.tensors} tensors are damaged, the others are whole" if damaged else ""
+    print_line(
+        out, f"{count} problem{'s' if count > 1 else ''} found{whole}" if count else "no problem found"
+    )

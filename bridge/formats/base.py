@@ -200,7 +200,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Loan:
-    """Elements in a mapped file: `array` is read-only, row-major, perhaps unaligned. `give_back` frees its memory.
+    """Elements for a while: `array` is read-only and row-major. `give_back` lets its memory be used again.
 
     crc: the CRC-32C of the elements, where these were compared with one; it need not be calculated again.
     """
@@ -262,16 +262,16 @@ class CheckpointReader(Protocol):
         """
 
     def lend(self, name: str, box: Box) -> Loan | None:
-        """The block where it lies in a mapped file, checked as `read` does, if it lies there in one piece; else None.
+        """The block in memory that is used again, checked as `read` does, if it lies in one piece in a file; else None.
 
-        Saves the copy. Errors as `read`.
+        Saves new memory for each block. Errors as `read`.
         """
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
         """All of each of these tensors, in row-major order, into memory of its bytes; the checksums computed meanwhile.
 
         For small tensors, of which each is one chunk that lies in a local file as it is: neighbours are read together,
-        nothing is mapped, no array is made. Checked as `read` does. None for all others, and where anything is wrong
+        no array is made. Checked as `read` does. None for all others, and where anything is wrong
         with one, which `read` says; its memory holds anything then.
         """
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.mapped import MappedFiles
 from bridge.formats.files.model_files import FileKind
+from bridge.formats.files.source_files import SourceFiles
 from bridge.formats.files.zip_directory import ZIP_MAGIC, read_directory
 from bridge.formats.torch_save.files import TORCH_FILES
 
@@ -33,9 +33,9 @@ def single_file_format(path: Path) -> str | None:
     found = next((format for format, kind in _KINDS.items() if kind.is_one(path)), None)
     if found is not None or not path.is_file() or not path.stat().st_size:
         return found
-    files = MappedFiles(path.parent)
+    files = SourceFiles(path.parent)
     try:
-        head = files.get(path.name, 0, 4)[:4]
+        head = files.view(path.name)[0:4]
         if head == ZIP_MAGIC:
             names = read_directory(files, path.name, "a zip file")
             return "torch" if any(name.endswith("data.pkl") for name in names) else "npz"

@@ -6,7 +6,6 @@ lend    in the file as it is: where it is there       else: None
 
 from __future__ import annotations
 
-import mmap
 import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,14 +17,12 @@ import numpy as np
 from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, Wanted, require_tensor
 from bridge.formats.files.mapped import (
-    MappedFiles,
     array_for,
     box_of,
-    copy_mapped,
-    lend_mapped,
     regular_file,
 )
 from bridge.formats.files.model_files import FileKind
+from bridge.formats.files.source_files import FileArray, SourceFiles
 from bridge.formats.stores.listing import StorePath
 from bridge.formats.wrapping import ClosedAtEnd
 
@@ -42,7 +39,7 @@ class SingleChunkReader(ClosedAtEnd):
     def __init__(self, path: str | os.PathLike[str], kind: FileKind) -> None:
         self.path = path if isinstance(path, StorePath) else Path(path)
         self._fileset = kind.find(self.path)
-        self._files = MappedFiles(self._fileset.directory)
+        self._files = SourceFiles(self._fileset.directory)
         self._tensors: dict[str, TensorInfo] = {}
         self._object_paths: dict[str, TreePath] = {}
         self._unreadable: dict[str, str] = {}
@@ -83,7 +80,7 @@ class SingleChunkReader(ClosedAtEnd):
         info = self._tensors[name]
         if name in self.unreadable or not box.numel or not self._in_place(info):
             return None
-        return lend_mapped(*self._part(info, box))
+        return self._files.lend(self._part(info, box))
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
         """None of them: these formats are read once, to be converted, and seldom have many small tensors."""
@@ -102,16 +99,15 @@ class SingleChunkReader(ClosedAtEnd):
         """Whether all elements of a tensor are in one file as they are, each once."""
 
     @abstractmethod
-    def _part(self, info: TensorInfo, box: Box) -> tuple[np.ndarray, mmap.mmap, int]:
-        """Elements of a tensor where they are in the file, once they are verified, and the first byte there."""
+    def _part(self, info: TensorInfo, box: Box) -> FileArray:
+        """Where elements of a tensor, once they are verified, are in the file."""
 
     @abstractmethod
     def _fill(self, info: TensorInfo, box: Box, target: np.ndarray) -> None:
         """Write a box, which has elements, of a tensor that is not in place into `target`."""
 
     def _copy(self, info: TensorInfo, box: Box, target: np.ndarray) -> None:
-        source, file, start = self._part(info, box)
-        copy_mapped(as_integers(target), as_integers(source), file, start)
+        self._files.copy(as_integers(target), self._part(info, box))
 
     def _add_tensor(self, name: str, path: TreePath, shape: tuple[int, ...], dtype: np.dtype) -> None:
         box = Box.whole(shape)

@@ -66,7 +66,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
@@ -78,6 +77,7 @@ from bridge.mapping.model_types import parse_models
 from bridge.mapping.numbers import Numbering, parse_numbers
 from bridge.mapping.table import MappingTable, Tied, convention_of_rules
 from bridge.text import did_you_mean
+from bridge.text_files import MAX_TOML, parse_toml, read_text
 
 _ROTARY = re.compile(r"interleaved\(\s*(\w+)\s*[,)]")
 
@@ -112,8 +112,8 @@ def load_mapping(name_or_path: str | Path) -> MappingTable:
             f"{text}: expected a mapping file on this machine, got a URL: copy the file here first"
         )
     try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_text(path, MappingError, most=MAX_TOML, expected="a mapping file (TOML)")
+    except (OSError, ValueError) as error:
         raise MappingError(f"cannot read the mapping file {path}: {error}") from error
     return parse_mapping(content, str(path))
 
@@ -148,10 +148,7 @@ def mapping_table(
 
 def parse_mapping(content: str, origin: str) -> MappingTable:
     """A mapping from TOML text; ``origin`` names it in errors. Raises MappingError."""
-    try:
-        table = tomllib.loads(content)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise MappingError(f"mapping {origin} is not valid TOML: {error}") from error
+    table = parse_toml(content, f"mapping {origin}", MappingError, "valid TOML")
     _only_keys(
         table,
         {"name", "description", "drop", "axes", "config", "rule", "convention", "models", "numbers", "tied"},

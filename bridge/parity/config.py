@@ -6,7 +6,7 @@ import dataclasses
 import re
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from bridge.dtype_names import full_name
 from bridge.parity.corpus import VOCABULARY
 from bridge.sharding import PolicyError, ShardingPolicy
+from bridge.text_files import MAX_TOML, load_toml, parse_toml, read_text
 
 FRAMEWORKS = ("torch", "jax")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -30,6 +31,10 @@ POLICIES = Path(__file__).parents[1] / "sharding" / "policies"
 
 class ConfigError(ValueError):
     """A relay file that cannot be run; the text names the table and key and says what was expected."""
+
+
+def _in(where: str) -> Callable[[str], ConfigError]:
+    return lambda text: ConfigError(f"{where}: {text}")
 
 
 def _require(condition: bool, where: str, expected: str, got: object) -> None:
@@ -145,12 +150,10 @@ class LegPolicy:
         name = str(given)
         path = POLICIES / f"{name}.toml" if name in shipped else folder / name
         try:
-            text = path.read_text(encoding="utf-8")
-            tomllib.loads(text)
+            text = read_text(path, _in(f"{where} {given!r}"), most=MAX_TOML, expected="a TOML file")
+            parse_toml(text, str(path), _in(f"{where} {given!r}"))
         except OSError as error:
             raise ConfigError(f"{where}: expected {expected}, got {given!r}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where} {given!r}: {path}: expected a TOML file, got: {error}") from error
         return LegPolicy(path.stem, path.name if name in shipped else str(path), text)
 
     @staticmethod
@@ -310,10 +313,7 @@ class RelayConfig:
             raise ConfigError(
                 f"relay file {path}: expected a TOML file or one of {names}, found nothing there"
             )
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"relay file {path}: not a TOML file: {error}") from error
+        table = load_toml(path, lambda text: ConfigError(f"relay file {text}"))
         try:
             return RelayConfig.of(table, path.parent)
         except ConfigError as error:

@@ -10,13 +10,13 @@ The first dimension is that of rows, the same for all arrays.
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.dtype_names import full_name
 from bridge.planning.dtypes import BYTES
 from bridge.planning.errors import PlanError
+from bridge.text_files import load_toml
 
 EXAMPLE = 'tokens = { shape = [2, 1025], dtype = "int32" }'
 
@@ -32,13 +32,11 @@ class BatchArray:
 def load_batch_shapes(path: Path) -> dict[str, BatchArray]:
     """Raises ``PlanError`` that names file, array and key for anything else than the above."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = load_toml(path, lambda text: PlanError(f"batch shapes {text}"))
     except OSError as error:
         raise PlanError(
             f"batch shapes {path}: expected a TOML file with lines such as {EXAMPLE}: {error.strerror}"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"batch shapes {path}: not a TOML file: {error}") from error
     found = {name: _array(f"batch shapes {path}: {name}", entry) for name, entry in content.items()}
     rows = {array.shape[0] for array in found.values()}
     if len(rows) != 1:

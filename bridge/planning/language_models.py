@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +18,7 @@ from bridge.planning.abstract import abstract_module
 from bridge.planning.errors import PlanError
 from bridge.planning.runtimes import part
 from bridge.planning.shipped_models import SHIPPED, DecoderShape, DenseMlp, Experts, GroupedQueries
+from bridge.text_files import load_json, load_toml
 
 
 def is_decoder(name: str) -> bool:
@@ -42,14 +41,12 @@ def decoder_config(name_or_path: str) -> ModelConfig:
     built_in = BUILT_IN / f"{name_or_path}.toml"
     path = built_in if built_in.is_file() else Path(name_or_path)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = load_toml(path, lambda text: PlanError(f"decoder {text}"))
     except OSError as error:
         names = ", ".join(sorted(p.stem for p in BUILT_IN.glob("*.toml")))
         raise PlanError(
             f"decoder {path}: expected a TOML file or one of {names}: {error.strerror}"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"decoder {path}: not a TOML file: {error}") from error
     model = table.get("model")
     if not isinstance(model, Mapping):
         raise PlanError(f"decoder {path}: expected a table [model], got {model!r}")
@@ -72,11 +69,9 @@ def causal_lm_config(name: str) -> Any:
         return models.CausalLMConfig(**keywords, rotary=models.Rotary(theta=SHIPPED[name]().rope_theta))
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise PlanError(
-            f"model {path}: expected JSON, as Hugging Face writes a config.json: {error}"
-        ) from error
+        found = load_json(
+            path, lambda text: PlanError(f"model {text}"), "JSON, as Hugging Face writes a config.json"
+        )
     except OSError as error:
         raise PlanError(
             f"model {path}: expected a config.json, as Hugging Face writes it: {error.strerror}"

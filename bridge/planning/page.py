@@ -221,4 +221,4 @@ def _page(
 
 def _text(value: str) -> str:
     """As text that cannot become a tag or an attribute."""
-    return html.escape(printable(value), quote=True)
+    return html.escape(printable(value, lines=True), quote=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -25,6 +24,7 @@ from bridge.sharding.policy_file import parallel_lines, read_tables, unit_lines
 from bridge.sharding.policy_mesh import check_mesh
 from bridge.sharding.precision_policy import PrecisionPolicy
 from bridge.sharding.unit_policy import ALIGN_WORDS, UnitPolicy
+from bridge.text_files import MAX_TOML, parse_toml, read_text
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,7 @@ class ShardingPolicy:
         if given in shipped:
             return cls.parse(shipped[given].read_text(encoding="utf-8"), f"{given}.toml")
         try:
-            text = Path(given).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise PolicyError(
-                f"{given}: expected a TOML file, got other bytes than UTF-8: {error}"
-            ) from error
+            text = read_text(Path(given), PolicyError, most=MAX_TOML, expected="a TOML file")
         except OSError as error:
             names = ", ".join(sorted(shipped))
             reason = error.strerror
@@ -145,10 +141,7 @@ class ShardingPolicy:
     @classmethod
     def parse(cls, text: str, source: str = "policy") -> Self:
         """The policy that ``text``, the content of a file, describes."""
-        try:
-            content = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise PolicyError(f"{source}: expected TOML, got an error at: {error}") from error
+        content = parse_toml(text, source, PolicyError, "TOML")
         with at(source):
             options = read_tables(content)
         return cls(**options, source=source)

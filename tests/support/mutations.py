@@ -1535,7 +1535,7 @@ CHECKPOINTS = [
     ),
     M(
         "pieces beyond the end of a file count as read",
-        "bridge/formats/files/mapped.py",
+        "bridge/formats/files/source_files.py",
         "found[index] = stop <= end",
         "found[index] = True",
         "formats/files/test_small_tensors_direct.py",

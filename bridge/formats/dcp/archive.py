@@ -14,10 +14,9 @@ length that `.metadata` gives. Positions inside an archive count from its own st
 from __future__ import annotations
 
 import math
-import mmap
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeGuard
 
@@ -35,7 +34,7 @@ from bridge.formats.dcp.pickle_records import (
     Vocabulary,
     plain_from_pickle,
 )
-from bridge.formats.files.mapped import BLOCK, drop_pages
+from bridge.formats.files.source_files import FileView, SourceFiles
 
 END = struct.Struct("<4s4H2LH")
 END64_LOCATOR = struct.Struct("<4sLQL")
@@ -45,7 +44,6 @@ LOCAL = struct.Struct("<4s5H3L2H")
 MAX32: Final = 0xFFFFFFFF
 _MAX_ENTRIES = 4096
 _AROUND: Final = 64 << 10
-_AT_ONCE: Final = 64 << 20
 ZIP64_FIELD = 1
 
 STORAGES: Mapping[str, str] = {
@@ -90,17 +88,6 @@ class StoredTensor(NamedTuple):
     first: int
     record: Record
 
-    def view(self, file: mmap.mmap) -> np.ndarray:
-        """The elements where they are in the file: shape `shape`, perhaps unaligned, read-only."""
-        size = self.dtype.itemsize
-        return np.ndarray(
-            self.shape,
-            self.dtype,
-            buffer=file,
-            offset=self.record.start + self.first * size,
-            strides=tuple([s * size for s in self.strides]),
-        )
-
 
 class PlacedRecord(NamedTuple):
     """A record, and where in the archive its own header and its entry in the directory are."""
@@ -110,7 +97,7 @@ class PlacedRecord(NamedTuple):
     entry: int
 
 
-def find_records(file: mmap.mmap, offset: int, length: int, what: str) -> dict[str, Record]:
+def find_records(file: FileView, offset: int, length: int, what: str) -> dict[str, Record]:
     """The records of the archive in bytes [offset, offset + length) of the file, by name without their folder.
 
     CheckpointError, beginning with `what`, when this is no such archive or anything points outside it.
@@ -119,7 +106,7 @@ def find_records(file: mmap.mmap, offset: int, length: int, what: str) -> dict[s
 
 
 def records_and_places(
-    file: mmap.mmap, offset: int, length: int, what: str
+    file: FileView, offset: int, length: int, what: str
 ) -> tuple[dict[str, PlacedRecord], tuple[int, int, int]]:
     """The same with their places, and where the directory begins and ends, and the end records begin."""
 
@@ -129,7 +116,7 @@ def records_and_places(
 
     def at(position: int, layout: struct.Struct, magic: bytes, kind: str) -> tuple[int, ...]:
         need(0 <= position <= length - layout.size, f"its {kind} lies outside")
-        fields = layout.unpack_from(file, offset + position)
+        fields = file.unpack(layout, offset + position)
         need(fields[0] == magic, f"its {kind} is damaged")
         return fields
 
@@ -201,54 +188,45 @@ def around(offset: int, length: int) -> tuple[tuple[int, int], ...]:
     return (offset, offset + _AROUND), (stop - _AROUND, stop)
 
 
-def verify_record(
-    file_with: Callable[[int, int], mmap.mmap], record: Record, what: str, *, keep: bool = False
-) -> mmap.mmap | None:
-    """Compare a record's bytes with their checksum, holding no more than a block of a mapped file in memory.
+def verify_record(files: SourceFiles, name: str, record: Record, what: str) -> None:
+    """Compare a record's bytes in a file with their checksum, holding no more than a small part of them in memory.
 
-    file_with: the file, mapped with these bytes in it. keep: its last block stays in memory, since it is to be read
-    next. The map that has all of the record, None for a larger one.
+    CheckpointError, beginning with `what`, where they differ or cannot be read.
     """
     crc = 0
-    end = record.start + record.size
-    file: mmap.mmap | None = None
-    for first in range(record.start, end, _AT_ONCE):
-        last = min(first + _AT_ONCE, end)
-        file = file_with(first, last)
-        with memoryview(file) as view:
-            for start in range(first, last, BLOCK):
-                stop = min(start + BLOCK, last)
-                with view[start:stop] as block:
-                    crc = isal_zlib.crc32(block, crc)
-                if not keep or stop < end:
-                    drop_pages(file, start, stop)
+    for part in files.scan(name, record.start, record.start + record.size, what):
+        crc = isal_zlib.crc32(part, crc)
+    compare_record(crc, record, what)
+
+
+def compare_record(crc: int, record: Record, what: str) -> None:
+    """CheckpointError, beginning with `what`, unless this is the CRC-32 of a record, if its writer computed one."""
     if record.crc is not None and crc != record.crc:
         raise CheckpointError(
             f"{what}: the data is damaged: expected CRC-32 {record.crc:08x} of {record.size} bytes, got {crc:08x}"
         )
-    return file if record.size <= _AT_ONCE else None
 
 
-def _small_record(file: mmap.mmap, records: Mapping[str, Record], name: str, limit: int, what: str) -> bytes:
+def _small_record(file: FileView, records: Mapping[str, Record], name: str, limit: int, what: str) -> bytes:
     record = records.get(name)
     if record is None or record.size > limit:
         raise CheckpointError(
             f"{what}: expected a record {name!r} of at most {limit} bytes, "
             f"got {'none' if record is None else f'{record.size} bytes'}"
         )
-    if record.crc is not None:
-        verify_record(lambda *_: file, record, f"{what}: {name}")
-    return file[record.start : record.start + record.size]
+    data = file[record.start : record.start + record.size]
+    compare_record(isal_zlib.crc32(data), record, f"{what}: {name}")
+    return data
 
 
-def read_value(file: mmap.mmap, offset: int, length: int, what: str) -> object:
+def read_value(file: FileView, offset: int, length: int, what: str) -> object:
     """The plain Python value in an archive. CheckpointError when it is damaged or not made of plain values."""
     records = find_records(file, offset, length, what)
     data = _small_record(file, records, "data.pkl", PLAIN_VALUES.max_bytes, what)
     return plain_from_pickle(read_pickle(data, PLAIN_VALUES, what), what)
 
 
-def find_tensor(file: mmap.mmap, offset: int, length: int, what: str) -> StoredTensor:
+def find_tensor(file: FileView, offset: int, length: int, what: str) -> StoredTensor:
     """Where and how an archive holds its one tensor. The data itself is not looked at.
 
     CheckpointError, beginning with `what`, for anything but one strided tensor of a known dtype inside its record.
@@ -256,7 +234,7 @@ def find_tensor(file: mmap.mmap, offset: int, length: int, what: str) -> StoredT
     return tensor_in(file, find_records(file, offset, length, what), what)
 
 
-def tensor_in(file: mmap.mmap, records: Mapping[str, Record], what: str) -> StoredTensor:
+def tensor_in(file: FileView, records: Mapping[str, Record], what: str) -> StoredTensor:
     """The tensor of an archive with these records; see `find_tensor`."""
     if "byteorder" in records:
         order = _small_record(file, records, "byteorder", 16, what)

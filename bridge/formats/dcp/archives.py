@@ -8,7 +8,6 @@ Two archives of chunks of one shape differ in the elements, in their checksum, a
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from bridge.formats.dcp.archive import (
     records_and_places,
     tensor_in,
 )
+from bridge.formats.files.source_files import FileView
 from bridge.formats.safetensors.header import LENGTH_BYTES
 
 _CRC: Final = struct.Struct("<L")
@@ -32,7 +32,7 @@ _LOCAL_CRC: Final = 14
 _ENTRY_CRC: Final = 16
 """Where a record's checksum is in its own header, and in its entry of the directory."""
 
-_SAFETENSORS: Final = ord("{")
+_SAFETENSORS: Final = b"{"
 _PADDED_TO: Final = 64
 _MAX_FORMS: Final = 4096
 _MAX_FIXED: Final = 16 << 10
@@ -45,14 +45,14 @@ class Archives:
     def __init__(self) -> None:
         self._forms: dict[tuple[int, int, bytes], _Form] = {}
 
-    def known(self, file: mmap.mmap, offset: int, length: int) -> StoredTensor | None:
+    def known(self, file: FileView, offset: int, length: int) -> StoredTensor | None:
         """The tensor of an archive that is like one found before; None if it may be another, or no archive."""
         form = self._forms.get(
             (length, offset % _PADDED_TO, file[offset + _LOCAL_CRC : offset + _LOCAL_CRC + 4])
         )
         return None if form is None or form.begins_as_safetensors else form.found(file, offset)
 
-    def find(self, file: mmap.mmap, offset: int, length: int, what: str) -> StoredTensor:
+    def find(self, file: FileView, offset: int, length: int, what: str) -> StoredTensor:
         """See `find_tensor`."""
         # Where the padding depends on the place, as here, and by the checksum of the first record: the description.
         key = length, offset % _PADDED_TO, file[offset + _LOCAL_CRC : offset + _LOCAL_CRC + 4]
@@ -110,7 +110,7 @@ class _Form:
     @classmethod
     def of(
         cls,
-        file: mmap.mmap,
+        file: FileView,
         offset: int,
         length: int,
         records: Mapping[str, PlacedRecord],
@@ -141,13 +141,13 @@ class _Form:
             start - offset,
             at,
             tensor,
-            begins_as_safetensors=file[offset + LENGTH_BYTES] == _SAFETENSORS,
+            begins_as_safetensors=file[offset + LENGTH_BYTES : offset + LENGTH_BYTES + 1] == _SAFETENSORS,
             before=(file[offset : offset + local], file[offset + local + 4 : start]),
             after=(file[stop : offset + at], file[offset + at + 4 : offset + length]),
             length=length,
         )
 
-    def found(self, file: mmap.mmap, offset: int) -> StoredTensor | None:
+    def found(self, file: FileView, offset: int) -> StoredTensor | None:
         """The tensor of the archive at this offset, None if the archive is another."""
         like = self.tensor
         written = file[offset + self.crc : offset + self.crc + 4]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from bridge.formats.dcp.archives import Archives
 from bridge.formats.files.manifest import ManifestFile, rest_checksum
+from bridge.formats.files.source_files import SourceFiles
 
 
 class StoredChunk(NamedTuple):
@@ -25,9 +25,11 @@ def data_file_entry(path: Path, chunks: Sequence[StoredChunk]) -> ManifestFile:
     ranges = []
     archives = Archives()
     if chunks:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            for chunk in chunks:
-                stored = archives.find(mapped, chunk.offset, chunk.length, str(path))
-                start = stored.record.start + stored.first * stored.dtype.itemsize
-                ranges.append((start, start + chunk.nbytes))
+        files = SourceFiles(path.parent)
+        view = files.view(path.name)
+        for chunk in chunks:
+            stored = archives.find(view, chunk.offset, chunk.length, str(path))
+            start = stored.record.start + stored.first * stored.dtype.itemsize
+            ranges.append((start, start + chunk.nbytes))
+        files.close()
     return ManifestFile(size, None, rest_checksum(path, ranges))

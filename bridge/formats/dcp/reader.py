@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from operator import sub
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 from isal import isal_zlib
 
-from bridge.formats.arrays import as_integers, byte_range, row_major
+from bridge.formats.arrays import as_integers, raw_bytes, row_major
 from bridge.formats.base import (
     Box,
     CheckpointError,
@@ -26,7 +23,14 @@ from bridge.formats.base import (
     Wanted,
     require_tensor,
 )
-from bridge.formats.dcp.archive import Record, StoredTensor, around, read_value, verify_record
+from bridge.formats.dcp.archive import (
+    Record,
+    StoredTensor,
+    around,
+    compare_record,
+    read_value,
+    verify_record,
+)
 from bridge.formats.dcp.archives import Archives
 from bridge.formats.dcp.metadata import (
     METADATA_FILE,
@@ -38,18 +42,9 @@ from bridge.formats.dcp.metadata import (
 )
 from bridge.formats.dcp.placement import data_files_of
 from bridge.formats.files.manifest import object_checksum
-from bridge.formats.files.mapped import (
-    BLOCK,
-    ChunkIndex,
-    MappedFiles,
-    Piece,
-    array_for,
-    box_of,
-    copy_mapped,
-    drop_pages,
-    lend_mapped,
-    small_file,
-)
+from bridge.formats.files.mapped import ChunkIndex, array_for, box_of, small_file
+from bridge.formats.files.source_files import BLOCK, FileArray, FileView, Piece, SourceFiles
+from bridge.formats.regions import split_box
 from bridge.formats.safetensors.header import (
     LENGTH_BYTES,
     Header,
@@ -69,17 +64,17 @@ _MAX_KEPT: Final = 1 << 16
 
 
 class _Stored(NamedTuple):
-    """A chunk in a mapped file: how its elements lie, the byte they begin at, and their checksum if there is one."""
+    """A chunk in a file: how its elements lie, the byte they begin at, and their checksum if there is one."""
 
     layout: StoredArray | StoredTensor
     start: int
     record: Record | None
 
-    def range_of(self, box: Box, chunk: Box) -> tuple[int, int]:
-        """The bytes of the file that hold the elements of a box inside of the chunk, and what is between them."""
-        size = self.layout.dtype.itemsize
-        steps = [step * size for step in self.layout.strides]
-        return byte_range(self.start, steps, size, map(sub, box.offsets, chunk.offsets), box.sizes)
+    def array(self, file: str, what: str) -> FileArray:
+        """All of its elements. what: whose they are, for errors."""
+        dtype, shape = self.layout.dtype, self.layout.shape
+        steps = tuple([step * dtype.itemsize for step in self.layout.strides])
+        return FileArray(file, self.start, shape, steps, dtype, what)
 
 
 class DcpReader(ClosedAtEnd):
@@ -90,8 +85,7 @@ class DcpReader(ClosedAtEnd):
     each other. `verify`: compare each chunk with its stored CRC-32, and with the copies other ranks stored, the first
     time any part of it is read (the whole chunk is read for that). May be used by several threads.
 
-    Reading needs memory for the returned array only: files are mapped and let go of block by block. They must not be
-    shortened while open.
+    Reading needs memory for the returned array only, and for a block of the files.
     """
 
     format = "dcp"
@@ -99,7 +93,7 @@ class DcpReader(ClosedAtEnd):
     def __init__(self, path: str | os.PathLike[str], verify: bool = True) -> None:
         self.path = path if isinstance(path, StorePath) else Path(path)
         self._verify = verify
-        self._files = MappedFiles(self.path)
+        self._files = SourceFiles(self.path)
         self._metadata = self._read_metadata()
         self.unreadable: Mapping[str, str] = self._metadata.unreadable
         self._data_files = data_files_of(self.path, self._metadata, self._is_safetensors)
@@ -153,7 +147,11 @@ class DcpReader(ClosedAtEnd):
         touching = self._chunks.touching(info, box)
         if len(touching) != 1 or info.chunks[touching[0]].intersect(box) != box:
             return None
-        return lend_mapped(*self._part(info, touching[0], box))
+        source, compare = self._part(info, touching[0], box)
+        loan = self._files.lend(source)
+        if loan is not None:
+            compare(loan.array)
+        return loan
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
         """All of tensors that are one chunk, which lies in its record alone; see `CheckpointReader.read_into`."""
@@ -209,11 +207,14 @@ class DcpReader(ClosedAtEnd):
         return True
 
     def data_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
-        """For each file, where the elements of chunks are: first byte, and the one after the last."""
+        """For each file, where the elements of chunks are: first byte, and the one after the last.
+
+        Chunks whose archive is damaged are left out: reading them says what is wrong.
+        """
         ranges: dict[str, list[tuple[int, int]]] = {}
         extents, unreadable, archives = self._metadata.extents, self.unreadable, self._archives
         # Asking for a file takes longer than to look into it. In a store each archive is fetched by itself.
-        files: dict[str, mmap.mmap] = {}
+        files: dict[str, FileView] = {}
         for name, info in self.tensors.items():
             if name in unreadable:
                 continue
@@ -222,24 +223,27 @@ class DcpReader(ClosedAtEnd):
                 file = extent.file
                 if file not in ranges:
                     ranges[file] = []
-                if file not in files and not isinstance(self.path, StorePath):
-                    if len(files) >= _FILES_AT_ONCE:
-                        files.clear()
-                    files[file] = self._files.get(file, 0, 1)
-                tensor = archives.get(extent)
-                if tensor is None and file in files:
-                    tensor = self._like(files[file], extent)
-                # What `_find` does, without the call and the record for its result.
-                if tensor is not None and tensor.dtype is dtype and tensor.shape == chunk.sizes:
-                    start = tensor.record.start + tensor.first * dtype.itemsize
-                else:
-                    start = self._find(info, chunk, extent).start
+                try:
+                    if file not in files and not isinstance(self.path, StorePath):
+                        if len(files) >= _FILES_AT_ONCE:
+                            files.clear()
+                        files[file] = self._files.view(file)
+                    tensor = archives.get(extent)
+                    if tensor is None and file in files:
+                        tensor = self._like(files[file], extent)
+                    # What `_find` does, without the call and the record for its result.
+                    if tensor is not None and tensor.dtype is dtype and tensor.shape == chunk.sizes:
+                        start = tensor.record.start + tensor.first * dtype.itemsize
+                    else:
+                        start = self._find(info, chunk, extent).start
+                except CheckpointError:
+                    continue
                 ranges[file].append((start, start + prod(chunk.sizes) * dtype.itemsize))
         return ranges
 
-    def mapped(self, file: str) -> mmap.mmap | None:
-        """A data file as it is mapped for reading; None where it is fetched from a store."""
-        return None if isinstance(self.path, StorePath) else self._files.get(file, 0, 1)
+    def view(self, file: str) -> FileView | None:
+        """A data file, to look at between its chunks; None where it is fetched from a store."""
+        return None if isinstance(self.path, StorePath) else self._files.view(file)
 
     def close(self) -> None:
         """Release the files. Arrays already read stay valid."""
@@ -259,7 +263,7 @@ class DcpReader(ClosedAtEnd):
     def _stored_object(self, name: str, extent: Extent) -> object:
         what = f"{self.path / extent.file}: object {name!r}"
         try:
-            file = self._files.get(extent.file, extent.offset, extent.offset + extent.length)
+            file = self._files.view(extent.file, (extent.offset, extent.offset + extent.length))
             return read_value(file, extent.offset, extent.length, what)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {_ADVICE}") from error
@@ -276,35 +280,52 @@ class DcpReader(ClosedAtEnd):
 
     def _is_safetensors(self, extent: Extent) -> bool:
         """Whether SerializationFormat.SAFETENSORS wrote it: the file goes on as a safetensors file from there."""
-        file = self._files.get(extent.file, extent.offset, extent.offset + LENGTH_BYTES + 1)
+        file = self._files.view(extent.file, (extent.offset, extent.offset + LENGTH_BYTES + 1))
         return looks_like_header(file, extent.offset)
 
     def _copy_from_chunk(self, info: TensorInfo, index: int, common: Box, target: np.ndarray) -> None:
-        source, file, start = self._part(info, index, common)
-        copy_mapped(as_integers(target), as_integers(source), file, start)
-        extent = self._metadata.extents[info.name][index]
-        drop_pages(file, extent.offset, extent.offset + extent.length)
+        source, compare = self._part(info, index, common, target.flags.c_contiguous)
+        self._files.copy(as_integers(target), source)
+        compare(target)
 
-    def _part(self, info: TensorInfo, index: int, common: Box) -> tuple[np.ndarray, mmap.mmap, int]:
-        """Elements of a chunk, once it is verified, where they are in the file, and the first byte there."""
+    def _part(
+        self, info: TensorInfo, index: int, common: Box, in_one_piece: bool = True
+    ) -> tuple[FileArray, Callable[[np.ndarray], None]]:
+        """Where elements of a chunk are, and what is to be called with them once they are read.
+
+        The chunk is verified before, but where its record has these elements alone: then they are, once they are read.
+        in_one_piece: whether they will be in memory.
+        """
         chunk, extent = info.chunks[index], self._metadata.extents[info.name][index]
         stored = self._find(info, chunk, extent)
-        start, stop = stored.range_of(common, chunk)
-        file: mmap.mmap | None = None
-        if self._verify and extent not in self._verified:
-            if stored.record is not None and stored.record.crc is not None:
-                what = self._what(info, chunk, extent)
-                get = partial(self._files.get, extent.file)
-                file = verify_record(get, stored.record, what, keep=common == chunk)
+        source = stored.array(extent.file, self._of_chunk(info, chunk)).within(common, chunk)
+        if not self._verify or extent in self._verified:
+            return source, _nothing
+        record = stored.record
+
+        def verified() -> None:
             for copy in self._metadata.copies.get((info.name, index), ()):
                 self._require_same(info, chunk, extent, stored, copy)
             self._verified.add(extent)
-        if file is None:
-            file = self._files.get(extent.file, start, stop)
-        return stored.layout.view(file)[common.slices(chunk)], file, start
+
+        if record is not None and record.crc is not None:
+            what = self._what(info, chunk, extent)
+            if in_one_piece and source.row_major and (source.start, source.nbytes) == record[:2]:
+
+                def compare(elements: np.ndarray) -> None:
+                    compare_record(isal_zlib.crc32(raw_bytes(elements)), record, what)
+                    verified()
+
+                return source, compare
+            verify_record(self._files, extent.file, record, what)
+        verified()
+        return source, _nothing
+
+    def _of_chunk(self, info: TensorInfo, chunk: Box) -> str:
+        return f"tensor {info.name!r}, chunk at {chunk.offsets}"
 
     def _what(self, info: TensorInfo, chunk: Box, extent: Extent) -> str:
-        return f"{self._names[extent.file]}: tensor {info.name!r}, chunk at {chunk.offsets}"
+        return f"{self._names[extent.file]}: {self._of_chunk(info, chunk)}"
 
     def _find(self, info: TensorInfo, chunk: Box, extent: Extent) -> _Stored:
         tensor = self._archives.get(extent)
@@ -320,7 +341,7 @@ class DcpReader(ClosedAtEnd):
             )
         return found
 
-    def _like(self, file: mmap.mmap, extent: Extent) -> StoredTensor | None:
+    def _like(self, file: FileView, extent: Extent) -> StoredTensor | None:
         """The tensor of an archive that is like one found before."""
         tensor = self._forms.known(file, extent.offset, extent.length)
         if tensor is not None and len(self._archives) < _MAX_KEPT:
@@ -342,8 +363,7 @@ class DcpReader(ClosedAtEnd):
                     "keeps one chunk of a tensor in a file, and the others are lost"
                 )
             return _Stored(array, array.start, None)
-        first, *others = around(extent.offset, extent.length)
-        file = self._files.get(extent.file, *first, *others)
+        file = self._files.view(extent.file, *around(extent.offset, extent.length))
         tensor = self._forms.find(file, extent.offset, extent.length, what)
         if len(self._archives) < _MAX_KEPT:
             self._archives[extent] = tensor
@@ -354,8 +374,8 @@ class DcpReader(ClosedAtEnd):
         with self._lock:
             if key not in self._headers:
                 start = extent.offset
-                length = header_length(self._files.get(extent.file, start, start + LENGTH_BYTES), start)
-                file = self._files.get(extent.file, start, start + LENGTH_BYTES + length)
+                length = header_length(self._files.view(extent.file, (start, start + LENGTH_BYTES)), start)
+                file = self._files.view(extent.file, (start, start + LENGTH_BYTES + length))
                 self._headers[key] = read_header(file, what, start)
             return self._headers[key]
 
@@ -368,30 +388,30 @@ class DcpReader(ClosedAtEnd):
         if alike and None not in checksums and _fill(stored) == _fill(other):
             same = checksums[0] == checksums[1]
         else:
-            both = [
-                s.layout.view(self._files.get(e.file, *s.range_of(chunk, chunk)))
-                for s, e in ((stored, extent), (other, copy))
-            ]
-            same = _equal(*map(as_integers, both))
+            what, whole = self._of_chunk(info, chunk), Box.whole(chunk.sizes)
+            both = (stored.array(extent.file, what), other.array(copy.file, what))
+            same = all(
+                np.array_equal(*[self._elements(array.within(part, whole)) for array in both])
+                for part in split_box(whole, info.dtype.itemsize, BLOCK)
+            )
         if not same:
             raise CheckpointError(
                 f"{self._what(info, chunk, copy)}: expected the same values as in {extent.file}, got others: each rank "
                 f"stored its own; {_ADVICE}"
             )
 
+    def _elements(self, source: FileArray) -> np.ndarray:
+        """A part of a chunk as unsigned integers, in memory of its own."""
+        found = as_integers(np.empty(source.shape, source.dtype))
+        self._files.copy(found, source)
+        return found
+
+
+def _nothing(elements: np.ndarray) -> None:
+    """What is verified already."""
+
 
 def _fill(stored: _Stored) -> tuple[int, int]:
     """How a chunk lies in its record: only records that are filled alike can be compared by checksum."""
     assert stored.record is not None
     return stored.start - stored.record.start, stored.record.size
-
-
-def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays in mapped files agree, looking at a block at a time."""
-    if a.nbytes <= BLOCK:
-        return np.array_equal(a, b)
-    axis = max(range(a.ndim), key=lambda axis: a.shape[axis])
-    half = a.shape[axis] // 2
-    before = (slice(None),) * axis
-    low, high = (*before, slice(None, half)), (*before, slice(half, None))
-    return _equal(a[low], b[low]) and _equal(a[high], b[high])

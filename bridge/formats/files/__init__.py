@@ -1,1 +1,1 @@
-"""How bytes get to disk: atomic directories, journals, manifests, mapped and direct files."""
+"""How bytes get to disk: atomic directories, journals, manifests, direct files; how they are read."""

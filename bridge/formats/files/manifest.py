@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import marshal
-import mmap
 import os
 import re
 import struct
@@ -37,6 +36,7 @@ from bridge.formats.base import Box, CheckpointError, TensorInfo, dtype_from_nam
 from bridge.formats.crc32c import extend
 from bridge.formats.files.atomic import sidecar_of
 from bridge.formats.files.mapped import small_file
+from bridge.formats.files.source_files import FileView
 from bridge.formats.stores.listing import StorePath
 from bridge.formats.stores.upload_path import UploadPath
 
@@ -157,10 +157,10 @@ def gaps(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, in
         position = max(position, stop)
 
 
-def rest_checksum(path: Path, ranges: Iterable[tuple[int, int]], mapped: mmap.mmap | None = None) -> int:
+def rest_checksum(path: Path, ranges: Iterable[tuple[int, int]], view: FileView | None = None) -> int:
     """CRC-32C of a file's bytes outside of these ranges, each from its first byte to the one after its last.
 
-    mapped: the file, if its small gaps have been looked at in memory just now: reading them takes ten times as long.
+    view: the file, whose small gaps are then looked at together. CheckpointError when the file ends early.
     """
     crc = 0
     if isinstance(path, StorePath | UploadPath):
@@ -172,8 +172,8 @@ def rest_checksum(path: Path, ranges: Iterable[tuple[int, int]], mapped: mmap.mm
         end = os.fstat(file.fileno()).st_size
         small: list[bytes] = []
         for position, stop in gaps(ranges, end):
-            if mapped is not None and stop - position <= _SMALL and stop <= len(mapped):
-                small.append(mapped[position:stop])
+            if view is not None and stop - position <= _SMALL and stop <= len(view):
+                small.append(view[position:stop])
                 if len(small) < _TOGETHER:
                     continue
                 position = stop
@@ -182,7 +182,9 @@ def rest_checksum(path: Path, ranges: Iterable[tuple[int, int]], mapped: mmap.mm
             while position < stop:
                 data = os.pread(file.fileno(), min(stop - position, _BLOCK), position)
                 if not data:
-                    raise OSError(f"{path}: expected {end} bytes, found {position}")
+                    raise CheckpointError(
+                        f"{path}: expected {end} bytes, but the file ends at byte {position}"
+                    )
                 crc = extend(crc, data)
                 position += len(data)
     return extend(crc, b"".join(small))

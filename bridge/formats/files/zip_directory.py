@@ -10,14 +10,13 @@ to list a file.
 from __future__ import annotations
 
 import itertools
-import mmap
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Never
 
 from bridge.formats.base import COPY_AGAIN, CheckpointError
-from bridge.formats.files.mapped import MappedFiles
+from bridge.formats.files.source_files import FileView, SourceFiles
 
 STORED: Final = 0
 DEFLATED: Final = 8
@@ -52,14 +51,14 @@ class Member:
     limit: int
 
 
-def read_directory(files: MappedFiles, name: str, kind: str) -> dict[str, Member]:
+def read_directory(files: SourceFiles, name: str, kind: str) -> dict[str, Member]:
     """All members by name, folders left out. kind: what errors say that the file should be.
 
     CheckpointError when the directory is damaged, names a member twice, or has members that overlap, are encrypted or
     compressed by another method than deflate.
     """
     path = files.directory / name
-    size = path.stat().st_size
+    size = files.size(name)
 
     def refuse(why: str) -> Never:
         raise CheckpointError(f"{path}: expected {kind}, but {why}")
@@ -67,21 +66,15 @@ def read_directory(files: MappedFiles, name: str, kind: str) -> dict[str, Member
     if size < _END.size:
         refuse(f"the file has {size} bytes: {COPY_AGAIN}")
     tail = max(0, size - _END.size - _MAX16 - _LOCATOR.size)
-    file = files.get(name, tail, size)
-    if len(file) != size:
-        refuse("the file was changed while it was read")
-    end, count, length, position = _find_end(
-        file, tail, size, lambda start: files.get(name, start, size), refuse
-    )
+    end, count, length, position = _find_end(files.view(name, (tail, size)), tail, size, refuse)
     if length > _MAX_DIRECTORY or position + length > end or count * _ENTRY.size > length:
         refuse(f"its directory lies outside, or is damaged: {COPY_AGAIN}")
-    file = files.get(name, position, position + length)
-    stop = position + length
+    file = files.read(name, position, position + length)
     members: dict[str, Member] = {}
     starts: list[tuple[int, int, str]] = []
-    at = position
+    at = 0
     for _ in range(count):
-        if at + _ENTRY.size > stop:
+        if at + _ENTRY.size > length:
             refuse(f"its directory is truncated: {COPY_AGAIN}")
         magic, _, _, flags, method, _, _, crc, stored, whole, lengths, extra, comment, _, _, _, header = (
             _ENTRY.unpack_from(file, at)
@@ -95,7 +88,7 @@ def read_directory(files: MappedFiles, name: str, kind: str) -> dict[str, Member
             member = raw.decode("utf-8" if flags & _UTF8 else "ascii")
         except UnicodeDecodeError:
             member = raw.decode("cp437")
-        if at > stop or header + _HEADER.size + lengths + stored > position:
+        if at > length or header + _HEADER.size + lengths + stored > position:
             refuse(f"its member {member!r:.200} lies outside")
         if flags & _ENCRYPTED or method not in (STORED, DEFLATED) or (method == STORED and stored != whole):
             refuse(f"its member {member!r:.200} is encrypted, or compressed by a method other than deflate")
@@ -103,11 +96,9 @@ def read_directory(files: MappedFiles, name: str, kind: str) -> dict[str, Member
             refuse(f"its member {member!r:.200} is there twice")
         starts.append((header, header + _HEADER.size + lengths + stored, member))
         members[member] = Member(member, method, crc, stored, whole, header, position)
-    if at != stop:
+    if at != length:
         # Its count is under no checksum, and members beyond a smaller one would be missing without a word.
-        refuse(
-            f"its directory of {length} bytes ends after {count} members at {at - position}: is it damaged?"
-        )
+        refuse(f"its directory of {length} bytes ends after {count} members at {at}: is it damaged?")
     starts.sort()
     for (_, stop_of_first, first), (start, _, second) in itertools.pairwise(starts):
         if start < stop_of_first:
@@ -117,11 +108,11 @@ def read_directory(files: MappedFiles, name: str, kind: str) -> dict[str, Member
     return {name: member for name, member in members.items() if not name.endswith("/")}
 
 
-def data_start(files: MappedFiles, name: str, member: Member) -> int:
+def data_start(files: SourceFiles, name: str, member: Member) -> int:
     """Where a member's data begins in the file, by its header. CheckpointError when that is not the directory's."""
     path = files.directory / name
-    file = files.get(name, member.header, member.header + _HEADER.size)
-    magic, _, flags, method, *_, lengths, extra = _HEADER.unpack_from(file, member.header)
+    file = files.view(name, (member.header, member.header + _HEADER.size))
+    magic, _, flags, method, *_, lengths, extra = file.unpack(_HEADER, member.header)
     start = member.header + _HEADER.size + lengths + extra
     if (
         magic != ZIP_MAGIC
@@ -132,7 +123,6 @@ def data_start(files: MappedFiles, name: str, member: Member) -> int:
         raise CheckpointError(
             f"{path}: expected the header of {member.name!r:.200} at {member.header}, found another"
         )
-    file = files.get(name, member.header, start)
     raw = file[member.header + _HEADER.size : member.header + _HEADER.size + lengths]
     if raw not in (member.name.encode(), member.name.encode("cp437", "replace")):
         raise CheckpointError(
@@ -142,22 +132,25 @@ def data_start(files: MappedFiles, name: str, member: Member) -> int:
 
 
 def _find_end(
-    file: mmap.mmap, tail: int, size: int, get: Callable[[int], mmap.mmap], refuse: Callable[[str], Never]
+    file: FileView, tail: int, size: int, refuse: Callable[[str], Never]
 ) -> tuple[int, int, int, int]:
     """Where the records at the end begin, and what they say: count of members, length and place of the directory."""
-    at = file.rfind(b"PK\5\6", tail, size)
-    while at >= 0 and (at + _END.size > size or at + _END.size + _END.unpack_from(file, at)[-1] != size):
-        at = file.rfind(b"PK\5\6", tail, at)
+    data = file[tail:size]
+    at = data.rfind(b"PK\5\6")
+    while at >= 0 and (
+        at + _END.size > len(data) or at + _END.size + _END.unpack_from(data, at)[-1] != len(data)
+    ):
+        at = data.rfind(b"PK\5\6", 0, at)
     if at < 0:
         refuse(f"it has no directory at its end, so it is truncated or damaged: {COPY_AGAIN}")
-    _, disk, first, _, count, length, position, _ = _END.unpack_from(file, at)
+    _, disk, first, _, count, length, position, _ = _END.unpack_from(data, at)
+    at += tail
     locator = at - _LOCATOR.size
     if locator >= 0 and file[locator : locator + 4] == b"PK\6\7":
-        _, _, wide, _ = _LOCATOR.unpack_from(file, locator)
+        _, _, wide, _ = file.unpack(_LOCATOR, locator)
         if wide + _END64.size > locator:
             refuse("its end record lies outside")
-        file = get(wide)
-        magic, *_, disk, first, _, count, length, position = _END64.unpack_from(file, wide)
+        magic, *_, disk, first, _, count, length, position = file.unpack(_END64, wide)
         if magic != b"PK\6\6":
             refuse(f"its end record is damaged: {COPY_AGAIN}")
         at = wide

@@ -5,7 +5,6 @@ Opening goes through the file from one length to the next, and looks at no eleme
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -13,13 +12,10 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.arrays import byte_range, strides_of
+from bridge.formats.arrays import strides_of
 from bridge.formats.base import COPY_AGAIN, Box, CheckpointError, TensorInfo, TreePath
 from bridge.formats.files.flat import copy_flat
-from bridge.formats.files.mapped import (
-    BLOCK,
-    drop_pages,
-)
+from bridge.formats.files.source_files import BLOCK, FileArray
 from bridge.formats.files.weight_index import check_index
 from bridge.formats.flax_msgpack.parser import parse
 from bridge.formats.flax_msgpack.tree import Pieces, leaves
@@ -69,15 +65,14 @@ class MsgpackReader(SingleChunkReader):
         stored = self._stored[info.name]
         return not isinstance(stored, np.ndarray) and len(stored[1].places) == 1
 
-    def _part(self, info: TensorInfo, box: Box) -> tuple[np.ndarray, mmap.mmap, int]:
+    def _part(self, info: TensorInfo, box: Box) -> FileArray:
         stored = self._stored[info.name]
         assert not isinstance(stored, np.ndarray)
         name, pieces = stored
         begin, _ = pieces.places[0]
         strides = strides_of(pieces.shape, pieces.dtype)
-        start, stop = byte_range(begin, strides, pieces.dtype.itemsize, box.offsets, box.sizes)
-        file = self._files.get(name, start, stop)
-        return np.ndarray(pieces.shape, pieces.dtype, file, begin)[box.slices()], file, start
+        whole = FileArray(name, begin, pieces.shape, strides, pieces.dtype, f"tensor {info.name!r:.200}")
+        return whole.within(box, Box.whole(info.shape))
 
     def _fill(self, info: TensorInfo, box: Box, target: np.ndarray) -> None:
         stored = self._stored[info.name]
@@ -93,10 +88,7 @@ class MsgpackReader(SingleChunkReader):
             low, high = max(start, at), min(stop, at + nbytes)
             while low < high:
                 end = min(high, low + BLOCK)
-                first, last = begin + low - at, begin + end - at
-                mapped = self._files.get(file, first, last)
-                yield mapped[first:last]
-                drop_pages(mapped, first, last)
+                yield self._files.read(file, begin + low - at, begin + end - at)
                 low = end
             at += nbytes
 
@@ -108,7 +100,8 @@ class MsgpackReader(SingleChunkReader):
                 f"{what}: expected msgpack as flax.serialization writes it, but the file is empty: "
                 f"{COPY_AGAIN}"
             )
-        tree = parse(lambda start, stop: self._files.get(file, start, stop)[start:stop], size, what)
+        view = self._files.view(file)
+        tree = parse(lambda start, stop: view[start:stop], size, what)
         for tree_path, value in leaves(tree, what):
             name = "/".join(map(str, tree_path))
             if not is_tree_path(tree_path) or not all(is_unicode(str(key)) for key in tree_path):

@@ -20,10 +20,11 @@ from bridge.formats.base import COPY_AGAIN, DTYPES, CheckpointError
 _MAGIC: Final = b"\x93NUMPY"
 _MAX_HEADER: Final = 1 << 20
 _MAX_RANK: Final = 64
-_DESCR: Final = re.compile(r"'descr':\s*'([<>|=][A-Za-z]\d{0,9}(?:\[\w+\])?)'", re.ASCII)
-_ORDER: Final = re.compile(r"'fortran_order':\s*(True|False)", re.ASCII)
-# One comma between two sizes: were it optional, a long row of digits could be split in more ways than can be tried.
-_SHAPE: Final = re.compile(r"'shape':\s*\(\s*((?:\d{1,19}L?(?:\s*,\s*\d{1,19}L?)*(?:\s*,)?)?)\s*\)", re.ASCII)
+_DESCR: Final = re.compile(r"'descr':\s*+'([<>|=][A-Za-z]\d{0,9}(?:\[\w+\])?)'", re.ASCII)
+_ORDER: Final = re.compile(r"'fortran_order':\s*+(True|False)", re.ASCII)
+# No two ways to match a text: what stands between the brackets is looked at afterwards, size by size.
+_SHAPE: Final = re.compile(r"'shape':\s*+\(([\d\s,L]*+)\)", re.ASCII)
+_DIM: Final = re.compile(r"\d{1,19}L?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,14 @@ def read_npy_header(read: Callable[[int, int], bytes], what: str) -> NpyHeader:
         raise CheckpointError(
             f"{what}: expected descr, fortran_order and shape in its header, found {text!r:.200}"
         )
-    sizes = tuple(int(size.strip().rstrip("L")) for size in shape[1].split(",") if size.strip())
+    # One comma may follow the last size.
+    words = [word.strip() for word in shape[1].split(",")]
+    words = words if words[-1] else words[:-1]
+    if not all(map(_DIM.fullmatch, words)):
+        raise CheckpointError(
+            f"{what}: expected sizes with a comma after each in its shape, found {shape[1]!r:.200}"
+        )
+    sizes = tuple(int(word.removesuffix("L")) for word in words)
     if len(sizes) > _MAX_RANK or any(size >= 1 << 63 for size in sizes):
         raise CheckpointError(f"{what}: expected at most {_MAX_RANK} sizes below 2**63, got {sizes!r:.200}")
     descr = _DESCR.search(text)

@@ -4,32 +4,28 @@
       params/dense/kernel.npy     an array by its header; "/" separates the keys of its path
       step.npy
 
-Arrays that are stored as they are are mapped. Deflated ones are inflated in pieces (`inflate.py`).
+Deflated ones are inflated in pieces (`inflate.py`).
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
 from isal import isal_zlib
 
-from bridge.formats.arrays import byte_range, strides_of
+from bridge.formats.arrays import strides_of
 from bridge.formats.base import Box, CheckpointError, TensorInfo
 from bridge.formats.dcp.archive import Record, verify_record
 from bridge.formats.files.flat import copy_flat
-from bridge.formats.files.mapped import (
-    drop_pages,
-)
+from bridge.formats.files.source_files import FileArray
 from bridge.formats.files.zip_directory import STORED, Member, data_start, read_directory
 from bridge.formats.leaf_names import flat_name
 from bridge.formats.npz.header import NpyHeader, read_npy_header
@@ -109,7 +105,7 @@ class NpzReader(SingleChunkReader):
         def read(start: int, stop: int) -> bytes:
             stop = min(stop, member.size)
             if member.method == STORED:
-                return self._files.get(self._name, begin + start, begin + stop)[begin + start : begin + stop]
+                return self._files.read(self._name, begin + start, begin + stop, what)
             most = min(member.stored, 2 * stop + _HEAD)
             return Inflated(self._bytes, begin, most, member.size, None, what).head(stop)[start:stop]
 
@@ -134,9 +130,7 @@ class NpzReader(SingleChunkReader):
         """All bytes of a small member."""
         start, member = stored.start, stored.member
         if member.method == STORED:
-            return iter(
-                [self._files.get(self._name, start, start + member.size)[start : start + member.size]]
-            )
+            return iter([self._files.read(self._name, start, start + member.size, name)])
         return (piece for _, piece in self._inflater(name, stored).pieces(0, member.size))
 
     def _in_place(self, info: TensorInfo) -> bool:
@@ -154,27 +148,21 @@ class NpzReader(SingleChunkReader):
         if not native:
             target[...] = raw.astype(info.dtype)
 
-    def _part(self, info: TensorInfo, box: Box) -> tuple[np.ndarray, mmap.mmap, int]:
+    def _part(self, info: TensorInfo, box: Box) -> FileArray:
         name, stored = info.name, self._stored[info.name]
         member, header = stored.member, stored.header
         if self._verify and name not in self._verified:
             record = Record(stored.start, member.size, member.crc)
-            verify_record(
-                partial(self._files.get, self._name), record, f"{self._file_path}: array {name!r:.200}"
-            )
+            verify_record(self._files, self._name, record, f"{self._file_path}: array {name!r:.200}")
             self._verified.add(name)
         begin = stored.start + header.start
         order: Literal["F", "C"] = "F" if header.fortran else "C"
         strides = strides_of(header.shape, header.dtype, order)
-        first, stop = byte_range(begin, strides, header.dtype.itemsize, box.offsets, box.sizes)
-        file = self._files.get(self._name, first, stop)
-        return np.ndarray(header.shape, header.dtype, file, begin, order=order)[box.slices()], file, first
+        whole = FileArray(self._name, begin, header.shape, strides, header.dtype, f"array {name!r:.200}")
+        return whole.within(box, info.chunks[0])
 
     def _bytes(self, start: int, stop: int) -> bytes:
-        file = self._files.get(self._name, start, stop)
-        data = file[start:stop]
-        drop_pages(file, start, stop)
-        return data
+        return self._files.read(self._name, start, stop)
 
     def _inflate(self, name: str, stored: _Stored, box: Box, target: np.ndarray) -> None:
         """Copy a box of a deflated array into `target`."""

@@ -6,20 +6,18 @@ a shard of zarr3    elements, CRC-32C | index: where they begin, how many bytes,
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Mapping, Sequence
-from operator import mul, sub
+from operator import mul
 from pathlib import Path
 from typing import Final
 
 import google_crc32c
-import numpy as np
 
-from bridge.formats.arrays import byte_range, strides_of
+from bridge.formats.arrays import strides_of
 from bridge.formats.base import Box, CheckpointError, Checksums
 from bridge.formats.crc32c import extend
-from bridge.formats.files.mapped import BLOCK, Piece, drop_pages
+from bridge.formats.files.source_files import FileArray, Piece, SourceFiles
 from bridge.formats.orbax.arrays import ArrayLayout
 from bridge.formats.orbax.values import StoredValues
 
@@ -38,17 +36,20 @@ class RawChunks:
         self._item, self._values, self._layouts, self._verify = item, values, layouts, verify
         self._starts: dict[str, int] = {}
 
-    def part(self, name: str, index: tuple[int, ...], part: Box) -> tuple[np.ndarray, mmap.mmap, int]:
-        """`part` of the array, inside a raw chunk, where it is in the file, and its first byte there."""
+    def part(self, name: str, index: tuple[int, ...], part: Box) -> FileArray:
+        """Where `part` of the array, inside a raw chunk, is, once the chunk is compared with its checksum."""
         layout = self._layouts[name]
         key = layout.chunk_key(index)
         start = self._values.place(key).start + self._start(name, key)
-        low = tuple(map(sub, part.offsets, map(mul, index, layout.chunk)))
+        chunk = Box(tuple(map(mul, index, layout.chunk)), layout.chunk)
         strides = strides_of(layout.chunk, layout.dtype)
-        first, stop = byte_range(start, strides, layout.dtype.itemsize, low, part.sizes)
-        file = self._values.open(key, first, stop)
-        stored = np.ndarray(layout.chunk, layout.dtype, file, start)
-        return stored[Box(low, part.sizes).slices()], file, first
+        file, what = self._values.place(key).file, f"tensor {name!r}, chunk {key!r}"
+        return FileArray(file, start, layout.chunk, strides, layout.dtype, what).within(part, chunk)
+
+    @property
+    def files(self) -> SourceFiles:
+        """The files that chunks are in."""
+        return self._values.files
 
     def read_into(self, arrays: Sequence[tuple[ArrayLayout, memoryview]]) -> Sequence[Checksums | None]:
         """All of arrays that are one shard, into memory of their bytes; None for one that is not as it should be."""
@@ -89,7 +90,7 @@ class RawChunks:
             return None
         key = layout.chunk_key(index)
         stop = self._values.place(key).start + self._starts[key] + layout.chunk_bytes
-        file = self._values.open(key, stop, stop + 4)
+        file = self._values.view(key, stop, stop + 4)
         return int.from_bytes(file[stop : stop + 4], "little")
 
     def _start(self, name: str, key: str) -> int:
@@ -101,8 +102,8 @@ class RawChunks:
             expected = size + (_SHARD_INDEX.size if layout.raw == "shard" else 0)
             if layout.raw == "shard" and place.size >= _SHARD_INDEX.size:
                 position = place.start + place.size - _SHARD_INDEX.size
-                file = self._values.open(key, position, position + _SHARD_INDEX.size)
-                start, stored, crc = _SHARD_INDEX.unpack_from(file, position)
+                file = self._values.view(key, position, position + _SHARD_INDEX.size)
+                start, stored, crc = file.unpack(_SHARD_INDEX, position)
                 if google_crc32c.value(file[position : position + 16]) != crc:
                     raise CheckpointError(f"{what}: damaged shard index")
                 if stored != size:
@@ -117,13 +118,8 @@ class RawChunks:
     def _compare_crc(self, key: str, start: int, size: int, what: str) -> None:
         """Compare the bytes of a raw chunk with the CRC-32C that follows them."""
         crc = 0
-        for first in range(start, start + size, BLOCK):
-            stop = min(first + BLOCK, start + size)
-            file = self._values.open(key, first, stop)
-            crc = extend(crc, np.frombuffer(file, np.uint8, stop - first, first))
-            # A small chunk is copied right away.
-            if size > BLOCK:
-                drop_pages(file, first, stop)
-        file = self._values.open(key, start + size, start + size + 4)
+        for part in self.files.scan(self._values.place(key).file, start, start + size, what):
+            crc = extend(crc, part)
+        file = self._values.view(key, start + size, start + size + 4)
         if crc.to_bytes(4, "little") != file[start + size : start + size + 4]:
             raise CheckpointError(f"{what}: checksum mismatch, the data is damaged")

@@ -2,7 +2,7 @@
 
 A region is read chunk by chunk:
 
-    raw chunk                         copied from the mapped file, only what is wanted
+    raw chunk                         read from the file, only what is wanted
     other chunk inside the region     decoded into place; at most 64 MiB of chunks in flight
     other chunk partly inside         decoded whole and kept until another is needed: the next region often wants it
 
@@ -27,9 +27,7 @@ from bridge.callers import warn_caller
 from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, Checksums, Loan, TensorInfo, TreePath, Wanted
 from bridge.formats.files.mapped import (
-    copy_mapped,
     files_below,
-    lend_mapped,
     regular_file,
     small_file,
 )
@@ -137,8 +135,9 @@ class OrbaxReader(ClosedAtEnd):
                 part = chunk.intersect(box)
                 assert part is not None
                 if layout.raw and layout.chunk_key(index) in self._values:
-                    source, file, start = self._raw.part(name, index, part)
-                    copy_mapped(as_integers(out[part.slices(box)]), as_integers(source), file, start)
+                    self._raw.files.copy(
+                        as_integers(out[part.slices(box)]), self._raw.part(name, index, part)
+                    )
                 elif part == chunk or layout.chunk_bytes < _IN_FLIGHT // 16:
                     whole_chunks.append(part)
                 else:
@@ -155,7 +154,7 @@ class OrbaxReader(ClosedAtEnd):
         if not (box.numel and layout.raw and inside and layout.chunk_key(index) in self._values):
             return None
         with explain(f"{self._item}: tensor {name!r}: cannot read {box}"):
-            loan = lend_mapped(*self._raw.part(name, index, box))
+            loan = self._raw.files.lend(self._raw.part(name, index, box))
         if loan is None or box.sizes != layout.chunk:
             return loan
         return replace(loan, crc=self._raw.compared_crc(name, index))

@@ -1,4 +1,4 @@
-"""Where the values of an item's store lie in its files, so that raw chunks are mapped instead of copied out.
+"""Where the values of an item's store lie in its files, so that raw chunks are read from there.
 
     OCDBT    manifest.ocdbt -> B-tree nodes in d/* -> value at (ocdbt.process_0/d/3f2a..., offset, length), or inline
     files    the value of key "params.w/c/0/0" is the file of that name
@@ -9,7 +9,6 @@ checked against the files before anything is read there.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,8 @@ from urllib.parse import unquote
 import tensorstore as ts
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.mapped import MappedFiles, Piece, is_kept_by_content
+from bridge.formats.files.mapped import is_kept_by_content
+from bridge.formats.files.source_files import FileView, Piece, SourceFiles
 from bridge.formats.orbax.ocdbt import MANIFEST, NodeBudget
 from bridge.formats.stores.listing import StorePath
 
@@ -35,12 +35,12 @@ class Place(NamedTuple):
 
 
 class StoredValues:
-    """The values that lie in files of their own or inside of OCDBT's, mapped. Reading is thread-safe."""
+    """The values that lie in files of their own or inside of OCDBT's. Reading is thread-safe."""
 
     def __init__(self, item: Path, places: Mapping[str, Place]) -> None:
         self._item = item
         self._places = places
-        self._files = MappedFiles(item)
+        self.files = SourceFiles(item)
         sizes: dict[str, int] = {}
         home = item.resolve()
         for key, place in places.items():
@@ -64,21 +64,21 @@ class StoredValues:
         return self._places.get(key)
 
     def read_into(self, pieces: Sequence[Piece | None]) -> list[bool]:
-        """Read values into memory, without mapping them; see `MappedFiles.read_into`."""
-        return self._files.read_into(pieces)
+        """Read values into memory; see `SourceFiles.read_into`."""
+        return self.files.read_into(pieces)
 
-    def open(self, key: str, start: int, stop: int) -> mmap.mmap:
-        """The mapped file that holds a value, for bytes [start, stop) of the file."""
-        return self._files.get(self._places[key].file, start, stop)
+    def view(self, key: str, start: int, stop: int) -> FileView:
+        """The file that holds a value, for bytes [start, stop) of the file."""
+        return self.files.view(self._places[key].file, (start, stop))
 
     def read(self, key: str) -> bytes:
         """A whole value."""
         place = self._places[key]
-        return self.open(key, place.start, place.start + place.size)[place.start : place.start + place.size]
+        return self.files.read(place.file, place.start, place.start + place.size)
 
     def close(self) -> None:
         """Release the files."""
-        self._files.close()
+        self.files.close()
 
 
 def places_in_files(item: Path, keys: Iterable[str]) -> dict[str, Place]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from bridge.formats.base import DTYPES, CheckpointError
+from bridge.formats.files.source_files import FileView
 from bridge.formats.leaf_names import MAX_NAME
 
 MAX_HEADER: Final = 100_000_000
@@ -112,10 +112,6 @@ class StoredArray:
         """Elements from one to the next, per axis."""
         return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
-    def view(self, file: mmap.mmap) -> np.ndarray:
-        """The elements where they are in the file, perhaps unaligned, read-only."""
-        return np.ndarray(self.shape, self.dtype, buffer=file, offset=self.start)
-
 
 @dataclass(frozen=True)
 class Header:
@@ -135,19 +131,19 @@ def dtype_code(dtype: np.dtype) -> str:
     return code
 
 
-def looks_like_header(file: mmap.mmap | bytes, start: int) -> bool:
+def looks_like_header(file: FileView | bytes, start: int) -> bool:
     """Whether a safetensors file may begin at this byte of a file."""
     length = int.from_bytes(file[start : start + LENGTH_BYTES], "little")
     begin = start + LENGTH_BYTES
     return length <= min(MAX_HEADER, len(file) - begin) and file[begin : begin + 1] == b"{"
 
 
-def header_length(file: mmap.mmap | bytes, start: int = 0) -> int:
+def header_length(file: FileView | bytes, start: int = 0) -> int:
     """Bytes of the header of a safetensors file, as its first bytes say, and at most MAX_HEADER."""
     return min(MAX_HEADER, int.from_bytes(file[start : start + LENGTH_BYTES], "little"))
 
 
-def read_header(file: mmap.mmap | bytes, what: str, start: int = 0) -> Header:
+def read_header(file: FileView | bytes, what: str, start: int = 0) -> Header:
     """The header of the safetensors file in bytes [start, end of file).
 
     CheckpointError, beginning with `what`, unless the arrays fill the file after the header without overlaps and gaps.

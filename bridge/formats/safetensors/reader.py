@@ -7,18 +7,16 @@ file says otherwise (see `extras.py`).
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import sub
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 
-from bridge.formats.arrays import as_integers, byte_range
+from bridge.formats.arrays import as_integers, strides_of
 from bridge.formats.base import (
     Box,
     CheckpointError,
@@ -32,15 +30,12 @@ from bridge.formats.base import (
 from bridge.formats.coverage import check_coverage
 from bridge.formats.files.mapped import (
     ChunkIndex,
-    MappedFiles,
-    Piece,
     array_for,
     box_of,
-    copy_mapped,
-    lend_mapped,
     regular_file,
 )
 from bridge.formats.files.model_files import ModelFiles
+from bridge.formats.files.source_files import FileArray, Piece, SourceFiles
 from bridge.formats.files.weight_index import check_index
 from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, parse_extras
 from bridge.formats.safetensors.files import find_files
@@ -84,7 +79,7 @@ class SafetensorsReader(ClosedAtEnd):
     Where each rank of PyTorch wrote a file of its own, global shapes are what the pieces add up to: no file says
     whether the last rank's is missing.
 
-    Reading needs memory for the returned array only. The files must not be shortened while open.
+    Reading needs memory for the returned array only.
     """
 
     format = "safetensors"
@@ -92,7 +87,7 @@ class SafetensorsReader(ClosedAtEnd):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path if isinstance(path, StorePath) else Path(path)
         fileset = find_files(self.path)
-        self._files = MappedFiles(fileset.directory)
+        self._files = SourceFiles(fileset.directory)
         self._fileset = fileset
         headers = {name: self._header(name) for name in fileset.names}
         extras = {
@@ -142,8 +137,8 @@ class SafetensorsReader(ClosedAtEnd):
             piece = self._pieces[name][index]
             common = piece.box.intersect(box)
             if common is not None:
-                source, file, start = self._part(piece, common)
-                copy_mapped(as_integers(result[common.slices(box)]), as_integers(source), file, start)
+                source = self._part(piece, common, name)
+                self._files.copy(as_integers(result[common.slices(box)]), source)
         return result
 
     def lend(self, name: str, box: Box) -> Loan | None:
@@ -153,7 +148,7 @@ class SafetensorsReader(ClosedAtEnd):
             return None
         if len(touching) != 1 or self._pieces[name][touching[0]].box.intersect(box) != box:
             return None
-        return lend_mapped(*self._part(self._pieces[name][touching[0]], box))
+        return self._files.lend(self._part(self._pieces[name][touching[0]], box, name))
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
         """All of tensors that are in one file; see `CheckpointReader.read_into`."""
@@ -169,14 +164,12 @@ class SafetensorsReader(ClosedAtEnd):
         whole = piece.box.sizes == self._tensors[name].shape and array.nbytes == target.nbytes
         return Piece(piece.file, array.start, (target,)) if whole else None
 
-    def _part(self, piece: _Piece, common: Box) -> tuple[np.ndarray, mmap.mmap, int]:
-        """Elements of a piece where they are in the file, and the first byte there."""
-        itemsize = piece.array.dtype.itemsize
-        steps = [step * itemsize for step in piece.array.strides]
-        offsets = map(sub, common.offsets, piece.box.offsets)
-        start, stop = byte_range(piece.array.start, steps, itemsize, offsets, common.sizes)
-        file = self._files.get(piece.file, start, stop)
-        return piece.array.view(file)[common.slices(piece.box)], file, start
+    def _part(self, piece: _Piece, common: Box, name: str) -> FileArray:
+        """Where elements of a piece are in the file."""
+        array = piece.array
+        strides = strides_of(array.shape, array.dtype)
+        whole = FileArray(piece.file, array.start, array.shape, strides, array.dtype, f"tensor {name!r}")
+        return whole.within(common, piece.box)
 
     def files(self) -> Sequence[Path]:
         """The safetensors files and their index."""
@@ -201,8 +194,9 @@ class SafetensorsReader(ClosedAtEnd):
     def _header(self, name: str) -> Header:
         asked_for = self.path == self._files.directory / name
         regular_file(self._files.directory, name, "a part of the checkpoint", links=asked_for)
-        length = header_length(self._files.get(name, 0, LENGTH_BYTES))
-        return read_header(self._files.get(name, 0, LENGTH_BYTES + length), str(self._files.directory / name))
+        length = header_length(self._files.view(name, (0, LENGTH_BYTES)))
+        view = self._files.view(name, (0, LENGTH_BYTES + length))
+        return read_header(view, str(self._files.directory / name))
 
     def _find_pieces(self, fileset: ModelFiles, headers: Mapping[str, Header]) -> dict[str, list[_Piece]]:
         pieces: dict[str, list[_Piece]] = {}

@@ -82,7 +82,7 @@ def read_metrics(step: Path) -> dict[str, float]:
     """The metrics of a step's directory; none where it has no such file, or a damaged one."""
     try:
         found = json.loads((step / METRICS_FILE).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(found, dict):
         return {}

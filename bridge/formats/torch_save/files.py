@@ -6,8 +6,8 @@ import re
 from typing import Final
 
 from bridge.formats.base import COPY_AGAIN, CheckpointError
-from bridge.formats.files.mapped import MappedFiles
 from bridge.formats.files.model_files import FileKind
+from bridge.formats.files.source_files import SourceFiles
 from bridge.formats.files.zip_directory import STORED, ZIP_MAGIC, Member, read_directory
 
 TORCH_FILES: Final = FileKind(
@@ -21,7 +21,7 @@ _PICKLE: Final = b"\x80"
 _SAVE_AGAIN: Final = "load it with a PyTorch that you trust it to, and save it again by torch.save"
 
 
-def members_of(files: MappedFiles, name: str) -> dict[str, Member]:
+def members_of(files: SourceFiles, name: str) -> dict[str, Member]:
     """The members of the file, by name without their folder.
 
     CheckpointError when this is no zip file of torch.save: what it is is said, where that is known.
@@ -30,7 +30,7 @@ def members_of(files: MappedFiles, name: str) -> dict[str, Member]:
     size = path.stat().st_size
     if not size:
         raise CheckpointError(f"{path}: expected {_KIND}, but the file is empty: {COPY_AGAIN}")
-    head = files.get(name, 0, min(size, 64))[:64]
+    head = files.read(name, 0, min(size, 64))
     if head.startswith(_LEGACY):
         raise CheckpointError(
             f"{path}: expected {_KIND}, found the format before PyTorch 1.6, which has no parts: {_SAVE_AGAIN}"

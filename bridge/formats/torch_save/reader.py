@@ -11,21 +11,20 @@ Names are those of DCP: {"model": {"a.weight": t}, "step": 3} has the tensor "mo
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import numpy as np
+from isal import isal_zlib
 
-from bridge.formats.arrays import byte_range
 from bridge.formats.base import Box, CheckpointError, TensorInfo
-from bridge.formats.dcp.archive import Record, StoredTensor, describe_tensor, verify_record
+from bridge.formats.dcp.archive import Record, StoredTensor, compare_record, describe_tensor, verify_record
 from bridge.formats.dcp.pickle import read_pickle
 from bridge.formats.dcp.pickle_records import Vocabulary
+from bridge.formats.files.source_files import FileArray
 from bridge.formats.files.weight_index import check_index
 from bridge.formats.files.zip_directory import Member, data_start
 from bridge.formats.leaf_names import flat_name
@@ -97,21 +96,20 @@ class TorchSaveReader(SingleChunkReader):
         assert isinstance(stored, np.ndarray)
         target[...] = stored[box.slices()]
 
-    def _part(self, info: TensorInfo, box: Box) -> tuple[np.ndarray, mmap.mmap, int]:
+    def _part(self, info: TensorInfo, box: Box) -> FileArray:
         stored = self._stored[info.name]
         assert isinstance(stored, _Stored)
         tensor, member = stored.tensor, stored.member
         begin = self._start(stored.file, member)
-        tensor = tensor._replace(record=tensor.record._replace(start=begin))
         if self._verify and (stored.file, member.name) not in self._verified:
             what = f"{self._fileset.directory / stored.file}: tensor {info.name!r:.200}"
-            verify_record(partial(self._files.get, stored.file), tensor.record, what)
+            verify_record(self._files, stored.file, tensor.record._replace(start=begin), what)
             self._verified.add((stored.file, member.name))
         size = tensor.dtype.itemsize
-        strides = [step * size for step in tensor.strides]
-        first, stop = byte_range(begin + tensor.first * size, strides, size, box.offsets, box.sizes)
-        file = self._files.get(stored.file, first, stop)
-        return tensor.view(file)[box.slices()], file, first
+        strides = tuple(step * size for step in tensor.strides)
+        first, what = begin + tensor.first * size, f"tensor {info.name!r:.200}"
+        whole = FileArray(stored.file, first, tensor.shape, strides, tensor.dtype, what)
+        return whole.within(box, Box.whole(info.shape))
 
     def _start(self, file: str, member: Member) -> int:
         key = file, member.name
@@ -169,6 +167,6 @@ class TorchSaveReader(SingleChunkReader):
         if member.size > limit:
             raise CheckpointError(f"{what}: expected at most {limit} bytes, got {member.size}")
         start = self._start(file, member)
-        verify_record(partial(self._files.get, file), Record(start, member.size, member.crc or None), what)
-        stop = start + member.size
-        return self._files.get(file, start, stop)[start:stop]
+        data = self._files.read(file, start, start + member.size, repr(member.name))
+        compare_record(isal_zlib.crc32(data), Record(start, member.size, member.crc or None), what)
+        return data

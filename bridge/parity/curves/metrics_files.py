@@ -12,8 +12,10 @@ from typing import Any
 
 from bridge.parity.curves.event_files import is_event_file, read_events
 from bridge.parity.curves.series import STEP_NAMES, Collected, MetricsError, Series, as_number, as_step
+from bridge.text_files import read_text
 
 _EVENTS = "tfevents"
+_MAX_BYTES = 1 << 30
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, Series]:
@@ -34,6 +36,10 @@ def read_metrics(path: str | os.PathLike[str]) -> dict[str, Series]:
     """
     place = Path(path)
     found = Collected()
+    if place.exists() and not (place.is_dir() or place.is_file()):
+        raise MetricsError(
+            f"{place}: expected a file or a directory, got a pipe or a device: save its content first"
+        )
     if place.is_dir():
         files = sorted(file for file in place.iterdir() if _EVENTS in file.name)
         if not files:
@@ -74,14 +80,7 @@ def _left_out(path: Path, line: int, what: str) -> None:
 
 
 def _text(path: Path) -> str:
-    data = path.read_bytes()
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise MetricsError(
-            f"{path}, line {line}: expected UTF-8 text, found byte {data[error.start]:#04x}"
-        ) from None
+    return read_text(path, MetricsError, most=_MAX_BYTES, expected="lines of metrics")
 
 
 def _step_name(names: Sequence[str]) -> str | None:
@@ -119,7 +118,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 return _left_out(path, number, "line")
             raise MetricsError(

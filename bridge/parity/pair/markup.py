@@ -23,7 +23,7 @@ _PALETTES = {
 
 def text(value: object) -> str:
     """``value`` as text that cannot become a tag, an attribute or an escape sequence."""
-    return html.escape(printable(str(value)), quote=True)
+    return html.escape(printable(str(value), lines=True), quote=True)
 
 
 def number(value: float) -> str:

@@ -34,7 +34,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,6 +43,7 @@ from typing import Any
 import numpy as np
 
 from bridge.mapping.rules import family_names
+from bridge.text_files import load_toml
 
 _KEYS = {
     *("mapping", "loss", "dtype", "steps", "scale", "weights", "self_test"),
@@ -87,8 +87,8 @@ class RunFile:
         """Read and check a file. Raises ``RunFileError``."""
         file = Path(path)
         try:
-            table = tomllib.loads(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            table = load_toml(file, RunFileError)
+        except (OSError, ValueError) as error:
             raise RunFileError(f"{file}: expected a TOML file: {error}") from error
         unknown = sorted(table.keys() - _KEYS)
         if unknown:

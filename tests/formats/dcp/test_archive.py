@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import mmap
 import random
 import struct
 import zipfile
@@ -17,24 +16,20 @@ import torch
 
 from bridge.formats.arrays import raw_bytes
 from bridge.formats.base import DTYPES, CheckpointError
-from bridge.formats.dcp import archive as dcp_archive
 from bridge.formats.dcp import archive_writer as dcp_archive_writer
 from bridge.formats.dcp.archive import find_tensor, read_value, verify_record
 from bridge.formats.dcp.archive_writer import tensor_archive, tensor_archive_length, value_archive
+from bridge.formats.files import source_files
+from bridge.formats.files.source_files import FileView, SourceFiles
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import array_of, numbered, stock_archive, tensor_of
+from tests.support.bridge.file_views import elements, viewed
 
 
-def mapped(path: Path, data: bytes) -> mmap.mmap:
-    path.write_bytes(data)
-    with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-
-
-def read(file: mmap.mmap, offset: int, length: int) -> np.ndarray:
-    stored = find_tensor(file, offset, length, "w")
-    verify_record(lambda *_: file, stored.record, "w")
-    return stored.view(file).copy()
+def read(file: FileView, offset: int, length: int) -> np.ndarray:
+    stored, files, name = find_tensor(file, offset, length, "w"), file._files, file._name
+    verify_record(files, name, stored.record, "w")
+    return elements(file, stored)
 
 
 def write_tensor(file: BinaryIO, array: np.ndarray) -> int:
@@ -70,7 +65,7 @@ TENSORS = {
 def test_a_tensor_saved_by_torch_is_read_with_its_strides_and_offset(tmp_path: Path, name: str) -> None:
     tensor = TENSORS[name]
     data = stock_archive(tensor)
-    file = mapped(tmp_path / "f", b"odd" + data + b"tail")
+    file = viewed(tmp_path / "f", b"odd" + data + b"tail")
     assert same_bits(read(file, 3, len(data)), array_of(tensor))
 
 
@@ -79,7 +74,7 @@ def test_each_dtype_is_read_from_torch_and_by_torch(tmp_path: Path, dtype: str) 
     array = random_bits((3, 5), DTYPES[dtype], 7)
     tensor = tensor_of(array)
     data = stock_archive(tensor)
-    assert same_bits(read(mapped(tmp_path / "f", data), 0, len(data)), array)
+    assert same_bits(read(viewed(tmp_path / "f", data), 0, len(data)), array)
 
     buffer = io.BytesIO()
     length = write_tensor(buffer, array)
@@ -117,7 +112,7 @@ def test_data_is_aligned_in_the_file_and_python_finds_every_record_intact(tmp_pa
         start = buffer.tell()
         spans.append((start, write_tensor(buffer, np.arange(size, dtype=np.uint8))))
     data = buffer.getvalue()
-    file = mapped(tmp_path / "f", data)
+    file = viewed(tmp_path / "f", data)
     for start, length in spans:
         assert find_tensor(file, start, length, "w").record.start % 64 == 0
         with zipfile.ZipFile(io.BytesIO(data[start : start + length])) as archive:
@@ -134,7 +129,7 @@ def test_records_with_64_bit_sizes_are_read_here_by_torch_and_by_python(
     buffer = io.BytesIO()
     length = write_tensor(buffer, array)
     assert struct.pack("<L", 0xFFFFFFFF) in buffer.getvalue()
-    assert same_bits(read(mapped(tmp_path / "f", buffer.getvalue()), 0, length), array)
+    assert same_bits(read(viewed(tmp_path / "f", buffer.getvalue()), 0, length), array)
     assert torch.load(io.BytesIO(buffer.getvalue()), weights_only=True).numpy().tolist() == array.tolist()
     assert zipfile.ZipFile(io.BytesIO(buffer.getvalue())).testzip() is None
 
@@ -162,17 +157,17 @@ VALUES = [
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_value_is_the_same_read_from_torch_and_by_torch(tmp_path: Path, value: object) -> None:
     data = stock_archive(value)
-    assert repr(read_value(mapped(tmp_path / "f", data), 0, len(data), "v")) == repr(value)
+    assert repr(read_value(viewed(tmp_path / "f", data), 0, len(data), "v")) == repr(value)
     buffer = io.BytesIO()
     length = write_value(buffer, value, "v")
     assert repr(torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)) == repr(value)
-    assert repr(read_value(mapped(tmp_path / "g", buffer.getvalue()), 0, length, "v")) == repr(value)
+    assert repr(read_value(viewed(tmp_path / "g", buffer.getvalue()), 0, length, "v")) == repr(value)
 
 
 def test_a_conjugated_tensor_is_refused_not_read_unconjugated(tmp_path: Path) -> None:
     data = stock_archive(torch.conj(torch.tensor([1 + 2j])))
     with pytest.raises(CheckpointError, match="conjugated"):
-        find_tensor(mapped(tmp_path / "f", data), 0, len(data), "w")
+        find_tensor(viewed(tmp_path / "f", data), 0, len(data), "w")
 
 
 def rewritten(data: bytes, replace: dict[str, bytes]) -> bytes:
@@ -192,10 +187,10 @@ def rewritten(data: bytes, replace: dict[str, bytes]) -> bytes:
 
 def test_big_endian_data_is_refused(tmp_path: Path) -> None:
     data = rewritten(stock_archive(BASE), {})
-    assert same_bits(read(mapped(tmp_path / "f", data), 0, len(data)), array_of(BASE))
+    assert same_bits(read(viewed(tmp_path / "f", data), 0, len(data)), array_of(BASE))
     data = rewritten(stock_archive(BASE), {"byteorder": b"big"})
     with pytest.raises(CheckpointError, match="expected little-endian data, got byte order b'big'"):
-        find_tensor(mapped(tmp_path / "g", data), 0, len(data), "w")
+        find_tensor(viewed(tmp_path / "g", data), 0, len(data), "w")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +215,7 @@ def test_a_description_that_does_not_fit_its_data_is_refused(
     assert old in pickled
     data = rewritten(data, {"data.pkl": pickled.replace(old, new)})
     with pytest.raises(CheckpointError, match=why):
-        find_tensor(mapped(tmp_path / "f", data), 0, len(data), "w")
+        find_tensor(viewed(tmp_path / "f", data), 0, len(data), "w")
 
 
 def test_a_damaged_description_is_refused_even_where_it_still_makes_sense(tmp_path: Path) -> None:
@@ -228,21 +223,21 @@ def test_a_damaged_description_is_refused_even_where_it_still_makes_sense(tmp_pa
     assert data.count(b"K\x06K\x01\x86") == 1
     data = data.replace(b"K\x06K\x01\x86", b"K\x05K\x01\x86")
     with pytest.raises(CheckpointError, match=r"data\.pkl: the data is damaged"):
-        find_tensor(mapped(tmp_path / "f", data), 0, len(data), "w")
+        find_tensor(viewed(tmp_path / "f", data), 0, len(data), "w")
 
 
 def test_data_of_many_blocks_is_verified_to_its_last_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dcp_archive, "BLOCK", 64)
+    monkeypatch.setattr(source_files, "_SCAN", 64)
     data = stock_archive(BASE)
-    start = find_tensor(mapped(tmp_path / "f", data), 0, len(data), "w").record.start
-    assert same_bits(read(mapped(tmp_path / "f", data), 0, len(data)), array_of(BASE))
+    start = find_tensor(viewed(tmp_path / "f", data), 0, len(data), "w").record.start
+    assert same_bits(read(viewed(tmp_path / "f", data), 0, len(data)), array_of(BASE))
     for position in range(start, start + BASE.nbytes):
         broken = bytearray(data)
         broken[position] ^= 16
         with pytest.raises(CheckpointError, match="the data is damaged"):
-            read(mapped(tmp_path / "f", bytes(broken)), 0, len(data))
+            read(viewed(tmp_path / "f", bytes(broken)), 0, len(data))
 
 
 def test_strides_that_are_never_taken_do_not_matter(tmp_path: Path) -> None:
@@ -251,19 +246,19 @@ def test_strides_that_are_never_taken_do_not_matter(tmp_path: Path) -> None:
     huge = pickled.replace(b"K\x06K\x01\x86q\x07", b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7fK\x01\x86q\x07")
     assert huge != pickled
     data = rewritten(data, {"data.pkl": huge})
-    assert read(mapped(tmp_path / "f", data), 0, len(data)).tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert read(viewed(tmp_path / "f", data), 0, len(data)).tolist() == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_an_expanded_tensor_too_large_for_an_address_is_refused(tmp_path: Path) -> None:
     data = stock_archive(torch.zeros(1).expand(1 << 30, 1 << 31))
     with pytest.raises(CheckpointError, match="reaches outside"):
-        find_tensor(mapped(tmp_path / "f", data), 0, len(data), "w")
+        find_tensor(viewed(tmp_path / "f", data), 0, len(data), "w")
 
 
 def test_a_description_above_4_kib_is_refused(tmp_path: Path) -> None:
     data = rewritten(stock_archive(BASE), {"data.pkl": b"\x80\x02" + b"N" * 4096})
     with pytest.raises(CheckpointError, match=r"'data\.pkl' of at most 4096 bytes, got 4098"):
-        find_tensor(mapped(tmp_path / "f", data), 0, len(data), "w")
+        find_tensor(viewed(tmp_path / "f", data), 0, len(data), "w")
 
 
 def test_compressed_records_are_refused(tmp_path: Path) -> None:
@@ -271,7 +266,7 @@ def test_compressed_records_are_refused(tmp_path: Path) -> None:
     entry = data.index(b"PK\x01\x02")
     data[entry + 10] = 8
     with pytest.raises(CheckpointError, match="compressed or encrypted"):
-        find_tensor(mapped(tmp_path / "f", bytes(data)), 0, len(data), "w")
+        find_tensor(viewed(tmp_path / "f", bytes(data)), 0, len(data), "w")
 
 
 def test_an_archive_may_not_reach_outside_its_own_bytes(tmp_path: Path) -> None:
@@ -283,7 +278,7 @@ def test_an_archive_may_not_reach_outside_its_own_bytes(tmp_path: Path) -> None:
         if field == 20:
             broken[entry + 24 : entry + 28] = struct.pack("<L", value)
         with pytest.raises(CheckpointError, match="lies outside"):
-            find_tensor(mapped(tmp_path / "f", bytes(broken) + b"beyond" * 1000), 0, len(broken), "w")
+            find_tensor(viewed(tmp_path / "f", bytes(broken) + b"beyond" * 1000), 0, len(broken), "w")
 
 
 def test_a_checksum_that_was_never_computed_is_not_a_false_alarm(tmp_path: Path) -> None:
@@ -294,7 +289,7 @@ def test_a_checksum_that_was_never_computed_is_not_a_false_alarm(tmp_path: Path)
         data = stock_archive(BASE)
     finally:
         config.compute_crc32 = old
-    file = mapped(tmp_path / "f", data)
+    file = viewed(tmp_path / "f", data)
     assert find_tensor(file, 0, len(data), "w").record.crc is None
     assert same_bits(read(file, 0, len(data)), array_of(BASE))
 
@@ -316,7 +311,7 @@ def test_after_any_one_changed_byte_the_tensor_is_refused_or_bit_exact(tmp_path:
         broken = bytearray(data)
         broken[position] ^= rng.randrange(1, 256)
         try:
-            assert same_bits(read(mapped(tmp_path / "f", bytes(broken)), 0, len(data)), array)
+            assert same_bits(read(viewed(tmp_path / "f", bytes(broken)), 0, len(data)), array)
         except CheckpointError:
             refused += 1
     assert refused > len(data) // 4
@@ -336,7 +331,7 @@ def test_5000_mutants_and_every_truncation_raise_nothing_but_checkpoint_errors(t
         cases.append(bytes(mutant))
     errors = 0
     for case in cases:
-        file = mapped(tmp_path / "f", case)
+        file = viewed(tmp_path / "f", case)
         try:
             read_value(file, 0, first, "v")
             read(file, first, len(data) - first)
@@ -353,12 +348,16 @@ def test_a_record_above_4_gib_is_read_here_and_by_torch(tmp_path: Path) -> None:
     path = tmp_path / "f"
     with open(path, "wb") as file:
         length = write_tensor(file, array)
-    with open(path, "rb") as file:
-        view = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    stored = find_tensor(view, 0, length, "w")
-    verify_record(lambda *_: view, stored.record, "w")
+    files = SourceFiles(tmp_path)
+    stored = find_tensor(files.view("f"), 0, length, "w")
+    verify_record(files, "f", stored.record, "w")
     assert stored.shape == (size,)
-    assert stored.view(view)[[0, 1, size // 2, -1]].tolist() == [1, 0, 2, 3]
+    start = stored.record.start
+    assert [files.read("f", at, at + 1)[0] for at in (start, start + size // 2, start + size - 1)] == [
+        1,
+        2,
+        3,
+    ]
     loaded = torch.load(path, mmap=True, weights_only=True)
     assert loaded[[0, 1, size // 2, -1]].tolist() == [1, 0, 2, 3]
     path.unlink()  # pytest keeps the directories of three runs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import mmap
 import struct
 import zlib
 from pathlib import Path
@@ -17,12 +16,8 @@ from bridge.formats.dcp import archives as module
 from bridge.formats.dcp.archive import END, END64, END64_LOCATOR, StoredTensor, find_records, find_tensor
 from bridge.formats.dcp.archive_writer import tensor_archive
 from bridge.formats.dcp.archives import Archives
-
-
-def mapped(path: Path, data: bytes) -> mmap.mmap:
-    path.write_bytes(data)
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+from bridge.formats.files.source_files import FileView
+from tests.support.bridge.file_views import elements, viewed
 
 
 @pytest.fixture
@@ -31,7 +26,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     parse = module.records_and_places
 
-    def counted(file: mmap.mmap, offset: int, length: int, what: str) -> object:
+    def counted(file: FileView, offset: int, length: int, what: str) -> object:
         found.append(offset)
         return parse(file, offset, length, what)
 
@@ -45,7 +40,7 @@ def ours(array: np.ndarray, offset: int) -> bytes:
     return before + data + after
 
 
-def outcome(archives: Archives | None, file: mmap.mmap, offset: int, length: int) -> StoredTensor | str:
+def outcome(archives: Archives | None, file: FileView, offset: int, length: int) -> StoredTensor | str:
     try:
         find = find_tensor if archives is None else archives.find
         return find(file, offset, length, "w")
@@ -62,7 +57,7 @@ def test_alike_archives_are_parsed_once_for_each_place_in_a_row_of_64(
         archive = ours(array, len(data))
         places.append((len(data), len(archive), array))
         data += archive
-    file, archives = mapped(tmp_path / "f", data), Archives()
+    file, archives = viewed(tmp_path / "f", data), Archives()
     known = 0
     for offset, length, array in places:
         like = archives.known(file, offset, length)
@@ -70,7 +65,7 @@ def test_alike_archives_are_parsed_once_for_each_place_in_a_row_of_64(
         stored = archives.find(file, offset, length, "w")
         assert stored == find_tensor(file, offset, length, "w")
         assert like in (None, stored)
-        assert np.array_equal(stored.view(file), array)
+        assert np.array_equal(elements(file, stored), array)
     assert len(parsed) <= 2 * 64
     assert known >= len(places) - 2 * 64
 
@@ -82,9 +77,9 @@ def test_archives_of_torch_are_parsed_once(tmp_path: Path, parsed: list[int]) ->
         torch.save(torch.full((4, 4), float(k)), buffer)
         places.append((len(data), len(buffer.getvalue())))
         data += buffer.getvalue()
-    file, archives = mapped(tmp_path / "f", data), Archives()
+    file, archives = viewed(tmp_path / "f", data), Archives()
     for k, (offset, length) in enumerate(places):
-        assert (archives.find(file, offset, length, "w").view(file) == k).all()
+        assert (elements(file, archives.find(file, offset, length, "w")) == k).all()
     assert len(parsed) <= len({offset % 64 for offset, _ in places})
 
 
@@ -100,7 +95,7 @@ def test_with_any_bit_flipped_the_outcome_is_that_of_a_parser_that_knows_no_othe
         bad = bytearray(good)
         bad[position] ^= 1 << bit
         copies.append(bytes(bad))
-    file = mapped(tmp_path / "f", good + b"".join(copies))
+    file = viewed(tmp_path / "f", good + b"".join(copies))
     for number in range(1, length + 1):
         # Anew: a harmless flip is learned, too.
         archives = Archives()
@@ -113,10 +108,10 @@ def test_with_any_bit_flipped_the_outcome_is_that_of_a_parser_that_knows_no_othe
 def test_records_that_nobody_looks_at_may_differ(tmp_path: Path, parsed: list[int]) -> None:
     """All bytes are compared at once first; what then differs may be what does not matter."""
     data = ours(np.arange(6, dtype=np.float32), 0)
-    version = find_records(mapped(tmp_path / "g", data), 0, len(data), "w")["version"].start
+    version = find_records(viewed(tmp_path / "g", data), 0, len(data), "w")["version"].start
     other = bytearray(data + bytes(-len(data) % 64))
     other[version] ^= 1
-    file, archives = mapped(tmp_path / "f", bytes(other) + data), Archives()
+    file, archives = viewed(tmp_path / "f", bytes(other) + data), Archives()
     archives.find(file, 0, len(data), "w")
     assert archives.known(file, len(other), len(data)) == find_tensor(file, len(other), len(data), "w")
     assert parsed == [0]
@@ -127,9 +122,9 @@ def test_what_may_begin_a_safetensors_file_is_not_taken_for_known(tmp_path: Path
     data = bytearray(ours(np.arange(6, dtype=np.float32), 0))
     data += bytes(-len(data) % 64)
     length = len(ours(np.arange(6, dtype=np.float32), 0))
-    assert Archives().find(mapped(tmp_path / "f", bytes(data)), 0, length, "w").shape == (6,)
+    assert Archives().find(viewed(tmp_path / "f", bytes(data)), 0, length, "w").shape == (6,)
     data[8:9] = b"{"
-    file, archives = mapped(tmp_path / "f", bytes(data) * 2), Archives()
+    file, archives = viewed(tmp_path / "f", bytes(data) * 2), Archives()
     assert archives.find(file, 0, length, "w").shape == (6,)
     assert archives.find(file, len(data), length, "w").shape == (6,)
     assert archives.known(file, len(data), length) is None
@@ -144,7 +139,7 @@ def test_records_that_overlap_are_parsed_each_time(tmp_path: Path, parsed: list[
     inside = archive.index(bytes(4096))
     archive[inside : inside + len(tail)] = tail
     struct.pack_into("<Q", archive, len(archive) - size + 48, inside)
-    file, archives = mapped(tmp_path / "f", bytes(archive)), Archives()
+    file, archives = viewed(tmp_path / "f", bytes(archive)), Archives()
     for _ in range(2):
         archives.find(file, 0, len(archive), "w")
     assert parsed == [0, 0]

@@ -34,7 +34,7 @@ from bridge.formats.dcp.pickle import read_pickle
 from bridge.formats.dcp.pickle_records import PLAIN_VALUES, Instance, plain_from_pickle
 from bridge.formats.dcp.pickle_writer import write_pickle
 from bridge.formats.dcp.reader import DcpReader
-from bridge.formats.files import mapped as mapped_files
+from bridge.formats.files import source_files
 from bridge.formats.plain import plain_value
 from tests.formats.dcp.test_pickle import PAIR, Evil, nest
 from tests.support.bridge.bits import random_bits, same_bits
@@ -126,7 +126,7 @@ def test_where_the_data_is_follows_from_each_archive(ranks: RankGroup, tmp_path:
             expected: dict[str, list[tuple[int, int]]] = {}
             for name, info in reader.tensors.items():
                 for chunk, extent in zip(info.chunks, reader._metadata.extents[name], strict=True):
-                    file = reader.mapped(extent.file)
+                    file = reader.view(extent.file)
                     assert file is not None
                     stored = find_tensor(file, extent.offset, extent.length, "w")
                     start = stored.record.start + stored.first * info.dtype.itemsize
@@ -231,7 +231,7 @@ def test_any_region_of_any_tensor_equals_the_slice(
     stock_save({"w": tensor_of(array).permute(tuple(order))}, path)
     expected = array.transpose(order)
     with DcpReader(path) as reader, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mapped_files, "BLOCK", data.draw(st.integers(16, 64)))  # at least one element
+        patch.setattr(source_files, "BLOCK", data.draw(st.integers(16, 64)))  # at least one element
         for _ in range(4):
             low = tuple(data.draw(st.integers(0, n)) for n in expected.shape)
             sizes = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(expected.shape, low, strict=True))
@@ -243,16 +243,16 @@ def test_several_threads_may_read_while_few_files_stay_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: RankGroup
 ) -> None:
     ranks.run(2, save_sharded, str(tmp_path / "c"))
-    monkeypatch.setattr(mapped_files, "_MAX_OPEN_FILES", 1)
+    monkeypatch.setattr(source_files, "_MAX_OPEN_FILES", 1)
     names = list(sharded_full()) * 40
     with DcpReader(tmp_path / "c") as reader, ThreadPoolExecutor(4) as pool:
         for name, array in zip(names, pool.map(reader.read, names), strict=True):
             assert same_bits(array, array_of(sharded_full()[name]))
-        assert len(reader._files._maps) == 1
+        assert len(reader._files._opened) == 1
 
 
 def test_a_checkpoint_of_one_file_per_tensor_is_read_whole(tmp_path: Path) -> None:
-    state = {f"w{i}": numbered((3,)) + i for i in range(mapped_files._MAX_OPEN_FILES + 5)}
+    state = {f"w{i}": numbered((3,)) + i for i in range(source_files._MAX_OPEN_FILES + 5)}
     writer = dcp.FileSystemWriter(tmp_path / "c", single_file_per_rank=False)
     stock_save(state, tmp_path / "c", writer)
     with DcpReader(tmp_path / "c") as reader:
@@ -382,7 +382,7 @@ def data_offset(path: Path, name: str) -> tuple[Path, int]:
     """Where the first data byte of a one-chunk tensor is."""
     reader = DcpReader(path)
     (extent,) = reader._metadata.extents[name]
-    stored = find_tensor(reader._files.get(extent.file, 0, 0), extent.offset, extent.length, name)
+    stored = find_tensor(reader._files.view(extent.file), extent.offset, extent.length, name)
     return path / extent.file, stored.record.start
 
 

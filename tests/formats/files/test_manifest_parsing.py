@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from bridge.formats.files.manifest import (
     render_manifest,
     rest_checksum,
 )
+from bridge.formats.files.source_files import SourceFiles
 from tests.support.examples import examples
 
 GOOD: dict[str, Any] = {
@@ -207,23 +207,20 @@ def test_a_chunk_listed_twice_has_its_last_checksum_in_every_entry() -> None:
     assert found["b"].chunks == {Box((0,), (2,)): 4}
 
 
-def test_bytes_beside_the_data_are_the_same_in_memory_and_read(tmp_path: Path) -> None:
+def test_bytes_beside_the_data_are_the_same_in_pages_and_alone(tmp_path: Path) -> None:
     path = tmp_path / "f"
     data = bytes(k * 7 % 251 for k in range(3_000_000))
     path.write_bytes(data)
     # Small gaps, more than are taken together, and three above 4 KiB: at the start, amid the others, and at the end.
     ranges = [(10_000 + 90 * k, 10_000 + 90 * k + 60) for k in range(30_000) if not 7000 < k < 7100]
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        crc = rest_checksum(path, ranges, mapped)
-        assert crc == rest_checksum(path, ranges)
-        to_the_end = [*ranges, (2_710_000, len(data) - 9)]
-        assert rest_checksum(path, to_the_end, mapped) == rest_checksum(path, to_the_end)
-        for changed in (0, 9_999, 10_060, 640_075, 2_999_999):
-            other = bytearray(data)
-            other[changed] ^= 1
-            (tmp_path / "g").write_bytes(other)
-            with (
-                (tmp_path / "g").open("rb") as bad,
-                mmap.mmap(bad.fileno(), 0, access=mmap.ACCESS_READ) as held,
-            ):
-                assert rest_checksum(tmp_path / "g", ranges, held) != crc, changed
+    view = SourceFiles(tmp_path).view("f")
+    crc = rest_checksum(path, ranges, view)
+    assert crc == rest_checksum(path, ranges)
+    to_the_end = [*ranges, (2_710_000, len(data) - 9)]
+    assert rest_checksum(path, to_the_end, view) == rest_checksum(path, to_the_end)
+    for changed in (0, 9_999, 10_060, 640_075, 2_999_999):
+        other = bytearray(data)
+        other[changed] ^= 1
+        (tmp_path / "g").write_bytes(other)
+        other_view = SourceFiles(tmp_path).view("g")
+        assert rest_checksum(tmp_path / "g", ranges, other_view) != crc, changed

@@ -24,8 +24,8 @@ from bridge.formats.crc32c import extend
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.gathered import SMALL, Gathered
 from bridge.formats.files.manifest import MANIFEST_FILE
-from bridge.formats.files.mapped import MappedFiles, Piece
 from bridge.formats.files.recorded_chunks import RecordedChunks
+from bridge.formats.files.source_files import Piece, SourceFiles
 from bridge.formats.joined import JoinedReader
 from bridge.formats.orbax.reader import OrbaxReader
 from bridge.formats.quantized import DequantizedReader
@@ -113,7 +113,7 @@ def test_pieces_of_files_are_read_together_as_far_as_they_are_there(tmp_path: Pa
     contents = {name: rng.randbytes(300_000) for name in ("a", "b")}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    files = MappedFiles(tmp_path)
+    files = SourceFiles(tmp_path)
     for _ in range(30):
         pieces: list[Piece | None] = []
         at = 0
@@ -137,8 +137,8 @@ def test_pieces_of_files_are_read_together_as_far_as_they_are_there(tmp_path: Pa
             assert read == (len(expected) == sum(map(len, piece.targets)))
             assert not read or b"".join(piece.targets) == expected
     (tmp_path / "a").unlink()
-    with pytest.raises(FileNotFoundError, match="c"):
-        MappedFiles(tmp_path).read_into([Piece("c", 0, (memoryview(bytearray(1)),))])
+    with pytest.raises(CheckpointError, match="/c: cannot be opened: No such file"):
+        SourceFiles(tmp_path).read_into([Piece("c", 0, (memoryview(bytearray(1)),))])
     files.close()
     with pytest.raises(ValueError, match="was closed"):
         files.read_into([Piece("b", 0, (memoryview(bytearray(1)),))])

@@ -108,8 +108,8 @@ def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Once as it is, when everything in a test is small; once so that byte ranges and kept chunks are used."""
     if request.param == "slow paths":
         monkeypatch.setattr("bridge.formats.orbax.reader._IN_FLIGHT", 16)
-        monkeypatch.setattr("bridge.formats.orbax.raw_chunks.BLOCK", 40)
-        monkeypatch.setattr("bridge.formats.files.mapped.BLOCK", 40)
+        monkeypatch.setattr("bridge.formats.files.source_files._SCAN", 40)
+        monkeypatch.setattr("bridge.formats.files.source_files.BLOCK", 40)
 
 
 @pytest.mark.each_value
@@ -374,8 +374,8 @@ def test_large_raw_chunks_are_verified_before_bytes_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bridge.formats.orbax.reader._IN_FLIGHT", 16)
-    monkeypatch.setattr("bridge.formats.orbax.raw_chunks.BLOCK", 100)
-    monkeypatch.setattr("bridge.formats.files.mapped.BLOCK", 100)
+    monkeypatch.setattr("bridge.formats.files.source_files._SCAN", 100)
+    monkeypatch.setattr("bridge.formats.files.source_files.BLOCK", 100)
     value = random_bits((64, 32), F32, 1)
     write(tmp_path / "c", {"w": value}, {"w": (32, 32)})
     file, position = data_file(tmp_path / "c", value[32:].tobytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from bridge.formats import CheckpointError, detect_format, open_checkpoint
 from bridge.formats.base import DTYPES, Box
-from bridge.formats.files import mapped as mapped_files
+from bridge.formats.files import source_files
 from bridge.formats.safetensors.header import DTYPE_NAMES, _Parser, read_header
 from bridge.formats.safetensors.reader import SafetensorsReader
 from tests.support.bridge.bits import random_bits, same_bits
@@ -104,7 +105,7 @@ def test_any_region_of_any_tensor_equals_the_slice(
     array = random_bits(shape, DTYPES[data.draw(st.sampled_from(["float32", "bool", "complex64"]))], 5)
     path = stock_file({"v": array, "w": array}, tmp_path_factory.mktemp("region") / "x.safetensors")
     with SafetensorsReader(path) as reader, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mapped_files, "BLOCK", data.draw(st.integers(8, 64)))  # at least one element
+        patch.setattr(source_files, "BLOCK", data.draw(st.integers(8, 64)))  # at least one element
         for _ in range(4):
             low = tuple(data.draw(st.integers(0, n)) for n in shape)
             box = Box(low, tuple(data.draw(st.integers(0, n - o)) for n, o in zip(shape, low, strict=True)))
@@ -123,20 +124,28 @@ def test_a_region_of_a_file_larger_than_memory_needs_memory_for_itself_only(tmp_
         assert reader.read("w", Box((rows - 2, 1), (2, 63))).tolist() == [[0] * 63, [*range(1, 64)]]
 
 
-def test_memory_of_what_was_read_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The right pages: a region read in the middle of a file leaves nothing of it resident."""
-    array = random_bits((64, 1024), F32, 1)  # rows of a page
+def test_a_region_across_the_rows_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte once, and never more than a block in memory beside the result."""
+    array = random_bits((64, 1024), F32, 1)  # rows of 4096 bytes
     path = stock_file({"a": array, "w": array}, tmp_path / "x.safetensors")
-    dropped: list[tuple[int, int]] = []
-    monkeypatch.setattr(mapped_files, "drop_pages", lambda _, start, stop: dropped.append((start, stop)))
-    monkeypatch.setattr(mapped_files, "BLOCK", 4096 * 4)
+    monkeypatch.setattr(source_files, "BLOCK", 4096 * 4)
     with SafetensorsReader(path) as reader:
         first = reader._pieces["w"][0].array.start + 30 * 4096
-        reader.read("w", Box((30, 0), (10, 1024)))
-    assert min(dropped)[0] == first
-    assert max(dropped)[1] == first + 10 * 4096
-    assert sum(stop - start for start, stop in dropped) == 10 * 4096
-    assert len(dropped) > 2
+        filled: list[tuple[int, int]] = []
+        fill = source_files.SourceFiles.fill
+
+        def noting(files: object, name: str, start: int, target: memoryview, what: str = "") -> None:
+            filled.append((start, start + len(target)))
+            fill(files, name, start, target, what)  # type: ignore[arg-type] # any SourceFiles
+
+        monkeypatch.setattr(source_files.SourceFiles, "fill", noting)
+        found = reader.read("w", Box((30, 0), (10, 1000)))
+    assert same_bits(found, array[30:40, :1000].copy())
+    assert filled[0][0] == first
+    assert filled[-1][1] == first + 9 * 4096 + 4000
+    assert all(stop - start <= 4096 * 4 for start, stop in filled)
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(filled))
+    assert len(filled) > 2
 
 
 def test_shards_of_transformers_are_read_by_their_index(tmp_path: Path) -> None:
@@ -238,12 +247,12 @@ def test_wrong_questions_are_answered_with_what_was_expected(genuine: Path) -> N
 def test_several_threads_may_read_while_few_files_stay_open(
     shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped_files, "_MAX_OPEN_FILES", 1)
+    monkeypatch.setattr(source_files, "_MAX_OPEN_FILES", 1)
     with SafetensorsReader(shards) as reader, ThreadPoolExecutor(4) as pool:
         for name, array in zip("ab" * 50, pool.map(reader.read, "ab" * 50), strict=True):
             expected = random_bits((2, 3), F32, 1) if name == "a" else random_bits((4,), F32, 2)
             assert same_bits(array, expected)
-        assert len(reader._files._maps) == 1
+        assert len(reader._files._opened) == 1
 
 
 # Headers that do not hold together.

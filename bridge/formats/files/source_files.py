@@ -1,0 +1,479 @@
+"""The files of a checkpoint, read by position into memory of this process.
+
+    FileView     metadata: bytes by their place, fetched in pages
+    FileArray    elements: where they lie. `copy` writes them into an array, `lend` into a buffer that is used again
+    Piece        small tensors: several at once, into memory that is there
+
+No file is mapped. A mapped file that another process shortens, or whose disk fails, ends this process with SIGBUS; here
+it is a CheckpointError with file, tensor and byte. So is a file that changes between its first and its last read.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import resource
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from operator import mul, sub
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from bridge.formats.base import COPY_AGAIN, Box, CheckpointError, Loan
+from bridge.formats.stores.listing import StorePath
+
+BLOCK = 8 << 20
+"""Bytes of a file that are looked at in one go, so that little of the file is in memory."""
+
+_SCAN: Final = 1 << 20
+"""Bytes that are read at a time where a checksum is all that is wanted: the processor's cache holds them."""
+
+_PAGE_BEFORE: Final = 1 << 10
+_PAGE: Final = 4 << 10
+"""Bytes of metadata that are read together, some of them before those that are wanted: an archive ends, and the next
+begins, within."""
+
+_MAX_OPEN_FILES = 64
+_POOLED: Final = 1 << 20
+"""Loans from so many bytes on use buffers again: the system clears new memory page by page, which takes longer than the
+read. So many buffers are kept at most:"""
+_MAX_BUFFERS: Final = 8
+
+_GAP = 16 << 10
+"""Bytes between two pieces that are read with them."""
+
+_MOST_PARTS = 1000
+"""Memory that one read may fill: 1024 parts on Linux (`IOV_MAX`)."""
+
+_BETWEEN = memoryview(bytearray(_GAP))
+
+
+class Piece(NamedTuple):
+    """Bytes of a file from `start` on, and the memory that they are to fill, one part after the other."""
+
+    file: str
+    start: int
+    targets: tuple[memoryview, ...]
+
+
+class FileArray(NamedTuple):
+    """Elements that lie in a file: the first at byte `start`, the others by `strides`, in bytes, of at least 0.
+
+    what: whose they are, for errors.
+    """
+
+    file: str
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
+    what: str
+
+    def within(self, box: Box, outer: Box) -> FileArray:
+        """The elements of a box, where these are those of the box `outer`, which it lies in."""
+        if box == outer:
+            return self
+        offsets = map(sub, box.offsets, outer.offsets)
+        return self._replace(start=self.start + sum(map(mul, offsets, self.strides)), shape=box.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first element to the end of the last, and what is between them. There is an element."""
+        return self.dtype.itemsize + sum([(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)])
+
+    @property
+    def row_major(self) -> bool:
+        """Whether the elements follow each other in row-major order."""
+        step = self.dtype.itemsize
+        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if n != 1 and stride != step:
+                return False
+            step *= n
+        return True
+
+
+class Stamp(NamedTuple):
+    """What tells that a file was not changed: its bytes, and when it was last written to, in nanoseconds."""
+
+    size: int
+    written: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Stamp:
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+def stamps(files: Iterable[Path]) -> Mapping[Path, Stamp]:
+    """Of files of this machine that are there."""
+    found = {}
+    for file in files:
+        with suppress(OSError):
+            if not isinstance(file, StorePath):
+                found[file] = Stamp.of(file.stat())
+    return found
+
+
+def changed(before: Mapping[Path, Stamp]) -> Iterator[tuple[Path, str]]:
+    """Files that are not as their stamps say, and a sentence about each."""
+    for file, stamp in before.items():
+        try:
+            now = Stamp.of(file.stat())
+        except OSError as error:
+            yield file, f"{file} cannot be found any more: {error.strerror}"
+            continue
+        if now != stamp:
+            yield file, _change(file, stamp, now)
+
+
+def _change(path: object, before: Stamp, now: Stamp) -> str:
+    sizes = (
+        f"it had {before.size} bytes, and has {now.size}" if before.size != now.size else "it was written to"
+    )
+    return f"{path} was changed while it was read: {sizes}; try again when nothing writes to the checkpoint"
+
+
+class OpenFile:
+    """A file that is open for reading, until nobody has this any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = -1
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.stamp = Stamp.of(os.fstat(self.number))
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
+
+
+class _Scratch(threading.local):
+    """Memory of each thread for what is looked at or copied on."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """So many bytes, until the next call. A larger buffer than BLOCK is not kept."""
+        if nbytes > BLOCK:
+            return np.empty(nbytes, np.uint8)
+        if nbytes > self._memory.size:
+            self._memory = np.empty(min(BLOCK, max(nbytes, _SCAN)), np.uint8)
+        return self._memory[:nbytes]
+
+
+_SCRATCH = _Scratch()
+
+
+class _Buffers:
+    """Memory for loans, used again when a loan is given back. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """A buffer of at least so many bytes; MemoryError if there is none."""
+        if nbytes < _POOLED:
+            return np.empty(nbytes, np.uint8)
+        with self._lock:
+            fitting = [index for index, buffer in enumerate(self._free) if buffer.size >= nbytes]
+            if fitting:
+                return self._free.pop(min(fitting, key=lambda index: self._free[index].size))
+            if self._free:
+                self._free.pop(0)  # too small, or soon to be: memory stays that of the loans at a time
+        return np.empty(-(-nbytes // _POOLED) * _POOLED, np.uint8)
+
+    def give_back(self, buffer: np.ndarray) -> None:
+        if buffer.size >= _POOLED:
+            with self._lock:
+                if len(self._free) < _MAX_BUFFERS:
+                    self._free.append(buffer)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._free.clear()
+
+
+class SourceFiles:
+    """A directory's files, here or in a store, the most recently used ones kept open. Thread-safe.
+
+    CheckpointError from every read when a file cannot be read, ends early, or was changed since it was first read;
+    OSError when a store fails; ValueError after `close`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._opened: OrderedDict[str, OpenFile] = OrderedDict()
+        self._stamps: dict[str, Stamp] = {}
+        self._buffers = _Buffers()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def view(self, name: str, *ranges: tuple[int, int]) -> FileView:
+        """A file's metadata. ranges: what will be looked at, which a store is asked for at once."""
+        return FileView(self, name, ranges if isinstance(self.directory, StorePath) else ())
+
+    def size(self, name: str) -> int:
+        """Bytes of a file, when it was first opened."""
+        if isinstance(self.directory, StorePath):
+            return (self.directory / name).stat().st_size
+        return self.open(name, "").stamp.size
+
+    def read(self, name: str, start: int, stop: int, what: str = "") -> bytes:
+        """Bytes [start, stop) of a file. what: whose they are, for errors."""
+        if isinstance(self.directory, StorePath):
+            self._require_open()
+            return (self.directory / name).read_range(start, stop)
+        file = self.open(name, what)
+        data = self.read_from(file, name, start, stop, what)
+        self._require_same(name, file, what)
+        return data
+
+    def open(self, name: str, what: str = "") -> OpenFile:
+        """A file that was opened, perhaps before."""
+        with self._lock:
+            self._require_open()
+            file = self._opened.get(name)
+            if file is not None:
+                self._opened.move_to_end(name)
+                return file
+            try:
+                file = self._new(name)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._path(name, what)}: cannot be opened: {error.strerror}"
+                ) from error
+            stamp = self._stamps.setdefault(name, file.stamp)
+            if stamp != file.stamp:
+                raise CheckpointError(_change(self._path(name, what), stamp, file.stamp))
+            self._opened[name] = file
+            # Dropped, not closed: another thread may still read from it.
+            if len(self._opened) > _most_open():
+                self._opened.popitem(last=False)
+            return file
+
+    def read_from(self, file: OpenFile, name: str, start: int, stop: int, what: str = "") -> bytes:
+        """Bytes [start, stop) of an open file, of which a change is not noticed."""
+        parts: list[bytes] = []
+        while start < stop:
+            try:
+                part = os.pread(file.number, stop - start, start)
+            except OSError as error:
+                raise self._failed(name, start, what, error) from error
+            if not part:
+                raise self._ended(name, file, stop, what)
+            parts.append(part)
+            start += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def fill(self, name: str, start: int, target: memoryview, what: str = "") -> None:
+        """Fill memory, whose items are bytes, with those of a file from `start` on."""
+        if isinstance(self.directory, StorePath):
+            self._require_open()
+            (self.directory / name).fill(start, target)
+            return
+        file = self.open(name, what)
+        done = 0
+        while done < len(target):
+            try:
+                count = os.preadv(file.number, [target[done:]], start + done)
+            except OSError as error:
+                raise self._failed(name, start + done, what, error) from error
+            if not count:
+                raise self._ended(name, file, start + len(target), what)
+            done += count
+        self._require_same(name, file, what)
+
+    def scan(self, name: str, start: int, stop: int, what: str = "") -> Iterator[memoryview]:
+        """Bytes [start, stop) of a file in parts, each until the next is asked for; the thread's scratch memory."""
+        for first in range(start, stop, _SCAN):
+            part = memoryview(_SCRATCH.take(min(_SCAN, stop - first)))
+            self.fill(name, first, part, what)
+            yield part
+
+    def copy(self, target: np.ndarray, source: FileArray) -> None:
+        """Copy elements into an array of their shape and dtype, or of unsigned integers as wide."""
+        if not source.nbytes:
+            return
+        if source.row_major and target.flags.c_contiguous:
+            self.fill(source.file, source.start, memoryview(target.reshape(-1).view(np.uint8)), source.what)
+            return
+        span = source.span
+        # A store is asked for all at once: its blocks come by several requests.
+        if span <= BLOCK or isinstance(self.directory, StorePath):
+            memory = _SCRATCH.take(span)
+            self.fill(source.file, source.start, memoryview(memory), source.what)
+            target[...] = np.ndarray(source.shape, target.dtype, memory, 0, source.strides)
+            return
+        # Halves along the longest stride, until little of the file is in memory.
+        shape, strides = source.shape, source.strides
+        axis = max(range(len(shape)), key=lambda a: strides[a] if shape[a] > 1 else -1)
+        half = shape[axis] // 2
+        before, after = (slice(None),) * axis, shape[axis + 1 :]
+        self.copy(target[(*before, slice(half))], source._replace(shape=(*shape[:axis], half, *after)))
+        rest = source._replace(
+            start=source.start + half * strides[axis], shape=(*shape[:axis], shape[axis] - half, *after)
+        )
+        self.copy(target[(*before, slice(half, None))], rest)
+
+    def lend(self, source: FileArray) -> Loan | None:
+        """Elements that lie in a file in one piece, in memory that is used again once the loan is given back."""
+        if not (source.nbytes and source.row_major):
+            return None
+        nbytes = source.nbytes
+        try:
+            buffer = self._buffers.take(nbytes)
+        except MemoryError as error:
+            raise CheckpointError(
+                f"{self._path(source.file, source.what)}: no memory for {nbytes} bytes"
+            ) from error
+        self.fill(source.file, source.start, memoryview(buffer)[:nbytes], source.what)
+        array = buffer[:nbytes].view(source.dtype).reshape(source.shape)
+        array.flags.writeable = False
+        return Loan(array, partial(self._buffers.give_back, buffer))
+
+    def read_into(self, pieces: Sequence[Piece | None]) -> list[bool]:
+        """Read pieces of files into memory; whether each is there as a whole.
+
+        Neighbours come by one read: each read lets go of Python's lock, and a thread waits longer to get it back than
+        the read of a small piece takes. None of them in a store.
+        """
+        found = [False] * len(pieces)
+        if isinstance(self.directory, StorePath):
+            return found
+        run: list[tuple[int, int]] = []
+        vector: list[memoryview] = []
+        name, start, stop = "", 0, 0
+        for index, piece in enumerate(pieces):
+            if piece is None:
+                continue
+            gap = piece.start - stop
+            if run and not (piece.file == name and 0 <= gap <= _GAP and len(vector) < _MOST_PARTS):
+                self._read_run(name, start, vector, run, found)
+                run, vector = [], []
+            if not run:
+                name, start = piece.file, piece.start
+            elif gap:
+                vector.append(_BETWEEN[:gap])
+            vector += piece.targets
+            stop = piece.start + sum(map(len, piece.targets))
+            run.append((index, stop))
+        if run:
+            self._read_run(name, start, vector, run, found)
+        return found
+
+    def close(self) -> None:
+        """Release the files; arrays copied out stay valid."""
+        with self._lock:
+            self._closed = True
+            self._opened.clear()
+        self._buffers.clear()
+
+    def _read_run(
+        self, name: str, start: int, vector: list[memoryview], run: list[tuple[int, int]], found: list[bool]
+    ) -> None:
+        file = self.open(name, "")
+        try:
+            end = start + os.preadv(file.number, vector, start)
+        except OSError as error:
+            raise self._failed(name, start, "", error) from error
+        self._require_same(name, file, "")
+        for index, stop in run:
+            found[index] = stop <= end
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"the checkpoint {self.directory} was closed")
+
+    def _new(self, name: str) -> OpenFile:
+        while True:
+            try:
+                return OpenFile(self.directory / name)
+            except OSError as error:
+                # The process has too many files open, of which these can be opened again.
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._opened:
+                    raise
+                self._opened.popitem(last=False)
+
+    def _require_same(self, name: str, file: OpenFile, what: str) -> None:
+        status = os.fstat(file.number)
+        if (status.st_size, status.st_mtime_ns) != file.stamp:
+            raise CheckpointError(_change(self._path(name, what), file.stamp, Stamp.of(status)))
+
+    def _ended(self, name: str, file: OpenFile, stop: int, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path(name, what)}: expected bytes up to {stop}, but the file ends at byte "
+            f"{os.fstat(file.number).st_size}: was it shortened while it was read? {COPY_AGAIN}"
+        )
+
+    def _failed(self, name: str, start: int, what: str, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self._path(name, what)}: cannot be read at byte {start}: {error.strerror}")
+
+    def _path(self, name: str, what: str) -> str:
+        return f"{self.directory / name}: {what}" if what else str(self.directory / name)
+
+
+class FileView:
+    """A file's bytes by their place: ``view[start:stop]``, fewer where the file ends; `len` is its size.
+
+    A page is read at a time, and the last two kept, so that many small looks near each other cost one read. For one
+    thread. Errors as those of `SourceFiles`.
+    """
+
+    def __init__(self, files: SourceFiles, name: str, ranges: Sequence[tuple[int, int]] = ()) -> None:
+        self._files, self._name = files, name
+        self._file = None if isinstance(files.directory, StorePath) else files.open(name)
+        self._size = files.size(name) if self._file is None else self._file.stamp.size
+        self._kept = [(start, self._read(start, stop)) for start, stop in ranges]
+        self._ranges = len(self._kept)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, place: slice) -> bytes:
+        start, stop = place.start, min(place.stop, self._size)
+        if start >= stop:
+            return b""
+        for first, data in self._kept:
+            if first <= start and stop <= first + len(data):
+                return data[start - first : stop - first]
+        if stop - start > _PAGE:
+            return self._read(start, stop)
+        first = max(0, start - _PAGE_BEFORE)
+        data = self._read(first, max(stop, first + _PAGE))
+        # An archive begins in one page and ends in another.
+        self._kept[self._ranges :] = [*self._kept[self._ranges :][-1:], (first, data)]
+        return data[start - first : stop - first]
+
+    def unpack(self, layout: struct.Struct, position: int) -> tuple[Any, ...]:
+        """The fields of a record from this byte on. CheckpointError where the file ends before them."""
+        data = self[position : position + layout.size]
+        if len(data) != layout.size:
+            raise CheckpointError(
+                f"{self._files.directory / self._name}: expected {layout.size} bytes at {position}, but the file has "
+                f"{self._size}: {COPY_AGAIN}"
+            )
+        return layout.unpack(data)
+
+    def _read(self, start: int, stop: int) -> bytes:
+        stop = min(stop, self._size)
+        if self._file is None:
+            return self._files.read(self._name, start, stop)
+        return self._files.read_from(self._file, self._name, start, stop)
+
+
+def _most_open() -> int:
+    """Files that are kept open: no more than a quarter of what the process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, soft // 4))

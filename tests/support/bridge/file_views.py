@@ -1,0 +1,28 @@
+"""Files as readers look at them, and the elements of a stored tensor there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from bridge.formats.arrays import as_integers
+from bridge.formats.dcp.archive import StoredTensor
+from bridge.formats.files.source_files import FileArray, FileView, SourceFiles
+
+
+def viewed(path: Path, data: bytes) -> FileView:
+    """A new file with this content."""
+    path.write_bytes(data)
+    return SourceFiles(path.parent).view(path.name)
+
+
+def elements(file: FileView, stored: StoredTensor) -> np.ndarray:
+    """All elements of a tensor in the file, in memory of their own."""
+    size = stored.dtype.itemsize
+    strides = tuple(step * size for step in stored.strides)
+    start = stored.record.start + stored.first * size
+    found = np.empty(stored.shape, stored.dtype)
+    source = FileArray(file._name, start, stored.shape, strides, stored.dtype, "w")
+    file._files.copy(as_integers(found), source)
+    return found
