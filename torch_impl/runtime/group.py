@@ -7,11 +7,12 @@ Where the weights lie is the business of ``flat_weights`` or ``extended_weights`
 buffers: main weights, resident shard, compute weights, collected gradient, gradient.
 
 Compute weights that are kept (parameters that are not sharded, or ``reshard_after_forward=False``) are gathered
-again when the main weights have changed, whoever changed them. The group decides that from the version counter that
-torch keeps for the buffer, without asking the other ranks. Every change through a DTensor, an optimizer or
-``to_local()`` counts on every rank that makes it, also on ranks whose rows of the tensor are empty. A program that
-edits local tensors must therefore do so on all ranks, as with every DTensor; and ``tensor.to_local().data`` hides
-changes from the counter.
+again by the first forward after a backward that reduced gradients over all axes, whether this rank's main weights
+have changed or not: an optimizer may pass over rows that are empty or have no gradient, on some ranks only. Other
+changes (a loaded state dict, an edit between two forwards) are known from the version counter that torch keeps for the
+buffer. Every change through a DTensor, an optimizer or ``to_local()`` counts on every rank that makes it, also on ranks
+whose rows of the tensor are empty; ``tensor.to_local().data`` hides changes from the counter. Ranks whose counters
+disagree get an error that names them, see ``require_all_ranks``.
 
 A gather after a change also counts as an in-place change of the compute weights, so a backward through a forward that
 used the older weights raises autograd's error instead of yielding wrong gradients.
@@ -144,9 +145,15 @@ class ParameterGroup:
         self.gradient = GroupGradient(spec, self.unsharded, memory, self.reduction, its.context)
         self._first_version = self.weights.main_version
         self._transfer: Transfer | None = None
+        # Whether the next forward gathers, though the compute weights may be current: equal on all ranks.
+        self._due = False
         self._gathered_version: Version | None = None
         self._kept_version: Version | None = None
         self._started_version: Version | None = None
+
+    def step_may_follow(self) -> None:
+        """A backward left gradients that are reduced: rows on any rank may change until the next forward."""
+        self._due = self.strategy.optimizer > 0 and self.mesh.size > 1
 
     def start_unshard(self, refresh: bool) -> bool:
         """Begin to fill the compute weights if they are freed or, with ``refresh``, older than the main weights.
@@ -157,10 +164,11 @@ class ParameterGroup:
         if not weights.gathers or self._transfer is not None:
             return False
         version, gathered = weights.main_version, self._gathered_version
+        changed, current = version != gathered, version == self._kept_version and not self._due
         # Freed weights have no contents; those of an interrupted gather are arbitrary.
-        if weights.allocated and gathered is not None and not (refresh and version != gathered):
+        if weights.allocated and gathered is not None and not (refresh and (changed or self._due)):
             return False
-        changed, current = version != gathered, version == self._kept_version
+        self._due = False
         self._gathered_version = None  # until it has succeeded
         if not current:
             self._kept_version = None

@@ -369,6 +369,7 @@ class Unit:
 
     def reduce_waiting(self) -> None:
         """A backward has ended: reduce what earlier ones left, in case this unit took no part in it."""
+        self.gradients.backward_ended()
         waiting = self.gradients.waiting()
         if waiting:
             with torch.no_grad(), self._range("reduce"):

@@ -54,6 +54,12 @@ class UnitGradients:
         for group in groups:
             group.gradient.reduce(self._reduces_all, idle=True)
 
+    def backward_ended(self) -> None:
+        """All backwards have ended: the program may make a step now, if it has reduced the gradients for that."""
+        if self.requires_gradient_sync and self._reduces_all:
+            for group in self._groups:
+                group.step_may_follow()
+
     def abandon(self) -> None:
         """Drop what was collected in a backward that raised."""
         for group in self._groups:
