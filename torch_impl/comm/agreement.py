@@ -1,7 +1,8 @@
 """Failing together: an error on one rank becomes an error on all, instead of a hang on the others.
 
 ``agree`` exchanges the outcomes of an action; ``gather`` and ``scatter`` move small values to rank 0 and from there.
-``require_same_unit`` compares how the ranks shard a unit, once per unit.
+``require_same_unit`` compares how the ranks shard a unit, once per unit. ``require_all_ranks`` waits for ranks that
+might never come, so that a collective which one rank alone has reason to begin ends in an error instead of a hang.
 
 Work in the background agrees over a process group of its own, ``background_group``: over the default one its messages
 could meet those of a training step.
@@ -176,6 +177,40 @@ def require_same_unit(
     first = descriptions[0]
     rank, other = next((k, d) for k, d in enumerate(descriptions) if d != first)
     raise ValueError(f"fully_shard of {unit}: ranks differ: {_first_difference(first, rank, other)}")
+
+
+def require_all_ranks(what: str, mesh: DataParallelMesh, reason: str) -> None:
+    """Return once all ranks of ``mesh`` have come here with the same ``what``, as they must before a collective.
+
+    Over the store of the process groups: a collective would meet those of ranks that do not come. A store holds three
+    keys a rank, whatever the number of calls.
+
+    Raises RuntimeError when the store's timeout has passed: ``what``, the ranks that did not come, and ``reason``.
+    """
+    for size, group in zip(mesh.sizes, mesh.groups, strict=True):
+        store, own = group.get_group_store(), dist.get_rank(group)
+        turn = store.add(f"twinshard turns {own}", 1)
+        here, all_here = f"twinshard {turn} {what}", f"twinshard all at {turn}"
+        store.set(f"twinshard at {own}", here)
+        if store.add(here, 1) == size:
+            store.set(all_here, "")
+            # Whoever comes to this turn has left the one before.
+            store.delete_key(here)
+            store.delete_key(f"twinshard all at {turn - 1}")
+            continue
+        deadline = time.monotonic() + store.timeout.total_seconds()
+        # Not wait(): it would keep the store's lock from other threads.
+        while not store.check([all_here]):
+            if time.monotonic() > deadline:
+                keys = [f"twinshard at {k}" for k in range(size)]
+                came = [store.check([key]) and store.get(key).decode() == here for key in keys]
+                names = dist.get_process_group_ranks(group)
+                missing = [name for name, there in zip(names, came, strict=True) if not there]
+                raise RuntimeError(
+                    f"{what} on rank {names[own]}, but not on ranks {missing} within "
+                    f"{store.timeout.total_seconds():.0f} s: {reason}"
+                )
+            time.sleep(0.001)
 
 
 def _first_difference(first: Mapping[str, Any], rank: int, other: Mapping[str, Any]) -> str:

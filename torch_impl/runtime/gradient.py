@@ -163,8 +163,8 @@ class GroupGradient:
         """Begin to reduce what was collected; nothing if nothing came, else a collective.
 
         Parameters of the group that got no gradient on this rank count as zero; they get one if they did on another.
-        ``last``: over all axes, not only those that gradients are sharded over. ``idle``: nothing came, but sums wait,
-        see ``GroupReduction.waits``.
+        ``last``: over all axes, not only those that gradients are sharded over. ``idle``: also if nothing came, since
+        sums wait, see ``GroupReduction.waits``, or gradients may have come on other ranks.
 
         ``.grad`` has the result when the reduction is finished: before the next one of any unit, or at the end of the
         backward.

@@ -26,10 +26,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from torch_impl.comm.agreement import require_all_ranks
 from torch_impl.comm.streams import Transfer
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.refusals import set_name
 from torch_impl.runtime import autograd
+from torch_impl.runtime.gather import keeps_shard
 from torch_impl.runtime.gradient import GroupGradient
 from torch_impl.runtime.gradient_spec import AllReduceHook, Divisor, GradientSpec
 from torch_impl.runtime.group_weights import GroupSpec, GroupWeights, Version
@@ -166,8 +168,13 @@ class ParameterGroup:
         version, gathered = weights.main_version, self._gathered_version
         changed, current = version != gathered, version == self._kept_version and not self._due
         # Freed weights have no contents; those of an interrupted gather are arbitrary.
-        if weights.allocated and gathered is not None and not (refresh and (changed or self._due)):
+        kept = weights.allocated and gathered is not None
+        if kept and not (refresh and (changed or self._due)):
             return False
+        # Other ranks gather anyway, unless whole weights are kept, or shards between them and the main weights.
+        resident = self._kept_version is not None and keeps_shard(self.strategy)
+        if changed and not self._due and (kept or resident):
+            self._require_change_everywhere()
         self._due = False
         self._gathered_version = None  # until it has succeeded
         if not current:
@@ -179,6 +186,16 @@ class ParameterGroup:
             self._transfer = self._group_spec.context.streams.start(steps)
         self._started_version = version
         return True
+
+    def _require_change_everywhere(self) -> None:
+        """RuntimeError if only some ranks have changed their main weights, and would gather."""
+        if self.strategy.optimizer > 0 and self.mesh.size > 1:
+            require_all_ranks(
+                f"main weights of {self.names[0]!r} (unit {self._group_spec.context.name}) were changed between forwards",
+                self.mesh,
+                "a change outside of a training step must be made on all ranks, also where rows are empty: write to "
+                "the DTensor, or to to_local() without a condition on its size or values",
+            )
 
     def unshard(self, refresh: bool) -> None:
         """Fill the compute weights, see ``start_unshard``, and wait for them. Collective."""

@@ -69,6 +69,10 @@ class ScheduledUnit(Protocol):
         """All backwards have ended, of which one went through units: show the main weights if this took no part."""
         ...
 
+    def takes_part(self) -> bool:
+        """Whether the backward that runs now computes a gradient of any parameter of the unit."""
+        ...
+
     def rest_after_recompute(self) -> None:
         """All backwards have ended: free what was gathered for one that did not come."""
         ...
@@ -119,6 +123,8 @@ class Schedule:
         # Until a unit with parameters has begun its backward.
         self._backward_starts = False
         self._ended: list[weakref.ref[ScheduledUnit]] = []
+        # The number of a backward, and whether it computes gradients of parameters.
+        self._accumulates = (-1, False)
         self._prefetched: list[weakref.ref[ScheduledUnit]] = []
         self._recomputed: list[weakref.ref[ScheduledUnit]] = []
         self._tasks: dict[int, tuple[weakref.ref[Any], list[weakref.ref[ScheduledUnit]]]] = {}
@@ -193,6 +199,15 @@ class Schedule:
         ended_ref, units = self._tasks[task]
         units.append(weakref.ref(unit))
         return ended_ref
+
+    def accumulates(self, task: int) -> bool:
+        """Whether backward ``task``, which runs now, computes gradients of any unit's parameters.
+
+        Not where a program asks for gradients of inputs only, as for a penalty: nothing is to be reduced then.
+        """
+        if self._accumulates[0] != task:
+            self._accumulates = task, any(unit.takes_part() for unit in _alive(self._units))
+        return self._accumulates[1]
 
     def rest_at_end(self, unit: ScheduledUnit) -> None:
         """``unit`` runs forward again in backward: look at the end whether a backward of it followed."""
