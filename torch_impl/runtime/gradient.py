@@ -217,12 +217,14 @@ class GroupGradient:
         return frozenset(range(len(self._group_spec.names))).difference(self._untouched)
 
     def _complete(self, keep: bool) -> torch.Tensor:
-        """The buffer that was collected, with zeros where no gradient came."""
+        """The buffer that was collected, with zeros where no gradient came and in the padding, which hooks read too."""
         if self._whole is None:
             self._make_buffer(keep)
         assert self._whole is not None
-        for index in self._untouched:
-            self._views[index].zero_()
+        unwritten = [self._views[index] for index in self._untouched]
+        unwritten += self._group_spec.levels.padding(self._whole)
+        if unwritten:
+            torch._foreach_zero_(unwritten)
         return self._whole
 
     def _make_buffer(self, keep: bool) -> None:

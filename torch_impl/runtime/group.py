@@ -190,8 +190,9 @@ class ParameterGroup:
     def _require_change_everywhere(self) -> None:
         """RuntimeError if only some ranks have changed their main weights, and would gather."""
         if self.strategy.optimizer > 0 and self.mesh.size > 1:
+            unit = self._group_spec.context.name
             require_all_ranks(
-                f"main weights of {self.names[0]!r} (unit {self._group_spec.context.name}) were changed between forwards",
+                f"main weights of {self.names[0]!r} (unit {unit}) were changed between forwards",
                 self.mesh,
                 "a change outside of a training step must be made on all ranks, also where rows are empty: write to "
                 "the DTensor, or to to_local() without a condition on its size or values",

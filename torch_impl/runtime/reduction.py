@@ -15,7 +15,7 @@ that none used on no rank, whether it has rows there or not: gradients are clipp
 hold the same ones. Ranks are those of the group's mesh: ranks that hold other parts of a parameter, by tensor or expert
 parallelism, are not asked, and must use the same ones. The buffer that is reduced has a flag for each parameter
 (``buffer``), 1 on ranks that used it in this microbatch or in one whose sums wait. Any sum of flags but 0 means used,
-however it is rounded.
+however it is rounded. Hooks of the program do not see flags; what they make other than 0 counts as used.
 """
 
 from __future__ import annotations
@@ -261,7 +261,13 @@ class GroupReduction:
                 # The optimizer state is replicated on this axis, and every replica needs the sums.
                 steps.append((lane, partial(levels.sum, axis, values)))
         if last and self._group_spec.hook.function is not None:
-            steps.append(("outer", partial(self._group_spec.hook.run, values)))
+            level = strategy.optimizer
+            # Without flags, which a hook that scales or clips would take for gradients.
+            steps.append(("outer", partial(self._group_spec.hook.run, values[: levels.size(level)])))
+            steps.append(("outer", partial(self._flag_what_hook_changed, level, values)))
+            flags = levels.flags(level, values)
+            shared = [axis for axis in range(level) if levels.mesh.sizes[axis] > 1]
+            steps += [("outer", partial(levels.sum, axis, flags)) for axis in shared]
         if self._group_spec.host is not None:
             step, values = self._group_spec.host.send(values)
             steps.append(step)
@@ -281,6 +287,12 @@ class GroupReduction:
         if waited:
             flags = spec.levels.flags(level, values)
             flags.add_(_flags(waited, like=flags))
+
+    def _flag_what_hook_changed(self, level: int, sums: torch.Tensor, async_op: bool) -> None:
+        """Flag parameters that have gradients after a hook, since replicas that the mesh does not know used them."""
+        levels = self._group_spec.levels
+        present = [view.ne(0).any() for view in levels.views(level, sums)]
+        levels.flags(level, sums).add_(torch.stack(present))
 
     def _publish_partial(self, sums: torch.Tensor, used: frozenset[int]) -> None:
         sums = sums.to(self._group_spec.dtypes.grad)
