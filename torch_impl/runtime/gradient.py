@@ -27,9 +27,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from torch_impl.comm import collectives
 from torch_impl.runtime.gradient_spec import GradientSpec
 from torch_impl.runtime.pool import PooledGradient
 from torch_impl.runtime.reduction import GroupReduction, Host
+from torch_impl.runtime.tensor_parallel import SUMMED
 
 # Of a unit's gradients, what is held before they get their buffer, if it does not take the place of weights. Both are
 # in use together when it is made, so more would raise the peak at the end of a unit; less, that at its beginning.
@@ -85,10 +87,7 @@ class GroupGradient:
         place. Another one is made when enough has come: where most of a unit's gradients come late, as an embedding's
         beside an output layer, it would be in use through all of backward.
         """
-        # Autograd may place the gradient of a tensor-parallel weight otherwise than the weight.
-        given = self._group_spec.tensor_parallel[index]
-        if given is not None:
-            grad = given.local_gradient(grad)
+        grad = self._over_model_axes(index, grad)
         if self._whole is None:
             if not self._held:
                 # The group's memory may be under reduction still, for an earlier call of the unit.
@@ -106,6 +105,22 @@ class GroupGradient:
                         self._make_buffer(keep)
                 return
         self._put(index, grad)
+
+    def _over_model_axes(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a gradient whose terms lie on several ranks, added up in the dtype of the reduction."""
+        spec = self._group_spec
+        # Sums in float16 that are not divided yet would overflow.
+        reduce = grad.dtype if spec.divides_first else spec.dtypes.reduce
+        given = spec.tensor_parallel[index]
+        # Autograd may place the gradient of a tensor-parallel weight otherwise than the weight.
+        if given is not None:
+            return given.local_gradient(grad, reduce)
+        group = vars(self._unsharded[index]).get(SUMMED)
+        if group is None:
+            return grad
+        grad = grad.to(reduce, copy=True, memory_format=torch.contiguous_format)
+        collectives.all_reduce(grad, group)
+        return grad
 
     def _put(self, index: int, grad: torch.Tensor) -> None:
         view, divisor = self._views[index], self._group_spec.divisor.value
