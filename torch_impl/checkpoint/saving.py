@@ -180,10 +180,12 @@ class PlannedSave:
     def _write(self) -> Part:
         try:
             written = self._writer.write_data(self._final, self._planner).wait()
-        except OSError as error:
-            # Writing to an open file tells no name.
-            if error.filename is None and error.errno is not None:
-                raise OSError(error.errno, error.strerror, str(self._temporary)) from error
+        except Exception as error:
+            # torch's archive writer raises about the place in its file, on the way out of what the system refused. And
+            # writing to an open file tells no name.
+            refused = _refusal_in(error)
+            if refused is not None and (refused is not error or refused.filename is None):
+                raise OSError(refused.errno, refused.strerror, str(self._temporary)) from error
             raise
         return self._planner.part(written, self._temporary, self._final)
 
@@ -302,6 +304,16 @@ class ChunkPlanner(dcp.DefaultSavePlanner):
             objects,
             {name: data_file_entry(directory / name, held) for name, held in extents.items()},
         )
+
+
+def _refusal_in(error: BaseException) -> OSError | None:
+    """What the operating system refused, among an error and those that it followed from."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, OSError) and chain.errno is not None:
+            return chain
+        chain = chain.__cause__ or chain.__context__
+    return None
 
 
 def _dtype_of(item: WriteItem) -> str:
