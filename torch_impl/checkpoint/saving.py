@@ -218,7 +218,8 @@ def _contents(state: Tree) -> dict[str, str]:
     found = {}
     for name, tensor in named_tensors(state):
         found[name] = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-        if name.startswith("train."):
+        # A mapping's have no values before they are written.
+        if name.startswith("train.") and not tensor.is_meta:
             value = (
                 f"with checksum {array_checksum(_bytes_of(tensor)):08x}"
                 if tensor.ndim

@@ -181,11 +181,10 @@ class GroupGradient:
         ``last``: over all axes, not only those that gradients are sharded over. ``idle``: also if nothing came, since
         sums wait, see ``GroupReduction.waits``, or gradients may have come on other ranks.
 
-        ``.grad`` has the result when the reduction is finished: before the next one of any unit, or at the end of the
-        backward.
+        ``.grad`` has the result when the reduction is finished: before the next one of another unit, see
+        ``wait_for_others``, or at the end of the backward.
         """
         self._withdraw()
-        self._host.reductions.finish()
         if not self._came and not idle:
             self._drop()
             return
@@ -198,6 +197,10 @@ class GroupGradient:
         used = self._used
         self._forget()
         self.reduction.start(values, last, used)
+
+    def wait_for_others(self) -> None:
+        """Finish the reductions of another unit, to be called before the first one of this unit begins."""
+        self._host.reductions.finish()
 
     def abandon(self) -> None:
         """Forget what was collected in a backward that raised, and what is being reduced.
@@ -234,7 +237,8 @@ class GroupGradient:
     def _complete(self, keep: bool) -> torch.Tensor:
         """The buffer that was collected, with zeros where no gradient came and in the padding, which hooks read too."""
         if self._whole is None:
-            self._make_buffer(keep)
+            # Reductions of other units are finished, and those of this one go on.
+            self._make_buffer(keep, make_room=False)
         assert self._whole is not None
         unwritten = [self._views[index] for index in self._untouched]
         unwritten += self._group_spec.levels.padding(self._whole)
@@ -242,9 +246,10 @@ class GroupGradient:
             torch._foreach_zero_(unwritten)
         return self._whole
 
-    def _make_buffer(self, keep: bool) -> None:
+    def _make_buffer(self, keep: bool, make_room: bool = True) -> None:
         """Make the buffer, and put there the sums of earlier microbatches and what is held."""
-        self._host.reductions.make_room()
+        if make_room:
+            self._host.reductions.make_room()
         spec = self._group_spec
         kept = self.reduction.kept_whole()
         flat = None if spec.host is not None else self.reduction.flat_of(kept)

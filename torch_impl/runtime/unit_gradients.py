@@ -54,12 +54,18 @@ class UnitGradients:
     def finish(self) -> None:
         """Reduce or keep what was collected; also where nothing was, if other ranks may have collected something."""
         reached, self._reached = self._reached, False
+        # All groups of the unit are reduced side by side, beside the next unit's backward.
+        self._wait_for_others(self._groups)
         for group in self._groups:
             if self._keeps(group):
                 group.gradient.keep()
             else:
                 trains = any(param.requires_grad for param in group.params)
                 group.gradient.reduce(self._reduces_all, idle=reached and trains)
+
+    def _wait_for_others(self, groups: Sequence[ParameterGroup]) -> None:
+        if groups and not all(map(self._keeps, groups)):
+            groups[0].gradient.wait_for_others()
 
     def waiting(self) -> list[ParameterGroup]:
         """Groups with sums of earlier backwards that are to be reduced now, by ``reduce_waiting``."""
@@ -68,6 +74,7 @@ class UnitGradients:
 
     def reduce_waiting(self, groups: Sequence[ParameterGroup]) -> None:
         """Reduce what earlier backwards left in these."""
+        self._wait_for_others(groups)
         for group in groups:
             group.gradient.reduce(self._reduces_all, idle=True)
 

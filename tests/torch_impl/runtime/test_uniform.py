@@ -206,3 +206,41 @@ def penalized() -> None:
 
 def test_gradients_of_inputs_alone_reduce_nothing(ranks: RankGroup) -> None:
     ranks.run(2, penalized)
+
+
+def order_of_two_groups(prefetch: int) -> list[str]:
+    """In which order the groups of units of two groups start and finish, and where the next backward begins."""
+    log: list[str] = []
+    policy = torch_impl.MixedPrecisionPolicy(gather_dtype="mxfp8")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2)))
+    for k, unit in enumerate(model):
+        torch_impl.fully_shard(unit, mp_policy=policy, prefetch=prefetch)
+        unit.register_full_backward_pre_hook(lambda *_, k=k: log.append(f"backward {k}"))
+    torch_impl.fully_shard(model, mp_policy=policy, prefetch=prefetch)
+    for k, unit in enumerate(model):
+        for index, group in enumerate(unit._unit.groups):
+            reduction, name = group.reduction, f"{k}.{index}"
+
+            def start(*args: object, own: object = reduction.start, name: str = name) -> None:
+                log.append(f"start {name}")
+                own(*args)  # type: ignore[operator]  # a bound method
+
+            def finish(
+                own: object = reduction.finish, name: str = name, reduction: object = reduction
+            ) -> None:
+                if reduction.under_way:  # type: ignore[attr-defined]  # a GroupReduction
+                    log.append(f"finish {name}")
+                own()  # type: ignore[operator]
+
+            reduction.start, reduction.finish = start, finish
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
+    for _ in range(2):
+        log.clear()
+        model(x).square().mean().backward()
+    return log
+
+
+def test_groups_of_a_unit_are_reduced_side_by_side(ranks: RankGroup) -> None:
+    for log in ranks.run(2, order_of_two_groups, 1, timeout=60):
+        assert log[:4] == ["backward 1", "start 1.0", "start 1.1", "backward 0"]
+        assert log[4:] == ["finish 1.0", "finish 1.1", "start 0.0", "start 0.1", "finish 0.0", "finish 0.1"]
