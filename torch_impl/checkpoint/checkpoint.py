@@ -130,8 +130,8 @@ def save_checkpoint_async(
         pending.wait()  # complete on disk, or raises
 
     An error in the thread is raised on all ranks by ``wait``; where nobody called that, by the next save; and at the
-    end of the program it goes to stderr. The program ends when the save has ended. Wait before
-    ``torch.distributed.destroy_process_group``, without which ranks cannot agree.
+    end of the program it goes to stderr, and makes the exit status 120. The program ends when the save has ended. Wait
+    before ``torch.distributed.destroy_process_group``, without which ranks cannot agree.
 
     Args and raised at once: as ``save_checkpoint``, but for errors of writing. ``CheckpointError`` also for an earlier
     asynchronous save that failed.

@@ -51,6 +51,7 @@ _LIKE = {
     _aten.masked_fill_.Scalar,
     _aten.masked_fill_.Tensor,
     _aten.floor_divide.default,
+    _aten.floor_divide_.Tensor,
     _aten.hardswish.default,
 }
 # The same on the terms of a sum as on the sum.

@@ -94,14 +94,14 @@ class GroupGradient:
                 self.reduction.finish()
             # Kept sums are added to in place, and a second gradient of one parameter needs the first.
             if keep or index in self._held or (not self._held and self.reduction.kept_whole()):
+                self._host.reductions.make_room()
                 self._make_buffer(keep)
             else:
                 self._held[index] = grad
                 self._held_numel += grad.numel()
                 if self._held_numel > _HELD * self._group_spec.levels.size(0):
-                    if frees or len(self._held) == len(self._group_spec.names):
-                        self._host.reductions.make_room()
-                    else:
+                    self._host.reductions.make_room()
+                    if not frees and len(self._held) < len(self._group_spec.names):
                         self._make_buffer(keep)
                 return
         self._put(index, grad)
@@ -141,6 +141,7 @@ class GroupGradient:
             if param.requires_grad and not hasattr(param, "main_grad"):
                 if self._whole is None:
                     self.reduction.finish()
+                    self._host.reductions.make_room()
                     self._make_buffer(keep)
                     # Kernels write gradients as they are.
                     self._divided = False
@@ -238,7 +239,7 @@ class GroupGradient:
         """The buffer that was collected, with zeros where no gradient came and in the padding, which hooks read too."""
         if self._whole is None:
             # Reductions of other units are finished, and those of this one go on.
-            self._make_buffer(keep, make_room=False)
+            self._make_buffer(keep)
         assert self._whole is not None
         unwritten = [self._views[index] for index in self._untouched]
         unwritten += self._group_spec.levels.padding(self._whole)
@@ -246,10 +247,8 @@ class GroupGradient:
             torch._foreach_zero_(unwritten)
         return self._whole
 
-    def _make_buffer(self, keep: bool, make_room: bool = True) -> None:
+    def _make_buffer(self, keep: bool) -> None:
         """Make the buffer, and put there the sums of earlier microbatches and what is held."""
-        if make_room:
-            self._host.reductions.make_room()
         spec = self._group_spec
         kept = self.reduction.kept_whole()
         flat = None if spec.host is not None else self.reduction.flat_of(kept)

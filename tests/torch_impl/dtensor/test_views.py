@@ -258,3 +258,45 @@ def views_of_parameters() -> None:
 
 def test_a_write_to_a_view_of_a_parameter_is_seen_by_the_next_forward(ranks: RankGroup) -> None:
     ranks.run(3, views_of_parameters)
+
+
+IN_PLACE: dict[str, Callable[[Any], Any]] = {
+    "abs_": lambda t: t.abs_(),
+    "sign_": lambda t: t.sign_(),
+    "clamp_": lambda t: t.clamp_(-0.2, 0.3),
+    "nan_to_num_": lambda t: t.div_(0).nan_to_num_(nan=1.0, posinf=2.0, neginf=3.0),
+    "neg_": lambda t: t.neg_(),
+    "copysign_": lambda t: t.copysign_(-1.0),
+    "heaviside_": lambda t: t.heaviside_(torch.zeros_like(t)),
+    "gt_": lambda t: t.gt_(0.1),
+    "eq_ of two": lambda t: t.eq_(t.clone()),
+    "xlogy_": lambda t: t.xlogy_(2.0),
+    "threshold_": lambda t: nn.functional.threshold_(t, 0.1, 5.0),
+    "mish_": lambda t: nn.functional.mish(t, inplace=True),
+    "hardswish_": lambda t: nn.functional.hardswish(t, inplace=True),
+    "floor_divide_": lambda t: t.floor_divide_(0.3),
+    "masked_fill_": lambda t: t.masked_fill_(t > 0, -1.0),
+}
+
+
+def written_in_place(few: bool) -> None:
+    for cut, full, tensor in tensors(PLAIN, few):
+        for name, write in IN_PLACE.items():
+            made, wanted = tensor.clone(), full.clone()
+            version = local_of(made)._version
+            assert write(made) is made, name
+            write(wanted)
+            text = f"{name} of {tuple(full.shape)} under {cut}"
+            assert_close(
+                made.full_tensor(),
+                wanted,
+                rtol=1e-6,
+                atol=1e-7,
+                msg=lambda found, text=text: f"{text}: {found}",
+            )
+            assert local_of(made)._version > version, name
+
+
+@FEW
+def test_operators_that_write_elements_are_those_of_whole_tensors(ranks: RankGroup, few: bool) -> None:
+    ranks.run(4, written_in_place, few)
