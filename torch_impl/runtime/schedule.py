@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -39,6 +39,9 @@ from torch_impl.comm.streams import streams_for
 from torch_impl.runtime import autograd
 from torch_impl.runtime.pool import BufferPool
 from torch_impl.runtime.reduction import Reductions
+
+if TYPE_CHECKING:
+    from torch_impl.runtime.unit_gradients import UnitGradients
 
 U = TypeVar("U")
 
@@ -48,6 +51,9 @@ class ScheduledUnit(Protocol):
 
     @property
     def has_parameters(self) -> bool: ...
+
+    @property
+    def gradients(self) -> UnitGradients: ...
 
     def start_unshard(self, refresh: bool) -> bool:
         """Begin to gather the compute weights; False if there is nothing to gather."""
@@ -67,10 +73,6 @@ class ScheduledUnit(Protocol):
 
     def pass_ended(self) -> None:
         """All backwards have ended, of which one went through units: show the main weights if this took no part."""
-        ...
-
-    def takes_part(self) -> bool:
-        """Whether the backward that runs now computes a gradient of any parameter of the unit."""
         ...
 
     def rest_after_recompute(self) -> None:
@@ -124,7 +126,7 @@ class Schedule:
         self._backward_starts = False
         self._ended: list[weakref.ref[ScheduledUnit]] = []
         # The number of a backward, and whether it computes gradients of parameters.
-        self._accumulates = (-1, False)
+        self._accumulates: tuple[int | None, bool] = (None, False)
         self._prefetched: list[weakref.ref[ScheduledUnit]] = []
         self._recomputed: list[weakref.ref[ScheduledUnit]] = []
         self._tasks: dict[int, tuple[weakref.ref[Any], list[weakref.ref[ScheduledUnit]]]] = {}
@@ -200,13 +202,14 @@ class Schedule:
         units.append(weakref.ref(unit))
         return ended_ref
 
-    def accumulates(self, task: int) -> bool:
-        """Whether backward ``task``, which runs now, computes gradients of any unit's parameters.
+    def accumulates(self) -> bool:
+        """Whether the backward that runs now computes gradients of any unit's parameters.
 
         Not where a program asks for gradients of inputs only, as for a penalty: nothing is to be reduced then.
         """
+        task = autograd.current_backward()
         if self._accumulates[0] != task:
-            self._accumulates = task, any(unit.takes_part() for unit in _alive(self._units))
+            self._accumulates = task, any(unit.gradients.takes_part() for unit in _alive(self._units))
         return self._accumulates[1]
 
     def rest_at_end(self, unit: ScheduledUnit) -> None:

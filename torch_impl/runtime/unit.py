@@ -13,8 +13,8 @@ Gradients are reduced when those of the unit's inputs are complete that take par
 backward if none does, or for a unit that was called more than once or whose outputs are hidden in objects. They are not
 reduced when the unit's own last gradient arrives, since ranks may use different parameters of a unit. All groups (one
 dtype of a unit; with float8 weights, its matrices or its vectors) with trainable parameters reduce if the backward
-reached an output of the unit, also those none of whose parameters got a gradient on this rank. A gradient that comes
-without that, of a parameter that is used outside of its unit, must come on all ranks.
+reached an output of the unit, whether they got a gradient on this rank or not. Gradients of parameters that are used
+outside of their unit must come on all ranks.
 
 Meanwhile the next unit's weights are gathered and the last one's gradients reduced: see ``schedule``.
 """
@@ -316,9 +316,7 @@ class Unit:
     def _backward_started(self, call: _Call) -> None:
         self._join_backward()
         self._backwards.outputs_reached(call.number, call.inputs)
-        task = autograd.current_backward()
-        if task is not None and self.schedule.accumulates(task):
-            self.gradients.outputs_reached()
+        self.gradients.outputs_reached(self.schedule.accumulates())
         self._begin(Event.BACKWARD_BEGINS, self.phase if self._calls else Phase.BACKWARD, in_backward=True)
 
     def _join_backward(self) -> None:
@@ -378,10 +376,6 @@ class Unit:
         if waiting:
             with torch.no_grad(), self._range("reduce"):
                 self.gradients.reduce_waiting(waiting)
-
-    def takes_part(self) -> bool:
-        """Whether the backward that runs now computes a gradient of any parameter of the unit."""
-        return self.gradients.takes_part()
 
     def _rest(self, event: Event) -> None:
         if self._calls:

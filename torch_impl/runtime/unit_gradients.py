@@ -39,9 +39,9 @@ class UnitGradients:
         group = self._groups[index]
         group.gradient.arrived(k, self._keeps(group), reshards and group.strategy.shard_parameters)
 
-    def outputs_reached(self) -> None:
-        """A backward that computes gradients of parameters has reached an output of the unit."""
-        self._reached = True
+    def outputs_reached(self, accumulates: bool) -> None:
+        """A backward has reached an output of the unit; ``accumulates``: it computes gradients of parameters."""
+        self._reached = self._reached or accumulates
 
     def takes_part(self) -> bool:
         """Whether the backward that runs now computes a gradient of any parameter of the unit."""
