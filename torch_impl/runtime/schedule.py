@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -40,10 +40,15 @@ from torch_impl.runtime import autograd
 from torch_impl.runtime.pool import BufferPool
 from torch_impl.runtime.reduction import Reductions
 
-if TYPE_CHECKING:
-    from torch_impl.runtime.unit_gradients import UnitGradients
-
 U = TypeVar("U")
+
+
+class UnitParameters(Protocol):
+    """What a schedule asks of a unit's parameters."""
+
+    def takes_part(self) -> bool:
+        """Whether the backward that runs now computes a gradient of any of them."""
+        ...
 
 
 class ScheduledUnit(Protocol):
@@ -53,7 +58,7 @@ class ScheduledUnit(Protocol):
     def has_parameters(self) -> bool: ...
 
     @property
-    def gradients(self) -> UnitGradients: ...
+    def gradients(self) -> UnitParameters: ...
 
     def start_unshard(self, refresh: bool) -> bool:
         """Begin to gather the compute weights; False if there is nothing to gather."""
