@@ -15,13 +15,13 @@ that none used on no rank, whether it has rows there or not: gradients are clipp
 hold the same ones. Ranks are those of the group's mesh: ranks that hold other parts of a parameter, by tensor or expert
 parallelism, are not asked, and must use the same ones. The buffer that is reduced has a flag for each parameter
 (``buffer``), 1 on ranks that used it in this microbatch or in one whose sums wait. Any sum of flags but 0 means used,
-however it is rounded. Hooks of the program do not see flags; what they make other than 0 counts as used.
+however it is rounded. Hooks of the program do not see flags.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -162,7 +162,20 @@ class GroupReduction:
             return done.used
         level = spec.strategy.optimizer if done.last else spec.strategy.gradients
         counts = spec.levels.flags(level, done.sums).ne(0).any(0).tolist()
-        return frozenset(index for index, used in enumerate(counts) if used)
+        used = frozenset(index for index, count in enumerate(counts) if count)
+        if done.last and spec.hook.function is not None:
+            self._check_hooked(trained - used, spec.levels.views(level, done.sums))
+        return used
+
+    def _check_hooked(self, unused: Collection[int], sums: Sequence[torch.Tensor]) -> None:
+        """RuntimeError for a gradient that a hook brought from elsewhere: ranks without rows do not know of it."""
+        for index in unused:
+            if sums[index].ne(0).any():
+                raise RuntimeError(
+                    f"set_all_reduce_hook: parameter {self._group_spec.names[index]!r} was used on no rank of this "
+                    "mesh, and has a gradient after the hook: expected all replicas that the hook reduces over to use "
+                    "the same parameters; use it in each replica's loss, if only times 0"
+                )
 
     def abandon(self) -> None:
         """Forget what is being reduced."""
@@ -274,13 +287,9 @@ class GroupReduction:
                 # The optimizer state is replicated on this axis, and every replica needs the sums.
                 steps.append((lane, partial(levels.sum, axis, values)))
         if last and self._group_spec.hook.function is not None:
-            level = strategy.optimizer
             # Without flags, which a hook that scales or clips would take for gradients.
-            steps.append(("outer", partial(self._group_spec.hook.run, values[: levels.size(level)])))
-            steps.append(("outer", partial(self._flag_what_hook_changed, level, values)))
-            flags = levels.flags(level, values)
-            shared = [axis for axis in range(level) if levels.mesh.sizes[axis] > 1]
-            steps += [("outer", partial(levels.sum, axis, flags)) for axis in shared]
+            sums = values[: levels.size(strategy.optimizer)]
+            steps.append(("outer", partial(self._group_spec.hook.run, sums)))
         if self._group_spec.host is not None:
             step, values = self._group_spec.host.send(values)
             steps.append(step)
@@ -300,12 +309,6 @@ class GroupReduction:
         if waited:
             flags = spec.levels.flags(level, values)
             flags.add_(self._flags(frozenset(waited), like=flags))
-
-    def _flag_what_hook_changed(self, level: int, sums: torch.Tensor, async_op: bool) -> None:
-        """Flag parameters that have gradients after a hook, since replicas that the mesh does not know used them."""
-        levels = self._group_spec.levels
-        present = [view.ne(0).any() for view in levels.views(level, sums)]
-        levels.flags(level, sums).add_(torch.stack(present))
 
     def _publish_partial(self, sums: torch.Tensor, used: frozenset[int]) -> None:
         sums = sums.to(self._group_spec.dtypes.grad)

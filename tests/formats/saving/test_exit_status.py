@@ -26,8 +26,8 @@ from flax import nnx
 from jax_impl import CheckpointManager, fully_shard, init_state, save_checkpoint, save_checkpoint_async
 import jax
 model = nnx.Linear(600, 500, rngs=nnx.Rngs(0))
-plan = fully_shard(model, jax.make_mesh((1,), ("dp",)), units=[])
-args = (plan, init_state(plan, shard(plan, model), optax.sgd(0.1)))
+plan, weights = fully_shard(model, jax.make_mesh((1,), ("dp",)), units=[])
+args = (plan, init_state(plan, weights, optax.sgd(0.1)))
 """
 WAYS = {
     "async": "save_checkpoint_async(PATH, *args)",
