@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -86,12 +87,12 @@ class TensorParallel:
             mesh, wanted = self.spmd.mesh, tuple(self._on_all_axes(grad.placements))
         if tuple(grad.placements) == wanted:
             return grad.to_local()
-        if any(
-            given.is_partial() and given != placed
-            for given, placed in zip(grad.placements, wanted, strict=True)
-        ):
-            grad = grad.to(reduce)
-        return grad.redistribute(mesh, wanted).to_local()
+        pairs = zip(grad.placements, wanted, strict=True)
+        sums = any(given.is_partial() and given != placed for given, placed in pairs)
+        # torch's stubs say that a cast DTensor is a plain tensor.
+        terms: Any = grad.to(reduce) if sums else grad
+        local: torch.Tensor = terms.redistribute(mesh, wanted).to_local()
+        return local
 
     def _on_all_axes(self, on_data_axes: Sequence[Placement]) -> list[Placement]:
         """These placements on the data-parallel axes, and those of the parameter on the others."""
