@@ -201,9 +201,9 @@ class FSDPModule(Unavailable):
     ) -> None:
         """Have ``hook(sums)`` change this unit's reduced gradients in place: replicas of another mesh, as of torchft.
 
-        ``sums``, one flat tensor for each group in the dtype of the reduction, padding included, are reduced over all
-        axes of the mesh, and divided after the hook (float16 ones before). The hook is not called for sums that wait
-        for the last microbatch. ``stream``: on which it runs on a mesh of one axis. None: no hook any longer.
+        ``sums``, one flat tensor for each group in the dtype of the reduction, with zeros as padding, are reduced over
+        all axes of the mesh, and divided after the hook (float16 ones before). The hook is not called for sums that
+        wait for the last microbatch. ``stream``: on which it runs on a mesh of one axis. None: no hook any longer.
 
         Raises TypeError for a hook that cannot be called; ValueError for a stream on a mesh of two axes, and for a unit
         whose parameters have several meshes.

@@ -90,8 +90,8 @@ def save_checkpoint(
     Raises:
         FileExistsError: something is at ``path``.
         ValueError: a state or train value that cannot be saved, by name; an ``item`` that is no name.
-        CheckpointError: names that collide, a mapping that does not fit the state, or another process that failed or
-            was not heard of.
+        CheckpointError: names that collide, a mapping that does not fit the state, or another process that failed, was
+            given another path, or was not heard of.
         OSError: the system refused a write.
     """
     start_save(
@@ -133,7 +133,7 @@ def save_checkpoint_async(
         pending.wait()  # complete on disk, or raises
 
     An error in the thread is raised on all processes by ``wait``; where nobody called that, by the next save; and at
-    the end of the program it goes to stderr. The program ends when the save has ended.
+    the end of the program it goes to stderr, and makes the exit status 120. The program ends when the save has ended.
 
     Args and raised at once: as ``save_checkpoint``, but for errors of writing. ``CheckpointError`` also for an earlier
     asynchronous save that failed.
@@ -191,6 +191,7 @@ class _OpenedSave:
         self._mapped: MappedContents | None = None
         try:
             with processes.step("open") as opened:
+                opened.claim = f"the path {self.target}"
                 # Inside of the step: some processes may have been told already that the save before failed.
                 pending.settle()
                 self._contents = Contents.of(plan, state)

@@ -119,6 +119,7 @@ def load_checkpoint(
             raise ValueError(f'moments: expected "same" or "convert", got {moments!r}')
         given = _given(plan, initial, variables, strict=strict)
         directory = path_here(path)
+        chosen.claim = f"the path {directory}, step={step!r}"
         # What this run is still saving is what it means to load.
         pending.settle()
         if processes.first:

@@ -54,8 +54,9 @@ class CheckpointManager(StepManager):
         """
         processes = Processes(plan.mesh, "save", timeout)
         # A number that only one process refuses is an error on all: the others would wait for it.
-        with processes.step("prepare"):
+        with processes.step("prepare") as prepared:
             path = self.path_of(step)
+            prepared.claim = f"the path {path}"
             extras = self.extras(step, metrics if processes.first else None)
         return start_save(
             path,
@@ -82,5 +83,8 @@ class CheckpointManager(StepManager):
 
         ``options``: of ``load_checkpoint``, whose errors are raised. ``CheckpointError`` where no step is complete.
         """
-        self.require_step()
+        # Together: a process that sees no step yet, on a slow file system, would leave the others waiting.
+        with Processes(plan.mesh, "load", options.get("timeout", TIMEOUT)).step("prepare") as prepared:
+            prepared.claim = f"the path {self.directory}"
+            self.require_step()
         return load_checkpoint(self.directory, plan, optimizer, step=step, **options)

@@ -33,10 +33,13 @@ _SHOWN = 2000
 
 
 class Step:
-    """``shared``: what the first process tells the others, set inside the step; on all of them after it."""
+    """``shared``: what the first process tells the others, set inside the step; on all of them after it.
+
+    ``claim``: what all processes must have set alike inside the step, in the words of an error, such as a path.
+    """
 
     def __init__(self) -> None:
-        self.shared = ""
+        self.shared = self.claim = ""
 
 
 class Processes:
@@ -105,7 +108,7 @@ class Processes:
         everything = f"twinshard/{self._lane}/{'-'.join(map(str, self.members))}"
         here = f"{everything}/{self._number}/{self._steps}"
         self._steps += 1
-        mine = {"step": step_name, "error": error}
+        mine = {"step": step_name, "error": error, "claim": step.claim}
         if not self.first:
             client.key_value_set(f"{here}/{self.index}", json.dumps(mine))
             # The first process waits for the slowest, and may have begun to wait late.
@@ -129,6 +132,10 @@ class Processes:
                 )
             elif outcome["error"] is not None:
                 failed.append(f"process {member}: {outcome['error']}")
+            elif error is None and outcome["claim"] != step.claim:
+                failed.append(
+                    f"process {member}: expected {step.claim} as on process {self.index}, got {outcome['claim']}"
+                )
         if lost:
             failed.append(
                 f"expected word from all processes within {self._timeout:g} s, got none from {lost}: they have died, "

@@ -332,6 +332,16 @@ ROWS = (
         ("save_checkpoint_async", "PendingSave"),
     ),
     Row("the last n, every k, the best", ("CheckpointManager",), ("CheckpointManager",)),
+    Row(
+        "",
+        (
+            "save_checkpoint(process_group=)",
+            "save_checkpoint_async(process_group=)",
+            "load_checkpoint(process_group=)",
+        ),
+        (),
+        "in JAX the processes of the plan's mesh save and load together",
+    ),
     Row("moments in another format", ("load_checkpoint(moments=)",), ("load_checkpoint(moments=)",)),
     Row(
         "saved split, loaded fused",

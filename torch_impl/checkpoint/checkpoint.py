@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -47,7 +48,8 @@ from torch_impl.checkpoint.contents import (
 from torch_impl.checkpoint.mapped import mapped_reader, mapped_tree
 from torch_impl.checkpoint.moments import MODES, OtherFormat, held_boxes, other_formats
 from torch_impl.checkpoint.saving import PlannedSave
-from torch_impl.comm.agreement import agree, background_group, rank
+from torch_impl.comm.agreement import agree, background_group, group_of, rank
+from torch_impl.diagnostics.tensors import named_main_parameters
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.remainders import set_main_values
 from torch_impl.dtensor.tensor import count_write
@@ -73,8 +75,9 @@ def save_checkpoint(
     train: Mapping[str, Any] | None = None,
     *,
     mapping: AnyMapping | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save weights, optimizer state and train state as one new DCP checkpoint; all ranks call it.
+    """Save weights, optimizer state and train state as one new DCP checkpoint; all ranks of ``process_group`` call it.
 
     Each rank writes its own rows, computed from the layout. The checkpoint appears at ``path``, on a file system that
     all ranks share, complete and synced to disk, or not at all. Before the first optimizer step the moments are zeros.
@@ -88,14 +91,20 @@ def save_checkpoint(
             checkpoint gets the other side's names and layouts, as ``twinshard convert`` with this mapping makes them of
             the plain checkpoint. Each rank translates its own rows. Of a mapping with more than two conventions
             ``load_mapping(name).between("hf", "torchtitan")`` leaves two.
+        process_group: the ranks that save together, by default those of the meshes of the model's parameters, or all
+            ranks for a plain module. Several groups may save at once, to other paths. Stages of a pipeline with meshes
+            of their own save into one checkpoint with the group of all of them.
 
     Raises:
         FileExistsError: something is at ``path``; nothing was written.
         ValueError: state that cannot be saved, by name; nothing was written.
-        CheckpointError: mapping and model do not fit; or writing failed, on the rank and for the reason in the text;
+        CheckpointError: mapping and model do not fit; ranks of the group were given other paths, or have other names,
+            shapes or train states (the text names them); or writing failed, on the rank and for the reason in the text;
             nothing is left behind.
     """
-    start_save(path, model, optimizer, train, mapping=mapping, asynchronous=False)
+    start_save(
+        path, model, optimizer, train, mapping=mapping, process_group=process_group, asynchronous=False
+    )
 
 
 def save_checkpoint_async(
@@ -105,8 +114,9 @@ def save_checkpoint_async(
     train: Mapping[str, Any] | None = None,
     *,
     mapping: AnyMapping | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> PendingSave:
-    """Save as ``save_checkpoint`` does, the same files, while training goes on; all ranks call it.
+    """Save as ``save_checkpoint`` does, the same files, while training goes on; the same ranks call it.
 
     When this returns, the rows that this rank will write have been copied to host memory, so the state may change. A
     thread writes them, and agrees with the other ranks over a process group of its own (gloo), so training's
@@ -120,13 +130,13 @@ def save_checkpoint_async(
         pending.wait()  # complete on disk, or raises
 
     An error in the thread is raised on all ranks by ``wait``; where nobody called that, by the next save; and at the
-    end of the program it goes to stderr. The program ends when the save has ended. Wait before
-    ``torch.distributed.destroy_process_group``, without which ranks cannot agree.
+    end of the program it goes to stderr, and makes the exit status 120. The program ends when the save has ended. Wait
+    before ``torch.distributed.destroy_process_group``, without which ranks cannot agree.
 
     Args and raised at once: as ``save_checkpoint``, but for errors of writing. ``CheckpointError`` also for an earlier
     asynchronous save that failed.
     """
-    return start_save(path, model, optimizer, train, mapping=mapping)
+    return start_save(path, model, optimizer, train, mapping=mapping, process_group=process_group)
 
 
 def start_save(
@@ -136,22 +146,39 @@ def start_save(
     train: Mapping[str, Any] | None,
     *,
     mapping: AnyMapping | None = None,
+    process_group: dist.ProcessGroup | None = None,
     extras: SaveExtras | None = None,
     asynchronous: bool = True,
 ) -> PendingSave:
     """Save, in the background or at once."""
     planned = PlannedSave(
-        path, _tree(model, optimizer, train, mapping), extras or SaveExtras(), copy=asynchronous
+        path,
+        _tree(model, optimizer, train, mapping),
+        extras or SaveExtras(),
+        copy=asynchronous,
+        group=together(model, process_group),
+        mesh_ranks=mesh_ranks(model),
     )
     if not asynchronous:
         planned.write()
         return pending.finished(planned.path)
     try:
-        group = background_group()
+        group = background_group(planned.group)
     except BaseException:
         planned.abort()
         raise
     return pending.start(planned.path, lambda: planned.write(group))
+
+
+def mesh_ranks(model: nn.Module) -> list[int]:
+    """The ranks of the meshes of the model's parameters, in order; none for a plain module."""
+    meshes = {param.device_mesh for _, param in named_main_parameters(model) if isinstance(param, DTensor)}
+    return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+
+
+def together(model: nn.Module, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group whose ranks save or load ``model`` together, see ``save_checkpoint``; None for the default one."""
+    return group_of(process_group, () if process_group is not None else mesh_ranks(model))
 
 
 def _tree(
@@ -173,8 +200,11 @@ def load_checkpoint(
     step: int | None = None,
     moments: str = "same",
     mapping: AnyMapping | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Load a DCP checkpoint into a live model and optimizer, in place; all ranks call it. Returns the train state.
+    """Load a DCP checkpoint into a live model and optimizer, in place. Returns the train state.
+
+    All ranks of ``process_group`` call it.
 
     Each rank reads its own rows. Everything is read and checked on every rank before anything is modified, which takes
     memory for one more copy of this rank's part. A save that is still pending is waited for first, and raises if it
@@ -191,25 +221,29 @@ def load_checkpoint(
         mapping: a family's name, a file or a table (``bridge.mapping``) between the names and layouts of the checkpoint
             and those of the model. The checkpoint may then be of any format: Orbax, safetensors, DCP. Each rank reads
             what its rows are made of.
+        process_group: the ranks that load together, as for ``save_checkpoint``.
 
     Raises:
         FileNotFoundError, NotADirectoryError: no directory at ``path``.
         CheckpointError: the checkpoint is damaged, or belongs to another model or to other moment dtypes (the text
-            lists the names or tensors that differ); or it is without the step, or any complete one.
+            lists the names or tensors that differ); or it is without the step, or any complete one; or ranks of the
+            group were given other paths or steps.
         ValueError: the optimizer's initial state is not known; ``moments`` is another word; ``step`` is no int.
     """
     if moments not in MODES:
         raise ValueError(f"moments: expected {' or '.join(map(repr, MODES))}, got {moments!r}")
     added: list[torch.Tensor] = []
-    directory = path_here(path)
+    directory, group = path_here(path), together(model, process_group)
+    first = rank(group) == 0
 
     def choose() -> str | None:
         # What this run is still saving is what it means to load.
         pending.settle()
-        # Saves may end meanwhile: the others take what rank 0 saw.
-        return os.path.relpath(choose_step(directory, step), directory) if rank() == 0 else None
+        # Saves may end meanwhile: the others take what the first rank saw.
+        return os.path.relpath(choose_step(directory, step), directory) if first else None
 
-    _, chosen = agree(choose, lambda found: found)
+    claim = {"the call": "a load", "the path": str(directory), "the step": repr(step)}
+    _, chosen = agree(choose, lambda found: found, group, claim)
 
     def stage() -> _Staged:
         if optimizer is not None:
@@ -222,7 +256,7 @@ def load_checkpoint(
             return _stage(named, model, optimizer, convert=moments == "convert")
 
     try:
-        staged, _ = agree(stage)
+        staged, _ = agree(stage, group=group)
     except BaseException:
         # A load that fails leaves the optimizer as it was.
         if optimizer is not None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from bridge.formats.saving.manager import StepManager
 from bridge.formats.saving.pending import PendingSave
 from bridge.mapping.running import AnyMapping
-from torch_impl.checkpoint.checkpoint import load_checkpoint, start_save
+from torch_impl.checkpoint.checkpoint import load_checkpoint, start_save, together
 from torch_impl.comm.agreement import agree, rank
 
 
@@ -38,16 +39,20 @@ class CheckpointManager(StepManager):
         *,
         metrics: Mapping[str, SupportsFloat] | None = None,
         mapping: AnyMapping | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> PendingSave:
-        """Save as ``<directory>/<step>``, then remove steps that are superseded; all ranks call it.
+        """Save as ``<directory>/<step>``, then remove steps that are superseded; all ranks of the group call it.
 
-        ``metrics``: numbers by name, stored in the checkpoint's own directory; rank 0's are.
+        ``metrics``: numbers by name, stored in the checkpoint's own directory; the first rank's are.
         Other arguments and errors: as ``save_checkpoint_async``, or ``save_checkpoint`` if not ``asynchronous``.
         ``ValueError`` for a step below 0, metrics that are no numbers, and after ``close``.
         """
+        group = together(model, process_group)
         # Together: a rank that raised alone would leave the others waiting for it.
         (path, extras), _ = agree(
-            lambda: (self.path_of(step), self.extras(step, metrics if rank() == 0 else None))
+            lambda: (self.path_of(step), self.extras(step, metrics if rank(group) == 0 else None)),
+            group=group,
+            claim={"the call": "a save", "the path": f"{self.directory}/{step}"},
         )
         return start_save(
             path,
@@ -55,6 +60,7 @@ class CheckpointManager(StepManager):
             optimizer,
             train,
             mapping=mapping,
+            process_group=process_group,
             extras=extras,
             asynchronous=self.asynchronous,
         )
@@ -62,9 +68,16 @@ class CheckpointManager(StepManager):
     def load(
         self, model: nn.Module, optimizer: Optimizer | None = None, *, step: int | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Load the latest complete step, or ``step``, in place; all ranks call it. Returns the train state.
+        """Load the latest complete step, or ``step``, in place; all ranks of the group call it.
+
+        Returns the train state.
 
         ``options``: of ``load_checkpoint``, whose errors are raised. ``CheckpointError`` where no step is complete.
         """
-        self.require_step()
+        # Together: ranks that see no step yet, on a slow file system, would leave the others waiting.
+        agree(
+            self.require_step,
+            group=together(model, options.get("process_group")),
+            claim={"the call": "a load", "the path": str(self.directory)},
+        )
         return load_checkpoint(self.directory, model, optimizer, step=step, **options)

@@ -2,7 +2,7 @@
 
 ::
 
-    plan       agree on the tree and the directory; rank 0 gives each chunk to one of the ranks that hold it
+    plan       agree on path, contents and directory; rank 0 gives each chunk to one of the ranks that hold it
     copy       asynchronous saves only: the chunks that this rank writes go to host memory
     write      each rank writes and syncs its file, and notes a checksum of every chunk         \\  in the background of
     commit     rank 0 writes .metadata and the manifest, and renames the directory               / an asynchronous save
@@ -13,9 +13,11 @@ leave training's collectives alone. Planner and writer are PyTorch's own, and so
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,8 @@ from bridge.formats.files.manifest import (
 from bridge.formats.saving import pending
 from bridge.formats.saving.extras import SaveExtras
 from bridge.formats.stores.store import path_here
-from torch_impl.comm.agreement import agree, gather, rank, scatter
+from torch_impl.checkpoint.contents import named_tensors
+from torch_impl.comm.agreement import agree, exchange, gather, rank, require_same_claims, scatter
 
 Tree = Mapping[str, Any]
 
@@ -54,8 +57,9 @@ Tree = Mapping[str, Any]
 class PlannedSave:
     """A checkpoint that all ranks have planned and none has written. ``write`` or ``abort`` ends it.
 
-    tree: makes the state tree of this rank. extras: rank 0's count. copy: whether the state may change before ``write``
-    is through. Raises what ``save_checkpoint`` raises.
+    tree: makes the state tree of this rank. extras: the first rank's count. copy: whether the state may change before
+    ``write`` is through. group: the ranks that save together, None for the default one. mesh_ranks: those that hold
+    parts of this rank's tensors, and so must have the same ones. Raises what ``save_checkpoint`` raises.
     """
 
     def __init__(
@@ -65,8 +69,11 @@ class PlannedSave:
         extras: SaveExtras,
         *,
         copy: bool,
+        group: dist.ProcessGroup | None = None,
+        mesh_ranks: Sequence[int] = (),
     ) -> None:
         self.path = path_here(path)
+        self.group, self._mesh_ranks = group, tuple(mesh_ranks)
         self._extras = extras
         self._directory: AtomicDirectory | None = None
         self._planner = ChunkPlanner()
@@ -84,37 +91,44 @@ class PlannedSave:
         return self._planner.copied_bytes
 
     def _plan(self, tree: Callable[[], Tree], copy: bool) -> None:
-        def prepare() -> Tree:
+        group, first = self.group, rank(self.group) == 0
+
+        def make() -> Tree:
             # Inside of the agreement: some ranks may have been told already that the save before failed.
             pending.settle()
             # Before the directory: state that cannot be saved leaves nothing on disk.
-            made = tree()
-            if rank() == 0:
+            return tree()
+
+        state = agree(make, group=group, claim={"the call": "a save", "the path": str(self.path)}).value
+        self._require_same_contents(state)
+
+        def open_directory() -> None:
+            if first:
                 self._extras.before()
                 self._directory = AtomicDirectory(self.path)
-            return made
 
-        state, temporary = agree(prepare, lambda _: str(self._directory and self._directory.temporary))
+        _, temporary = agree(
+            open_directory, lambda _: str(self._directory and self._directory.temporary), group
+        )
         self._temporary = Path(str(temporary))
         self._writer = SharedDirectoryWriter(self._temporary, self.path.name)
 
         def local_plan() -> SavePlan:
-            first = rank() == 0
             self._planner.set_up_planner(
                 state_dict=dict(state), storage_meta=self._writer.storage_meta(), is_coordinator=first
             )
             self._writer.set_up_storage_writer(first)
             return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-        plans = gather(agree(local_plan).value)
+        plans = gather(agree(local_plan, group=group).value, group)
 
         def global_plans() -> list[SavePlan]:
-            if rank() != 0:
+            if not first:
                 return []
             shared, self._metadata = self._planner.create_global_plan(plans)
             return self._writer.prepare_global_plan(shared)
 
-        plan = scatter(agree(global_plans).value)
+        plan = scatter(agree(global_plans, group=group).value, group)
 
         def finish() -> None:
             self._final = self._planner.finish_plan(plan)
@@ -122,13 +136,29 @@ class PlannedSave:
             if copy:
                 self._planner.copy(self._final)
 
-        agree(finish)
+        agree(finish, group=group)
+
+    def _require_same_contents(self, state: Tree) -> None:
+        """CheckpointError unless ranks that hold parts of the same tensors save the same ones, and one train state."""
+        contents = _contents(state)
+        digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+        digests = exchange((self._mesh_ranks, digest), self.group)
+        # Stages of a pipeline save different tensors into one checkpoint.
+        alike = [
+            [k for k, one in digests.items() if one[0] == mesh]
+            for mesh in {one[0] for one in digests.values()}
+        ]
+        if any(len({digests[k] for k in ranks}) > 1 for ranks in alike):
+            everyone = exchange(contents, self.group)
+            for ranks in alike:
+                require_same_claims([everyone[k] for k in ranks], ranks)
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write this rank's chunks, then let the checkpoint appear; all ranks call it.
 
-        group: to agree over, by default the default one.
+        group: to agree over, by default the one in which the save was planned.
         """
+        group = group or self.group
         try:
             parts = gather(agree(self._write, group=group).value, group)
             # A rank that returned before the commit could start a run from a path that is not there yet.
@@ -150,10 +180,12 @@ class PlannedSave:
     def _write(self) -> Part:
         try:
             written = self._writer.write_data(self._final, self._planner).wait()
-        except OSError as error:
-            # Writing to an open file tells no name.
-            if error.filename is None and error.errno is not None:
-                raise OSError(error.errno, error.strerror, str(self._temporary)) from error
+        except Exception as error:
+            # torch's archive writer raises about the place in its file, on the way out of what the system refused. And
+            # writing to an open file tells no name.
+            refused = _refusal_in(error)
+            if refused is not None and (refused is not error or refused.filename is None):
+                raise OSError(refused.errno, refused.strerror, str(self._temporary)) from error
             raise
         return self._planner.part(written, self._temporary, self._final)
 
@@ -179,6 +211,22 @@ class PlannedSave:
         (self._temporary / MANIFEST_FILE).write_bytes(render_manifest(manifest))
         self._directory.commit()
         self._extras.committed()
+
+
+def _contents(state: Tree) -> dict[str, str]:
+    """What ranks compare: dtype and shape of each tensor, by name, and values of the train state."""
+    found = {}
+    for name, tensor in named_tensors(state):
+        found[name] = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        # A mapping's have no values before they are written.
+        if name.startswith("train.") and not tensor.is_meta:
+            value = (
+                f"with checksum {array_checksum(_bytes_of(tensor)):08x}"
+                if tensor.ndim
+                else str(tensor.item())
+            )
+            found[name] += f" {value}"
+    return found
 
 
 @dataclass(frozen=True)
@@ -257,6 +305,16 @@ class ChunkPlanner(dcp.DefaultSavePlanner):
             objects,
             {name: data_file_entry(directory / name, held) for name, held in extents.items()},
         )
+
+
+def _refusal_in(error: BaseException) -> OSError | None:
+    """What the operating system refused, among an error and those that it followed from."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, OSError) and chain.errno is not None:
+            return chain
+        chain = chain.__cause__ or chain.__context__
+    return None
 
 
 def _dtype_of(item: WriteItem) -> str:

@@ -1,10 +1,12 @@
 """Failing together: an error on one rank becomes an error on all, instead of a hang on the others.
 
 ``agree`` exchanges the outcomes of an action; ``gather`` and ``scatter`` move small values to rank 0 and from there.
-``require_same_unit`` compares how the ranks shard a unit, once per unit.
+``require_same_unit`` compares how the ranks shard a unit, once per unit. ``require_all_ranks`` waits for ranks that
+might never come, so that a collective which one rank alone has reason to begin ends in an error instead of a hang.
 
-Work in the background agrees over a process group of its own, ``background_group``: over the default one its messages
-could meet those of a training step.
+Ranks that save or load together are those of a process group, None for the default one: see ``group_of``. Work in the
+background agrees over a group of its own, ``background_group``: over the other one its messages could meet those of a
+training step.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -26,9 +28,12 @@ from torch_impl.comm.mesh import DataParallelMesh
 T = TypeVar("T")
 
 _HAND_OVER_SECONDS = 0.01
+# Ranks in an error.
+_SHOWN = 8
+_ABSENT = "absent"
 
-# The default group, and the background group that was made beside it.
-_background: tuple[Any, Any] | None = None
+# The default group, and the groups that were made beside it, by ranks and by whether they are for the background.
+_made: tuple[Any, dict[tuple[tuple[int, ...], bool], dist.ProcessGroup]] | None = None
 
 # Raised as they are, so that callers can tell wrong use from damage; all else becomes a CheckpointError.
 _KEPT: dict[str, type[Exception]] = {
@@ -48,6 +53,7 @@ class _Report(NamedTuple):
     error: str | None
     message: str
     shared: object
+    claim: object
 
 
 class Outcome(NamedTuple, Generic[T]):
@@ -57,56 +63,121 @@ class Outcome(NamedTuple, Generic[T]):
     shared: object
 
 
-def rank() -> int:
-    """This process's rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
+def rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in ``group``; 0 without a process group."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def background_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for one background thread; None without a process group.
+def group_of(given: dist.ProcessGroup | None, mesh_ranks: Iterable[int]) -> dist.ProcessGroup | None:
+    """The group whose ranks save or load together: the one that is ``given``, else a group of ``mesh_ranks``.
 
-    Made at the first call, which all ranks make together, and anew for another default group.
+    None is the default group, where those are all ranks or none. Only the ranks of the mesh make their group.
+
+    Raises TypeError for what is no process group, ValueError on a rank that is not in it.
     """
-    global _background
+    if given is not None:
+        if not isinstance(given, dist.ProcessGroup):
+            raise TypeError(
+                f"process_group: expected a torch.distributed.ProcessGroup, got {type(given).__name__} (of a mesh: "
+                "mesh.get_group())"
+            )
+        if dist.get_rank(given) < 0:
+            raise ValueError(
+                f"process_group: expected a group with rank {dist.get_rank()}, which calls this, got ranks "
+                f"{dist.get_process_group_ranks(given)}"
+            )
+        return given
+    ranks = tuple(sorted(set(mesh_ranks)))
+    if not dist.is_initialized() or not ranks or len(ranks) == dist.get_world_size():
+        return None
+    return _group_beside(ranks, background=False)
+
+
+def background_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+    """A gloo group of the ranks of ``group`` for one background thread; None without a process group.
+
+    Made at the first call, which all these ranks make together, and anew for another default group.
+    """
     if not dist.is_initialized():
         return None
+    return _group_beside(_ranks_of(group), background=True)
+
+
+def _group_beside(ranks: tuple[int, ...], *, background: bool) -> dist.ProcessGroup:
+    global _made
     world = dist.group.WORLD
-    if _background is None or _background[0] is not world:
-        _background = (world, dist.new_group(backend="gloo"))
-    return _background[1]
+    if _made is None or _made[0] is not world:
+        _made = world, {}
+    known = _made[1]
+    if (ranks, background) not in known:
+        # Ranks outside of the group may be in a training step, or gone.
+        apart = len(ranks) < dist.get_world_size()
+        known[ranks, background] = dist.new_group(
+            list(ranks), backend="gloo", use_local_synchronization=apart
+        )
+    return known[ranks, background]
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
 
 
 def agree(
     action: Callable[[], T],
     share: Callable[[T], object] | None = None,
     group: dist.ProcessGroup | None = None,
+    claim: Mapping[str, object] | None = None,
 ) -> Outcome[T]:
     """Run ``action`` on every rank, then exchange outcomes once; all ranks return, or all raise.
 
     ``action`` must not communicate, or must fail on all ranks together. ``share(value)`` of rank 0, a small picklable
     value, reaches every rank in the same exchange. The error names each failing rank and its cause, keeps the type
     of the first where that is a usual one (file exists, not found, ...), and is a CheckpointError otherwise. ``group``:
-    of all ranks, by default the default one.
+    whose ranks call this, by default the default one; its first rank is the rank 0 meant here. ``claim``: what must be
+    equal on all ranks, by what errors call it; a CheckpointError names two ranks and what either has.
     """
     cause: Exception | None = None
+    claimed = dict(claim or {})
     try:
         value = action()
-        report = _Report(None, "", share(value) if share else None)
+        report = _Report(None, "", share(value) if share else None, claimed)
     except Exception as error:
         cause = error
-        report = _Report(type(error).__name__, str(error), None)
-    reports = [report]
-    if not _alone(group):
-        reports *= dist.get_world_size()
-        dist.all_gather_object(reports, report, group=group)
+        report = _Report(type(error).__name__, str(error), None, claimed)
+    reports = exchange(report, group)
+    if len(reports) > 1:
         # gloo's thread needs the interpreter lock to drop the exchanged tensors; torch aborts the process when it asks
         # while the interpreter shuts down. Programs often end right after a save, so let the thread have it now.
         time.sleep(_HAND_OVER_SECONDS)
-    failed = {k: r for k, r in enumerate(reports) if r.error is not None}
+    require_same_claims([one.claim for one in reports.values()], [*reports])
+    failed = {k: one for k, one in reports.items() if one.error is not None}
     if failed:
         kind = _KEPT.get(next(iter(failed.values())).error or "", CheckpointError)
         raise kind(_describe(failed, len(reports))) from cause
-    return Outcome(value, reports[0].shared)
+    return Outcome(value, next(iter(reports.values())).shared)
+
+
+def require_same_claims(claims: Sequence[Any], ranks: Sequence[int]) -> None:
+    """CheckpointError naming the first difference between mappings of the ranks, which are listed beside them."""
+    first, differs = claims[0], next((k for k, one in enumerate(claims) if one != claims[0]), None)
+    if differs is None:
+        return
+    other = claims[differs]
+    key = next(key for key in (*first, *other) if first.get(key, _ABSENT) != other.get(key, _ABSENT))
+    like: dict[bool, list[int]] = {True: [], False: []}
+    for number, one in zip(ranks, claims, strict=True):
+        like[one.get(key, _ABSENT) == first.get(key, _ABSENT)].append(number)
+    raise CheckpointError(
+        f"ranks that save or load together differ: {key} is {first.get(key, _ABSENT)} on rank {ranks[0]}, "
+        f"{other.get(key, _ABSENT)} on rank {ranks[differs]} (ranks {_listed(like[True])} against "
+        f"{_listed(like[False])}); give all ranks of a process group the same, and name the group of ranks that save "
+        "apart by process_group="
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    return f"{shown}, ... ({len(ranks)})" if len(ranks) > _SHOWN else shown
 
 
 def _alone(group: dist.ProcessGroup | None) -> bool:
@@ -123,29 +194,39 @@ def _alone(group: dist.ProcessGroup | None) -> bool:
     return False
 
 
+def exchange(value: T, group: dist.ProcessGroup | None = None) -> dict[int, T]:
+    """Every rank's picklable value, on all ranks of the group, by rank."""
+    if _alone(group):
+        return {rank(): value}
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return dict(zip(_ranks_of(group), values, strict=True))
+
+
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's picklable value, on rank 0; an empty list on the others."""
+    """Every rank's picklable value, on the first rank of the group; an empty list on the others."""
     if _alone(group):
         return [value]
-    values: list[Any] | None = [None] * dist.get_world_size() if rank() == 0 else None
-    dist.gather_object(value, values, group=group)
+    values: list[Any] | None = [None] * dist.get_world_size(group) if rank(group) == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
     return values or []
 
 
 def scatter(values: list[T], group: dist.ProcessGroup | None = None) -> T:
-    """Each rank's own of the picklable values that rank 0 gives."""
+    """Each rank's own of the picklable values that the first rank of the group gives."""
     if _alone(group):
         return values[0]
     received: list[Any] = [None]
-    dist.scatter_object_list(received, values if rank() == 0 else None, group=group)
+    dist.scatter_object_list(received, values if rank(group) == 0 else None, group=group, group_src=0)
     own: T = received[0]
     return own
 
 
-def _describe(failed: dict[int, _Report], world: int) -> str:
+def _describe(failed: dict[int, _Report], size: int) -> str:
     texts = {r.message if r.error in _KEPT else f"{r.error}: {r.message}" for r in failed.values()}
-    if len(texts) == 1 and len(failed) == world:
+    if len(texts) == 1 and len(failed) == size:
         return texts.pop()
+    world = dist.get_world_size()
     return "\n".join(f"rank {k} of {world}: {r.error}: {r.message}" for k, r in failed.items())
 
 
@@ -176,6 +257,42 @@ def require_same_unit(
     first = descriptions[0]
     rank, other = next((k, d) for k, d in enumerate(descriptions) if d != first)
     raise ValueError(f"fully_shard of {unit}: ranks differ: {_first_difference(first, rank, other)}")
+
+
+def require_all_ranks(what: str, mesh: DataParallelMesh, reason: str) -> None:
+    """Return once all ranks of ``mesh`` have come here with the same ``what``, as they must before a collective.
+
+    Over the store of the process groups: a collective would meet those of ranks that do not come. A store holds three
+    keys a rank, whatever the number of calls.
+
+    Raises RuntimeError when the store's timeout has passed: ``what``, the ranks that did not come, and ``reason``.
+    """
+    for size, group in zip(mesh.sizes, mesh.groups, strict=True):
+        # torch's stubs know no timeout.
+        store: Any = group.get_group_store()
+        own = dist.get_rank(group)
+        turn = store.add(f"twinshard turns {own}", 1)
+        here, all_here = f"twinshard {turn} {what}", f"twinshard all at {turn}"
+        store.set(f"twinshard at {own}", here)
+        if store.add(here, 1) == size:
+            store.set(all_here, "")
+            # Whoever comes to this turn has left the one before.
+            store.delete_key(here)
+            store.delete_key(f"twinshard all at {turn - 1}")
+            continue
+        deadline = time.monotonic() + store.timeout.total_seconds()
+        # Not wait(): it would keep the store's lock from other threads.
+        while not store.check([all_here]):
+            if time.monotonic() > deadline:
+                keys = [f"twinshard at {k}" for k in range(size)]
+                came = [store.check([key]) and store.get(key).decode() == here for key in keys]
+                names = dist.get_process_group_ranks(group)
+                missing = [name for name, there in zip(names, came, strict=True) if not there]
+                raise RuntimeError(
+                    f"{what} on rank {names[own]}, but not on ranks {missing} within "
+                    f"{store.timeout.total_seconds():.0f} s: {reason}"
+                )
+            time.sleep(0.001)
 
 
 def _first_difference(first: Mapping[str, Any], rank: int, other: Mapping[str, Any]) -> str:

@@ -50,6 +50,9 @@ _LIKE = {
     _aten.copy_.default,
     _aten.masked_fill_.Scalar,
     _aten.masked_fill_.Tensor,
+    _aten.floor_divide.default,
+    _aten.floor_divide_.Tensor,
+    _aten.hardswish.default,
 }
 # The same on the terms of a sum as on the sum.
 _RIGHT_ON_PARTIAL = {
@@ -67,6 +70,11 @@ _MULTIPLIES = {*MATRIX_OPERATORS, *_PRODUCTS, _aten.embedding.default}
 _MULTIPLIED = (
     "; modules have whole weights when they are called, not by their forward(), and after unshard(); for "
     "torch.optim.Muon shard with granularity='tensor', or use MainWeightMuon"
+)
+
+_RESHAPED = (
+    "; a shard ends inside of what this view makes a row: view(-1), rows of a stack, and with fully_shard(granularity="
+    "'tensor') all views keep rows whole"
 )
 
 _ASYNC = (
@@ -123,7 +131,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         f"{func} is not supported on {described(first)}, placed as {first.placements}: only element-wise operators, "
         "reductions and views that leave its rows whole are; use full_tensor() for the whole tensor or to_local() for "
         "this rank's rows, and set all by copy_() of a whole tensor or before sharding"
-        + (_MULTIPLIED if func in _MULTIPLIES else "")
+        + (_MULTIPLIED if func in _MULTIPLIES else _RESHAPED if func in VIEWS else "")
     )
 
 
@@ -170,11 +178,13 @@ def _is_elementwise(func: Any) -> bool:
     # A result that is no tensor, such as one bool for all elements, would speak of this rank's rows only.
     if any(str(one.type) not in ("Tensor", "List[Tensor]") for one in func._schema.returns):
         return False
-    return (
-        torch.Tag.pointwise in func.tags
-        or func in _LIKE
-        or name.startswith(("aten::_foreach_", "aten::_fused_"))
-    )
+    # Torch does not tag some operators that write, such as abs_, as it does those that return what these write.
+    base, _, overload = func.name().removeprefix("aten::").partition(".")
+    plain = getattr(_aten, base.removesuffix("_"), None) if base.endswith("_") else None
+    forms = [func, getattr(plain, overload or "default", None)]
+    return any(
+        form in _LIKE or torch.Tag.pointwise in getattr(form, "tags", ()) for form in forms
+    ) or name.startswith(("aten::_foreach_", "aten::_fused_"))
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -96,6 +96,15 @@ class RowShard(Placement):
         if axes not in (1, 2):
             raise ValueError(f"RowShard: expected rows cut over 1 or 2 mesh axes, got axes={axes}")
 
+    @property
+    def dim(self) -> int:
+        """RuntimeError: programs that ask for it, as transformers' loader does, cut a dimension in equal parts."""
+        raise RuntimeError(
+            f"{self!r}: expected code that takes a sharded tensor's rows from to_local() and full_tensor(), got one "
+            "that asks for the dimension to cut in equal parts, of which each rank would get rows of others: load with "
+            "from_pretrained() without distributed_config, and call fully_shard() on the model that returns"
+        )
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RowShard) and (self.bounds, self.axes) == (other.bounds, other.axes)
 

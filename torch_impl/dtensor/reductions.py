@@ -11,8 +11,8 @@ has whole rows. Along the one before it, each rank adds up its rows slice by sli
     slice 0  . . #                            . . #                                   #
     slice 1  # # #                            # # #                                   #
 
-Without ``keepdim`` the result loses that dimension. Sums of a stack along its last dimension cannot: their rows would
-be cut inside.
+Without ``keepdim`` the result loses that dimension. Sums of a stack along its last dimension cannot be cut then: their
+rows would be cut inside. They are replicated, as are reductions over several dimensions, see ``dim_reductions``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torch_impl.comm import collectives
+from torch_impl.dtensor.dim_reductions import OVER_DIMS, norm_over_dims, sum_over_dims
 from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
 from torch_impl.dtensor.norms import WholeNorm
 from torch_impl.dtensor.operands import align
@@ -36,7 +37,6 @@ from torch_impl.dtensor.views import in_shape
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-_KEPT = " (of a stack's last one with keepdim=True)"
 _Cut: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]
 
 
@@ -198,10 +198,7 @@ def _vector_norm(
     if ord > 0 and ord != float("inf") and _can_reduce(tensor, dim, keepdim):
         return _norm_along(tensor, ord, dim[0], keepdim, dtype)
     if keepdim or not _reduces_all(tensor, dim):
-        raise RuntimeError(
-            f"{func}: expected a norm of the whole tensor, or a finite one along one of the last two dimensions"
-            f"{_KEPT}, got dim={dim}, keepdim={keepdim}; use full_tensor()"
-        )
+        return norm_over_dims(func, tensor, ord, dim, keepdim, dtype)
     return norms(func, [tensor], ord, dtype)[0].as_subclass(WholeNorm)
 
 
@@ -242,10 +239,7 @@ def _sums_along(mean: bool) -> Callable[..., Any]:
         if not keepdim and _reduces_all(tensor, dim):
             return (_mean if mean else _sum)(func, tensor, dtype=dtype)
         if not _can_reduce(tensor, dim, keepdim) or not tensor.is_floating_point():
-            raise RuntimeError(
-                f"{func}: expected a floating-point tensor, reduced as a whole or along one of the last two dimensions"
-                f"{_KEPT}, got {tensor.dtype}, dim={dim}, keepdim={keepdim}; use full_tensor()"
-            )
+            return sum_over_dims(func, tensor, dim, keepdim, dtype, mean=mean)
 
         def total(values: torch.Tensor, at: int) -> torch.Tensor:
             return values.sum(at, True, dtype=_summed_in(values, dtype)).double()
@@ -302,6 +296,7 @@ def _unscale(func: Any, grads: list[Any], found_inf: torch.Tensor, inv_scale: to
 
 
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
+    **OVER_DIMS,
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     _aten.linalg_vector_norm.default: _vector_norm,
     _aten._foreach_norm.Scalar: _foreach_norm,

@@ -216,8 +216,16 @@ class MainWeightOptimizer(torch.optim.Optimizer):
     def _adopt(self) -> None:
         """Turn the sealed state of a load into this optimizer's."""
         groups = {}
-        for group in self.param_groups:
-            self._check(group)
+        for index, group in enumerate(self.param_groups):
+            try:
+                self._check(group)
+            except (KeyError, TypeError) as error:
+                wrong = f"no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
+                found = ", ".join(sorted(map(str, group.keys() - {"params"})))
+                raise ValueError(
+                    f"load_state_dict: expected param_groups of {self.state_of}, got one of another kind of optimizer: "
+                    f"{wrong} in group {index}, which has {found}"
+                ) from None
             groups.update(dict.fromkeys(group["params"], group))
         for param, sealed in self.state.items():
             saved = {key: value.content for key, value in sealed.items()}

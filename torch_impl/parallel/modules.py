@@ -29,11 +29,10 @@ from torch.utils import _pytree as pytree
 
 from torch_impl.dtensor.placement import row_axes
 from torch_impl.parallel import regions
+from torch_impl.runtime.tensor_parallel import SUMMED
 
 # What modules beside each other have entered, an attribute of the module around them.
 _ENTERED = "_entered_region"
-# An attribute of a whole parameter whose gradients are summed over the ranks of the axis.
-_SUMMED = "_summed_over_ranks"
 _cut_classes: dict[tuple[type[ComputesOnParts], type[nn.Module]], type[nn.Module]] = {}
 
 
@@ -137,9 +136,10 @@ class RowwiseLinear(ComputesOnParts):
                     "elsewhere, which would get a part of its gradient; cut the module that it comes through, or "
                     "leave this one whole"
                 )
-            if not hasattr(param, _SUMMED):
+            # A unit sums in the dtype of its reductions, which may be wider than the gradient's.
+            if not hasattr(param, SUMMED):
                 param.register_hook(functools.partial(regions.sum_over, group=group))
-                setattr(param, _SUMMED, True)
+            setattr(param, SUMMED, group)
 
 
 class ColwiseEmbedding(ComputesOnParts):

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -40,6 +41,14 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back when the backward that runs now has computed all gradients; not if it raises."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def reaches(leaf: torch.Tensor) -> bool:
+    """Whether the backward that runs now computes a gradient for ``leaf``; True where that cannot be asked."""
+    # Not every class that wraps tensors can be viewed.
+    if not isinstance(leaf, DTensor) and is_traceable_wrapper_subclass(leaf):
+        return True
+    return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
 
 
 class WatchedInputs:

@@ -100,6 +100,7 @@ class ShardLevels:
         self._slices = [one.shard_slices for one in self.layouts]
         self._geometry = [self._places(level) for level in range(finest + 1)]
         self._num_parameters = len(layout.slots)
+        self._gaps = self._padding()
 
     def buffer(
         self, level: int, dtype: torch.dtype, device: torch.device, pinned: bool = False
@@ -121,6 +122,10 @@ class ShardLevels:
     def flags(self, level: int, gradient: torch.Tensor) -> torch.Tensor:
         """Of a gradient buffer of a level, a view ``[finest shards, parameters]``: not 0 where one was used."""
         return gradient[self._sizes[level] :].view(-1, self._num_parameters)
+
+    def padding(self, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a whole gradient buffer: what belongs to no parameter and is no flag."""
+        return [gradient[first:stop] for first, stop in self._gaps]
 
     def row_bounds(self, level: int, name: str) -> tuple[int, ...]:
         """Row bounds of the level's shards, see ``Layout.row_bounds``."""
@@ -161,6 +166,16 @@ class ShardLevels:
         buffer = self.buffer(level, torch.uint8, torch.device("meta"))
         views = [buffer.view(slot.name) for slot in buffer.layout.slots]
         return [(tuple(view.shape), view.stride(), int(view.storage_offset())) for view in views]
+
+    def _padding(self) -> list[tuple[int, int]]:
+        """First element and end of each stretch of the whole buffers that lies between parameters."""
+        layout, gaps, end = self.layouts[0], list[tuple[int, int]](), 0
+        taken = sorted((layout.start(slot.name), slot.numel) for slot in layout.slots if slot.numel)
+        for start, numel in (*taken, (self._sizes[0], 0)):
+            if start > end:
+                gaps.append((end, start))
+            end = start + numel
+        return gaps
 
     def _gradient_parts(self, level: int, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         return [*(flat[part] for part in self._slices[level]), flat[self._sizes[level] :]]

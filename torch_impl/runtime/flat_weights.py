@@ -68,6 +68,9 @@ class FlatWeights:
             marks = {key: value for key, value in vars(param).items() if key != tensor_parallel.MARK}
             for copy in copies:
                 vars(copy).update(marks)
+        for unsharded in self.unsharded:
+            # Its gradient is collected by this group, which adds up what model axes spread.
+            setattr(unsharded, tensor_parallel.SUMMED, None)
         self.pooled = PooledWeights(
             spec.names, self.compute, self.unsharded, finish, spec.context, spec.suffix
         )

@@ -27,9 +27,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from torch_impl.comm import collectives
 from torch_impl.runtime.gradient_spec import GradientSpec
 from torch_impl.runtime.pool import PooledGradient
 from torch_impl.runtime.reduction import GroupReduction, Host
+from torch_impl.runtime.tensor_parallel import SUMMED
 
 # Of a unit's gradients, what is held before they get their buffer, if it does not take the place of weights. Both are
 # in use together when it is made, so more would raise the peak at the end of a unit; less, that at its beginning.
@@ -85,27 +87,40 @@ class GroupGradient:
         place. Another one is made when enough has come: where most of a unit's gradients come late, as an embedding's
         beside an output layer, it would be in use through all of backward.
         """
-        # Autograd may place the gradient of a tensor-parallel weight otherwise than the weight.
-        given = self._group_spec.tensor_parallel[index]
-        if given is not None:
-            grad = given.local_gradient(grad)
+        grad = self._over_model_axes(index, grad)
         if self._whole is None:
             if not self._held:
                 # The group's memory may be under reduction still, for an earlier call of the unit.
                 self.reduction.finish()
             # Kept sums are added to in place, and a second gradient of one parameter needs the first.
             if keep or index in self._held or (not self._held and self.reduction.kept_whole()):
+                self._host.reductions.make_room()
                 self._make_buffer(keep)
             else:
                 self._held[index] = grad
                 self._held_numel += grad.numel()
                 if self._held_numel > _HELD * self._group_spec.levels.size(0):
-                    if frees or len(self._held) == len(self._group_spec.names):
-                        self._host.reductions.make_room()
-                    else:
+                    self._host.reductions.make_room()
+                    if not frees and len(self._held) < len(self._group_spec.names):
                         self._make_buffer(keep)
                 return
         self._put(index, grad)
+
+    def _over_model_axes(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a gradient whose terms lie on several ranks, added up in the dtype of the reduction."""
+        spec = self._group_spec
+        # Sums in float16 that are not divided yet would overflow.
+        reduce = grad.dtype if spec.divides_first else spec.dtypes.reduce
+        given = spec.tensor_parallel[index]
+        # Autograd may place the gradient of a tensor-parallel weight otherwise than the weight.
+        if given is not None:
+            return given.local_gradient(grad, reduce)
+        group = vars(self._unsharded[index]).get(SUMMED)
+        if group is None:
+            return grad
+        grad = grad.to(reduce, copy=True, memory_format=torch.contiguous_format)
+        collectives.all_reduce(grad, group)
+        return grad
 
     def _put(self, index: int, grad: torch.Tensor) -> None:
         view, divisor = self._views[index], self._group_spec.divisor.value
@@ -126,6 +141,7 @@ class GroupGradient:
             if param.requires_grad and not hasattr(param, "main_grad"):
                 if self._whole is None:
                     self.reduction.finish()
+                    self._host.reductions.make_room()
                     self._make_buffer(keep)
                     # Kernels write gradients as they are.
                     self._divided = False
@@ -163,14 +179,13 @@ class GroupGradient:
         """Begin to reduce what was collected; nothing if nothing came, else a collective.
 
         Parameters of the group that got no gradient on this rank count as zero; they get one if they did on another.
-        ``last``: over all axes, not only those that gradients are sharded over. ``idle``: nothing came, but sums wait,
-        see ``GroupReduction.waits``.
+        ``last``: over all axes, not only those that gradients are sharded over. ``idle``: also if nothing came, since
+        sums wait, see ``GroupReduction.waits``, or gradients may have come on other ranks.
 
-        ``.grad`` has the result when the reduction is finished: before the next one of any unit, or at the end of the
-        backward.
+        ``.grad`` has the result when the reduction is finished: before the next one of another unit, see
+        ``wait_for_others``, or at the end of the backward.
         """
         self._withdraw()
-        self._host.reductions.finish()
         if not self._came and not idle:
             self._drop()
             return
@@ -183,6 +198,10 @@ class GroupGradient:
         used = self._used
         self._forget()
         self.reduction.start(values, last, used)
+
+    def wait_for_others(self) -> None:
+        """Finish the reductions of another unit, to be called before the first one of this unit begins."""
+        self._host.reductions.finish()
 
     def abandon(self) -> None:
         """Forget what was collected in a backward that raised, and what is being reduced.
@@ -217,17 +236,19 @@ class GroupGradient:
         return frozenset(range(len(self._group_spec.names))).difference(self._untouched)
 
     def _complete(self, keep: bool) -> torch.Tensor:
-        """The buffer that was collected, with zeros where no gradient came."""
+        """The buffer that was collected, with zeros where no gradient came and in the padding, which hooks read too."""
         if self._whole is None:
+            # Reductions of other units are finished, and those of this one go on.
             self._make_buffer(keep)
         assert self._whole is not None
-        for index in self._untouched:
-            self._views[index].zero_()
+        unwritten = [self._views[index] for index in self._untouched]
+        unwritten += self._group_spec.levels.padding(self._whole)
+        if unwritten:
+            torch._foreach_zero_(unwritten)
         return self._whole
 
     def _make_buffer(self, keep: bool) -> None:
         """Make the buffer, and put there the sums of earlier microbatches and what is held."""
-        self._host.reductions.make_room()
         spec = self._group_spec
         kept = self.reduction.kept_whole()
         flat = None if spec.host is not None else self.reduction.flat_of(kept)

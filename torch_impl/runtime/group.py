@@ -7,11 +7,12 @@ Where the weights lie is the business of ``flat_weights`` or ``extended_weights`
 buffers: main weights, resident shard, compute weights, collected gradient, gradient.
 
 Compute weights that are kept (parameters that are not sharded, or ``reshard_after_forward=False``) are gathered
-again when the main weights have changed, whoever changed them. The group decides that from the version counter that
-torch keeps for the buffer, without asking the other ranks. Every change through a DTensor, an optimizer or
-``to_local()`` counts on every rank that makes it, also on ranks whose rows of the tensor are empty. A program that
-edits local tensors must therefore do so on all ranks, as with every DTensor; and ``tensor.to_local().data`` hides
-changes from the counter.
+again by the first forward after a backward that reduced gradients over all axes, whether this rank's main weights
+have changed or not: an optimizer may pass over rows that are empty or have no gradient, on some ranks only. Other
+changes (a loaded state dict, an edit between two forwards) are known from the version counter that torch keeps for the
+buffer. Every change through a DTensor, an optimizer or ``to_local()`` counts on every rank that makes it, also on ranks
+whose rows of the tensor are empty; ``tensor.to_local().data`` hides changes from the counter. Ranks whose counters
+disagree get an error that names them, see ``require_all_ranks``.
 
 A gather after a change also counts as an in-place change of the compute weights, so a backward through a forward that
 used the older weights raises autograd's error instead of yielding wrong gradients.
@@ -25,10 +26,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from torch_impl.comm.agreement import require_all_ranks
 from torch_impl.comm.streams import Transfer
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.refusals import set_name
 from torch_impl.runtime import autograd
+from torch_impl.runtime.gather import keeps_shard
 from torch_impl.runtime.gradient import GroupGradient
 from torch_impl.runtime.gradient_spec import AllReduceHook, Divisor, GradientSpec
 from torch_impl.runtime.group_weights import GroupSpec, GroupWeights, Version
@@ -144,9 +147,15 @@ class ParameterGroup:
         self.gradient = GroupGradient(spec, self.unsharded, memory, self.reduction, its.context)
         self._first_version = self.weights.main_version
         self._transfer: Transfer | None = None
+        # Whether the next forward gathers, though the compute weights may be current: equal on all ranks.
+        self._due = False
         self._gathered_version: Version | None = None
         self._kept_version: Version | None = None
         self._started_version: Version | None = None
+
+    def step_may_follow(self) -> None:
+        """A backward left gradients that are reduced: rows on any rank may change until the next forward."""
+        self._due = self.strategy.optimizer > 0 and self.mesh.size > 1
 
     def start_unshard(self, refresh: bool) -> bool:
         """Begin to fill the compute weights if they are freed or, with ``refresh``, older than the main weights.
@@ -157,10 +166,16 @@ class ParameterGroup:
         if not weights.gathers or self._transfer is not None:
             return False
         version, gathered = weights.main_version, self._gathered_version
+        changed, current = version != gathered, version == self._kept_version and not self._due
         # Freed weights have no contents; those of an interrupted gather are arbitrary.
-        if weights.allocated and gathered is not None and not (refresh and version != gathered):
+        kept = weights.allocated and gathered is not None
+        if kept and not (refresh and (changed or self._due)):
             return False
-        changed, current = version != gathered, version == self._kept_version
+        # Other ranks gather anyway, unless whole weights are kept, or shards between them and the main weights.
+        resident = self._kept_version is not None and keeps_shard(self.strategy)
+        if changed and not self._due and (kept or resident):
+            self._require_change_everywhere()
+        self._due = False
         self._gathered_version = None  # until it has succeeded
         if not current:
             self._kept_version = None
@@ -171,6 +186,17 @@ class ParameterGroup:
             self._transfer = self._group_spec.context.streams.start(steps)
         self._started_version = version
         return True
+
+    def _require_change_everywhere(self) -> None:
+        """RuntimeError if only some ranks have changed their main weights, and would gather."""
+        if self.strategy.optimizer > 0 and self.mesh.size > 1:
+            unit = self._group_spec.context.name
+            require_all_ranks(
+                f"main weights of {self.names[0]!r} (unit {unit}) were changed between forwards",
+                self.mesh,
+                "a change outside of a training step must be made on all ranks, also where rows are empty: write to "
+                "the DTensor, or to to_local() without a condition on its size or values",
+            )
 
     def unshard(self, refresh: bool) -> None:
         """Fill the compute weights, see ``start_unshard``, and wait for them. Collective."""

@@ -15,13 +15,13 @@ that none used on no rank, whether it has rows there or not: gradients are clipp
 hold the same ones. Ranks are those of the group's mesh: ranks that hold other parts of a parameter, by tensor or expert
 parallelism, are not asked, and must use the same ones. The buffer that is reduced has a flag for each parameter
 (``buffer``), 1 on ranks that used it in this microbatch or in one whose sums wait. Any sum of flags but 0 means used,
-however it is rounded.
+however it is rounded. Hooks of the program do not see flags.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -35,39 +35,40 @@ from torch_impl.dtensor.tensor import RowDTensor, make_partial, wrap_like
 from torch_impl.runtime.gradient_spec import GradientSpec
 from torch_impl.runtime.pool import PooledGradient
 
+# Sets of parameters, such as those of microbatches that take different ways.
+_REMEMBERED = 16
+
 
 class Reductions:
-    """The reduction under way, at most one of all units below a root: so two groups' buffers are in use at most."""
+    """The reductions under way, of one unit of all below a root: so two units' buffers are in use at most."""
 
     def __init__(self) -> None:
         # Weakly: a deleted model frees its gradients at once, also those that are being reduced.
-        self._under_way: weakref.ref[GroupReduction] | None = None
+        self._under_way: list[weakref.ref[GroupReduction]] = []
 
     def begun(self, reduction: GroupReduction) -> None:
-        """Remember a reduction; the one before it is finished."""
-        self._under_way = weakref.ref(reduction)
+        """Remember a reduction; those of other units are finished."""
+        self._under_way.append(weakref.ref(reduction))
 
     def finish(self) -> None:
-        """Wait for the reduction under way, if there is one, and publish its result."""
-        reduction = self._take()
-        if reduction is not None:
+        """Wait for the reductions under way, in the order in which they began, and publish their results."""
+        for reduction in self._take():
             reduction.finish()
 
     def make_room(self) -> None:
-        """A gradient buffer is about to be allocated: free that of the reduction under way, if that costs nothing."""
-        reduction = None if self._under_way is None else self._under_way()
-        if reduction is not None and reduction.only_waits:
+        """A gradient buffer is about to be allocated: free those of reductions under way, if that costs nothing."""
+        alive = [one for reference in self._under_way if (one := reference()) is not None]
+        if all(reduction.only_waits for reduction in alive):
             self.finish()
 
     def abandon(self) -> None:
-        """Forget the reduction under way: the backward that began it has raised."""
-        reduction = self._take()
-        if reduction is not None:
+        """Forget the reductions under way: the backward that began them has raised."""
+        for reduction in self._take():
             reduction.abandon()
 
-    def _take(self) -> GroupReduction | None:
-        reference, self._under_way = self._under_way, None
-        return None if reference is None else reference()
+    def _take(self) -> list[GroupReduction]:
+        references, self._under_way = self._under_way, []
+        return [one for reference in references if (one := reference()) is not None]
 
 
 class Host(Protocol):
@@ -97,6 +98,8 @@ class GroupReduction:
         # Whether to look at every .grad after a backward, which costs too much to be done always.
         self._left_partial = False
         self._under_way: _UnderWay | None = None
+        # Flags on the device, by the parameters whose they are: a copy there makes the program wait.
+        self._flags_of: dict[frozenset[int], torch.Tensor] = {}
         # torch refuses a .grad of another dtype than the parameter's, unless the parameter names that dtype.
         for param in spec.params:
             if spec.dtypes.grad != param.dtype:
@@ -108,8 +111,8 @@ class GroupReduction:
 
     @property
     def only_waits(self) -> bool:
-        """Whether to finish the reduction under way only means to wait for it, see ``streams.Transfer``."""
-        return self._under_way is not None and self._under_way.transfer.only_waits
+        """Whether to finish the reduction under way, if any, only means to wait for it, see ``streams.Transfer``."""
+        return self._under_way is None or self._under_way.transfer.only_waits
 
     def start(self, values: torch.Tensor, last: bool, used: frozenset[int]) -> None:
         """Begin to sum ``values`` (level 0, in the dtype of the reduction) over the ranks. Collective.
@@ -120,7 +123,7 @@ class GroupReduction:
         levels = self._group_spec.levels
         last = last or self._group_spec.strategy.gradients == levels.axes
         flags = levels.flags(0, values)
-        flags.copy_(_flags(used, like=flags))
+        flags.copy_(self._flags(used, like=flags))
         steps, sums = self._steps(values, last)
         self._under_way = _UnderWay(self._host.streams.start(steps), sums, last, used)
         # Nobody but the backend holds the buffer then.
@@ -140,6 +143,16 @@ class GroupReduction:
             else:
                 self._publish_partial(done.sums, used)
 
+    def _flags(self, used: frozenset[int], like: torch.Tensor) -> torch.Tensor:
+        """1 for each parameter that was used, else 0: ``[parameters]``, for the columns of ``like``."""
+        known = self._flags_of.get(used)
+        if known is None or (known.dtype, known.device) != (like.dtype, like.device):
+            # A program that uses others each time is not to fill the memory.
+            if len(self._flags_of) > _REMEMBERED:
+                self._flags_of.clear()
+            known = self._flags_of[used] = _flags(used, like)
+        return known
+
     def _used_anywhere(self, done: _UnderWay) -> frozenset[int]:
         """The parameters that were used on any of the ranks that ``done`` has reduced over."""
         spec = self._group_spec
@@ -149,7 +162,20 @@ class GroupReduction:
             return done.used
         level = spec.strategy.optimizer if done.last else spec.strategy.gradients
         counts = spec.levels.flags(level, done.sums).ne(0).any(0).tolist()
-        return frozenset(index for index, used in enumerate(counts) if used)
+        used = frozenset(index for index, count in enumerate(counts) if count)
+        if done.last and spec.hook.function is not None:
+            self._check_hooked(trained - used, spec.levels.views(level, done.sums))
+        return used
+
+    def _check_hooked(self, unused: Collection[int], sums: Sequence[torch.Tensor]) -> None:
+        """RuntimeError for a gradient that a hook brought from elsewhere: ranks without rows do not know of it."""
+        for index in unused:
+            if sums[index].ne(0).any():
+                raise RuntimeError(
+                    f"set_all_reduce_hook: parameter {self._group_spec.names[index]!r} was used on no rank of this "
+                    "mesh, and has a gradient after the hook: expected all replicas that the hook reduces over to use "
+                    "the same parameters; use it in each replica's loss, if only times 0"
+                )
 
     def abandon(self) -> None:
         """Forget what is being reduced."""
@@ -261,7 +287,9 @@ class GroupReduction:
                 # The optimizer state is replicated on this axis, and every replica needs the sums.
                 steps.append((lane, partial(levels.sum, axis, values)))
         if last and self._group_spec.hook.function is not None:
-            steps.append(("outer", partial(self._group_spec.hook.run, values)))
+            # Without flags, which a hook that scales or clips would take for gradients.
+            sums = values[: levels.size(strategy.optimizer)]
+            steps.append(("outer", partial(self._group_spec.hook.run, sums)))
         if self._group_spec.host is not None:
             step, values = self._group_spec.host.send(values)
             steps.append(step)
@@ -280,7 +308,7 @@ class GroupReduction:
                 waited.add(index)
         if waited:
             flags = spec.levels.flags(level, values)
-            flags.add_(_flags(waited, like=flags))
+            flags.add_(self._flags(frozenset(waited), like=flags))
 
     def _publish_partial(self, sums: torch.Tensor, used: frozenset[int]) -> None:
         sums = sums.to(self._group_spec.dtypes.grad)
@@ -319,7 +347,6 @@ class GroupReduction:
 
 
 def _flags(used: Collection[int], like: torch.Tensor) -> torch.Tensor:
-    """1 for each parameter that was used, else 0: ``[parameters]``, for the columns of ``like``."""
     return torch.tensor([float(index in used) for index in range(like.shape[1])]).to(like)
 
 

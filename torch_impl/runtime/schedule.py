@@ -43,11 +43,22 @@ from torch_impl.runtime.reduction import Reductions
 U = TypeVar("U")
 
 
+class UnitParameters(Protocol):
+    """What a schedule asks of a unit's parameters."""
+
+    def takes_part(self) -> bool:
+        """Whether the backward that runs now computes a gradient of any of them."""
+        ...
+
+
 class ScheduledUnit(Protocol):
     """What a schedule asks of a unit."""
 
     @property
     def has_parameters(self) -> bool: ...
+
+    @property
+    def gradients(self) -> UnitParameters: ...
 
     def start_unshard(self, refresh: bool) -> bool:
         """Begin to gather the compute weights; False if there is nothing to gather."""
@@ -119,6 +130,8 @@ class Schedule:
         # Until a unit with parameters has begun its backward.
         self._backward_starts = False
         self._ended: list[weakref.ref[ScheduledUnit]] = []
+        # The number of a backward, and whether it computes gradients of parameters.
+        self._accumulates: tuple[int | None, bool] = (None, False)
         self._prefetched: list[weakref.ref[ScheduledUnit]] = []
         self._recomputed: list[weakref.ref[ScheduledUnit]] = []
         self._tasks: dict[int, tuple[weakref.ref[Any], list[weakref.ref[ScheduledUnit]]]] = {}
@@ -193,6 +206,16 @@ class Schedule:
         ended_ref, units = self._tasks[task]
         units.append(weakref.ref(unit))
         return ended_ref
+
+    def accumulates(self) -> bool:
+        """Whether the backward that runs now computes gradients of any unit's parameters.
+
+        Not where a program asks for gradients of inputs only, as for a penalty: nothing is to be reduced then.
+        """
+        task = autograd.current_backward()
+        if self._accumulates[0] != task:
+            self._accumulates = task, any(unit.gradients.takes_part() for unit in _alive(self._units))
+        return self._accumulates[1]
 
     def rest_at_end(self, unit: ScheduledUnit) -> None:
         """``unit`` runs forward again in backward: look at the end whether a backward of it followed."""

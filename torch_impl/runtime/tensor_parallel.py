@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +30,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torch_impl.dtensor.placement import is_fused, tensor_parallel_part, tensor_parallel_sizes
 from torch_impl.dtensor.tensor import make_placed
+
+SUMMED = "_summed_over_ranks"
+"""An attribute of an unsharded parameter: the group over whose ranks its gradient is summed first, None for none."""
 
 MARK = "_placed_by_policy"
 """The attribute of a plain parameter that says how a policy places it."""
@@ -69,17 +73,26 @@ class TensorParallel:
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
-    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a gradient, which autograd may place otherwise than the parameter."""
+    def local_gradient(self, grad: torch.Tensor, reduce: torch.dtype) -> torch.Tensor:
+        """This rank's part of a gradient, which autograd may place otherwise than the parameter.
+
+        Terms of a sum over other axes than the data-parallel ones are added up in ``reduce``.
+        """
         # A kernel that works on local tensors delivers this rank's part as it is.
         if not isinstance(grad, DTensor):
             return grad
+        mesh, wanted = self.mesh, self.placements
         if self.spmd is not None:
             # Terms of a sum over the data-parallel axes stay as they are.
-            return grad.redistribute(placements=self._on_all_axes(grad.placements)).to_local()
-        if tuple(grad.placements) == self.placements:
+            mesh, wanted = self.spmd.mesh, tuple(self._on_all_axes(grad.placements))
+        if tuple(grad.placements) == wanted:
             return grad.to_local()
-        return grad.redistribute(self.mesh, self.placements).to_local()
+        pairs = zip(grad.placements, wanted, strict=True)
+        sums = any(given.is_partial() and given != placed for given, placed in pairs)
+        # torch's stubs say that a cast DTensor is a plain tensor.
+        terms: Any = grad.to(reduce) if sums else grad
+        local: torch.Tensor = terms.redistribute(mesh, wanted).to_local()
+        return local
 
     def _on_all_axes(self, on_data_axes: Sequence[Placement]) -> list[Placement]:
         """These placements on the data-parallel axes, and those of the parameter on the others."""

@@ -11,9 +11,10 @@ an exception leaves open is dropped at the next forward.
 Ranks agree on collectives as long as they call the same units in the same order, and equally often in training mode.
 Gradients are reduced when those of the unit's inputs are complete that take part in the backward; or at the end of the
 backward if none does, or for a unit that was called more than once or whose outputs are hidden in objects. They are not
-reduced when the unit's own last gradient arrives, since ranks may use different parameters of a unit. A group (one
-dtype of a unit; with float8 weights, its matrices or its vectors) none of whose parameters got a gradient does not
-reduce, so a program must not leave a group without any gradient on some ranks only.
+reduced when the unit's own last gradient arrives, since ranks may use different parameters of a unit. All groups (one
+dtype of a unit; with float8 weights, its matrices or its vectors) with trainable parameters reduce if the backward
+reached an output of the unit, whether they got a gradient on this rank or not. Gradients of parameters that are used
+outside of their unit must come on all ranks.
 
 Meanwhile the next unit's weights are gathered and the last one's gradients reduced: see ``schedule``.
 """
@@ -315,6 +316,7 @@ class Unit:
     def _backward_started(self, call: _Call) -> None:
         self._join_backward()
         self._backwards.outputs_reached(call.number, call.inputs)
+        self.gradients.outputs_reached(self.schedule.accumulates())
         self._begin(Event.BACKWARD_BEGINS, self.phase if self._calls else Phase.BACKWARD, in_backward=True)
 
     def _join_backward(self) -> None:
@@ -369,6 +371,7 @@ class Unit:
 
     def reduce_waiting(self) -> None:
         """A backward has ended: reduce what earlier ones left, in case this unit took no part in it."""
+        self.gradients.backward_ended()
         waiting = self.gradients.waiting()
         if waiting:
             with torch.no_grad(), self._range("reduce"):

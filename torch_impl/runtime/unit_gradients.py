@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch_impl.runtime import autograd
 from torch_impl.runtime.group import ParameterGroup
 
 
@@ -16,6 +17,8 @@ class UnitGradients:
         self.requires_all_reduce = True
         self.last_backward = True
         self.exposes_main_grad = False
+        # Whether a backward has reached an output of the unit: on all ranks, whichever parameters each of them used.
+        self._reached = False
 
     @property
     def _reduces_all(self) -> bool:
@@ -36,13 +39,33 @@ class UnitGradients:
         group = self._groups[index]
         group.gradient.arrived(k, self._keeps(group), reshards and group.strategy.shard_parameters)
 
+    def outputs_reached(self, accumulates: bool) -> None:
+        """A backward has reached an output of the unit; ``accumulates``: it computes gradients of parameters."""
+        self._reached = self._reached or accumulates
+
+    def takes_part(self) -> bool:
+        """Whether the backward that runs now computes a gradient of any parameter of the unit."""
+        return any(
+            param.requires_grad and autograd.reaches(param)
+            for group in self._groups
+            for param in group.unsharded
+        )
+
     def finish(self) -> None:
-        """Reduce or keep what was collected."""
+        """Reduce or keep what was collected; also where nothing was, if other ranks may have collected something."""
+        reached, self._reached = self._reached, False
+        # All groups of the unit are reduced side by side, beside the next unit's backward.
+        self._wait_for_others(self._groups)
         for group in self._groups:
             if self._keeps(group):
                 group.gradient.keep()
             else:
-                group.gradient.reduce(self._reduces_all)
+                trains = any(param.requires_grad for param in group.params)
+                group.gradient.reduce(self._reduces_all, idle=reached and trains)
+
+    def _wait_for_others(self, groups: Sequence[ParameterGroup]) -> None:
+        if groups and not all(map(self._keeps, groups)):
+            groups[0].gradient.wait_for_others()
 
     def waiting(self) -> list[ParameterGroup]:
         """Groups with sums of earlier backwards that are to be reduced now, by ``reduce_waiting``."""
@@ -51,10 +74,18 @@ class UnitGradients:
 
     def reduce_waiting(self, groups: Sequence[ParameterGroup]) -> None:
         """Reduce what earlier backwards left in these."""
+        self._wait_for_others(groups)
         for group in groups:
             group.gradient.reduce(self._reduces_all, idle=True)
 
+    def backward_ended(self) -> None:
+        """All backwards have ended: the program may make a step now, if it has reduced the gradients for that."""
+        if self.requires_gradient_sync and self._reduces_all:
+            for group in self._groups:
+                group.step_may_follow()
+
     def abandon(self) -> None:
         """Drop what was collected in a backward that raised."""
+        self._reached = False
         for group in self._groups:
             group.gradient.abandon()

@@ -4,7 +4,7 @@
 
     caller    start | step | step | step | wait, or the next start or settle: raises what the work raised
     thread          |--- work --------|
-    exit                                   what nobody was told goes to stderr
+    exit                                   what nobody was told goes to stderr, and the status is not 0
 
 One save a process at a time: two would write to one disk at once, and their processes could meet in another order.
 """
@@ -12,11 +12,14 @@ One save a process at a time: two would write to one disk at once, and their pro
 from __future__ import annotations
 
 import atexit
+import inspect
+import io
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from bridge.formats.base import CheckpointError
 
@@ -113,3 +116,27 @@ def _report() -> None:
     text = None if _latest is None else _latest.untold()
     if text is not None:
         print(f"twinshard: {text}", file=sys.stderr, flush=True)
+        sys.stderr = _FailsAtExit(sys.stderr)
+
+
+class _FailsAtExit(io.TextIOBase):
+    """A stream whose last flush, the interpreter's own, fails: Python's exit status is 120 then.
+
+    An exit function cannot set the status, and to leave by ``os._exit`` would skip other libraries' exit functions.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return int(self._stream.write(text))
+
+    def flush(self) -> None:
+        # ``flush`` is also what other exit functions call, but those are Python.
+        frame = inspect.currentframe()
+        if frame is not None and frame.f_back is None:
+            raise OSError("an asynchronous save failed")
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -100,12 +100,30 @@ def test_a_program_that_ends_completes_its_save_and_says_its_error_on_stderr() -
     failed = _run("raise ValueError('no such luck')")
     assert failed.stdout == "written\n"
     assert failed.stderr == "twinshard: the asynchronous save of runs/7 failed: ValueError: no such luck\n"
+    assert failed.returncode == 120
     # Also behind an error of the program's own.
     both = _run("raise ValueError('no such luck')", "raise SystemExit(3)")
     assert "no such luck" in both.stderr
-    assert both.returncode == 3
+    assert both.returncode == 120
 
 
 def test_an_error_that_was_raised_is_not_said_again_at_the_end() -> None:
     told = _run("raise ValueError('no such luck')", "try: save.wait()\nexcept ValueError: pass")
     assert told.stderr == ""
+    assert told.returncode == 0
+
+
+def test_exit_functions_of_others_run_and_write_all_the_same() -> None:
+    others = """
+import atexit, sys
+atexit.register(lambda: print("before", file=sys.stderr, flush=True))
+save = None
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", others + PROGRAM.format(end="raise ValueError('no such luck')", then="")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr.splitlines()[1:] == ["before"]
+    assert done.returncode == 120

@@ -379,7 +379,10 @@ def test_processes_that_do_not_do_the_same_are_told(groups: dict[str, jobs.Group
     errors = raised(group.run(jobs.save_other_plans, path=str(tmp_path / "new")))
     assert all("a plan and a state like the first process's" in error for error in errors)
     errors = raised(group.run(jobs.save_own_paths, path=str(tmp_path / "new")))
-    assert all(re.search("new-1: expected all processes to save one 'new-0'", error) for error in errors)
+    differing = "process 1: expected the path .*new-0 as on process 0, got the path .*new-1"
+    assert all(re.search(differing, error) for error in errors)
+    errors = raised(group.run(jobs.load_own_paths, path=str(tmp_path / "c")))
+    assert all(f"got the path {tmp_path}/c-1, step=None" in error for error in errors)
     assert [file.name for file in tmp_path.iterdir()] == ["c"]
 
 

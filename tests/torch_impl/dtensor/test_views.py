@@ -59,6 +59,27 @@ VALUES: dict[str, tuple[set[int], Callable[[Any], Any]]] = {
     "norm(dim=1)": ({2}, lambda t: t.norm(dim=1)),
     "norm(dim=0, p=3)": ({1, 2}, lambda t: torch.linalg.vector_norm(t, 3, 0)),
     "mean of a slice": ({1, 2}, lambda t: t[1:].mean(0)),
+    "mean of a stack's rows": ({3}, lambda t: t.mean(-1)),
+    "mean over a stack": ({3}, lambda t: t.mean(0)),
+    "mean over two": ({3}, lambda t: t.mean((0, 1))),
+    "mean over the others": ({3}, lambda t: t.mean((1, 2), keepdim=True)),
+    "centered": ({2, 3}, lambda t: t - t.mean(tuple(range(1, t.ndim)), keepdim=True)),
+    "sum over all, keepdim": ({1, 2, 3}, lambda t: t.sum(tuple(range(t.ndim)), keepdim=True)),
+    "norm over a stack": ({3}, lambda t: t.norm(dim=0)),
+    "norm over two": ({3}, lambda t: t.norm(dim=(1, 2), keepdim=True)),
+    "norm of order 3 over two": ({3}, lambda t: torch.linalg.vector_norm(t, 3, (0, 2))),
+    "largest magnitude by row": ({2, 3}, lambda t: torch.linalg.vector_norm(t, float("inf"), -1)),
+    "amax": ({1, 2, 3}, lambda t: t.amax(0)),
+    "amin by row": ({2, 3}, lambda t: t.amin(tuple(range(1, t.ndim)), keepdim=True)),
+    "amax of all": ({1, 2, 3}, lambda t: t.amax()),
+    "prod": ({1, 2, 3}, lambda t: t.prod()),
+    "prod(0)": ({1, 2, 3}, lambda t: t.prod(0)),
+    "std": ({1, 2, 3}, lambda t: t.std()),
+    "std over the others": ({2, 3}, lambda t: t.std(tuple(range(1, t.ndim)), keepdim=True)),
+    "var(-1)": ({1, 2, 3}, lambda t: t.var(-1, correction=0)),
+    "var of all, without correction": ({1, 2, 3}, lambda t: t.var(unbiased=False)),
+    "var_mean": ({2}, lambda t: torch.var_mean(t, 0)[0] + torch.std_mean(t, 0)[1]),
+    "NaN in a row": ({2}, lambda t: (t * 0 / (t - t.max())).abs_().amax(1)),
     "new_zeros": ({1, 2, 3}, lambda t: t.new_zeros(t.shape)),
     "new_zeros of another shape": ({1, 2, 3}, lambda t: t.new_zeros(3, 2)),
     "new_ones": ({1, 2, 3}, lambda t: t.new_ones(t.shape)),
@@ -82,12 +103,7 @@ REFUSED: dict[str, tuple[set[int], Callable[[Any], Any]]] = {
     "rows by index": ({1, 2, 3}, lambda t: t[torch.tensor([0, 0])]),
     "mask": ({1, 2, 3}, lambda t: t[t > 0]),
     "chunk of columns": ({2}, lambda t: t.chunk(2, dim=1)),
-    "mean of a stack's rows": ({3}, lambda t: t.mean(-1)),
-    "mean over a stack": ({3}, lambda t: t.mean(0)),
-    "mean over two": ({3}, lambda t: t.mean((0, 1))),
-    "norm over a stack": ({3}, lambda t: t.norm(dim=0)),
     "largest": ({2}, lambda t: t.max(0)),
-    "largest along": ({2}, lambda t: t.amax(0)),
     "sort": ({1, 2}, lambda t: t.sort()),
     "cumsum": ({1, 2}, lambda t: t.cumsum(0)),
     "argmax": ({1, 2}, lambda t: t.argmax()),
@@ -216,7 +232,7 @@ def beside_torch() -> list[str]:
             answered.append(name)
             for one, want in zip(parts(compute(ours)), wanted, strict=True):
                 one = one.full_tensor() if isinstance(one, DTensor) else one
-                assert_close(one, want, msg=lambda found, text=name: f"{text}: {found}")
+                assert_close(one, want, equal_nan=True, msg=lambda found, text=name: f"{text}: {found}")
     return answered
 
 
@@ -242,3 +258,45 @@ def views_of_parameters() -> None:
 
 def test_a_write_to_a_view_of_a_parameter_is_seen_by_the_next_forward(ranks: RankGroup) -> None:
     ranks.run(3, views_of_parameters)
+
+
+IN_PLACE: dict[str, Callable[[Any], Any]] = {
+    "abs_": lambda t: t.abs_(),
+    "sign_": lambda t: t.sign_(),
+    "clamp_": lambda t: t.clamp_(-0.2, 0.3),
+    "nan_to_num_": lambda t: t.div_(0).nan_to_num_(nan=1.0, posinf=2.0, neginf=3.0),
+    "neg_": lambda t: t.neg_(),
+    "copysign_": lambda t: t.copysign_(-1.0),
+    "heaviside_": lambda t: t.heaviside_(torch.zeros_like(t)),
+    "gt_": lambda t: t.gt_(0.1),
+    "eq_ of two": lambda t: t.eq_(t.clone()),
+    "xlogy_": lambda t: t.xlogy_(2.0),
+    "threshold_": lambda t: nn.functional.threshold_(t, 0.1, 5.0),
+    "mish_": lambda t: nn.functional.mish(t, inplace=True),
+    "hardswish_": lambda t: nn.functional.hardswish(t, inplace=True),
+    "floor_divide_": lambda t: t.floor_divide_(0.3),
+    "masked_fill_": lambda t: t.masked_fill_(t > 0, -1.0),
+}
+
+
+def written_in_place(few: bool) -> None:
+    for cut, full, tensor in tensors(PLAIN, few):
+        for name, write in IN_PLACE.items():
+            made, wanted = tensor.clone(), full.clone()
+            version = local_of(made)._version
+            assert write(made) is made, name
+            write(wanted)
+            text = f"{name} of {tuple(full.shape)} under {cut}"
+            assert_close(
+                made.full_tensor(),
+                wanted,
+                rtol=1e-6,
+                atol=1e-7,
+                msg=lambda found, text=text: f"{text}: {found}",
+            )
+            assert local_of(made)._version > version, name
+
+
+@FEW
+def test_operators_that_write_elements_are_those_of_whole_tensors(ranks: RankGroup, few: bool) -> None:
+    ranks.run(4, written_in_place, few)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -235,6 +236,33 @@ def test_an_ordinary_state_dict_survives_torch_save() -> None:
     other.load_state_dict(torch.load(stream))
     assert other.param_groups[0]["betas"] == OPTIONS["betas"]
     assert all(state["step"].item() == 1 for state in other.state.values())
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), "no 'eps' in group 0"),
+        (lambda params: torch.optim.RMSprop(params), "no 'betas' in group 0"),
+        (lambda params: torch.optim.Adafactor(params), "eps: expected a number, got"),
+        (lambda params: torch.optim.Adamax(params), "expected exp_avg, exp_avg_sq, step"),
+        (lambda params: torch_impl.MainWeightSGD(params, lr=0.1), "no 'eps' in group 0"),
+    ],
+)
+def test_state_of_another_kind_of_optimizer_is_refused_by_name(other: Any, named: str) -> None:
+    model = Toy()
+    given = other(model.parameters())
+    set_gradients(model, 0)
+    given.step()
+    optimizer = torch_impl.MainWeightAdamW(model.parameters(), **OPTIONS)
+    optimizer.step()
+    before = optimizer.state_dict()
+    with pytest.raises(ValueError, match="expected") as raised:
+        optimizer.load_state_dict(given.state_dict())
+    assert named in str(raised.value)
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    # With the state as it was, it goes on.
+    optimizer.step()
+    assert all(state["step"].item() == 2 for state in optimizer.state.values())
 
 
 def test_a_closure_is_evaluated_with_gradients() -> None:
