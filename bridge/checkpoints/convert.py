@@ -39,6 +39,7 @@ from bridge.formats.companions import Companions, companions_home
 from bridge.formats.files.working import Attempt
 from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
+from bridge.formats.left_alone import left_alone
 from bridge.formats.quantized import DequantizedReader
 from bridge.formats.regions import REGION_BYTES, Progress
 from bridge.formats.replaceable import require_replaceable
@@ -102,7 +103,8 @@ class Conversion:
     of tensors and objects by name in the destination, see `leaf_kinds.py`, but for implied ones.
     files: the source's files, empty if they are in a store. digest: of these, by name, size and time. left_out: names
     in the source that do not go along, dropped or not selected. inexact: names in the destination of tensors that the
-    mapping calculates, with rounding. companions: files that go along, see `bridge.formats.companions`.
+    mapping calculates, with rounding. companions: files that go along, see `bridge.formats.companions`. left_alone: see
+    `bridge.formats.left_alone`.
     """
 
     source: Path | str
@@ -116,6 +118,7 @@ class Conversion:
     left_out: tuple[str, ...]
     inexact: tuple[str, ...]
     companions: Companions = field(default_factory=Companions)
+    left_alone: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def nbytes(self) -> int:
@@ -262,6 +265,7 @@ def _convert(
             options.verify,
             time.perf_counter() - started,
             *went_along(beside, destination),
+            conversion.left_alone,
         )
 
 
@@ -316,6 +320,7 @@ def planned(
             (*left_out, *plan.dropped),
             plan.inexact,
             beside,
+            left_alone(whole),
         )
         planning.close()
         yield conversion, reader

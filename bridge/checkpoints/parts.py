@@ -194,6 +194,7 @@ def _whole(
         verified,
         time.perf_counter() - started,
         *went_along(conversion.companions, destination),
+        conversion.left_alone,
     )
 
 

@@ -14,6 +14,7 @@ from bridge.formats.base import Box, CheckpointError, TensorInfo, unreadable
 from bridge.formats.files.manifest import manifest_path
 from bridge.formats.joined import JoinedReader
 from bridge.formats.leaf_kinds import LEAVES, key_types
+from bridge.formats.left_alone import left_alone
 from bridge.formats.orbax.item import find_item
 from bridge.formats.safetensors.files import find_files
 from bridge.formats.step_paths import Step, at_step
@@ -41,7 +42,8 @@ class Summary:
     objects whose value is not plain data.
 
     manifest: whether it has one of ours, by which `verify` can tell that nothing changed. key_types: by name, the
-    implementation of tensors that are typed PRNG keys; their dtype is that of the key data.
+    implementation of tensors that are typed PRNG keys; their dtype is that of the key data. left_alone: why files
+    beside it, which look like weights, were not read.
     """
 
     path: Path | str
@@ -52,6 +54,7 @@ class Summary:
     unreadable: Mapping[str, str]
     manifest: bool
     key_types: Mapping[str, str]
+    left_alone: Mapping[str, str]
 
     @property
     def chunks(self) -> int:
@@ -91,7 +94,15 @@ def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: St
         parts = whole.parts.values() if isinstance(whole, JoinedReader) else (whole,)
         manifest = all(manifest_path(manifest_home(home_of(part))).is_file() for part in parts)
         return Summary(
-            place_of(path), reader.format, tensors, groups, objects, reasons, manifest, key_types(reader)
+            place_of(path),
+            reader.format,
+            tensors,
+            groups,
+            objects,
+            reasons,
+            manifest,
+            key_types(reader),
+            left_alone(reader),
         )
 
 

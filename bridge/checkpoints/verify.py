@@ -42,6 +42,7 @@ from bridge.formats.files.manifest import (
     manifest_path,
     read_manifest,
 )
+from bridge.formats.left_alone import left_alone
 from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
 from bridge.formats.step_paths import Step, at_step
 from bridge.formats.stores.hub import hub_hint
@@ -66,6 +67,8 @@ class VerifyReport:
     error is what opening it has raised.
     manifest: whether there is one. protected: bytes that a checksum of the manifest or of the format covers; None where
     the format does not say. unread: names of tensors whose elements cannot be read, and so were not looked at.
+    left_alone: why files beside the checkpoint, which look like weights, were not looked at; this is no problem. As a
+    truth value it is `good`.
     """
 
     path: Path | str
@@ -82,11 +85,15 @@ class VerifyReport:
     unread: tuple[str, ...]
     seconds: float
     error: Exception | None = None
+    left_alone: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def good(self) -> bool:
         """Whether no problem was found."""
         return self.opened and not self.problems
+
+    def __bool__(self) -> bool:
+        return self.good
 
 
 def verify(
@@ -200,6 +207,7 @@ def _verify(
             not_finite,
             tuple(unreadable(reader)),
             time.perf_counter() - started,
+            left_alone=left_alone(reader),
         )
 
 
@@ -228,6 +236,7 @@ def _joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) ->
         tuple(f"{name}/{one}" for name, report in reports.items() for one in report.unread),
         seconds,
         next((report.error for report in found if report.error is not None), None),
+        {f"{name}/{one}": why for name, report in reports.items() for one, why in report.left_alone.items()},
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bridge.commands.grouping import print_left_alone
 from bridge.commands.options import ItemOption, JsonOption, StepOption, item_names, step_number, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table
 from bridge.formats.base import CheckpointError
@@ -117,6 +118,7 @@ def inspect(
     else:
         print_line(out, title)
         _print_list(out, summary)
+    print_left_alone(out, summary.left_alone)
     for name, kind in summary.key_types.items():
         print_line(out, f"{name} is a typed PRNG key, key<{kind}>")
     for name, value in summary.objects.items():

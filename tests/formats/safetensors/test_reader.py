@@ -186,6 +186,8 @@ def test_which_files_are_meant(tmp_path: Path) -> None:
     assert same_bits(open_checkpoint(tmp_path / "d").read("w"), arrays["c"])
     index = {"weight_map": {"w": "other.safetensors"}}
     (tmp_path / "d" / "model.fp16.safetensors.index.json").write_text(json.dumps(index))
+    assert same_bits(open_checkpoint(tmp_path / "d").read("w"), arrays["c"])
+    (tmp_path / "d" / "model.safetensors").unlink()
     assert same_bits(open_checkpoint(tmp_path / "d").read("w"), arrays["b"])
     (tmp_path / "d" / "model.bf16.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"found model.bf16.safetensors.index.json, model.fp16"):
