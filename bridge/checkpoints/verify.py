@@ -42,7 +42,7 @@ from bridge.formats.files.manifest import (
     manifest_path,
     read_manifest,
 )
-from bridge.formats.left_alone import left_alone
+from bridge.formats.left_alone import left_alone, left_alone_by_parts
 from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
 from bridge.formats.step_paths import Step, at_step
 from bridge.formats.stores.hub import hub_hint
@@ -139,7 +139,12 @@ def _verify(
         reports = {
             name: _verify(part, finite, workers, progress, (), started) for name, part in parts.items()
         }
-        return _joined(place, reports, time.perf_counter() - started)
+        left = left_alone_by_parts(
+            [*parts.values()],
+            next(iter(reports.values())).format,
+            {name: report.left_alone for name, report in reports.items()},
+        )
+        return dataclasses.replace(_joined(place, reports, time.perf_counter() - started), left_alone=left)
     if parts:
         (place,) = parts.values()
     home = manifest_home(place)
@@ -236,7 +241,6 @@ def _joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) ->
         tuple(f"{name}/{one}" for name, report in reports.items() for one in report.unread),
         seconds,
         next((report.error for report in found if report.error is not None), None),
-        {f"{name}/{one}": why for name, report in reports.items() for one, why in report.left_alone.items()},
     )
 
 

@@ -7,7 +7,7 @@ hf_folder/model.safetensors              read
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -37,11 +37,8 @@ def left_alone(reader: CheckpointReader) -> Mapping[str, str]:
     """
     whole = reader.opened if isinstance(reader, StoredReader) else reader
     if isinstance(whole, JoinedReader):
-        homes = [home_of(part) for part in whole.parts.values()]
-        found = _beside(homes[0].parent, {home.name for home in homes}, "", items=whole.format == "orbax")
-        for key, part in whole.parts.items():
-            found |= {f"{key}/{name}": why for name, why in left_alone(part).items()}
-        return found
+        of_each = {key: left_alone(part) for key, part in whole.parts.items()}
+        return left_alone_by_parts([home_of(part) for part in whole.parts.values()], whole.format, of_each)
     home, files = home_of(whole), whole.files()
     if not home.is_dir():
         return _counted(home.parent, [file.name for file in files])
@@ -50,6 +47,16 @@ def left_alone(reader: CheckpointReader) -> Mapping[str, str]:
     index = next((name for name in read if name.endswith(INDEX_END)), "")
     own: Mapping[str, str] = getattr(whole, "left_alone", {})
     return {**_beside(home, read, index), **_counted(home, read), **_counted(home.parent, [home.name]), **own}
+
+
+def left_alone_by_parts(
+    homes: Sequence[Path], format: str, of_each: Mapping[str, Mapping[str, str]]
+) -> Mapping[str, str]:
+    """The same of the parts at ``homes``, which are one tree, from what is left alone beside each by its name."""
+    found = _beside(homes[0].parent, {home.name for home in homes}, "", items=format == "orbax")
+    for key, names in of_each.items():
+        found |= {f"{key}/{name}": why for name, why in names.items()}
+    return found
 
 
 def _beside(home: Path, read: Collection[str], index: str, *, items: bool = False) -> dict[str, str]:
@@ -62,7 +69,9 @@ def _beside(home: Path, read: Collection[str], index: str, *, items: bool = Fals
             with suppress(OSError):
                 inside = [below.name for below in child.iterdir()]
                 if any(map(_is_weights, inside)) or (items and inside):
-                    found[f"{child.name}/"] = "an item that is not read" if items else "a folder of weights below"
+                    found[f"{child.name}/"] = (
+                        "an item that is not read" if items else "a folder of weights below"
+                    )
         elif _is_weights(child.name):
             found[child.name] = _reason(child.name, index)
     return found
@@ -96,5 +105,5 @@ def _counted(home: Path, read: Collection[str]) -> dict[str, str]:
         for name in (*numbered.names, *numbered.missing) if taken else ():
             if name not in read:
                 count = len(numbered.names) + numbered.num_missing
-                found[name] = f"by its name {taken[0]} is one of {count} files, and this one is another"
+                found[name] = f"{taken[0]}, which is read, is one of {count} files by its name"
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -63,6 +64,7 @@ from bridge.formats.stores.listing import StorePath
 from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
 
 _ADVICE: Final = "a conversion can leave it out (--drop, --weights-only)"
+_DATA_FILE: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _FILES_AT_ONCE: Final = 16
 _MAX_KEPT: Final = 1 << 16
 """Archives whose parsed headers are kept in memory, some 500 bytes each; those of others are parsed at each read."""
@@ -272,6 +274,14 @@ class DcpReader(ClosedAtEnd):
             raise CheckpointError(f"cannot read the metadata of {self.path}: {error}") from error
         if METADATA_FILE in data:
             return parse_metadata(data[METADATA_FILE], str(self.path / METADATA_FILE))
+        written = [
+            int(match[1]) for child in self.path.iterdir() if (match := _DATA_FILE.fullmatch(child.name))
+        ]
+        if max(written, default=0) >= len(data):
+            raise CheckpointError(
+                f"{self.path}: expected the metadata of every rank that wrote a file, found {len(data)} and no "
+                f"__{max(written)}{METADATA_FILE}: the save did not finish, or the file was not copied"
+            )
         return parse_rank_metadata(data, str(self.path))
 
     def _is_safetensors(self, extent: Extent) -> bool:

@@ -62,7 +62,11 @@ class FileKind:
         when an index is malformed or names anything but files beside it.
         """
         if not path.is_dir():
-            return indexed_files(path) if path.name.endswith(INDEX_END) else ModelFiles(path.parent, (path.name,))
+            return (
+                indexed_files(path)
+                if path.name.endswith(INDEX_END)
+                else ModelFiles(path.parent, (path.name,))
+            )
         found = self._candidates(path)
         indexes = [name for name in found if name.endswith(INDEX_END)]
         files = [name for name in found if not name.endswith(INDEX_END)]
@@ -119,4 +123,3 @@ def indexed_files(index: Path) -> ModelFiles:
     """The files that an index names. CheckpointError when it is malformed or names anything but files beside it."""
     weight_map = read_weight_map(index)
     return ModelFiles(index.parent, tuple(dict.fromkeys(weight_map.values())), weight_map, index.name)
-

@@ -47,8 +47,13 @@ class NumberedFiles:
         """What is wrong with the numbers; empty where they are complete."""
         if self.wrong:
             return f"{self.wrong[0]} has a number that is there twice, or above the count"
-        more = f" and {self.num_missing - len(self.missing)} more" if self.num_missing > len(self.missing) else ""
-        return f"{', '.join(self.missing)}{more} missing" if self.num_missing else ""
+        more = (
+            f" and {self.num_missing - len(self.missing)} more"
+            if self.num_missing > len(self.missing)
+            else ""
+        )
+        verb = "is" if self.num_missing == 1 else "are"
+        return f"{', '.join(self.missing)}{more} {verb} missing" if self.num_missing else ""
 
 
 def is_numbered(name: str) -> bool:
@@ -105,7 +110,9 @@ def _set(members: dict[str, tuple[int, ...]], count: int | None, *, of_ranks: bo
     missing = itertools.islice((number for number in wanted() if number not in numbers), _SHOWN)
     texts = ([str(n).zfill(width) for n, width in zip(number, widths, strict=True)] for number in missing)
     stops = [first + size for size in sizes]
-    inside = {number for number in numbers if all(first <= n < stop for n, stop in zip(number, stops, strict=True))}
+    inside = {
+        number for number in numbers if all(first <= n < stop for n, stop in zip(number, stops, strict=True))
+    }
     twice = {a for a, b in itertools.pairwise(ordered) if members[a] == members[b]}
     return NumberedFiles(
         tuple(ordered),

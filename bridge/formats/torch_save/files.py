@@ -18,7 +18,12 @@ TORCH_FILES: Final = FileKind(
     (".bin", ".pt", ".pth", ".ckpt"),
     (
         *("pytorch_model.bin", "pytorch_model.bin.index.json"),
-        *("diffusion_pytorch_model.bin.index.json", "diffusion_pytorch_model.bin", "adapter_model.bin", "model.pt"),
+        *(
+            "diffusion_pytorch_model.bin.index.json",
+            "diffusion_pytorch_model.bin",
+            "adapter_model.bin",
+            "model.pt",
+        ),
     ),
     TRAINING_STATE,
 )
