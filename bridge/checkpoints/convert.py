@@ -31,7 +31,7 @@ from bridge.checkpoints.destination import (
 from bridge.checkpoints.dtypes import require_dtypes
 from bridge.checkpoints.engine import Copier, runs
 from bridge.checkpoints.kinds import carried_kinds
-from bridge.checkpoints.selection import SelectedReader, Selection
+from bridge.checkpoints.selection import SelectedReader, Selection, readable_values
 from bridge.checkpoints.workers import default_workers, large_buffers_returned
 from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath, name_of
@@ -303,7 +303,8 @@ def planned(
         outputs = apply_casts(plan.tensors.values(), casts)
         require_dtypes(whole, outputs.values(), target)
         kept = {name: entry for name, entry in plan.objects.items() if entry[0] != LEAVES}
-        objects = {name: (path, reader.objects[old]) for name, (path, old) in kept.items()} | dict(plan.notes)
+        values = readable_values(reader, [old for _, old in kept.values()])
+        objects = {name: (path, values[old]) for name, (path, old) in kept.items()} | dict(plan.notes)
         origins = {name: old for name, (_, old) in kept.items()}
         kinds = carried_kinds(held, outputs.values(), objects, origins)
         beside = Companions.beside(companions_home(home_of(whole))) if options.companions else Companions()

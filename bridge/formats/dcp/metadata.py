@@ -21,7 +21,6 @@ import numpy as np
 
 from bridge.formats.base import DTYPES, Box, CheckpointError, TensorInfo, TreePath
 from bridge.formats.coverage import check_coverage
-from bridge.formats.dcp.archive import is_index
 from bridge.formats.dcp.class_names import (
     BYTES,
     CHUNK,
@@ -37,7 +36,7 @@ from bridge.formats.dcp.class_names import (
 )
 from bridge.formats.dcp.dtypes import torch_dtype
 from bridge.formats.dcp.pickle import read_pickle
-from bridge.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary
+from bridge.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary, is_index
 from bridge.formats.files.mapped import is_plain_name
 from bridge.formats.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path
 

@@ -24,7 +24,9 @@ from bridge.formats.base import (
     Loan,
     TensorInfo,
     TreePath,
+    UnreadableValue,
     Wanted,
+    drop_options,
     require_tensor,
 )
 from bridge.formats.dcp.archive import Record, StoredTensor, around, read_value, verify_record
@@ -63,7 +65,6 @@ from bridge.formats.safetensors.reader import saved_offsets
 from bridge.formats.stores.listing import StorePath
 from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
 
-_ADVICE: Final = "a conversion can leave it out (--drop, --weights-only)"
 _DATA_FILE: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _FILES_AT_ONCE: Final = 16
 _MAX_KEPT: Final = 1 << 16
@@ -252,19 +253,18 @@ class DcpReader(ClosedAtEnd):
         value = self._stored_object(name, extent)
         for copy in self._metadata.object_copies.get(name, ()):
             if object_checksum(self._stored_object(name, copy)) != object_checksum(value):
-                raise CheckpointError(
-                    f"{self.path / copy.file}: object {name!r}: expected the same value as in {extent.file}, got "
-                    f"another: each rank stored its own; {_ADVICE}"
+                reason = f"another value than in {extent.file}: each rank stored its own"
+                raise UnreadableValue(
+                    f"{self.path / copy.file}: object {name!r}: expected one value, got {reason}",
+                    reason,
+                    holds_tensors=False,
                 )
         return value
 
     def _stored_object(self, name: str, extent: Extent) -> object:
         what = f"{self.path / extent.file}: object {name!r}"
-        try:
-            file = self._files.get(extent.file, extent.offset, extent.offset + extent.length)
-            return read_value(file, extent.offset, extent.length, what)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_ADVICE}") from error
+        file = self._files.get(extent.file, extent.offset, extent.offset + extent.length)
+        return read_value(file, extent.offset, extent.length, what)
 
     def _read_metadata(self) -> DcpMetadata:
         try:
@@ -386,7 +386,7 @@ class DcpReader(ClosedAtEnd):
         if not same:
             raise CheckpointError(
                 f"{self._what(info, chunk, copy)}: expected the same values as in {extent.file}, got others: each rank "
-                f"stored its own; {_ADVICE}"
+                f"stored its own; a conversion can leave the tensor out ({drop_options([info.name])})"
             )
 
 

@@ -34,7 +34,6 @@ from bridge.formats.torch_save.files import TORCH_FILES, members_of
 from bridge.formats.torch_save.tree import is_tensor, leaves, value_of
 from bridge.formats.wrapping import ReadWhenAsked
 
-_ADVICE: Final = "a conversion can leave it out (--drop, --weights-only)"
 _VOCABULARY: Final = Vocabulary(max_bytes=256 << 20, persistent=True, foreign=True)
 _MAX_REPEATED: Final = 64 << 20
 """Bytes of a tensor whose elements share memory, as those of `expand` do: more than its storage has."""
@@ -121,10 +120,7 @@ class TorchSaveReader(SingleChunkReader):
 
     def _object(self, name: str) -> object:
         node, what = self._values[name]
-        try:
-            return value_of(node, f"{what}: object {name!r:.200}")
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_ADVICE}") from None
+        return value_of(node, f"{what}: object {name!r:.200}")
 
     def _read_file(self, file: str) -> Iterator[tuple[str, str | None]]:
         """Take up the leaves of a file: each name, and for a tensor that cannot be read the reason."""

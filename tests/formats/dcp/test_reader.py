@@ -31,7 +31,8 @@ from bridge.formats.dcp import metadata as dcp_metadata
 from bridge.formats.dcp import reader as module
 from bridge.formats.dcp.archive import find_tensor
 from bridge.formats.dcp.pickle import read_pickle
-from bridge.formats.dcp.pickle_records import PLAIN_VALUES, Instance, plain_from_pickle
+from bridge.formats.dcp.pickle_records import PLAIN_VALUES, Instance
+from bridge.formats.dcp.plain_values import plain_from_pickle
 from bridge.formats.dcp.pickle_writer import write_pickle
 from bridge.formats.dcp.reader import DcpReader
 from bridge.formats.files import mapped as mapped_files
