@@ -6,7 +6,14 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from bridge.checkpoints.casts import Output
-from bridge.formats.base import DTYPES, ORBAX_DTYPES, CheckpointError, CheckpointReader, drop_options, unreadable
+from bridge.formats.base import (
+    DTYPES,
+    ORBAX_DTYPES,
+    CheckpointError,
+    CheckpointReader,
+    drop_options,
+    unreadable,
+)
 from bridge.formats.safetensors.header import DTYPE_NAMES
 
 _SHOWN = 5
@@ -42,8 +49,8 @@ def require_dtypes(reader: CheckpointReader, outputs: Iterable[Output], target: 
         able = [format for format, known in _KNOWN.items() if known >= set(lacking.values())]
         other = f", or write another format (--to {' or '.join(able)})" if able else ""
         raise CheckpointError(
-            f"{reader.path}: expected dtypes that {target} has, found {some_with_reasons(lacking)}: leave these tensors out "
-            f"({drop_options(sources)}){other}"
+            f"{reader.path}: expected dtypes that {target} has, found {some_with_reasons(lacking)}: leave these "
+            f"tensors out ({drop_options(sources)}){other}"
         )
 
 
@@ -51,4 +58,3 @@ def some_with_reasons(reasons: Mapping[str, str]) -> str:
     """The first of these names, each with why, and how many more there are."""
     shown = ", ".join(f"{name!r:.200} ({why})" for name, why in islice(reasons.items(), _SHOWN))
     return shown + (f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else "")
-

@@ -148,8 +148,8 @@ def _require_no_tensors(reader: CheckpointReader, names: Iterable[str]) -> None:
                 closed[name] = error.reason
     if closed:
         raise CheckpointError(
-            f"{reader.path}: expected weights that can be read (--weights-only), found {some_with_reasons(closed)}: save "
-            f"them as plain tensors, or do without them ({drop_options([*closed])})"
+            f"{reader.path}: expected weights that can be read (--weights-only), found {some_with_reasons(closed)}: "
+            f"save them as plain tensors, or do without them ({drop_options([*closed])})"
         )
 
 

@@ -13,6 +13,7 @@ from bridge.formats.base import CheckpointError
 from bridge.formats.leaf_names import is_unicode
 
 MAX_NODES = 1 << 20
+PLAIN_VALUE = "expected None, bool, int, float, str, or list, tuple, dict of these"
 _MAX_DEPTH = 32
 _MAX_TEXT = 128 << 20
 _MAX_INT_BYTES = 255  # what a pickle's LONG1 can hold
@@ -38,10 +39,10 @@ def plain_value(
 ) -> object:
     """A deep copy made of None, bool, int, float, str, bytes, list, tuple and dict (keys str, int, bool, None) only.
 
-    binary: whether bytes are allowed. foreign: for an object of another type, the bytes or the value that it describes, or
-    the name that errors give it. CheckpointError, beginning with `what`, for anything else, for trees deeper than 32 or above a
-    million nodes, for more than 128 MiB of text and bytes, for integers above 255 bytes and for text that is not valid
-    Unicode.
+    binary: whether bytes are allowed. foreign: for an object of another type, the bytes or the value that it describes,
+    or the name that errors give it. CheckpointError, beginning with `what`, for anything else, for trees deeper than 32
+    or above a million nodes, for more than 128 MiB of text and bytes, for integers above 255 bytes and for text that is
+    not valid Unicode.
     """
     budget, letters = MAX_NODES, _MAX_TEXT
     described: dict[int, bytes | str | Described] = {}
@@ -86,8 +87,6 @@ def plain_value(
             return counted(found)
         if isinstance(found, Described):
             return copy(found.value, depth + 1)
-        raise CheckpointError(
-            f"{what}: expected None, bool, int, float, str, or list, tuple, dict of these, got {found}"
-        )
+        raise CheckpointError(f"{what}: {PLAIN_VALUE}, got {found}")
 
     return copy(value, 0)

@@ -20,13 +20,17 @@ from bridge.formats.dcp.pickle_records import (
     Persistent,
     is_index,
 )
-from bridge.formats.plain import Described, plain_value
+from bridge.formats.plain import PLAIN_VALUE, Described, plain_value
 
 ARRAYS: Final = frozenset(
     f"numpy.{core}.{function}"
     for core in ("core", "_core")
     for function in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
 )
+REBUILDERS: Final = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
+"""What begins the names of functions that make tensors."""
+_TENSORS: Final = frozenset({"torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"})
+_NO_PLAIN_VALUE: Final = f"{PLAIN_VALUE}, got "
 _SETS: Final = frozenset(
     f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset")
 )
@@ -42,9 +46,9 @@ def plain_from_pickle(value: object, what: str) -> object:
     try:
         return plain_value(value, what, foreign=_described)
     except CheckpointError as error:
-        text = str(error)
-        reason = text.rpartition(", got ")[2] or text.removeprefix(f"{what}: ")
-        raise UnreadableValue(text, reason, holds_tensors(value)) from None
+        start, _, reason = str(error).rpartition(_NO_PLAIN_VALUE)
+        text = f"{what}: expected a plain value, found {reason}" if start else reason
+        raise UnreadableValue(text, reason.removeprefix(f"{what}: "), holds_tensors(value)) from None
 
 
 def is_bytes(node: object) -> bool:
@@ -58,7 +62,9 @@ def holds_tensors(value: object) -> bool:
     stack = [value]
     while stack:
         node = stack.pop()
-        if isinstance(node, Persistent) or (isinstance(node, Call) and node.name in ARRAYS and not _is_number(node)):
+        if isinstance(node, Persistent) or (
+            isinstance(node, Call) and node.name in ARRAYS and not _is_number(node)
+        ):
             return True
         if id(node) in seen:
             continue
@@ -121,10 +127,6 @@ def _described(node: object) -> bytes | str | Described:
             if array is not None and array.dtype.kind != "c":
                 return Described(array.item() if array.dtype.kind in "biu" else float(array))
             return "a number of NumPy that Python lacks"
-        case Call(name=name) if name in ARRAYS:
-            return "an array of NumPy"
-        case Call(name=name) if name in _SETS:
-            return "a set"
         case Call(name="torch.device", args=(str(kind),)):
             return Described(kind)
         case Call(name="torch.device", args=(str(kind), int(index))):
@@ -152,10 +154,24 @@ def _bytes_or_name(node: object) -> bytes | str:
             with suppress(UnicodeEncodeError):
                 return text.encode("latin1")
             return node.name
-        case Call():
-            return f"a call of {node.name}, which is not made here (loading the file would make it)"
-        case Instance():
-            return f"an object of class {node.name}"
-        case Name():
-            return f"the name {node.dotted}"
-    return type(node).__name__
+    return described(node)
+
+
+def described(node: object) -> str:
+    """What a node is, for errors; nothing in it is printed."""
+    match node:
+        case Call(name=name) if name in _TENSORS:
+            return "one tensor"
+        case Call(name="torch._tensor._rebuild_from_type_v2", args=(_, Name(dotted=kind), *_)):
+            return f"a tensor of class {kind}"
+        case Call(name=name) if name in ARRAYS:
+            return "an array of NumPy"
+        case Call(name=name) if name in _SETS:
+            return "a set"
+        case Call(name=name):
+            return f"a call of {name}, which is not made here (loading the file would make it)"
+        case Instance(name=name):
+            return f"an object of class {name}"
+        case Name(dotted=name):
+            return f"the name {name}"
+    return f"a value of type {type(node).__name__}"

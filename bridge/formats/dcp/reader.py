@@ -274,6 +274,7 @@ class DcpReader(ClosedAtEnd):
             raise CheckpointError(f"cannot read the metadata of {self.path}: {error}") from error
         if METADATA_FILE in data:
             return parse_metadata(data[METADATA_FILE], str(self.path / METADATA_FILE))
+        metadata = parse_rank_metadata(data, str(self.path))
         written = [
             int(match[1]) for child in self.path.iterdir() if (match := _DATA_FILE.fullmatch(child.name))
         ]
@@ -282,7 +283,7 @@ class DcpReader(ClosedAtEnd):
                 f"{self.path}: expected the metadata of every rank that wrote a file, found {len(data)} and no "
                 f"__{max(written)}{METADATA_FILE}: the save did not finish, or the file was not copied"
             )
-        return parse_rank_metadata(data, str(self.path))
+        return metadata
 
     def _is_safetensors(self, extent: Extent) -> bool:
         """Whether SerializationFormat.SAFETENSORS wrote it: the file goes on as a safetensors file from there."""

@@ -109,8 +109,8 @@ class FileKind:
             if not numbered.complete:
                 raise CheckpointError(
                     f"{path}: expected every file that the numbers in the names call for, found "
-                    f"{', '.join(numbered.names[:_SHOWN])}, but {numbered.problem}: fetch all of them, or give the path "
-                    "of one file to take what is in it alone"
+                    f"{', '.join(numbered.names[:_SHOWN])}, but {numbered.problem}: fetch all of them, or give "
+                    "the path of one file to take what is in it alone"
                 )
 
     def _candidates(self, directory: Path) -> list[str]:

@@ -15,7 +15,13 @@ import numpy as np
 from bridge.formats.base import CheckpointError, TreePath, UnreadableValue
 from bridge.formats.dcp.archive import REBUILD, REBUILD_UNTYPED
 from bridge.formats.dcp.pickle_records import Call, Instance, Name
-from bridge.formats.dcp.plain_values import ARRAYS, array_of, plain_from_pickle
+from bridge.formats.dcp.plain_values import (
+    ARRAYS,
+    REBUILDERS,
+    array_of,
+    described,
+    plain_from_pickle,
+)
 from bridge.formats.leaf_names import TREE_PATH_KEYS, is_tree_path
 from bridge.formats.plain import MAX_NODES
 
@@ -27,7 +33,6 @@ _TENSOR_TYPES: Final = frozenset(
     {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
 )
 _TENSORS: Final = frozenset({REBUILD, REBUILD_UNTYPED})
-_REBUILDERS: Final = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
 _MAX_DEPTH: Final = 64
 
 
@@ -75,26 +80,12 @@ def value_of(node: object, what: str) -> object:
     if isinstance(node, Name) and node.dotted.startswith("torch."):
         return node.dotted
     match node:
-        case Call(name=name) if name.startswith(_REBUILDERS):
+        case Call(name=name) if name.startswith(REBUILDERS):
             reason = described(node)
-            raise UnreadableValue(f"{what}: expected a strided tensor, found {reason}", reason, holds_tensors=True)
+            raise UnreadableValue(
+                f"{what}: expected a strided tensor, found {reason}", reason, holds_tensors=True
+            )
     return plain_from_pickle(node, what)
-
-
-def described(node: object) -> str:
-    """What a node is, for errors; nothing in it is printed."""
-    match node:
-        case Call(name=name) if name in _TENSORS:
-            return "one tensor"
-        case Call(name="torch._tensor._rebuild_from_type_v2", args=(_, Name(dotted=kind), *_)):
-            return f"a tensor of class {kind}"
-        case Call(name=name):
-            return f"a call of {name}, which is not made here (loading the file would make it)"
-        case Instance(name=name):
-            return f"an object of class {name}"
-        case Name(dotted=name):
-            return f"the name {name}"
-    return f"a value of type {type(node).__name__}"
 
 
 class _Tree:
@@ -140,7 +131,7 @@ class _Tree:
     def _counts(self, entry: object, depth: int) -> bool:
         if isinstance(entry, list | tuple):
             return self.is_gone_into(entry, depth + 1)
-        rebuilt = isinstance(entry, Call) and entry.name.startswith(_REBUILDERS)
+        rebuilt = isinstance(entry, Call) and entry.name.startswith(REBUILDERS)
         return rebuilt or isinstance(entry, dict | np.ndarray)
 
 

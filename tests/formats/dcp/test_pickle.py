@@ -24,8 +24,8 @@ from bridge.formats.dcp.pickle_records import (
     Persistent,
     Vocabulary,
 )
-from bridge.formats.dcp.plain_values import plain_from_pickle
 from bridge.formats.dcp.pickle_writer import HOLE, Filled, Pattern, Repeated, write_pickle
+from bridge.formats.dcp.plain_values import plain_from_pickle
 from bridge.formats.plain import plain_value
 
 values = st.recursive(

@@ -162,7 +162,9 @@ def test_arrays_and_scalars_of_numpy_are_tensors(tmp_path: Path) -> None:
         assert np.array_equal(reader.read("a"), content["a"])
         assert reader.read("a", Box((1, 0), (1, 2))).tolist() == [[1.0, 4.0]]
         assert reader.read("b").tolist() == [0, 1, 2]
-        with pytest.raises(CheckpointError, match="'object': expected a plain value, found a call of numpy"):
+        with pytest.raises(
+            CheckpointError, match="'object': expected a plain value, found an array of NumPy"
+        ):
             reader.objects["object"]
 
 
