@@ -86,11 +86,13 @@ def test_a_part_of_a_model_below_a_key_is_found_where_the_whole_is(family: str, 
 def test_a_part_that_is_in_two_places_is_refused_and_a_smaller_second_one_is_named() -> None:
     state, ema = state_below("model", "llama"), state_below("ema_model", "llama")
     table = load_mapping("llama").with_axes({"d": 10})
+    reader = MemoryReader("dcp", state | ema)
+    part = with_stored_sizes(table, reader).part()
     with pytest.raises(MappingError, match=r"found them at .*\{w\}' and '.*leave the others out"):
-        reader = MemoryReader("dcp", state | ema)
-        make_plan(reader, "orbax", with_stored_sizes(table, reader).part(), into="flax")
+        make_plan(reader, "orbax", part, into="flax")
     few = {name: array for name, array in ema.items() if "self_attn" in name}
     for other in (few, {name: ema[name] for name in list(ema)[:1]}):
         reader = MemoryReader("dcp", state | other)
+        part = with_stored_sizes(table, reader).part()
         with pytest.raises(MappingError, match=rf"ema_model.*{next(iter(other)).split('.', 1)[1]}"):
-            make_plan(reader, "orbax", with_stored_sizes(table, reader).part(), into="flax")
+            make_plan(reader, "orbax", part, into="flax")

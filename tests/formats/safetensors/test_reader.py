@@ -326,6 +326,24 @@ def test_headers_that_json_allows_to_be_written_otherwise_are_read(tmp_path: Pat
         assert list(stock.keys()) == ["wé\n"]
 
 
+@pytest.mark.parametrize("end", ["null}", " null \n}", 'null, "v":' + W.replace("0,8", "8,16") + "}"])
+def test_metadata_that_is_null_is_none(tmp_path: Path, end: str) -> None:
+    data = np.arange(4 if '"v"' in end else 2, dtype="f4").tobytes()
+    path = raw_file(tmp_path / "x.safetensors", f'{{"w":{W},"__metadata__":{end}'.encode(), data)
+    with open_checkpoint(path) as reader, safe_open(path, "np") as stock:
+        assert sorted(reader.tensors) == sorted(stock.keys())
+        assert not reader.objects
+    twice = raw_file(
+        tmp_path / "y.safetensors", f'{{"__metadata__":null,"w":{W},"__metadata__":null}}'.encode(), bytes(8)
+    )
+    with pytest.raises(CheckpointError, match="__metadata__ is given twice"):
+        open_checkpoint(twice)
+    for wrong in ("nul", "nulll", '{"a":null}', "true"):
+        text = f'{{"w":{W},"__metadata__":{wrong}}}'.encode()
+        with pytest.raises(CheckpointError, match="malformed"):
+            open_checkpoint(raw_file(tmp_path / "z.safetensors", text, bytes(8)))
+
+
 @pytest.mark.parametrize("length", [0, 1, 10_000, 100_000_001, (1 << 64) - 1])
 def test_a_header_length_that_cannot_be_is_refused(tmp_path: Path, length: int) -> None:
     path = tmp_path / "x.safetensors"
