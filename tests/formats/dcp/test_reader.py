@@ -589,10 +589,9 @@ def test_a_tensor_described_as_an_object_or_the_reverse_is_refused(genuine: Path
     edit_metadata(genuine, lambda m: m.state_dict_metadata.pop(W) and m.storage_data.pop(index_of(m, W)))
     with (
         DcpReader(genuine) as reader,
-        pytest.raises(CheckpointError, match="expected a plain value, found one tensor") as caught,
+        pytest.raises(CheckpointError, match="expected a plain value, found one tensor"),
     ):
         reader.objects["lr"]
-    assert "--drop" in str(caught.value)
 
 
 def test_two_names_for_one_place_are_refused(genuine: Path) -> None:
