@@ -167,9 +167,9 @@ def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
     if parts:
         return _open(next(iter(parts.values())), verify, ())
     if format == "torch":
-        from bridge.formats.torch_save.reader import TorchSaveReader
+        from bridge.formats.torch_save.ranks import open_torch_save
 
-        return TorchSaveReader(path, verify)
+        return open_torch_save(path, verify)
     if format == "npz":
         from bridge.formats.npz.reader import NpzReader
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import glob
 import math
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -306,7 +305,8 @@ def unreadable(reader: CheckpointReader) -> Mapping[str, str]:
 
 def drop_options(names: Sequence[str], most: int = 40) -> str:
     """The options of a command that leave out these names and no others, as a shell takes them."""
-    shown = " ".join(f"--drop {shlex.quote(glob.escape(name))}" for name in names[:most])
+    patterns = (glob.escape(name).replace("'", "'\"'\"'") for name in names[:most])
+    shown = " ".join(f"--drop '{pattern}'" for pattern in patterns)
     return shown + (" ..." if len(names) > most else "")
 
 

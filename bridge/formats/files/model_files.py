@@ -22,12 +22,16 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a checkpoint, all in one directory. weight_map: the index's, index: its name; None without one."""
+    """The files of a checkpoint, all in one directory.
+
+    weight_map: the index's, index: its name; None without one. of_ranks: whether each file has pieces of the tensors.
+    """
 
     directory: Path
     names: tuple[str, ...]
     weight_map: Mapping[str, str] | None = None
     index: str | None = None
+    of_ranks: bool = False
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -41,13 +45,15 @@ class FileKind:
 
     ends: of their names. usual: names of files and indexes that come before others, in this order. beside: names of
     other things that programs write beside a model in such files. rank: what begins the name of a file that each rank
-    wrote of its own pieces, where the format's reader joins these.
+    wrote of its own pieces, where the format says in each where these belong. joins_ranks: whether files that only
+    their names say to be of several ranks are joined, too.
     """
 
     ends: tuple[str, ...]
     usual: tuple[str, ...] = ()
     beside: re.Pattern[str] | None = None
     rank: re.Pattern[str] | None = None
+    joins_ranks: bool = False
 
     def is_one(self, path: Path) -> bool:
         """Whether a file, or an index of such files, or a directory with one, is named so."""
@@ -79,19 +85,20 @@ class FileKind:
             return ModelFiles(path, (usual,))
         if usual is not None or len(indexes) == 1:
             return indexed_files(path / (usual or indexes[0]))
-        return ModelFiles(path, self._without_index(path, found, files))
+        return self._without_index(path, found, files)
 
-    def _without_index(self, path: Path, found: Sequence[str], files: list[str]) -> tuple[str, ...]:
+    def _without_index(self, path: Path, found: Sequence[str], files: list[str]) -> ModelFiles:
         if files == found and self.rank is not None and all(map(self.rank.match, files)):
             self._require_all(path, numbered_sets({self.rank.sub("", name): None for name in files}))
-            return tuple(files)
+            return ModelFiles(path, tuple(files))
         sets = numbered_sets(files)
         if files == found and len(sets) == 1 and len(sets[0].names) == len(files):
             self._require_all(path, sets)
-            if len(files) == 1 or not sets[0].of_ranks:
-                return sets[0].names
+            several = sets[0].of_ranks and len(files) > 1
+            if self.joins_ranks or not several:
+                return ModelFiles(path, sets[0].names, of_ranks=several)
         elif len(found) == 1 and files:
-            return (files[0],)
+            return ModelFiles(path, (files[0],))
         shown = f"{', '.join(found[:_SHOWN]) or 'none'}{', ...' if len(found) > _SHOWN else ''}"
         if any(numbered.of_ranks and len(numbered.names) > 1 for numbered in sets):
             raise CheckpointError(
