@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.formats import detect_format, open_checkpoint
-from bridge.formats.base import Box, CheckpointError, TensorInfo, unreadable
+from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, unreadable
 from bridge.formats.files.manifest import manifest_path
 from bridge.formats.joined import JoinedReader
 from bridge.formats.leaf_kinds import LEAVES, key_types
@@ -43,7 +43,7 @@ class Summary:
 
     manifest: whether it has one of ours, by which `verify` can tell that nothing changed. key_types: by name, the
     implementation of tensors that are typed PRNG keys; their dtype is that of the key data. left_alone: why files
-    beside it, which look like weights, were not read.
+    beside it, which look like weights, were not read. object_paths: of `objects` by name.
     """
 
     path: Path | str
@@ -55,6 +55,7 @@ class Summary:
     manifest: bool
     key_types: Mapping[str, str]
     left_alone: Mapping[str, str]
+    object_paths: Mapping[str, TreePath]
 
     @property
     def chunks(self) -> int:
@@ -103,6 +104,7 @@ def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: St
             manifest,
             key_types(reader),
             left_alone(reader),
+            {name: reader.object_paths[name] for name in objects},
         )
 
 

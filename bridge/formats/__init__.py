@@ -104,6 +104,13 @@ def detect_format(path: str | os.PathLike[str]) -> str:
         return "safetensors"
     if (found := directory_format(place)) is not None:
         return found
+    if single_file_format(place / "checkpoint") == "msgpack":
+        from bridge.formats.flax_msgpack.reader import OLD_ORBAX, MsgpackReader
+
+        MsgpackReader(place / "checkpoint").close()
+        arrays = any(next(place.glob(pattern), None) for pattern in ("*/.zarray", "*/zarr.json"))
+        alone = f"it has one file of flax, checkpoint: give its path, {place / 'checkpoint'}"
+        raise CheckpointError(f"{place}: {OLD_ORBAX if arrays else alone}")
     names = sorted(p.name for p in place.iterdir())
     if any(n.endswith(".distcp") for n in names):
         raise CheckpointError(f"{place} is a DCP checkpoint whose save did not finish: it has no .metadata")
