@@ -35,7 +35,7 @@ from bridge.checkpoints.selection import SelectedReader, Selection, readable_val
 from bridge.checkpoints.workers import default_workers, large_buffers_returned
 from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath, name_of
-from bridge.formats.companions import Companions, companions_home
+from bridge.formats.companions import ADAPTER, ADAPTER_CONFIG, Companions, companions_home
 from bridge.formats.files.working import Attempt
 from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
@@ -308,7 +308,12 @@ def planned(
         origins = {name: old for name, (_, old) in kept.items()}
         kinds = carried_kinds(held, outputs.values(), objects, origins)
         beside = Companions.beside(companions_home(home_of(whole))) if options.companions else Companions()
-        beside = dataclasses.replace(beside, dequantized=options.dequantize)
+        unread = left_alone(whole)
+        beside = dataclasses.replace(beside, dequantized=options.dequantize).without(
+            {ADAPTER_CONFIG: "the adapter that it describes is not read"}
+            if any(name.startswith(ADAPTER) for name in unread)
+            else {}
+        )
         conversion = Conversion(
             place_of(source),
             reader.format,
@@ -321,7 +326,7 @@ def planned(
             (*left_out, *plan.dropped),
             plan.inexact,
             beside,
-            left_alone(whole),
+            unread,
         )
         planning.close()
         yield conversion, reader

@@ -7,6 +7,7 @@ hf_folder/model.safetensors              read
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,8 @@ _ENDS: Final = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".msgpack", ".distcp", INDEX_END),
     *(".gguf", ".ggml", ".h5", ".keras", ".onnx", ".ot", ".pdparams", ".tflite", ".nemo"),
 )
+_RANK_FILE: Final = re.compile(r"shard-(\d{1,6})-model-")
+_SHOWN: Final = 8
 _NO_WEIGHTS: Final = frozenset({"training_args.bin"})
 
 
@@ -40,13 +43,16 @@ def left_alone(reader: CheckpointReader) -> Mapping[str, str]:
         of_each = {key: left_alone(part) for key, part in whole.parts.items()}
         return left_alone_by_parts([home_of(part) for part in whole.parts.values()], whole.format, of_each)
     home, files = home_of(whole), whole.files()
+    if home.name.endswith(INDEX_END):
+        home = home.parent
     if not home.is_dir():
         return _counted(home.parent, [file.name for file in files])
     start = len(str(home)) + 1
     read = {str(file)[start:].partition("/")[0] for file in files}
     index = next((name for name in read if name.endswith(INDEX_END)), "")
     own: Mapping[str, str] = getattr(whole, "left_alone", {})
-    return {**_beside(home, read, index), **_counted(home, read), **_counted(home.parent, [home.name]), **own}
+    counted = {**_counted(home, read), **_counted(home.parent, [home.name]), **_ranks_between(read)}
+    return {**_beside(home, read, index), **counted, **own}
 
 
 def left_alone_by_parts(
@@ -107,3 +113,13 @@ def _counted(home: Path, read: Collection[str]) -> dict[str, str]:
                 count = len(numbered.names) + numbered.num_missing
                 found[name] = f"{taken[0]}, which is read, is one of {count} files by its name"
     return found
+
+
+def _ranks_between(read: Collection[str]) -> dict[str, str]:
+    """Ranks of PyTorch's HuggingFaceStorageWriter that have no file; those with nothing to write have none either."""
+    ranks = {int(match[1]) for name in read if (match := _RANK_FILE.match(name))}
+    lacking = [rank for rank in range(1, max(ranks, default=0)) if rank not in ranks][:_SHOWN]
+    return {
+        f"shard-{rank:05}-*": "not there: this rank had nothing to write, or its file is missing"
+        for rank in lacking
+    }

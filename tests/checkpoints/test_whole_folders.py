@@ -379,3 +379,31 @@ def test_commands_print_what_is_left_alone(tmp_path: Path) -> None:
         assert "not read: optimizer.pt: state of a training" in result.output
         document = json.loads(run(app, [*command[:2], "--json"]).stdout) if command[0] != "convert" else {}
         assert "optimizer.pt" in document.get("left_alone", {"optimizer.pt"})
+
+
+def test_the_description_of_an_adapter_stays_where_its_weights_stay(tmp_path: Path) -> None:
+    """Beside weights without it, `from_pretrained` would look for the adapter."""
+    folder = tmp_path / "d"
+    for name in ("adapter_config.json", "config.json"):
+        save(folder / name, "a")
+    save(folder / "adapter_model.safetensors", "a")
+    alone = convert(folder, tmp_path / "o", to="dcp")
+    assert {*alone.companions} == {"adapter_config.json", "config.json"}
+    save(folder / "model.safetensors", "b")
+    both = convert(folder, tmp_path / "o2", to="dcp")
+    assert both.companions == ("config.json",)
+    assert {*both.not_copied} == {"adapter_config.json"}
+    assert not (tmp_path / "o2" / "adapter_config.json").exists()
+
+
+def test_an_index_by_its_path_is_its_folder(tmp_path: Path) -> None:
+    save(tmp_path / "d" / "model-00001-of-00001.safetensors", "a")
+    save(tmp_path / "d" / "mtp.safetensors", "b")
+    index(tmp_path / "d" / "model.safetensors.index.json", {"a": "model-00001-of-00001.safetensors"})
+    assert {*told(tmp_path / "d" / "model.safetensors.index.json", tmp_path / "o")} == {"mtp.safetensors"}
+
+
+def test_a_rank_of_pytorch_without_a_file_is_named(tmp_path: Path) -> None:
+    for rank, name in ((1, "a"), (4, "b")):
+        save(tmp_path / "d" / f"shard-0000{rank}-model-00001-of-00001.safetensors", name)
+    assert {*told(tmp_path / "d", tmp_path / "o")} == {"shard-00002-*", "shard-00003-*"}
