@@ -119,7 +119,5 @@ def _ranks_between(read: Collection[str]) -> dict[str, str]:
     """Ranks of PyTorch's HuggingFaceStorageWriter that have no file; those with nothing to write have none either."""
     ranks = {int(match[1]) for name in read if (match := _RANK_FILE.match(name))}
     lacking = [rank for rank in range(1, max(ranks, default=0)) if rank not in ranks][:_SHOWN]
-    return {
-        f"shard-{rank:05}-*": "not there: this rank had nothing to write, or its file is missing"
-        for rank in lacking
-    }
+    why = "not there: this rank had nothing to write, or its file is missing"
+    return {f"shard-{rank:05}-*": why for rank in lacking}

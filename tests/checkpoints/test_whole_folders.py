@@ -136,11 +136,21 @@ def test_numbers_of_npz_files_are_not_joined(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("names", [("consolidated.00.pth", "consolidated.01.pth"), ("rank0.pt", "rank1.pt")])
-def test_files_of_ranks_are_said_to_hold_pieces(tmp_path: Path, names: Sequence[str]) -> None:
-    for name in names:
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (("consolidated.00.pth", "consolidated.01.pth"), "1 tensors that differ between ranks"),
+        (("rank0.pt", "rank1.pt"), "1 tensors that differ between ranks"),
+        (("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"), "1 tensors that differ between ranks"),
+        (("tp_rank_0.safetensors", "tp_rank_1.safetensors"), "each has a piece of the same tensors"),
+    ],
+)
+def test_files_of_ranks_are_said_to_hold_pieces(tmp_path: Path, names: Sequence[str], why: str) -> None:
+    for rank, name in enumerate(names):
         save(tmp_path / "d" / name, "a")
-    with pytest.raises(CheckpointError, match="each has a piece of the same tensors"):
+        if name.endswith(("pt", "pth")):
+            torch.save({"a": torch.full((3,), float(rank)), "same": torch.ones(2)}, tmp_path / "d" / name)
+    with pytest.raises(CheckpointError, match=why):
         open_checkpoint(tmp_path / "d")
     assert names[1] in told(tmp_path / "d" / names[0], tmp_path / "o")
 
