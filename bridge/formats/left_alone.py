@@ -51,7 +51,7 @@ def left_alone(reader: CheckpointReader) -> Mapping[str, str]:
     read = {str(file)[start:].partition("/")[0] for file in files}
     index = next((name for name in read if name.endswith(INDEX_END)), "")
     own: Mapping[str, str] = getattr(whole, "left_alone", {})
-    counted = {**_counted(home, read), **_counted(home.parent, [home.name]), **_ranks_between(read)}
+    counted = {**_counted(home, read), **_counted(home.parent, [home.name]), **_ranks_without_files(read)}
     return {**_beside(home, read, index), **counted, **own}
 
 
@@ -115,9 +115,12 @@ def _counted(home: Path, read: Collection[str]) -> dict[str, str]:
     return found
 
 
-def _ranks_between(read: Collection[str]) -> dict[str, str]:
-    """Ranks of PyTorch's HuggingFaceStorageWriter that have no file; those with nothing to write have none either."""
+def _ranks_without_files(read: Collection[str]) -> dict[str, str]:
+    """Ranks of PyTorch's HuggingFaceStorageWriter that have no file, and the one after the last, of which none says."""
     ranks = {int(match[1]) for name in read if (match := _RANK_FILE.match(name))}
-    lacking = [rank for rank in range(1, max(ranks, default=0)) if rank not in ranks][:_SHOWN]
+    if not ranks:
+        return {}
+    lacking = [rank for rank in range(1, max(ranks)) if rank not in ranks][:_SHOWN]
     why = "not there: this rank had nothing to write, or its file is missing"
-    return {f"shard-{rank:05}-*": why for rank in lacking}
+    last = "not there: no file says how many ranks there were, and without the last one's file tensors look shorter"
+    return {**{f"shard-{rank:05}-*": why for rank in lacking}, f"shard-{max(ranks) + 1:05}-*": last}

@@ -416,4 +416,6 @@ def test_an_index_by_its_path_is_its_folder(tmp_path: Path) -> None:
 def test_a_rank_of_pytorch_without_a_file_is_named(tmp_path: Path) -> None:
     for rank, name in ((1, "a"), (4, "b")):
         save(tmp_path / "d" / f"shard-0000{rank}-model-00001-of-00001.safetensors", name)
-    assert {*told(tmp_path / "d", tmp_path / "o")} == {"shard-00002-*", "shard-00003-*"}
+    left = told(tmp_path / "d", tmp_path / "o")
+    assert {*left} == {"shard-00002-*", "shard-00003-*", "shard-00005-*"}
+    assert "no file says how many ranks there were" in left["shard-00005-*"]
