@@ -143,8 +143,9 @@ def _require_no_tensors(reader: CheckpointReader, names: Iterable[str]) -> None:
     for name in names:
         try:
             reader.objects[name]
-        except UnreadableValue as error:
-            if error.holds_tensors:
+        except CheckpointError as error:
+            # What is left out may be damaged.
+            if isinstance(error, UnreadableValue) and error.holds_tensors:
                 closed[name] = error.reason
     if closed:
         raise CheckpointError(

@@ -51,7 +51,11 @@ def left_alone(reader: CheckpointReader) -> Mapping[str, str]:
     read = {str(file)[start:].partition("/")[0] for file in files}
     index = next((name for name in read if name.endswith(INDEX_END)), "")
     own: Mapping[str, str] = getattr(whole, "left_alone", {})
-    counted = {**_counted(home, read), **_counted(home.parent, [home.name]), **_ranks_without_files(read)}
+    counted = {
+        **_counted(home, read),
+        **_counted(home.parent, [home.name], of_ranks=True),
+        **_ranks_without_files(read),
+    }
     return {**_beside(home, read, index), **counted, **own}
 
 
@@ -98,8 +102,11 @@ def _reason(name: str, index: str) -> str:
     return "not a part of the files that are read"
 
 
-def _counted(home: Path, read: Collection[str]) -> dict[str, str]:
-    """Files that the numbers in the names of those that were read count, and that were not read."""
+def _counted(home: Path, read: Collection[str], *, of_ranks: bool = False) -> dict[str, str]:
+    """Files that the numbers in the names of those that were read count, and that were not read.
+
+    of_ranks: numbers of ranks alone.
+    """
     if not any(map(is_numbered, read)):
         return {}
     beside: list[str] = []
@@ -108,7 +115,7 @@ def _counted(home: Path, read: Collection[str]) -> dict[str, str]:
     found = {}
     for numbered in numbered_sets(dict.fromkeys((*read, *beside))):
         taken = [name for name in numbered.names if name in read]
-        for name in (*numbered.names, *numbered.missing) if taken else ():
+        for name in (*numbered.names, *numbered.missing) if taken and numbered.of_ranks >= of_ranks else ():
             if name not in read:
                 count = len(numbered.names) + numbered.num_missing
                 found[name] = f"{taken[0]}, which is read, is one of {count} files by its name"

@@ -167,6 +167,13 @@ def test_a_rank_of_lora_is_no_number_of_a_file(tmp_path: Path) -> None:
     save(tmp_path / "d" / "lora_rank_16.pt", "a")
     assert told(tmp_path / "d" / "lora_rank_8.pt", tmp_path / "o2") == {}
     assert numbered_sets(["lora_rank_8.pt", "epoch_3.pt", "step-1000.pt"]) == []
+    folds = ("Fold_1_of_5.pt", "model.epoch-3-of-10.pt")
+    assert numbered_sets(folds) == []
+    for fold in folds:
+        save(tmp_path / fold.removesuffix(".pt") / fold, "a")
+        assert told(tmp_path / fold.removesuffix(".pt"), tmp_path / f"copy of {fold}") == {}
+    save(tmp_path / "part-1-of-3" / "model.pt", "a")
+    assert told(tmp_path / "part-1-of-3", tmp_path / "o3") == {}
 
 
 def test_a_shard_of_pytorchs_ranks_that_lacks_its_second_file_is_refused(tmp_path: Path) -> None:

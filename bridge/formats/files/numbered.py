@@ -4,7 +4,7 @@ model-00001-of-00002.safetensors    part 1 of 2, whose tensors are in no other p
 model_world_size_2_rank_0.pt        rank 0 of 2, which has a piece of each tensor
 mp_rank_00_model_states.pt          rank 0 of any number
 consolidated.00.pth                 the same
-lora_rank_8.pt                      no number of a file: ranks are counted from 0
+lora_rank_8.pt, fold-1-of-5.pt      no number of a file: ranks are counted from 0, and each fold has a whole model
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Final
 
 _PART: Final = re.compile(r"(?<!\d)(\d{1,9})[-_.]of[-_.](\d{1,9})(?!\d)")
+_RUN: Final = re.compile(r"(?:epoch|step|iter|fold|split|run|seed|trial|round|stage)[-_. ]?\Z", re.IGNORECASE)
+"""Before a number that counts trainings or their steps, each of which has a model of its own."""
 _RANK: Final = re.compile(r"(?:\Aconsolidated\.|(?<![a-z])rank[_-]?)(\d{1,6})(?:_(\d{3}))?(?!\d)")
 _RANKS_OF_A_PROGRAM: Final = re.compile(r"\Aconsolidated\.|[a-z]p_rank_|world_size_(\d{1,6})_rank_")
 _SHOWN: Final = 5
@@ -80,7 +82,7 @@ def numbered_sets(names: Iterable[str]) -> list[NumberedFiles]:
 
 def _numbers(name: str) -> tuple[list[tuple[int, int]], int | None]:
     """Where the numbers of a name are, and how many files there are by it."""
-    if part := _PART.search(name):
+    if (part := _PART.search(name)) and not _RUN.search(name, 0, part.start()):
         return [part.span(1)], int(part[2])
     spans = [rank.span(group) for rank in _RANK.finditer(name) for group in (1, 2) if rank[group] is not None]
     world = _RANKS_OF_A_PROGRAM.search(name)

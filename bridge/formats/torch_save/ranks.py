@@ -115,7 +115,7 @@ class RanksReader(ClosedAtEnd):
         value = having[0].objects[name]
         for rank in having[1:]:
             if object_checksum(rank.objects[name]) != object_checksum(value):
-                reason = f"another value in {Path(rank.path).name} than in {Path(having[0].path).name}"
+                reason = f"another value in {rank.path.name} than in {having[0].path.name}"
                 raise UnreadableValue(
                     f"{self.path}: object {name!r:.200}: {reason}", reason, holds_tensors=False
                 )

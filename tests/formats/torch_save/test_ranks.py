@@ -109,6 +109,8 @@ def test_the_files_of_ranks_are_joined_by_their_placements(
     assert report.protected == report.bytes
     convert(tmp_path / "d", tmp_path / "o", to="dcp")
     assert_holds(tmp_path / "o", expected)
+    convert(f"file://{tmp_path / 'd'}", tmp_path / "from a url", to="dcp")
+    assert_holds(tmp_path / "from a url", expected)
     with open_checkpoint(tmp_path / "o") as reader:
         assert (reader.objects["note"], reader.read("step")[()]) == (("x", 1), 2)
     # A rank that is missing, whatever it held.
