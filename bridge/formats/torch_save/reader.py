@@ -122,8 +122,8 @@ class TorchSaveReader(SingleChunkReader):
         whole = Box.whole(self.stored_shape(name))
         if self.stored_shape(name) != other.stored_shape(name):
             return False
-        both = [as_integers(reader.read_stored(name, whole)) for reader in (self, other)]
-        return np.array_equal(*both)
+        mine_now, theirs_now = (as_integers(reader.read_stored(name, whole)) for reader in (self, other))
+        return np.array_equal(mine_now, theirs_now)
 
     def _in_place(self, info: TensorInfo) -> bool:
         return isinstance(self._stored[info.name], _Stored)
