@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -38,6 +37,7 @@ from bridge.formats.dcp.metadata import (
     metadata_files,
     parse_metadata,
     parse_rank_metadata,
+    require_metadata_of_all,
 )
 from bridge.formats.dcp.placement import data_files_of
 from bridge.formats.files.manifest import object_checksum
@@ -65,7 +65,6 @@ from bridge.formats.safetensors.reader import saved_offsets
 from bridge.formats.stores.listing import StorePath
 from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
 
-_DATA_FILE: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _FILES_AT_ONCE: Final = 16
 _MAX_KEPT: Final = 1 << 16
 """Archives whose parsed headers are kept in memory, some 500 bytes each; those of others are parsed at each read."""
@@ -275,14 +274,7 @@ class DcpReader(ClosedAtEnd):
         if METADATA_FILE in data:
             return parse_metadata(data[METADATA_FILE], str(self.path / METADATA_FILE))
         metadata = parse_rank_metadata(data, str(self.path))
-        written = [
-            int(match[1]) for child in self.path.iterdir() if (match := _DATA_FILE.fullmatch(child.name))
-        ]
-        if max(written, default=0) >= len(data):
-            raise CheckpointError(
-                f"{self.path}: expected the metadata of every rank that wrote a file, found {len(data)} and no "
-                f"__{max(written)}{METADATA_FILE}: the save did not finish, or the file was not copied"
-            )
+        require_metadata_of_all(self.path, len(data))
         return metadata
 
     def _is_safetensors(self, extent: Extent) -> bool:
