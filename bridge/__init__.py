@@ -3,7 +3,8 @@
     from bridge import convert, diff, verify
 
     convert("runs/torch/step_40", "runs/jax/step_40", mapping="decoder")
-    assert diff("runs/torch/step_40", "runs/jax/step_40", mapping="decoder").max_ulp == 0
+    assert diff("runs/torch/step_40", "runs/jax/step_40", mapping="decoder").same
+    assert verify("runs/jax/step_40").good
 
 Reading, converting and comparing need neither PyTorch nor JAX; only `bridge.parity` and the traces of `bridge.planning`
 start a runtime. The names below are imported when they are first used: `import bridge` alone imports no package.

@@ -31,14 +31,15 @@ from bridge.checkpoints.destination import (
 from bridge.checkpoints.dtypes import require_dtypes
 from bridge.checkpoints.engine import Copier, runs
 from bridge.checkpoints.kinds import carried_kinds
-from bridge.checkpoints.selection import SelectedReader, Selection
+from bridge.checkpoints.selection import SelectedReader, Selection, readable_values
 from bridge.checkpoints.workers import default_workers, large_buffers_returned
 from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath, name_of
-from bridge.formats.companions import Companions, companions_home
+from bridge.formats.companions import ADAPTER, ADAPTER_CONFIG, Companions, companions_home
 from bridge.formats.files.working import Attempt
 from bridge.formats.garbage import collection_paused
 from bridge.formats.leaf_kinds import LEAVES
+from bridge.formats.left_alone import left_alone
 from bridge.formats.quantized import DequantizedReader
 from bridge.formats.regions import REGION_BYTES, Progress
 from bridge.formats.replaceable import require_replaceable
@@ -106,7 +107,7 @@ class Conversion:
     files: the source's files, empty if they are in a store. digest: of these, by name, size and time. left_out: names
     in the source that do not go along, dropped or not selected. inexact: names in the destination of tensors that the
     mapping calculates, with rounding. companions: files that go along, see `bridge.formats.companions`. conventions,
-    remarks: see `bridge.mapping.plan`.
+    remarks: see `bridge.mapping.plan`. left_alone: see `bridge.formats.left_alone`.
     """
 
     source: Path | str
@@ -122,6 +123,7 @@ class Conversion:
     companions: Companions = field(default_factory=Companions)
     conventions: tuple[str, str] | None = None
     remarks: tuple[str, ...] = ()
+    left_alone: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def nbytes(self) -> int:
@@ -272,6 +274,7 @@ def _convert(
             *went_along(beside, destination),
             conventions=conversion.conventions,
             remarks=conversion.remarks,
+            left_alone=conversion.left_alone,
         )
 
 
@@ -309,11 +312,17 @@ def planned(
         outputs = apply_casts(plan.tensors.values(), casts)
         require_dtypes(whole, outputs.values(), target)
         kept = {name: entry for name, entry in plan.objects.items() if entry[0] != LEAVES}
-        objects = {name: (path, reader.objects[old]) for name, (path, old) in kept.items()} | dict(plan.notes)
+        values = readable_values(reader, [old for _, old in kept.values()])
+        objects = {name: (path, values[old]) for name, (path, old) in kept.items()} | dict(plan.notes)
         origins = {name: old for name, (_, old) in kept.items()}
         kinds = carried_kinds(held, outputs.values(), objects, origins)
         beside = Companions.beside(companions_home(home_of(whole))) if options.companions else Companions()
-        beside = dataclasses.replace(beside, dequantized=options.dequantize)
+        unread = left_alone(whole)
+        beside = dataclasses.replace(beside, dequantized=options.dequantize).without(
+            {ADAPTER_CONFIG: "the adapter that it describes is not read"}
+            if any(name.startswith(ADAPTER) for name in unread)
+            else {}
+        )
         conversion = Conversion(
             place_of(source),
             reader.format,
@@ -328,6 +337,7 @@ def planned(
             beside,
             conventions=plan.conventions,
             remarks=plan.remarks,
+            left_alone=unread,
         )
         planning.close()
         yield conversion, reader

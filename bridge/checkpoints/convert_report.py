@@ -19,7 +19,8 @@ class ConvertReport:
     NaN, without those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding.
     verified: whether the source's checksums, where it has any, were compared. companions: files that went along, such
     as `config.json`. kept: those that a replaced checkpoint had, and the source has not. not_copied: why others did not
-    go along. conventions, remarks: see `bridge.mapping.plan`.
+    go along. conventions, remarks: see `bridge.mapping.plan`. left_alone: why files beside the source, which look like
+    weights, were not read. As a truth value it is `complete`.
     """
 
     source: Path | str
@@ -40,6 +41,15 @@ class ConvertReport:
     not_copied: Mapping[str, str] = field(default_factory=dict)
     conventions: tuple[str, str] | None = None
     remarks: tuple[str, ...] = ()
+    left_alone: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no file of weights was left alone, and no cast made a finite element infinite or NaN."""
+        return not (self.left_alone or self.overflowed)
+
+    def __bool__(self) -> bool:
+        return self.complete
 
 
 def went_along(

@@ -23,6 +23,7 @@ from bridge.formats import items_of_each, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, is_whole
 from bridge.formats.files.source_files import changed, stamps
 from bridge.formats.leaf_kinds import LEAVES
+from bridge.formats.left_alone import left_alone
 from bridge.formats.quantized import DequantizedReader
 from bridge.formats.regions import Progress
 from bridge.formats.step_paths import Step, each_at_step
@@ -88,6 +89,7 @@ def diff(
             for path, own in zip(places, items_of_each(places, items), strict=True)
         )
         before = stamps((*whole_a.files(), *whole_b.files()))
+        opened_pair = (whole_a, whole_b)
         if dequantize:
             whole_a = DequantizedReader(whole_a)
         if table is not None:
@@ -158,6 +160,11 @@ def diff(
             *_objects(reader_a, plan, reader_b, left_out),
             () if table is not None else structure_differences(whole_a, plan, reader_b, left_out),
             noise=None if noise is None else place_of(noise),
+            left_alone={
+                f"{reader.path}/{name}": why
+                for reader in opened_pair
+                for name, why in left_alone(reader).items()
+            },
         )
 
 

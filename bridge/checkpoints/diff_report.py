@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,7 +46,10 @@ class DiffReport:
     objects_missing, objects_extra: names of values that only ``a``, only ``b`` has; they are no difference.
     structure: (name, what differs) where the trees differ in None, empty containers and texts that are leaves of one
     only, and in lists that are dicts in the other; not compared through a mapping. noise: the noise checkpoint, if
-    there was one.
+    there was one. left_alone: by path, why files beside either checkpoint, which look like weights, were not compared;
+    this is no difference.
+
+    As a truth value it is `same`; `within` is another name for it, for comparisons with a tolerance.
     """
 
     a: Path | str
@@ -61,6 +65,7 @@ class DiffReport:
     objects_extra: tuple[str, ...]
     structure: tuple[tuple[str, str], ...] = ()
     noise: Path | str | None = None
+    left_alone: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def total(self) -> Difference:
@@ -71,17 +76,31 @@ class DiffReport:
         return replace(sum(differing, Difference()), elements=elements)
 
     @property
-    def max_ulp(self) -> int:
-        """The largest distance in any compared tensor; 0 only when all their bits agree."""
-        return self.total.max_ulp
+    def max_ulp(self) -> float:
+        """The largest distance in any tensor; 0 only when both hold the same, to the bit.
+
+        Infinite where something has no distance: a name that only one has, another shape, dtype or tree, another value.
+        `total` has the largest distance in the compared tensors alone.
+        """
+        return math.inf if self._apart else self.total.max_ulp
 
     @property
-    def within(self) -> bool:
+    def same(self) -> bool:
         """Whether both hold the same tensors in the same tree, all within the tolerance, and common objects agree."""
-        differs = (
-            self.missing or self.extra or self.mismatched or self.objects or self.unreadable or self.structure
+        return all(tensor.within for tensor in self.tensors) and not self._apart
+
+    within = same
+
+    def __bool__(self) -> bool:
+        return self.same
+
+    @property
+    def _apart(self) -> bool:
+        differences = (
+            *(self.missing, self.extra, self.mismatched),
+            *(self.objects, self.unreadable, self.structure),
         )
-        return all(tensor.within for tensor in self.tensors) and not differs
+        return any(differences)
 
     @property
     def offenders(self) -> tuple[TensorDiff, ...]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from bridge.checkpoints.casts import Output
-from bridge.formats.base import DTYPES, ORBAX_DTYPES, CheckpointError, CheckpointReader, unreadable
+from bridge.formats.base import (
+    DTYPES,
+    ORBAX_DTYPES,
+    CheckpointError,
+    CheckpointReader,
+    drop_options,
+    unreadable,
+)
 from bridge.formats.safetensors.header import DTYPE_NAMES
 
 _SHOWN = 5
@@ -25,8 +32,8 @@ def require_readable(reader: CheckpointReader, names: Iterable[str]) -> None:
     closed = {name: reasons[name] for name in names if name in reasons}
     if closed:
         raise CheckpointError(
-            f"{reader.path}: expected tensors that can be read, found {_some(closed)}: leave them out "
-            f"({_drops(list(closed))})"
+            f"{reader.path}: expected tensors that can be read, found {some_with_reasons(closed)}: leave them out "
+            f"({drop_options([*closed])})"
         )
 
 
@@ -42,15 +49,12 @@ def require_dtypes(reader: CheckpointReader, outputs: Iterable[Output], target: 
         able = [format for format, known in _KNOWN.items() if known >= set(lacking.values())]
         other = f", or write another format (--to {' or '.join(able)})" if able else ""
         raise CheckpointError(
-            f"{reader.path}: expected dtypes that {target} has, found {_some(lacking)}: leave these tensors out "
-            f"({_drops(sources)}){other}"
+            f"{reader.path}: expected dtypes that {target} has, found {some_with_reasons(lacking)}: leave these "
+            f"tensors out ({drop_options(sources)}){other}"
         )
 
 
-def _some(reasons: Mapping[str, str]) -> str:
+def some_with_reasons(reasons: Mapping[str, str]) -> str:
+    """The first of these names, each with why, and how many more there are."""
     shown = ", ".join(f"{name!r:.200} ({why})" for name, why in islice(reasons.items(), _SHOWN))
     return shown + (f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else "")
-
-
-def _drops(names: Sequence[str]) -> str:
-    return " ".join(f"--drop {name!r}" for name in names[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")

@@ -196,6 +196,7 @@ def _whole(
         *went_along(conversion.companions, destination),
         conventions=conversion.conventions,
         remarks=conversion.remarks,
+        left_alone=conversion.left_alone,
     )
 
 

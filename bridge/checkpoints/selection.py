@@ -6,10 +6,12 @@ Names are those of `twinshard inspect`, patterns as in a shell: `*` is any text,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from bridge.formats.base import CheckpointError, CheckpointReader, TreePath
+from bridge.checkpoints.dtypes import some_with_reasons
+from bridge.formats.base import CheckpointError, CheckpointReader, TreePath, UnreadableValue, drop_options
 from bridge.formats.leaf_kinds import EMPTY, tree_kinds
 from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
 
@@ -84,7 +86,9 @@ class SelectedReader(WrappingReader):
         if selection.weights_only:
             # None and empty containers among the weights are a part of their tree.
             kinds = tree_kinds(reader)
-            wanted -= {name for name in reader.object_paths if kinds.get(name) not in EMPTY}
+            values = [name for name in reader.object_paths if name in wanted and kinds.get(name) not in EMPTY]
+            _require_no_tensors(reader, values)
+            wanted -= {*values}
         self.left_out: Sequence[str] = [name for name in paths if name not in wanted]
         self.tensors = {name: info for name, info in reader.tensors.items() if name in wanted}
         if not self.tensors and reader.tensors:
@@ -107,6 +111,47 @@ def selected_pair(
     )
     of_b = Selection(drop=dropped, weights_only=selection.weights_only)
     return SelectedReader(a, selection, names), b if of_b.everything else SelectedReader(b, of_b)
+
+
+def readable_values(reader: CheckpointReader, names: Iterable[str]) -> dict[str, object]:
+    """The values of these objects. CheckpointError for all that cannot be read together, with what leaves them out."""
+    values: dict[str, object] = {}
+    closed: dict[str, UnreadableValue] = {}
+    for name in names:
+        try:
+            values[name] = reader.objects[name]
+        except UnreadableValue as error:
+            closed[name] = error
+    if not closed:
+        return values
+    advice = f"leave out what is not needed ({drop_options([*closed])})"
+    with suppress(CheckpointError):
+        SelectedReader(reader, Selection(weights_only=True))
+        advice += ", or everything but weights (--weights-only)"
+    if len(closed) == 1:
+        raise CheckpointError(f"{next(iter(closed.values()))}; {advice}")
+    reasons = {name: error.reason for name, error in closed.items()}
+    raise CheckpointError(
+        f"{reader.path}: expected values that can be read, found {len(closed)} that cannot: object "
+        f"{some_with_reasons(reasons)}; {advice}"
+    )
+
+
+def _require_no_tensors(reader: CheckpointReader, names: Iterable[str]) -> None:
+    """CheckpointError when any of these values is a weight that cannot be read, such as a DTensor of torch.save."""
+    closed = {}
+    for name in names:
+        try:
+            reader.objects[name]
+        except CheckpointError as error:
+            # What is left out may be damaged.
+            if isinstance(error, UnreadableValue) and error.holds_tensors:
+                closed[name] = error.reason
+    if closed:
+        raise CheckpointError(
+            f"{reader.path}: expected weights that can be read (--weights-only), found {some_with_reasons(closed)}: "
+            f"save them as plain tensors, or do without them ({drop_options([*closed])})"
+        )
 
 
 def _any(name: str, patterns: Sequence[str]) -> bool:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.formats import detect_format, open_checkpoint
-from bridge.formats.base import Box, CheckpointError, TensorInfo, unreadable
+from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, unreadable
 from bridge.formats.files.manifest import manifest_path
 from bridge.formats.joined import JoinedReader
 from bridge.formats.leaf_kinds import LEAVES, key_types
+from bridge.formats.left_alone import left_alone
 from bridge.formats.orbax.item import find_item
 from bridge.formats.safetensors.files import find_files
 from bridge.formats.step_paths import Step, at_step
@@ -41,7 +42,8 @@ class Summary:
     objects whose value is not plain data.
 
     manifest: whether it has one of ours, by which `verify` can tell that nothing changed. key_types: by name, the
-    implementation of tensors that are typed PRNG keys; their dtype is that of the key data.
+    implementation of tensors that are typed PRNG keys; their dtype is that of the key data. left_alone: why files
+    beside it, which look like weights, were not read. object_paths: of `objects` by name.
     """
 
     path: Path | str
@@ -52,6 +54,8 @@ class Summary:
     unreadable: Mapping[str, str]
     manifest: bool
     key_types: Mapping[str, str]
+    left_alone: Mapping[str, str]
+    object_paths: Mapping[str, TreePath]
 
     @property
     def chunks(self) -> int:
@@ -91,7 +95,16 @@ def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: St
         parts = whole.parts.values() if isinstance(whole, JoinedReader) else (whole,)
         manifest = all(manifest_path(manifest_home(home_of(part))).is_file() for part in parts)
         return Summary(
-            place_of(path), reader.format, tensors, groups, objects, reasons, manifest, key_types(reader)
+            place_of(path),
+            reader.format,
+            tensors,
+            groups,
+            objects,
+            reasons,
+            manifest,
+            key_types(reader),
+            left_alone(reader),
+            {name: reader.object_paths[name] for name in objects},
         )
 
 

@@ -44,6 +44,7 @@ from bridge.formats.files.manifest import (
     read_manifest,
 )
 from bridge.formats.files.source_files import changed, stamps
+from bridge.formats.left_alone import left_alone, left_alone_by_parts
 from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
 from bridge.formats.step_paths import Step, at_step
 from bridge.formats.stores.hub import hub_hint
@@ -68,7 +69,9 @@ class VerifyReport:
     error is what opening it has raised.
     manifest: whether there is one. protected: bytes that a checksum of the manifest or of the format covers; None where
     the format does not say. unread: names of tensors whose elements cannot be read, and so were not looked at. damaged:
-    names of tensors of which not every chunk could be read and is what was written; the others are whole.
+    names of tensors of which not every chunk could be read and is what was written; the others are whole. left_alone:
+    why files beside the checkpoint, which look like weights, were not looked at; this is no problem. As a truth value
+    it is `good`.
     """
 
     path: Path | str
@@ -86,11 +89,15 @@ class VerifyReport:
     seconds: float
     error: Exception | None = None
     damaged: tuple[str, ...] = ()
+    left_alone: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def good(self) -> bool:
         """Whether no problem was found."""
         return self.opened and not self.problems
+
+    def __bool__(self) -> bool:
+        return self.good
 
 
 def verify(
@@ -136,7 +143,12 @@ def _verify(
         reports = {
             name: _verify(part, finite, workers, progress, (), started) for name, part in parts.items()
         }
-        return _joined(place, reports, time.perf_counter() - started)
+        left = left_alone_by_parts(
+            [*parts.values()],
+            next(iter(reports.values())).format,
+            {name: report.left_alone for name, report in reports.items()},
+        )
+        return dataclasses.replace(_joined(place, reports, time.perf_counter() - started), left_alone=left)
     if parts:
         (place,) = parts.values()
     home = manifest_home(place)
@@ -208,6 +220,7 @@ def _verify(
             tuple(unreadable(reader)),
             time.perf_counter() - started,
             damaged=damaged,
+            left_alone=left_alone(reader),
         )
 
 

@@ -10,6 +10,7 @@ import typer
 
 from bridge.commands import completion
 from bridge.commands.convert_report import ASKED_FOR, names_of, print_report
+from bridge.commands.grouping import print_left_alone
 from bridge.commands.options import (
     AnyModelOption,
     AxisOption,
@@ -270,6 +271,7 @@ def conversion_document(conversion: Conversion) -> dict[str, object]:
         "companions": list(conversion.companions.files),
         "conventions": conversion.conventions,
         "remarks": conversion.remarks,
+        "left_alone": conversion.left_alone,
     }
 
 
@@ -308,6 +310,7 @@ def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
         print_line(out, f"note: {remark}")
     if conversion.companions.files:
         print_line(out, f"beside it: {some([*conversion.companions.files])}")
+    print_left_alone(out, conversion.left_alone)
     if conversion.left_out:
         print_line(out, f"left out {len(conversion.left_out)}: {some(conversion.left_out, ASKED_FOR)}")
     if conversion.inexact:

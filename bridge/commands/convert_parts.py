@@ -127,7 +127,7 @@ def _print_part(out: Console, report: PartReport) -> None:
             f"part {report.part} of {report.parts}: {report.pieces} pieces, "
             f"{written_in(report.bytes, report.resumed_bytes, report.seconds)}",
         )
-    for name, count in () if report.whole else report.overflowed.items():
+    for name, count in () if report.whole is not None else report.overflowed.items():
         print_line(out, f"warning: {name}: {count} finite elements became infinite or NaN by the cast")
     if report.committed:
         print_line(out, f"{report.destination} is complete")

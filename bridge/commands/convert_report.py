@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bridge.commands.grouping import grouped
+from bridge.commands.grouping import grouped, print_left_alone
 from bridge.commands.options import some
 from bridge.commands.output import Console, print_line
 from bridge.text import human_bytes
@@ -49,6 +49,7 @@ def print_remarks(out: Console, report: ConvertReport) -> None:
         print_line(out, f"copied along: {some(report.companions)}")
     if report.kept:
         print_line(out, f"kept from the checkpoint that was replaced: {some(report.kept)}")
+    print_left_alone(out, report.left_alone)
     for line in grouped(report.not_copied.items()):
         print_line(out, f"not copied: {line}")
     if not report.verified:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridge.checkpoints.ulp import LARGEST_ULP
-from bridge.commands.grouping import grouped
+from bridge.commands.grouping import grouped, print_left_alone
 from bridge.commands.options import (
     SHOWN,
     AnyModelOption,
@@ -153,13 +153,14 @@ def diff(
         )
     out = Console()
     if json:
-        document = {"within": report.within, "max_ulp": report.max_ulp, "total": report.total, **vars(report)}
+        verdict = {"same": report.same, "within": report.within}
+        document = {**verdict, "max_ulp": report.total.max_ulp, "total": report.total, **vars(report)}
         print_json(out, {**document, "offenders": [tensor.name for tensor in report.offenders]})
     else:
         _print(out, report, all_, histogram)
         if mapping is None and not report.tensors:
             _print_mappings(out, report)
-    raise typer.Exit(0 if report.within else 1)
+    raise typer.Exit(0 if report else 1)
 
 
 def _print(out: Console, report: DiffReport, all_: bool, histogram: bool) -> None:
@@ -208,6 +209,7 @@ def _print(out: Console, report: DiffReport, all_: bool, histogram: bool) -> Non
         print_line(out, f"{name}: {left!r} in a, {right!r} in b")
     if not all_ and len(report.objects) > SHOWN:
         print_line(out, f"... and {len(report.objects) - SHOWN} more values that differ (--all lists them)")
+    print_left_alone(out, report.left_alone)
     for line in grouped((name, f"cannot be compared: {reason}") for name, reason in report.unreadable):
         print_line(out, line)
     total, tolerance = report.total, report.tolerance

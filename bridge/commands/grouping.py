@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from bridge.commands.output import Console, print_line
 
 _NAMED = 3
+_LISTED = 8
 _NUMBER = re.compile(r"\b(?:[0-9a-f]{8}|[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\b")
 _NUMBERS = re.compile(r"#(?:,? #)*,?")
 
@@ -34,3 +37,13 @@ def grouped(findings: Iterable[tuple[str, str]], most: int = _NAMED) -> list[str
         alike = len({text for _, text in members}) == 1
         lines.append(f"{shown} ({len(members)} in all){'' if alike else ', of the first'}: {members[0][1]}")
     return lines
+
+
+def print_left_alone(out: Console, names: Mapping[str, str]) -> None:
+    """Say which files beside a checkpoint were not read, and why, a line for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in names.items():
+        reasons.setdefault(why, []).append(name)
+    for why, alike in reasons.items():
+        more = f" and {len(alike) - _LISTED} more" if len(alike) > _LISTED else ""
+        print_line(out, f"not read: {', '.join(alike[:_LISTED])}{more}: {why}")

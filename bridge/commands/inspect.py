@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bridge.commands.grouping import print_left_alone
 from bridge.commands.options import ItemOption, JsonOption, StepOption, item_names, step_number, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table
 from bridge.formats.base import CheckpointError
+from bridge.formats.leaf_names import separator_of
 from bridge.formats.stores.hub import hub_hint
 from bridge.formats.stores.store import place_of
 from bridge.sharding.drawing import MAX_RANKS
@@ -53,8 +56,8 @@ def inspect(
 
     Every tensor has its shape, dtype, size and number of stored chunks. On a terminal they are a tree, with counts and
     bytes of each group, in which layers that are alike are one branch, {0..31}. In a pipe there is a row for each
-    tensor, with its whole name, and totals by group. Values that are not tensors follow. The first line says whether
-    there is a manifest, by which `twinshard verify` detects changes.
+    tensor, with its whole name, and totals by group. Values that are not tensors follow, with --depth those below it
+    by their number. The first line says whether there is a manifest, by which `twinshard verify` detects changes.
 
     With --layout, the command draws to scale instead. For a checkpoint the drawing shows which chunk stores which
     rows. For a layout file (the JSON of a planned layout) it shows what every rank holds, with dots for padding.
@@ -118,12 +121,25 @@ def inspect(
     else:
         print_line(out, title)
         _print_list(out, summary)
+    print_left_alone(out, summary.left_alone)
     for name, kind in summary.key_types.items():
         print_line(out, f"{name} is a typed PRNG key, key<{kind}>")
-    for name, value in summary.objects.items():
-        print_line(out, f"{name} = {value!r}")
+    _print_objects(out, summary, depth)
     for name, reason in summary.unreadable.items():
         print_line(out, f"{name} cannot be read: {reason}")
+
+
+def _print_objects(out: Console, summary: Summary, depth: int | None) -> None:
+    """The values that are not tensors; those deeper than ``depth`` by their number alone."""
+    folded: Counter[str] = Counter()
+    for name, value in summary.objects.items():
+        path = summary.object_paths[name]
+        if depth is None or len(path) <= depth:
+            print_line(out, f"{name} = {value!r}")
+        else:
+            folded[separator_of(summary.format).join(map(str, path[:depth])) or "in all"] += 1
+    for place, count in folded.items():
+        print_line(out, f"{place}: {count} value{'s' if count > 1 else ''} beside the tensors")
 
 
 def _print_list(out: Console, summary: Summary) -> None:

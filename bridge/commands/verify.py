@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridge.commands.grouping import grouped
+from bridge.commands.grouping import grouped, print_left_alone
 from bridge.commands.options import (
     SHOWN,
     ItemOption,
@@ -80,6 +80,7 @@ def _print(out: Console, report: VerifyReport) -> None:
         print_table(out, ("tensor", "NaN", "infinite"), rows)
         if len(report.not_finite) > SHOWN:
             print_line(out, f"... and {len(report.not_finite) - SHOWN} more tensors with NaNs or infinities")
+    print_left_alone(out, report.left_alone)
     if report.unread:
         names = ", ".join(report.unread[:SHOWN]) + (", ..." if len(report.unread) > SHOWN else "")
         print_line(

@@ -104,6 +104,13 @@ def detect_format(path: str | os.PathLike[str]) -> str:
         return "safetensors"
     if (found := directory_format(place)) is not None:
         return found
+    if single_file_format(place / "checkpoint") == "msgpack":
+        from bridge.formats.flax_msgpack.reader import OLD_ORBAX, MsgpackReader
+
+        MsgpackReader(place / "checkpoint").close()
+        arrays = any(next(place.glob(pattern), None) for pattern in ("*/.zarray", "*/zarr.json"))
+        alone = f"it has one file of flax, checkpoint: give its path, {place / 'checkpoint'}"
+        raise CheckpointError(f"{place}: {OLD_ORBAX if arrays else alone}")
     names = sorted(p.name for p in place.iterdir())
     if any(n.endswith(".distcp") for n in names):
         raise CheckpointError(f"{place} is a DCP checkpoint whose save did not finish: it has no .metadata")
@@ -167,9 +174,9 @@ def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
     if parts:
         return _open(next(iter(parts.values())), verify, ())
     if format == "torch":
-        from bridge.formats.torch_save.reader import TorchSaveReader
+        from bridge.formats.torch_save.ranks import open_torch_save
 
-        return TorchSaveReader(path, verify)
+        return open_torch_save(path, verify)
     if format == "npz":
         from bridge.formats.npz.reader import NpzReader
 

@@ -13,6 +13,7 @@ A chunk is a Box: an axis-aligned block of the global tensor.
 
 from __future__ import annotations
 
+import glob
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,14 @@ COPY_AGAIN: Final = "copy or download it again, or save it anew"
 
 class CheckpointError(Exception):
     """A checkpoint cannot be read or written as asked: malformed, truncated, hostile, incomplete or misused."""
+
+
+class UnreadableValue(CheckpointError):
+    """An object whose value is no plain data. reason: what it is; holds_tensors: whether there are tensors in it."""
+
+    def __init__(self, message: str, reason: str, holds_tensors: bool) -> None:
+        super().__init__(message)
+        self.reason, self.holds_tensors = reason, holds_tensors
 
 
 # PyTorch, ml_dtypes and NumPy use the same names for all of these.
@@ -294,13 +303,20 @@ def unreadable(reader: CheckpointReader) -> Mapping[str, str]:
     return found
 
 
+def drop_options(names: Sequence[str], most: int = 40) -> str:
+    """The options of a command that leave out these names and no others, as a shell takes them."""
+    patterns = (glob.escape(name).replace("'", "'\"'\"'") for name in names[:most])
+    shown = " ".join(f"--drop '{pattern}'" for pattern in patterns)
+    return shown + (" ..." if len(names) > most else "")
+
+
 def require_tensor(reader: CheckpointReader, name: str) -> None:
     """CheckpointError for a tensor that is listed but cannot be read."""
     reason = unreadable(reader).get(name)
     if reason is not None:
         raise CheckpointError(
             f"{reader.path}: tensor {name!r}: expected a tensor that can be read, found {reason}: leave it out "
-            f"(--drop {name!r})"
+            f"({drop_options([name])})"
         )
 
 

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +25,9 @@ from bridge.formats.pipeline import PIPELINE_FILE, pipeline_companions
 from bridge.formats.stores.upload_path import UploadPath
 
 CONFIG_FILE: Final = "config.json"
+ADAPTER: Final = "adapter_"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+"""Where it is, `from_pretrained` looks for the adapter's weights."""
 QUANTIZATION: Final = "quantization_config"
 _NAMES: Final = (
     *(CONFIG_FILE, "*_config.json", "params.json", "preprocessor.json", "modules.json"),
@@ -91,6 +94,12 @@ class Companions:
             except CheckpointError as error:
                 refused[name] = str(error)
         return Companions(files, refused)
+
+    def without(self, reasons: Mapping[str, str]) -> Companions:
+        """Those that go along but for these names, each with the reason."""
+        here = {name: why for name, why in reasons.items() if name in self.files}
+        files = {name: file for name, file in self.files.items() if name not in here}
+        return replace(self, files=files, refused={**self.refused, **here})
 
     def place(self, working: Path, target: Path) -> None:
         """Write them into the directory in which the checkpoint that is to be at ``target`` is complete.

@@ -7,32 +7,45 @@ times, and would then describe terabytes: whatever is copied is counted at every
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.leaf_names import is_unicode
 
 MAX_NODES = 1 << 20
+PLAIN_VALUE = "expected None, bool, int, float, str, or list, tuple, dict of these"
 _MAX_DEPTH = 32
 _MAX_TEXT = 128 << 20
 _MAX_INT_BYTES = 255  # what a pickle's LONG1 can hold
 
 
-def _no_bytes(node: object) -> bytes | str:
+@dataclass(frozen=True)
+class Described:
+    """The plain value that an object of another type stands for."""
+
+    value: object
+
+
+def _type_name(node: object) -> bytes | str | Described:
     return type(node).__name__
 
 
 def plain_value(
-    value: object, what: str, *, binary: bool = False, foreign: Callable[[object], bytes | str] = _no_bytes
+    value: object,
+    what: str,
+    *,
+    binary: bool = False,
+    foreign: Callable[[object], bytes | str | Described] = _type_name,
 ) -> object:
     """A deep copy made of None, bool, int, float, str, bytes, list, tuple and dict (keys str, int, bool, None) only.
 
-    binary: whether bytes are allowed. foreign: for an object of another type, the bytes that it describes, or the name
-    that errors give it. CheckpointError, beginning with `what`, for anything else, for trees deeper than 32 or above a
-    million nodes, for more than 128 MiB of text and bytes, for integers above 255 bytes and for text that is not valid
-    Unicode.
+    binary: whether bytes are allowed. foreign: for an object of another type, the bytes or the value that it describes,
+    or the name that errors give it. CheckpointError, beginning with `what`, for anything else, for trees deeper than 32
+    or above a million nodes, for more than 128 MiB of text and bytes, for integers above 255 bytes and for text that is
+    not valid Unicode.
     """
     budget, letters = MAX_NODES, _MAX_TEXT
-    described: dict[int, bytes | str] = {}
+    described: dict[int, bytes | str | Described] = {}
 
     def counted(text: str | bytes) -> str | bytes:
         nonlocal letters
@@ -72,8 +85,8 @@ def plain_value(
         found = described[id(node)] = described.get(id(node)) or foreign(node)
         if isinstance(found, bytes):
             return counted(found)
-        raise CheckpointError(
-            f"{what}: expected None, bool, int, float, str, or list, tuple, dict of these, got {found}"
-        )
+        if isinstance(found, Described):
+            return copy(found.value, depth + 1)
+        raise CheckpointError(f"{what}: {PLAIN_VALUE}, got {found}")
 
     return copy(value, 0)

@@ -17,7 +17,9 @@ from bridge.formats.files.zip_directory import ZIP_MAGIC, read_directory
 from bridge.formats.torch_save.files import TORCH_FILES
 
 NPZ_FILES: Final = FileKind((".npz",))
-MSGPACK_FILES: Final = FileKind((".msgpack",), ("flax_model.msgpack", "diffusion_flax_model.msgpack"))
+MSGPACK_FILES: Final = FileKind(
+    (".msgpack",), ("flax_model.msgpack", "flax_model.msgpack.index.json", "diffusion_flax_model.msgpack")
+)
 _KINDS: Final = {"torch": TORCH_FILES, "msgpack": MSGPACK_FILES, "npz": NPZ_FILES}
 _MAPS: Final = frozenset((*range(0x81, 0x90), 0xDE, 0xDF))
 """First bytes of a map of msgpack with an entry; those of a pickle are none of them."""

@@ -58,13 +58,15 @@ class FoundState:
 class Found:
     """A checkpoint's tensors. ``convention``: has the places where they were found; its states are as in ``states``.
 
-    others: the tensors that belong to no weight, by name in the convention.
+    others: the tensors that belong to no weight, by name in the convention. elsewhere: other places that could as well
+    be those of the weights.
     """
 
     convention: Convention
     weights: Tensors
     states: tuple[FoundState, ...]
     others: Mapping[str, TensorInfo]
+    elsewhere: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,12 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
             f"mapping {mapping.name}: the names in {where} fit the conventions {' and '.join(chosen)} equally "
             "well; choose one (--from)"
         )
+    if elsewhere := found[chosen[0]].elsewhere:
+        shown = " and ".join(map(repr, (found[chosen[0]].convention.places["weights"], *elsewhere)))
+        raise MappingError(
+            f"mapping {mapping.name}: expected the weights of one model in {where}, found them at {shown}: leave the "
+            "others out (--select, --drop), or give the place in the mapping's [convention] table"
+        )
     return found[chosen[0]]
 
 
@@ -187,7 +195,7 @@ def _as(tensors: Sequence[TensorInfo], mapping: MappingTable, convention: Conven
                 break
     needs = needed(mapping.rules, convention.name)
     usual = cast(tuple[str, str], tuple(convention.places["weights"].split(WEIGHT)))
-    before, after = _place(weights, usual, index, needs, mapping, where)
+    (before, after), *elsewhere = _places(weights, usual, index, needs, mapping)
     places, states = [], []
     for place, sections in _states(kept, convention):
         paths = (info.path for tensors in sections.values() for info in tensors.values())
@@ -204,7 +212,7 @@ def _as(tensors: Sequence[TensorInfo], mapping: MappingTable, convention: Conven
     taken |= {s.count.name for s in states if s.count is not None}
     others = {name: info for name, info in named.items() if info.name not in taken}
     at = convention.at(f"{before}{WEIGHT}{after}", tuple(places))
-    return Found(at, found, tuple(states), others)
+    return Found(at, found, tuple(states), others, tuple(f"{b}{WEIGHT}{a}" for b, a in elsewhere))
 
 
 def _candidates(name: str, convention: Convention) -> Iterator[_Seen]:
@@ -258,24 +266,24 @@ def _texts(
     return tree_places(start + "/" if start else "", between + "/" if between else "", after)
 
 
-def _place(
+def _places(
     places: Mapping[tuple[str, str], Tensors],
     usual: tuple[str, str],
     index: NameIndex,
     needs: Mapping[str, set[int]],
     mapping: MappingTable,
-    where: str,
-) -> tuple[str, str]:
-    """The place of the weights: where all required rules find a tensor; else the usual place, or the fullest."""
+) -> list[tuple[str, str]]:
+    """The place of the weights, and others that could as well be it.
+
+    It is where all required rules find a tensor; else the usual place, or the fullest. Of a part of a model, which no
+    rule requires, it is the fullest: one name of a few letters is found in many places.
+    """
     whole = [place for place, weights in places.items() if complete(_used(weights, index, mapping), needs)]
+    if not any(needs.values()):
+        most = max((len(weights) for weights in places.values()), default=0)
+        whole = [place for place, weights in places.items() if len(weights) == most]
     if usual in whole:
-        return usual
-    if len(whole) > 1:
-        shown = " and ".join(repr(f"{before}{WEIGHT}{after}") for before, after in whole)
-        raise MappingError(
-            f"mapping {mapping.name}: expected the weights of one model in {where}, found them at {shown}: leave the "
-            "others out (--select, --drop), or give the place in the mapping's [convention] table"
-        )
+        return [usual]
     if whole:
-        return whole[0]
-    return max(places, key=lambda place: len(places[place])) if places and usual not in places else usual
+        return whole
+    return [max(places, key=lambda place: len(places[place])) if places and usual not in places else usual]

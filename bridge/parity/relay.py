@@ -236,13 +236,13 @@ class _Runner:
         except Exception as error:
             raise RelayError(f"{title} failed: {error}") from error
         seconds = time.perf_counter() - started
-        done(f"{difference.max_ulp} ULP, {seconds:.1f} s")
+        done(f"{difference.total.max_ulp} ULP, {seconds:.1f} s")
         return Hop(
             str(source),
             str(destination),
             len(difference.tensors),
-            difference.max_ulp,
-            difference.within,
+            difference.total.max_ulp,
+            difference.same,
             folder_bytes(source),
             folder_bytes(destination),
             seconds,

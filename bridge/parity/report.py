@@ -116,6 +116,14 @@ class RelayReport:
             self.losses, self.reference_fp32, self.repeats, self.low_from, self.low_tolerance
         )
 
+    @property
+    def good(self) -> bool:
+        """Whether the run broke no promise, see `failures`. The truth value of the report."""
+        return not self.failures()
+
+    def __bool__(self) -> bool:
+        return self.good
+
     def failures(self) -> list[str]:
         """The promises of the relay that this run broke; empty when all held.
 

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from bridge.checkpoints.summary import inspect
 from bridge.checkpoints.tensor_tree import tensor_tree
 from bridge.commands.inspect import inspect as inspect_command
+from bridge.commands.main import app
 from bridge.commands.tree import print_tree
 from bridge.formats import open_checkpoint
 from bridge.formats.base import Box
@@ -201,3 +202,23 @@ def test_tensors_that_can_only_be_listed_are_said_to_be_so(tmp_path: Path) -> No
     assert done.exit_code == 0
     assert "odd cannot be read: pickled objects" in done.stdout
     assert "even cannot" not in done.stdout
+
+
+def test_values_below_the_depth_are_counted(tmp_path: Path) -> None:
+    """A training state of PyTorch has a dozen values for each group of parameters."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(groups)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}, tmp_path / "a.pt"
+    )
+    lines = {}
+    for depth in (0, 1, 4, None):
+        options = [] if depth is None else ["--depth", str(depth)]
+        result = CliRunner().invoke(app, ["inspect", str(tmp_path / "a.pt"), *options])
+        assert result.exit_code == 0
+        lines[depth] = [line for line in result.output.splitlines() if " = " in line or "beside the" in line]
+    values = len(lines[4])
+    assert values == len(lines[None]) > 60
+    assert lines[1] == ["step = 7", f"optimizer: {values - 1} values beside the tensors"]
+    assert lines[0] == [f"in all: {values} values beside the tensors"]

@@ -12,6 +12,7 @@ from bridge.checkpoints.diff import diff
 from bridge.mapping import MappingError, load_mapping, make_plan, parse_mapping
 from bridge.mapping.conventions import usual_in
 from bridge.mapping.rules import family_names
+from bridge.mapping.sizes import with_stored_sizes
 from tests.support.bridge.family_checkpoints import flat, orbax_tree, same_bits
 from tests.support.bridge.family_models import flax_weights, hf_model
 from tests.support.bridge.memory_reader import MemoryReader
@@ -63,3 +64,35 @@ def test_both_names_of_a_pair_in_one_mapping_are_two_things() -> None:
         make_plan(reader, "orbax", table)
     with pytest.raises(MappingError, match="expected two conventions or more of mapping test"):
         table.between("hf", "torch")
+
+
+def state_below(root: str, family: str) -> dict[str, np.ndarray]:
+    model = hf_model(family, num_hidden_layers=1)
+    return {f"{root}.{name}": tensor.numpy() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
+@pytest.mark.parametrize("root", ["model", "state_dict", "module"])
+def test_a_part_of_a_model_below_a_key_is_found_where_the_whole_is(family: str, root: str) -> None:
+    """Of a part no rule requires anything, so that one short name, such as norm.weight, fits in many places."""
+    table = load_mapping(family).with_axes({"d": 8 if family == "gpt2" else 10})
+    reader = MemoryReader("dcp", state_below(root, family))
+    whole = make_plan(reader, "orbax", table, into="flax")
+    part = make_plan(reader, "orbax", with_stored_sizes(table, reader).part(), into="flax")
+    assert part.tensors.keys() == whole.tensors.keys()
+    assert all(part.tensors[name].sources == whole.tensors[name].sources for name in part.tensors)
+
+
+def test_a_part_that_is_in_two_places_is_refused_and_a_smaller_second_one_is_named() -> None:
+    state, ema = state_below("model", "llama"), state_below("ema_model", "llama")
+    table = load_mapping("llama").with_axes({"d": 10})
+    reader = MemoryReader("dcp", state | ema)
+    part = with_stored_sizes(table, reader).part()
+    with pytest.raises(MappingError, match=r"found them at .*\{w\}' and '.*leave the others out"):
+        make_plan(reader, "orbax", part, into="flax")
+    few = {name: array for name, array in ema.items() if "self_attn" in name}
+    for other in (few, {name: ema[name] for name in list(ema)[:1]}):
+        reader = MemoryReader("dcp", state | other)
+        part = with_stored_sizes(table, reader).part()
+        with pytest.raises(MappingError, match=rf"ema_model.*{next(iter(other)).split('.', 1)[1]}"):
+            make_plan(reader, "orbax", part, into="flax")

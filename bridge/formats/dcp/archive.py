@@ -18,7 +18,7 @@ import re
 import struct
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Final, NamedTuple, TypeGuard
+from typing import Final, NamedTuple
 
 import numpy as np
 from isal import isal_zlib
@@ -27,13 +27,14 @@ from bridge.formats.base import DTYPES, CheckpointError
 from bridge.formats.dcp.dtypes import torch_dtype
 from bridge.formats.dcp.pickle import read_pickle
 from bridge.formats.dcp.pickle_records import (
-    PLAIN_VALUES,
+    FOREIGN_VALUES,
     Call,
     Name,
     Persistent,
     Vocabulary,
-    plain_from_pickle,
+    is_index,
 )
+from bridge.formats.dcp.plain_values import plain_from_pickle
 from bridge.formats.files.source_files import FileView, SourceFiles
 
 END = struct.Struct("<4s4H2LH")
@@ -222,8 +223,8 @@ def _small_record(file: FileView, records: Mapping[str, Record], name: str, limi
 def read_value(file: FileView, offset: int, length: int, what: str) -> object:
     """The plain Python value in an archive. CheckpointError when it is damaged or not made of plain values."""
     records = find_records(file, offset, length, what)
-    data = _small_record(file, records, "data.pkl", PLAIN_VALUES.max_bytes, what)
-    return plain_from_pickle(read_pickle(data, PLAIN_VALUES, what), what)
+    data = _small_record(file, records, "data.pkl", FOREIGN_VALUES.max_bytes, what)
+    return plain_from_pickle(read_pickle(data, FOREIGN_VALUES, what), what)
 
 
 def find_tensor(file: FileView, offset: int, length: int, what: str) -> StoredTensor:
@@ -309,10 +310,3 @@ def _description(data: bytes, what: str) -> object:
 def _read_description(data: bytes) -> object:
     # Chunks of one shape have the same description, and reading it takes longer than small data.
     return read_pickle(data, _TENSOR, "")
-
-
-def is_index(value: object) -> TypeGuard[tuple[int, ...]]:
-    """Whether this is a tuple of at most 64 ints in [0, 2**63)."""
-    if not isinstance(value, tuple) or len(value) > 64:
-        return False
-    return not value or (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 1 << 63)

@@ -21,7 +21,6 @@ import numpy as np
 
 from bridge.formats.base import DTYPES, Box, CheckpointError, TensorInfo, TreePath
 from bridge.formats.coverage import check_coverage
-from bridge.formats.dcp.archive import is_index
 from bridge.formats.dcp.class_names import (
     BYTES,
     CHUNK,
@@ -37,12 +36,13 @@ from bridge.formats.dcp.class_names import (
 )
 from bridge.formats.dcp.dtypes import torch_dtype
 from bridge.formats.dcp.pickle import read_pickle
-from bridge.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary
+from bridge.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary, is_index
 from bridge.formats.files.mapped import is_plain_name
 from bridge.formats.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path
 
 METADATA_FILE: Final = ".metadata"
 _RANK_FILE: Final = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")
+_DATA_FILE: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _VOCABULARY = Vocabulary(
     max_bytes=256 << 20,
     calls=frozenset({SIZE, LAYOUT, MEMORY_FORMAT})
@@ -139,6 +139,16 @@ def parse_rank_metadata(files: Mapping[str, bytes], what: str) -> DcpMetadata:
             f"{missing}"
         )
     return _join([_part(data, f"{what}/{name}") for name, data in files.items()], what)
+
+
+def require_metadata_of_all(directory: Path, ranks: int) -> None:
+    """CheckpointError when a rank above those of the metadata files has written a data file."""
+    written = [int(match[1]) for child in directory.iterdir() if (match := _DATA_FILE.fullmatch(child.name))]
+    if max(written, default=0) >= ranks:
+        raise CheckpointError(
+            f"{directory}: expected the metadata of every rank that wrote a file, found {ranks} and no "
+            f"__{max(written)}{METADATA_FILE}: the save did not finish, or the file was not copied"
+        )
 
 
 def _part(data: bytes, what: str) -> _Part:

@@ -85,6 +85,7 @@ class Machine:
     def append(self, items: list[object]) -> None:
         target = self.stack[-1]
         if self._is_foreign(target):
+            _add(target, items)
             return
         if not isinstance(target, list):
             refuse("items for something that is not a list")
@@ -94,6 +95,7 @@ class Machine:
         target = self.stack[-1]
         if not isinstance(target, dict):
             if self._is_foreign(target):
+                _add(target, items)
                 return
             refuse("keys for something that is not a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
@@ -254,3 +256,9 @@ FOREIGN_OPERATIONS: dict[int, Callable[[Machine], object]] = {
 MAKING: Final = frozenset(
     {0x5D, 0x7D, 0x85, 0x86, 0x87, 0x74, 0x94, 0x71, 0x72, 0x52, 0x81, 0x51, 0x8F, 0x91, 0x92}
 )  # containers, records and memo entries
+
+
+def _add(target: Call | Instance, items: list[object]) -> None:
+    if target.items is None:
+        target.items = []
+    target.items += items

@@ -6,11 +6,8 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
-
-from bridge.formats.plain import plain_value
+from typing import Final, TypeGuard
 
 ORDERED_DICT: Final = "collections.OrderedDict"
 GETATTR: Final = "builtins.getattr"
@@ -26,19 +23,21 @@ class Name:
 # Not frozen, which would take three times as long to make: there are six for each tensor.
 @dataclass(slots=True, eq=False)
 class Call:
-    """`name(*args)`, not called. state: what would have been given to its result."""
+    """`name(*args)`, not called. state: what would have been given to its result; items: what would have been added."""
 
     name: str
     args: tuple[object, ...]
     state: object = None
+    items: list[object] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """An object of class `name` with this pickled state; compared by identity."""
+    """An object of class `name` with this pickled state; compared by identity. items: what would have been added."""
 
     name: str
     state: object = None
+    items: list[object] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,32 +74,14 @@ class Vocabulary:
 
 
 # What protocol 2 makes of bytes: codecs.encode(text, "latin1"), and bytes() for none.
-_BYTES: Final = frozenset({"__builtin__.bytes", "builtins.bytes"})
-PLAIN_VALUES = Vocabulary(max_bytes=16 << 20, calls=frozenset({ORDERED_DICT, "_codecs.encode"}) | _BYTES)
+BYTES_CALLS: Final = frozenset({"__builtin__.bytes", "builtins.bytes"})
+PLAIN_VALUES = Vocabulary(max_bytes=16 << 20, calls=frozenset({ORDERED_DICT, "_codecs.encode"}) | BYTES_CALLS)
+FOREIGN_VALUES: Final = Vocabulary(max_bytes=PLAIN_VALUES.max_bytes, persistent=True, foreign=True)
+"""Of values of which those that are not plain are described: nothing that such a pickle names is called."""
 
 
-def plain_from_pickle(value: object, what: str) -> object:
-    """What `read_pickle` returned, as a plain value; descriptions of bytes become bytes. See `plain_value`."""
-    return plain_value(value, what, foreign=_bytes_or_name)
-
-
-def is_bytes(node: object) -> bool:
-    """Whether this is the description of bytes."""
-    return isinstance(node, Call) and (node.name in _BYTES or node.name == "_codecs.encode")
-
-
-def _bytes_or_name(node: object) -> bytes | str:
-    match node:
-        case bytes():
-            return node
-        case Call(name=name, args=()) if name in _BYTES:
-            return b""
-        case Call(name="_codecs.encode", args=(str(text), "latin1")):
-            with suppress(UnicodeEncodeError):
-                return text.encode("latin1")
-            return node.name
-        case Call() | Instance():
-            return node.name
-        case Name():
-            return node.dotted
-    return type(node).__name__
+def is_index(value: object) -> TypeGuard[tuple[int, ...]]:
+    """Whether this is a tuple of at most 64 ints in [0, 2**63)."""
+    if not isinstance(value, tuple) or len(value) > 64:
+        return False
+    return not value or (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 1 << 63)

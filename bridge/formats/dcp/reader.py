@@ -20,7 +20,9 @@ from bridge.formats.base import (
     Loan,
     TensorInfo,
     TreePath,
+    UnreadableValue,
     Wanted,
+    drop_options,
     require_tensor,
 )
 from bridge.formats.dcp.archive import (
@@ -39,6 +41,7 @@ from bridge.formats.dcp.metadata import (
     metadata_files,
     parse_metadata,
     parse_rank_metadata,
+    require_metadata_of_all,
 )
 from bridge.formats.dcp.placement import data_files_of
 from bridge.formats.files.manifest import object_checksum
@@ -57,7 +60,6 @@ from bridge.formats.safetensors.reader import saved_offsets
 from bridge.formats.stores.listing import StorePath
 from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
 
-_ADVICE: Final = "a conversion can leave it out (--drop, --weights-only)"
 _FILES_AT_ONCE: Final = 16
 _MAX_KEPT: Final = 1 << 16
 """Archives whose parsed headers are kept in memory, some 500 bytes each; those of others are parsed at each read."""
@@ -254,19 +256,18 @@ class DcpReader(ClosedAtEnd):
         value = self._stored_object(name, extent)
         for copy in self._metadata.object_copies.get(name, ()):
             if object_checksum(self._stored_object(name, copy)) != object_checksum(value):
-                raise CheckpointError(
-                    f"{self.path / copy.file}: object {name!r}: expected the same value as in {extent.file}, got "
-                    f"another: each rank stored its own; {_ADVICE}"
+                reason = f"another value than in {extent.file}: each rank stored its own"
+                raise UnreadableValue(
+                    f"{self.path / copy.file}: object {name!r}: expected one value, got {reason}",
+                    reason,
+                    holds_tensors=False,
                 )
         return value
 
     def _stored_object(self, name: str, extent: Extent) -> object:
         what = f"{self.path / extent.file}: object {name!r}"
-        try:
-            file = self._files.view(extent.file, (extent.offset, extent.offset + extent.length))
-            return read_value(file, extent.offset, extent.length, what)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_ADVICE}") from error
+        file = self._files.view(extent.file, (extent.offset, extent.offset + extent.length))
+        return read_value(file, extent.offset, extent.length, what)
 
     def _read_metadata(self) -> DcpMetadata:
         try:
@@ -276,7 +277,9 @@ class DcpReader(ClosedAtEnd):
             raise CheckpointError(f"cannot read the metadata of {self.path}: {error}") from error
         if METADATA_FILE in data:
             return parse_metadata(data[METADATA_FILE], str(self.path / METADATA_FILE))
-        return parse_rank_metadata(data, str(self.path))
+        metadata = parse_rank_metadata(data, str(self.path))
+        require_metadata_of_all(self.path, len(data))
+        return metadata
 
     def _is_safetensors(self, extent: Extent) -> bool:
         """Whether SerializationFormat.SAFETENSORS wrote it: the file goes on as a safetensors file from there."""
@@ -397,7 +400,7 @@ class DcpReader(ClosedAtEnd):
         if not same:
             raise CheckpointError(
                 f"{self._what(info, chunk, copy)}: expected the same values as in {extent.file}, got others: each rank "
-                f"stored its own; {_ADVICE}"
+                f"stored its own; a conversion can leave the tensor out ({drop_options([info.name])})"
             )
 
     def _elements(self, source: FileArray) -> np.ndarray:

@@ -26,6 +26,13 @@ from bridge.formats.read_only import MSGPACK_FILES
 from bridge.formats.single_chunk import SingleChunkReader
 from bridge.formats.wrapping import ReadWhenAsked
 
+OLD_ORBAX: Final = (
+    "this is a checkpoint of Orbax or T5X before 2024: a tree in msgpack, and a folder of zarr for each array. "
+    "Restore it by orbax.checkpoint.PyTreeCheckpointer (T5X's own by t5x), and save it by StandardCheckpointer"
+)
+_ELSEWHERE: Final = "PLACEHOLDER://"
+_SPEC: Final = ("driver", "zarr")
+"""A leaf of T5X is how tensorstore opens its array; this is a part of that."""
 _INT64: Final = range(-(1 << 63), 1 << 63)
 
 
@@ -124,6 +131,8 @@ class MsgpackReader(SingleChunkReader):
             if not isinstance(value, complex):
                 self._kinds[name] = SCALAR
             return
+        if isinstance(value, str) and (value.startswith(_ELSEWHERE) or (path[-1], value) == _SPEC):
+            raise CheckpointError(f"{self._fileset.directory / file}: {OLD_ORBAX}")
         self._values[name], self._object_paths[name] = value, path
         kind = STRING if isinstance(value, str) else empty_kind(value)
         if kind is not None:

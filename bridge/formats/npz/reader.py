@@ -60,10 +60,10 @@ class NpzReader(SingleChunkReader):
 
     def __init__(self, path: str | os.PathLike[str], verify: bool = True) -> None:
         super().__init__(path, NPZ_FILES)
-        if self._fileset.weight_map is not None:
+        if self._fileset.weight_map is not None or len(self._fileset.names) > 1:
             raise CheckpointError(
-                f"{self.path}: expected one archive of NumPy (.npz), found an index of {len(self._fileset.names)}: "
-                "give the path of one of them"
+                f"{self.path}: expected one archive of NumPy (.npz), found {len(self._fileset.names)}, which are not "
+                "joined here: give the path of one of them"
             )
         self._verify = verify
         self._name = self._fileset.names[0]

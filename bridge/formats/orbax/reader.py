@@ -48,7 +48,14 @@ from bridge.formats.orbax.memory_arrays import MemoryArrays
 from bridge.formats.orbax.raw_chunks import RawChunks
 from bridge.formats.orbax.strings import STRINGS_FILE, find_strings
 from bridge.formats.orbax.tree import Tree, leaf_name, parse_tree, storage_key
-from bridge.formats.orbax.values import Place, StoredValues, places_in_files, stored_sizes, values_in_ocdbt
+from bridge.formats.orbax.values import (
+    Place,
+    StoredValues,
+    places_in_files,
+    stored_sizes,
+    unmerged_processes,
+    values_in_ocdbt,
+)
 from bridge.formats.stores.folder import CLAIM
 from bridge.formats.stores.listing import StorePath
 from bridge.formats.wrapping import ClosedAtEnd
@@ -58,6 +65,7 @@ _IN_FLIGHT = 64 << 20
 _MAX_MANIFEST = 64 << 20  # of OCDBT: it names roots, not arrays
 _MAX_METADATA = 256 << 20  # of all arrays together
 _FREE_CHUNK = 64 << 20
+_DESCRIPTIONS = (b"/.zarray", b"/zarr.json")
 _STORED_PER_BYTE = 64  # shards of tiny chunks have an index of 16 bytes for each
 
 
@@ -168,6 +176,16 @@ class OrbaxReader(ClosedAtEnd):
         """All files of the item that holds the arrays."""
         return files_below(self._item)
 
+    @property
+    def left_alone(self) -> Mapping[str, str]:
+        """What of the checkpoint is not read, by name, with the reason: other items, arrays, folders of processes."""
+        arrays = sorted(key.rpartition(b"/")[0].decode(errors="replace") for key in self._unnamed)
+        return {
+            **{f"{name}/": "an item that is not read" for name in items_beside(self.path, self._item)},
+            **dict.fromkeys(arrays, f"an array that {TREE_FILE} does not name"),
+            **(unmerged_processes(self._item, self._places, self._inline) if self._ocdbt else {}),
+        }
+
     def checksummed(self, name: str) -> bool:
         """Whether every chunk of a tensor has a CRC-32C, which reading verifies."""
         return self._layouts[name].checksum
@@ -248,6 +266,8 @@ class OrbaxReader(ClosedAtEnd):
                 self._places, self._inline = values_in_ocdbt(self._item, str(self._item))
             present = self._keys()
             places = self._places if self._ocdbt else None
+            named = {key.encode() for key in described}
+            self._unnamed = [key for key in present - named if key.endswith(_DESCRIPTIONS)]
             stored = [key for key in described if key.encode() in present]
             size = sum(size for _, size in stored_sizes(self._item, stored, places))
             if size > _MAX_METADATA:

@@ -9,8 +9,9 @@ checked against the files before anything is read there.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -142,6 +143,28 @@ def values_in_ocdbt(item: Path, what: str) -> tuple[dict[str, Place], dict[str, 
     if versions and "location" in versions[-1]["root"]:
         _walk(node_at, versions[-1]["root"]["location"], b"", places, inline, what, 0)
     return places, inline
+
+
+def unmerged_processes(item: Path, places: Mapping[str, Place], inline: Collection[str]) -> dict[str, str]:
+    """The folders of processes that have keys which the index of the whole does not have, with the reason.
+
+    places, inline: what `values_in_ocdbt` finds in the whole.
+    """
+    used = {place.file.partition("/")[0] for place in places.values()}
+    found = {}
+    for folder in sorted(item.glob("ocdbt.process_*")):
+        if folder.name in used or not (folder / MANIFEST).is_file():
+            continue
+        try:
+            keys = itertools.chain.from_iterable(values_in_ocdbt(folder, str(folder)))
+            lost = next((key for key in keys if key not in places and key not in inline), None)
+        except (CheckpointError, ValueError, OSError):
+            lost = "what its damaged index names"
+        if lost is not None:
+            found[f"{folder.name}/"] = (
+                f"never merged into the index of all processes, which lacks {lost:.200}"
+            )
+    return found
 
 
 def _read(file: Path, place: Place) -> bytes:

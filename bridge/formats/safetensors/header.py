@@ -37,6 +37,7 @@ _SPACE: Final = r"[ \t\n\r]*+"
 _STRING: Final = r'"((?:[^"\\\x00-\x1f]|\\.)*+)"'
 _KEY: Final = re.compile(f"{_STRING}{_SPACE}:{_SPACE}")
 _TEXT: Final = re.compile(_STRING)
+_NULL: Final = re.compile("null")
 _NUMBER: Final = "(?:0|[1-9][0-9]{0,17}+)"
 _SIZES: Final = rf"\[{_SPACE}(?:{_NUMBER}{_SPACE}(?:,{_SPACE}{_NUMBER}{_SPACE})*+)?+\]"
 _FIELDS: Final = 3
@@ -298,6 +299,9 @@ class _Parser:
 
     def texts(self) -> dict[str, str]:
         found: dict[str, str] = {}
+        if (nothing := _NULL.match(self.text, self.position)) is not None:
+            self.position = nothing.end()
+            return found
         more = self.opened()
         while more:
             key = self.key()

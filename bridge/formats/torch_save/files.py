@@ -10,10 +10,23 @@ from bridge.formats.files.model_files import FileKind
 from bridge.formats.files.source_files import SourceFiles
 from bridge.formats.files.zip_directory import STORED, ZIP_MAGIC, Member, read_directory
 
+TRAINING_STATE: Final = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|openvino_|(optim|extra_state)_world_size_).*"
+)
+"""Names of what trainers and exporters write beside weights, in files that end as these do."""
 TORCH_FILES: Final = FileKind(
     (".bin", ".pt", ".pth", ".ckpt"),
-    ("pytorch_model.bin", "diffusion_pytorch_model.bin", "adapter_model.bin", "model.pt"),
-    re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|openvino_).*"),
+    (
+        *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+        *(
+            "diffusion_pytorch_model.bin.index.json",
+            "diffusion_pytorch_model.bin",
+            "adapter_model.bin",
+            "model.pt",
+        ),
+    ),
+    TRAINING_STATE,
+    joins_ranks=True,
 )
 _KIND: Final = "a zip file of torch.save"
 _LEGACY: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."

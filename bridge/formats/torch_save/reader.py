@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 from isal import isal_zlib
 
+from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, TensorInfo
 from bridge.formats.dcp.archive import Record, StoredTensor, compare_record, describe_tensor, verify_record
 from bridge.formats.dcp.pickle import read_pickle
@@ -29,11 +30,14 @@ from bridge.formats.files.weight_index import check_index
 from bridge.formats.files.zip_directory import Member, data_start
 from bridge.formats.leaf_names import flat_name
 from bridge.formats.single_chunk import SingleChunkReader
+from bridge.formats.torch_save.dtensors import LocalPiece, local_piece
 from bridge.formats.torch_save.files import TORCH_FILES, members_of
 from bridge.formats.torch_save.tree import is_tensor, leaves, value_of
 from bridge.formats.wrapping import ReadWhenAsked
 
-_ADVICE: Final = "a conversion can leave it out (--drop, --weights-only)"
+PIECE: Final = (
+    "a piece of a DTensor, of which other ranks' files have the rest: give the folder with all of them"
+)
 _VOCABULARY: Final = Vocabulary(max_bytes=256 << 20, persistent=True, foreign=True)
 _MAX_REPEATED: Final = 64 << 20
 """Bytes of a tensor whose elements share memory, as those of `expand` do: more than its storage has."""
@@ -69,6 +73,8 @@ class TorchSaveReader(SingleChunkReader):
         self._lock = threading.Lock()
         self._stored: dict[str, _Stored | np.ndarray] = {}
         self._values: dict[str, tuple[object, str]] = {}
+        self.pieces: dict[str, LocalPiece] = {}
+        """Of DTensors, by name, what the file has; their shape in `tensors` is that of the whole."""
         owners: dict[str, str] = {}
         for file in self._fileset.names:
             for name, reason in self._read_file(file):
@@ -87,6 +93,37 @@ class TorchSaveReader(SingleChunkReader):
         """Whether the tensor's storage has a CRC-32, which reading verifies."""
         stored = self._stored[name]
         return isinstance(stored, _Stored) and (stored.tensor.record.crc is not None)
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """Of what the file has of a tensor."""
+        stored = self._stored[name]
+        return stored.tensor.shape if isinstance(stored, _Stored) else stored.shape
+
+    def read_stored(self, name: str, box: Box) -> np.ndarray:
+        """A block of what the file has of a tensor, whose elements may be a piece; a copy."""
+        info = self._tensors[name]
+        stored = self._stored[name]
+        result = np.empty(box.sizes, info.dtype)
+        if isinstance(stored, _Stored):
+            self._copy(info, box, result)
+        else:
+            result[...] = stored[box.slices()]
+        return result
+
+    def holds_the_same(self, name: str, other: TorchSaveReader) -> bool:
+        """Whether another file has the same elements of a tensor, by checksums where both have some."""
+        mine, theirs = self._stored[name], other._stored[name]
+        if isinstance(mine, _Stored) and isinstance(theirs, _Stored):
+            alike = [
+                one.tensor._replace(record=one.tensor.record._replace(start=0)) for one in (mine, theirs)
+            ]
+            if alike[0].record.crc is not None and alike[0] == alike[1]:
+                return True
+        whole = Box.whole(self.stored_shape(name))
+        if self.stored_shape(name) != other.stored_shape(name):
+            return False
+        mine_now, theirs_now = (as_integers(reader.read_stored(name, whole)) for reader in (self, other))
+        return np.array_equal(mine_now, theirs_now)
 
     def _in_place(self, info: TensorInfo) -> bool:
         return isinstance(self._stored[info.name], _Stored)
@@ -119,10 +156,7 @@ class TorchSaveReader(SingleChunkReader):
 
     def _object(self, name: str) -> object:
         node, what = self._values[name]
-        try:
-            return value_of(node, f"{what}: object {name!r:.200}")
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_ADVICE}") from None
+        return value_of(node, f"{what}: object {name!r:.200}")
 
     def _read_file(self, file: str) -> Iterator[tuple[str, str | None]]:
         """Take up the leaves of a file: each name, and for a tensor that cannot be read the reason."""
@@ -140,11 +174,15 @@ class TorchSaveReader(SingleChunkReader):
         for path_in_tree, node in leaves(root, what):
             name, tree_path = flat_name(path_in_tree)
             self._require_new(name, what)
+            if (piece := local_piece(node)) is not None:
+                node, self.pieces[name] = piece.local, piece
             if not (is_tensor(node) or isinstance(node, np.ndarray)):
                 self._values[name], self._object_paths[name] = (node, what), tree_path
                 yield name, None
                 continue
             shape, dtype, reason = self._take(name, node, file, listed, records)
+            if piece is not None and shape != piece.shape:
+                shape, reason = piece.shape, reason or PIECE
             self._add_tensor(name, tree_path, shape, dtype)
             yield name, reason
 

@@ -7,16 +7,21 @@ keeps as one value, are gone into as well.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 
-from bridge.formats.arrays import NUMBER
-from bridge.formats.base import DTYPES, CheckpointError, TreePath
-from bridge.formats.dcp.archive import REBUILD, REBUILD_UNTYPED, is_index
-from bridge.formats.dcp.pickle_records import Call, Instance, Name, is_bytes, plain_from_pickle
+from bridge.formats.base import CheckpointError, TreePath, UnreadableValue
+from bridge.formats.dcp.archive import REBUILD, REBUILD_UNTYPED
+from bridge.formats.dcp.pickle_records import Call, Instance, Name
+from bridge.formats.dcp.plain_values import (
+    ARRAYS,
+    REBUILDERS,
+    array_of,
+    described,
+    plain_from_pickle,
+)
 from bridge.formats.leaf_names import TREE_PATH_KEYS, is_tree_path
 from bridge.formats.plain import MAX_NODES
 
@@ -28,12 +33,6 @@ _TENSOR_TYPES: Final = frozenset(
     {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
 )
 _TENSORS: Final = frozenset({REBUILD, REBUILD_UNTYPED})
-_REBUILDERS: Final = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
-_ARRAYS: Final = frozenset(
-    f"numpy.{core}.{function}"
-    for core in ("core", "_core")
-    for function in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
-)
 _MAX_DEPTH: Final = 64
 
 
@@ -77,35 +76,16 @@ def is_tensor(node: object) -> bool:
 
 
 def value_of(node: object, what: str) -> object:
-    """A leaf as a plain value. CheckpointError, beginning with `what`, which names what it is, for others."""
+    """A leaf as a plain value. UnreadableValue, beginning with `what`, which names what it is, for others."""
     if isinstance(node, Name) and node.dotted.startswith("torch."):
         return node.dotted
     match node:
-        case Call(name="torch.device", args=(str(kind),)):
-            return kind
-        case Call(name="torch.device", args=(str(kind), int(index))):
-            return f"{kind}:{index}"
-        case Call(name=name) if name.startswith(_REBUILDERS):
-            raise CheckpointError(f"{what}: expected a strided tensor, found {described(node)}")
-        case Call() | Instance() if not is_bytes(node):
-            raise CheckpointError(f"{what}: expected a plain value, found {described(node)}")
+        case Call(name=name) if name.startswith(REBUILDERS):
+            reason = described(node)
+            raise UnreadableValue(
+                f"{what}: expected a strided tensor, found {reason}", reason, holds_tensors=True
+            )
     return plain_from_pickle(node, what)
-
-
-def described(node: object) -> str:
-    """What a node is, for errors; nothing in it is printed."""
-    match node:
-        case Call(name=name) if name in _TENSORS:
-            return "one tensor"
-        case Call(name="torch._tensor._rebuild_from_type_v2", args=(_, Name(dotted=kind), *_)):
-            return f"a tensor of class {kind}"
-        case Call(name=name):
-            return f"a call of {name}, which is not made here (loading the file would make it)"
-        case Instance(name=name):
-            return f"an object of class {name}"
-        case Name(dotted=name):
-            return f"the name {name}"
-    return f"a value of type {type(node).__name__}"
 
 
 class _Tree:
@@ -128,9 +108,9 @@ class _Tree:
                     node = Call(function, args)
                 case Call(name="collections.OrderedDict", args=(list(pairs),)) if all(map(_is_pair, pairs)):
                     return dict(pairs)
-                case Call(name=name) if name in _ARRAYS:
+                case Call(name=name) if name in ARRAYS:
                     if id(node) not in self._arrays:
-                        self._arrays[id(node)] = _array(node)
+                        self._arrays[id(node)] = array_of(node)
                     array = self._arrays[id(node)]
                     return node if array is None else array
                 case _:
@@ -151,44 +131,9 @@ class _Tree:
     def _counts(self, entry: object, depth: int) -> bool:
         if isinstance(entry, list | tuple):
             return self.is_gone_into(entry, depth + 1)
-        rebuilt = isinstance(entry, Call) and entry.name.startswith(_REBUILDERS)
+        rebuilt = isinstance(entry, Call) and entry.name.startswith(REBUILDERS)
         return rebuilt or isinstance(entry, dict | np.ndarray)
 
 
 def _is_pair(pair: object) -> bool:
     return isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str)
-
-
-def _array(node: Call) -> np.ndarray | None:
-    """The array or scalar that NumPy has pickled; None where it is not one of numbers."""
-    match node:
-        case Call(args=(dtype, data)):
-            shape, fortran = (), False
-        case Call(args=(data, dtype, tuple(shape), str(order))) if is_index(shape):
-            fortran = order == "F"
-        case Call(state=(int(), tuple(shape), dtype, bool(fortran), data)) if is_index(shape):
-            pass
-        case _:
-            return None
-    match dtype:
-        case Call(name="numpy.dtype", args=(str(kind), *_), state=(_, str(order), *_)) if NUMBER.fullmatch(
-            kind
-        ):
-            found = np.dtype(f"{'>' if order == '>' else '<'}{kind}")
-        case Call(name="numpy.dtype", args=(Name(dotted=dotted), *_)) if dotted.startswith("ml_dtypes."):
-            found = DTYPES.get(dotted.removeprefix("ml_dtypes."), np.dtype(object))
-        case _:
-            return None
-    try:
-        raw = plain_from_pickle(data, "")
-    except CheckpointError:
-        return None
-    native = found.newbyteorder("<")
-    if (
-        not isinstance(raw, bytes)
-        or DTYPES.get(native.name) != native
-        or len(raw) != math.prod(shape) * found.itemsize
-    ):
-        return None
-    array = np.frombuffer(raw, found).astype(native, copy=False)
-    return array.reshape(shape, order="F" if fortran else "C")

@@ -42,6 +42,9 @@ class CurvesReport:
     def same(self) -> bool:
         return not self.departures
 
+    def __bool__(self) -> bool:
+        return self.same
+
     @property
     def verdict(self) -> str:
         """ "same experiment" or "different from step k"."""

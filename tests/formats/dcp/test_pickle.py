@@ -23,9 +23,9 @@ from bridge.formats.dcp.pickle_records import (
     Name,
     Persistent,
     Vocabulary,
-    plain_from_pickle,
 )
 from bridge.formats.dcp.pickle_writer import HOLE, Filled, Pattern, Repeated, write_pickle
+from bridge.formats.dcp.plain_values import plain_from_pickle
 from bridge.formats.plain import plain_value
 
 values = st.recursive(

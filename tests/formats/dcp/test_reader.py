@@ -31,8 +31,9 @@ from bridge.formats.dcp import metadata as dcp_metadata
 from bridge.formats.dcp import reader as module
 from bridge.formats.dcp.archive import find_tensor
 from bridge.formats.dcp.pickle import read_pickle
-from bridge.formats.dcp.pickle_records import PLAIN_VALUES, Instance, plain_from_pickle
+from bridge.formats.dcp.pickle_records import PLAIN_VALUES, Instance
 from bridge.formats.dcp.pickle_writer import write_pickle
+from bridge.formats.dcp.plain_values import plain_from_pickle
 from bridge.formats.dcp.reader import DcpReader
 from bridge.formats.files import source_files
 from bridge.formats.plain import plain_value
@@ -273,7 +274,7 @@ def test_list_positions_and_keys_that_look_like_them_are_told_apart(tmp_path: Pa
 def test_a_value_that_is_not_plain_hides_nothing_else(tmp_path: Path) -> None:
     """A tuple of tensors is one opaque pickle in DCP."""
     stock_save(
-        {"odd": (torch.ones(2), 1), "array": np.float64(1), "lr": 0.5, "w": numbered((2,))}, tmp_path / "c"
+        {"odd": (torch.ones(2), 1), "array": np.ones(1), "lr": 0.5, "w": numbered((2,))}, tmp_path / "c"
     )
     with DcpReader(tmp_path / "c") as reader:
         assert set(reader.objects) == {"odd", "array", "lr"}
@@ -588,10 +589,9 @@ def test_a_tensor_described_as_an_object_or_the_reverse_is_refused(genuine: Path
     edit_metadata(genuine, lambda m: m.state_dict_metadata.pop(W) and m.storage_data.pop(index_of(m, W)))
     with (
         DcpReader(genuine) as reader,
-        pytest.raises(CheckpointError, match=r"a stored tensor|refused") as caught,
+        pytest.raises(CheckpointError, match="expected a plain value, found one tensor"),
     ):
         reader.objects["lr"]
-    assert "--drop" in str(caught.value)
 
 
 def test_two_names_for_one_place_are_refused(genuine: Path) -> None:
@@ -684,7 +684,7 @@ def test_a_value_that_runs_code_is_refused_without_running_it(tmp_path: Path) ->
     stock_save({"lr": Evil(marker), "w": numbered((2,))}, tmp_path / "c")
     with DcpReader(tmp_path / "c") as reader:
         assert reader.read("w").tolist() == [0, 1]
-        with pytest.raises(CheckpointError, match=r"object 'lr': refused: it names 'posix\.mkdir'"):
+        with pytest.raises(CheckpointError, match=r"object 'lr': .* found a call of posix\.mkdir"):
             reader.objects["lr"]
     assert not marker.exists()
 

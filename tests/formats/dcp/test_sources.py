@@ -220,7 +220,7 @@ def test_values_that_differ_between_ranks_are_not_taken_from_one_of_them(
         ):
             reader.read("rng")
         with pytest.raises(
-            CheckpointError, match=r"__1_0.distcp: object 'seen': .* as in __0_0.distcp.*--drop"
+            CheckpointError, match=r"__1_0.distcp: object 'seen': .* got another value than in __0_0.distcp"
         ):
             reader.objects["seen"]
 
@@ -270,12 +270,12 @@ def test_the_half_finished_safetensors_serialization_is_read(
         assert reader.objects["note"] == ("x", 1)
 
 
-@pytest.mark.parametrize("value", [io.BytesIO(b"x"), np.float64(1), (torch.ones(2), 1), {1, 2}, Path("x")])
+@pytest.mark.parametrize("value", [io.BytesIO(b"x"), np.ones(1), (torch.ones(2), 1), {1, 2}, Path("x")])
 def test_a_value_that_is_not_plain_data_is_named_and_can_be_left_out(tmp_path: Path, value: object) -> None:
     stock_save({"w": numbered((2,)), "odd": value, "raw": b"\0\xff", "empty": b""}, tmp_path / "c")
     with DcpReader(tmp_path / "c") as reader:
         with pytest.raises(
-            CheckpointError, match=r"__0_0.distcp: object 'odd': refused: .*--drop, --weights-only"
+            CheckpointError, match=r"__0_0.distcp: object 'odd': expected a plain value, found (an?|one) "
         ):
             reader.objects["odd"]
         assert (reader.objects["raw"], reader.objects["empty"]) == (b"\0\xff", b"")

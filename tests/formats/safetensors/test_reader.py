@@ -195,6 +195,8 @@ def test_which_files_are_meant(tmp_path: Path) -> None:
     assert same_bits(open_checkpoint(tmp_path / "d").read("w"), arrays["c"])
     index = {"weight_map": {"w": "other.safetensors"}}
     (tmp_path / "d" / "model.fp16.safetensors.index.json").write_text(json.dumps(index))
+    assert same_bits(open_checkpoint(tmp_path / "d").read("w"), arrays["c"])
+    (tmp_path / "d" / "model.safetensors").unlink()
     assert same_bits(open_checkpoint(tmp_path / "d").read("w"), arrays["b"])
     (tmp_path / "d" / "model.bf16.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"found model.bf16.safetensors.index.json, model.fp16"):
@@ -331,6 +333,24 @@ def test_headers_that_json_allows_to_be_written_otherwise_are_read(tmp_path: Pat
         assert reader.read("wé\n").tolist() == [0, 1]
     with safe_open(path, "np") as stock:
         assert list(stock.keys()) == ["wé\n"]
+
+
+@pytest.mark.parametrize("end", ["null}", " null \n}", 'null, "v":' + W.replace("0,8", "8,16") + "}"])
+def test_metadata_that_is_null_is_none(tmp_path: Path, end: str) -> None:
+    data = np.arange(4 if '"v"' in end else 2, dtype="f4").tobytes()
+    path = raw_file(tmp_path / "x.safetensors", f'{{"w":{W},"__metadata__":{end}'.encode(), data)
+    with open_checkpoint(path) as reader, safe_open(path, "np") as stock:
+        assert sorted(reader.tensors) == sorted(stock.keys())
+        assert not reader.objects
+    twice = raw_file(
+        tmp_path / "y.safetensors", f'{{"__metadata__":null,"w":{W},"__metadata__":null}}'.encode(), bytes(8)
+    )
+    with pytest.raises(CheckpointError, match="__metadata__ is given twice"):
+        open_checkpoint(twice)
+    for wrong in ("nul", "nulll", '{"a":null}', "true"):
+        text = f'{{"w":{W},"__metadata__":{wrong}}}'.encode()
+        with pytest.raises(CheckpointError, match="malformed"):
+            open_checkpoint(raw_file(tmp_path / "z.safetensors", text, bytes(8)))
 
 
 @pytest.mark.parametrize("length", [0, 1, 10_000, 100_000_001, (1 << 64) - 1])

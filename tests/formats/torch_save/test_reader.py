@@ -162,7 +162,9 @@ def test_arrays_and_scalars_of_numpy_are_tensors(tmp_path: Path) -> None:
         assert np.array_equal(reader.read("a"), content["a"])
         assert reader.read("a", Box((1, 0), (1, 2))).tolist() == [[1.0, 4.0]]
         assert reader.read("b").tolist() == [0, 1, 2]
-        with pytest.raises(CheckpointError, match="'object': expected a plain value, found a call of numpy"):
+        with pytest.raises(
+            CheckpointError, match="'object': expected a plain value, found an array of NumPy"
+        ):
             reader.objects["object"]
 
 
@@ -403,8 +405,8 @@ def test_shards_of_a_hub_folder_are_one_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected the name of a file beside the index"):
         open_checkpoint(folder)
     index.unlink()
-    with pytest.raises(CheckpointError, match="expected one file of weights, found pytorch_model-00001"):
-        open_checkpoint(folder)
+    with open_checkpoint(folder) as reader:
+        assert {*reader.tensors} == {*arrays}
     torch.save(arrays, folder / "pytorch_model.bin")
     assert detect_format(folder) == "torch"
     with open_checkpoint(folder) as reader:
