@@ -34,8 +34,7 @@ def gradient_rows(runs: Runs, weights: WeightMap, least: Mapping[str, float]) ->
             noise(runs.jax_low.gradients.get(name), found, runs.dtype),
             least.get(name, 0.0),
         )
-        names = ", ".join(weights.sources.get(name, ()))
-        yield row_of("gradients", (names, name), twin, found, floor, dtype=runs.dtype)
+        yield row_of("gradients", (weights.owners(name), name), twin, found, floor, dtype=runs.dtype)
 
 
 def activation_rows(runs: Runs, pairs: Sequence[CallPair]) -> Iterator[Row]:

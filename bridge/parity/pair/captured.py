@@ -133,7 +133,7 @@ def compare_traces(
     _check_batches(torch, jax)
     table = mapping_table(mapping, axes)
     assert table is not None
-    relation = WeightMap.of(table, torch.weights(), jax.weights())
+    relation = WeightMap.of_sides(table, torch, jax)
     report = compare_sides(
         torch, jax, None, relation, dtype=torch.dtype, given=pairs, steps=torch.steps, progress=progress
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -102,17 +102,24 @@ class Again(Protocol):
 class Adapter(Protocol):
     """What ``JaxSide`` knows of one kind of model.
 
-    ``python_modules``: names of the Python modules that define the model.
+    ``python_modules``: names of the Python modules that define the model. ``left_out``: as in ``Side``.
     """
 
     python_modules: list[str]
+
+    @property
+    def left_out(self) -> Sequence[str]: ...
 
     def weights(self) -> dict[str, Any]:
         """Parameters by path."""
         ...
 
+    def buffers(self) -> dict[str, Any]:
+        """Arrays of numbers that are no parameters, by path."""
+        ...
+
     def load(self, weights: Mapping[str, Any]) -> None:
-        """Set all parameters; names and shapes are right."""
+        """Set all parameters and some buffers; names and shapes are right."""
         ...
 
     def instance(self, dtype: str) -> Instance:
@@ -139,6 +146,10 @@ class Instance(Protocol):
         recorder: Recorder | None = None,
     ) -> tuple[Any, Any]:
         """``loss(model)``, and the state after it; ``recorder`` notes the calls."""
+        ...
+
+    def buffers(self, state: Any) -> dict[str, Any]:
+        """The buffers of a state, by the names that the model's have."""
         ...
 
 

@@ -65,13 +65,15 @@ class Recording:
     """One run of the whole model.
 
     ``calls``: in the order in which the calls began. ``loss``: as float64; None without one. ``gradients``: of the
-    loss, by parameter name; parameters that the loss does not depend on have zeros. ``dtype``: of the run.
+    loss, by parameter name; parameters that the loss does not depend on have zeros. ``dtype``: of the run. ``buffers``:
+    as the forward left them.
     """
 
     dtype: str
     calls: Sequence[Call]
     loss: float | None
     gradients: Leaves = field(default_factory=dict)
+    buffers: Leaves = field(default_factory=dict)
 
     def find(self, path: str, number: int = 0) -> Call | None:
         """The call of ``path`` with this number."""
@@ -95,7 +97,7 @@ class Rerun:
 
 @dataclass(frozen=True)
 class Training:
-    """``steps`` of an optimizer: losses before each step, and the weights after the first and after the last."""
+    """``steps`` of an optimizer: losses before each step; weights and buffers after the first and after the last."""
 
     losses: tuple[float, ...]
     first: Leaves
@@ -122,8 +124,23 @@ class Side(Protocol):
         """Parameters by path, in their own dtype; a parameter with two names once, under the first."""
         ...
 
+    def buffers(self) -> dict[str, np.ndarray]:
+        """State that no gradient changes, by path, in its own dtype: running statistics, counters, tables.
+
+        No name is that of a parameter.
+        """
+        ...
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """State that cannot be compared, such as that of random numbers: a phrase for each kind."""
+        ...
+
     def load(self, weights: Leaves) -> None:
-        """Set parameters. ``ValueError`` names those that are missing, unexpected or of another shape."""
+        """Set all parameters and those buffers that are given.
+
+        ``ValueError`` names parameters that are missing, and names that are unexpected or of another shape.
+        """
         ...
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
