@@ -99,7 +99,7 @@ def _one_run(
     say(f"forward and backward of both models, in float64 and in {dtype}")
     runs = Runs(torch, jax, batch, dtype)
     modules = pair_modules(weights, runs.torch_high, runs.jax_high, given)
-    pairs = list(runs.pairs(modules, weights))
+    pairs = runs.pairs(modules, weights)
     say(f"{len(pairs)} modules, each alone")
     forward = compare_forward(runs, pairs)
     say("rows in another order")

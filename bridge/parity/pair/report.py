@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bridge.parity.pair.align import DOUBTS
 from bridge.parity.pair.depth import shown
 from bridge.parity.pair.distance import FACTOR
 from bridge.parity.pair.rows import BUFFER, STAGES, Row, Stage
@@ -175,6 +176,10 @@ class ParityReport:
                 yield f"{what}: {some(names)}"
         if self.order:
             yield self.order
+        layouts = {
+            row.name: row.note for row in self.stage("forward") if any(one in row.note for one in DOUBTS)
+        }
+        yield from (f"{name or '(model)'}: {note}" for name, note in list(layouts.items())[:_SHOWN])
         unknown = [row for row in self.rows if row.verdict == "unknown"]
         for row in unknown[:_SHOWN]:
             yield f"{row.name or '(model)'}: {row.note}"
