@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,13 @@ from bridge.mapping.conventions import WEIGHT
 from bridge.mapping.rules import parse_mapping
 from bridge.propose.axes import Fit, fits, fused_fits
 from bridge.propose.names import FUSED_WORDS, Family, families, similarity
+from bridge.propose.own_modules import (
+    COUNTER,
+    FLIPPED,
+    in_usual_order,
+    is_known_layout,
+    may_be_flipped,
+)
 from bridge.propose.places import Places, places_in
 from bridge.propose.text import Namer, ProposedRule, conventions, render, writable
 from bridge.propose.uneven import settled
@@ -36,15 +42,8 @@ from bridge.propose.values import Evidence
 _SHOWN = 3
 _MAX_LEFT = 24
 _MAX_PAIRS = 20_000
-_OWN_MATRICES = frozenset({"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"})
-_AS_IT_IS = _OWN_MATRICES | frozenset(
-    {"in_proj_bias", "weight", "bias", "scale", "embedding", "mean", "var", "running_mean", "running_var"}
-)
-_TRANSPOSED = frozenset({"transpose", "transposed", "deconv", "convt", "tconv", "upconv", "up", "upsample"})
-"""Of convolutions: flax's transposed one has its window flipped, unless it is told otherwise."""
 _LOOSE = frozenset({"gate", "up", "down", "router", "norm", "post", "mlp"})
 """Words that code gives to more than one thing: `w1` is a gate here and an up-projection there."""
-_COUNTER = "num_batches_tracked"
 _ROTARY = "rotary layouts (halves or pairs of rows) cannot be told from names and shapes"
 
 
@@ -107,10 +106,10 @@ def propose(
             if _numbered_alike(named, other):
                 left, right = (named, right) if side == 0 else (left, named)
         # Only torch's norms count their batches.
-        counted = [any(family.leaf == _COUNTER for family in side) for side in (left, right)]
-        drop = [f"*{_COUNTER}"] if counted[0] != counted[1] else []
+        counted = [any(family.leaf == COUNTER for family in side) for side in (left, right)]
+        drop = [f"*{COUNTER}"] if counted[0] != counted[1] else []
         if drop:
-            left, right = ([one for one in side if one.leaf != _COUNTER] for side in (left, right))
+            left, right = ([one for one in side if one.leaf != COUNTER] for side in (left, right))
         # Names that no rule can have must stay out of the file.
         usable_a, usable_b = ([family for family in side if writable(family.path)] for side in (left, right))
         matcher = _Matcher(usable_a, usable_b, Evidence(reader_a, reader_b) if values else None)
@@ -252,7 +251,7 @@ class _Matcher:
                 doubts.append("the elements cannot be read, which settles nothing")
             else:
                 doubts.append("the elements looked at differ")
-        known = [fit for fit in candidates if self._known_layout(fit)]
+        known = [fit for fit in candidates if is_known_layout(fit, self._turning.get(_leaves(fit)))]
         if known and not agreed:
             candidates = known
         best = min(candidates, key=lambda fit: (self._unusual(fit), candidates.index(fit)))
@@ -264,27 +263,9 @@ class _Matcher:
         turned = self._rotary and not any(entry.family.own_parts for entry in (*best.a, *best.b))
         if words & {"query", "key"} and "norm" not in words and turned and not agreed:
             doubts.append(_ROTARY)
-        if _is_window(best) and words & _TRANSPOSED:
-            doubts.append(
-                "of a transposed convolution flax's kernel is flipped, unless transpose_kernel=True"
-            )
+        if may_be_flipped(best) and not agreed:
+            doubts.append(FLIPPED)
         return best, doubts
-
-    def _known_layout(self, fit: Fit) -> bool:
-        """Whether modules, not shapes, say that a tensor lies so: those of torch against those of flax."""
-        entries = (*fit.a, *fit.b)
-        leaves = {entry.family.leaf for entry in entries}
-        torch = {leaf for leaf in leaves if leaf != "kernel"}
-        words = {word for entry in entries for word in entry.family.words}
-        own = all(leaf == "weight" or leaf in _OWN_MATRICES or leaf.startswith("weight_") for leaf in torch)
-        if "kernel" not in leaves or not own or not torch:
-            plain = all(leaf in _AS_IT_IS or leaf.startswith(("weight_", "bias_")) for leaf in leaves)
-            return "kernel" not in leaves and plain and fit.conventional
-        # Hugging Face's Conv1D, a linear layer whose weight is [in, out], shows in such names or in another layer.
-        paths = " ".join(entry.family.path for entry in entries)
-        if re.search(r"\bc_(attn|fc|proj)\b", paths) or self._turning.get(_leaves(fit)) is False:
-            return False
-        return fit.conventional and not (_is_window(fit) and words & _TRANSPOSED)
 
     def _unusual(self, fit: Fit) -> bool:
         leaves = _leaves(fit)
@@ -342,11 +323,14 @@ class _Matcher:
             doubts.append(f"parts of one shape: their order is taken from {order}")
         return self._take(fit, doubts)
 
-    def _orders(self, parts: Sequence[Family]) -> Iterator[Sequence[Family]]:
-        """Orders to try: values can choose among all."""
-        yield _in_usual_order(parts)
-        if self._evidence is not None:
-            yield from itertools.permutations(parts)
+    def _concatenations(self, whole: Family, parts: Sequence[Family], turned: bool) -> list[Fit]:
+        """Orders of parts that shapes, values or names say; that of a checkpoint, of the alphabet, says nothing."""
+        every = (fit for order in itertools.permutations(parts) for fit in _fused(whole, order, turned))
+        if len({part.shape for part in parts}) == len(parts):
+            return list(every)
+        agreed = [fit for fit in every if self._evidence.agrees(fit)] if self._evidence is not None else []
+        usual = in_usual_order(parts)
+        return agreed or ([] if usual is None else _fused(whole, usual, turned))
 
     def _fused_by_shape(self) -> list[_Choice]:
         """Of the families left, those that match only a concatenation of two or three others."""
@@ -360,34 +344,13 @@ class _Matcher:
                     found
                     for count in (2, 3)
                     for chosen in itertools.combinations(parts.values(), count)
-                    if (
-                        found := [
-                            fit for order in self._orders(chosen) for fit in _fused(whole, order, turned)
-                        ]
-                    )
+                    if (found := self._concatenations(whole, chosen, turned))
                 ]
                 if len(several) == 1:
-                    choice = self._take_fused(several[0], "names, or else from the checkpoint")
+                    choice = self._take_fused(several[0], "names")
                     doubts = ("by shape only", *choice.doubts)
                     choices.append(replace(choice, doubts=doubts))
         return choices
-
-
-def _is_window(fit: Fit) -> bool:
-    """Whether it is a convolution's weight and kernel."""
-    entries = (*fit.a, *fit.b)
-    return {"kernel"} < {one.family.leaf for one in entries} and min(
-        len(one.family.shape) for one in entries
-    ) > 2
-
-
-def _in_usual_order(parts: Sequence[Family]) -> Sequence[Family]:
-    """Query, key and value, or gate and up, in that order; others as they come."""
-    for names in FUSED_WORDS:
-        named = [next((part for part in parts if name in part.words), None) for name in names]
-        if len(parts) == len(names) and None not in named:
-            return [part for part in named if part is not None]
-    return parts
 
 
 def _leaves(fit: Fit) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from bridge.parity.pair.jax_leaves import Hidden, cast_floats, is_leaf, named, o
 from bridge.parity.pair.jax_nnx_paths import below
 from bridge.parity.pair.jax_recorder import Again, Arguments, Recorder
 from bridge.parity.pair.jax_stacks import Arrays, layer_of, length_of
+from bridge.parity.pair.recording import heads_of
 from bridge.parity.pair.tap import listening
 
 _SOWN = "intermediates"
@@ -152,7 +153,12 @@ def noted(
 
         kind = type(context.module).__name__
         return recorder.call(
-            one.path, kind, (args, kwargs), run, lambda: LinenAgain(context.module, one.path, dtype)
+            one.path,
+            kind,
+            (args, kwargs),
+            run,
+            lambda: LinenAgain(context.module, one.path, dtype),
+            heads_of(context.module),
         )
 
     retyped = linen.intercept_methods(_retyped(dtype))

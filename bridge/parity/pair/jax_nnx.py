@@ -16,6 +16,7 @@ from bridge.parity.pair.jax_function import floating_of, merged
 from bridge.parity.pair.jax_leaves import cast_floats, is_leaf, named, on_host, reveal
 from bridge.parity.pair.jax_nnx_paths import Paths, below
 from bridge.parity.pair.jax_recorder import Again, Arguments, Recorder
+from bridge.parity.pair.recording import heads_of
 from bridge.parity.pair.tap import listening
 
 
@@ -125,6 +126,7 @@ def noted_calls(paths: Paths, recorder: Recorder) -> Iterator[None]:
                 (args, kwargs),
                 lambda: call(self, *args, **kwargs),
                 lambda: NnxAgain(self, paths),
+                heads_of(self),
             )
 
         return noted

@@ -22,7 +22,7 @@ from bridge.parity.pair.jax_leaves import (
     to_numpy,
     watched,
 )
-from bridge.parity.pair.recording import Call, Leaves, Replacements
+from bridge.parity.pair.recording import Call, Heads, Leaves, Replacements
 from bridge.parity.pair.store import Store, Stored, StoredLeaves, mapped_together
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -165,6 +165,7 @@ class Entry:
     arguments: Arguments
     again: Again | None
     outputs: Leaves | None = None
+    heads: Heads = ((), ())
     gradients: MutableMapping[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -199,6 +200,7 @@ class Recorder:
         arguments: Arguments,
         run: Callable[[], Any],
         keep: Callable[[], Again | None],
+        heads: Heads = ((), ()),
     ) -> Any:
         """``run()``, noted. Calls whose arguments have no values, as inside of ``vmap``, are run and not noted."""
         try:
@@ -212,7 +214,7 @@ class Recorder:
         number = self._counts.get(path, 0)
         self._counts[path] = number + 1
         parent = self._open[-1] if self._open else None
-        entry = Entry(path, number, kind, inputs, parent, kept, again, gradients=self._leaves())
+        entry = Entry(path, number, kind, inputs, parent, kept, again, gradients=self._leaves(), heads=heads)
         self._open.append(len(self.entries))
         self.entries.append(entry)
         try:
@@ -268,6 +270,7 @@ class Recorder:
                 outputs=entry.outputs or {},
                 gradients=entry.gradients,
                 parent=parent(n),
+                heads=entry.heads,
             )
             for n in kept
         ]

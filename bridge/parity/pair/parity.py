@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,8 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bridge.mapping import MappingTable
-from bridge.mapping.rules import mapping_table
+from bridge.mapping.rules import MappingLike, mapping_table
 from bridge.mapping.sizes import with_config_fields
 from bridge.parity.pair.compare import Progress, compare_sides
 from bridge.parity.pair.probe import matched_probes
@@ -32,7 +30,7 @@ def parity(
     jax_model: Any,
     batch: Any,
     *,
-    mapping: str | os.PathLike[str] | MappingTable,
+    mapping: MappingLike,
     loss: Any = None,
     axes: Mapping[str, int] | None = None,
     pairs: Mapping[str, str] | None = None,

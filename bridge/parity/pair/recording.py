@@ -41,6 +41,29 @@ def checked_dtype(dtype: str, steps: int) -> str:
     return dtype
 
 
+_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_query_heads")
+_HEAD_SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size", "d_kv")
+Heads = tuple[tuple[int, ...], tuple[int, ...]]
+"""Numbers of an attention's heads, and sizes of a head."""
+
+
+def heads_of(module: Any) -> Heads:
+    """What a module, or its ``config``, says of its heads."""
+    owners = [vars(one) for one in (module, getattr(module, "config", None)) if hasattr(one, "__dict__")]
+    numbers, sizes = (
+        tuple(
+            dict.fromkeys(
+                owner[name]
+                for owner in owners
+                for name in names
+                if isinstance(owner.get(name), int) and owner[name] > 0
+            )
+        )
+        for names in (_HEADS, _HEAD_SIZES)
+    )
+    return numbers, sizes
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of a module.
@@ -48,7 +71,7 @@ class Call:
     ``path``: the module, in its framework's own notation (``"model.layers.0"``, ``"layers/0"``; the root is ``""``).
     ``number``: how often the module was called before, in the same run. ``parent``: index in ``Recording.calls`` of the
     call around it, or None for the root's. ``gradients``: of the loss, by output leaf; only floating leaves that the
-    loss depends on, and none without a backward.
+    loss depends on, and none without a backward. ``heads``: see ``heads_of``.
     """
 
     path: str
@@ -58,6 +81,7 @@ class Call:
     outputs: Leaves
     gradients: Leaves = field(default_factory=dict)
     parent: int | None = None
+    heads: Heads = ((), ())
 
 
 @dataclass(frozen=True)

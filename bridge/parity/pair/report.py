@@ -52,16 +52,16 @@ class ParityReport:
     jax_only: tuple[str, ...] = ()
     torch_parameters: tuple[str, ...] = ()
     jax_parameters: tuple[str, ...] = ()
-    torch_buffers: tuple[str, ...] = ()
-    jax_buffers: tuple[str, ...] = ()
-    changed_buffers: tuple[str, ...] = ()
-    dropped_buffers: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
     revealed: tuple[Revealed, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     order: str = ""
     notes: tuple[str, ...] = ()
+    torch_buffers: tuple[str, ...] = ()
+    jax_buffers: tuple[str, ...] = ()
+    changed_buffers: tuple[str, ...] = ()
+    dropped_buffers: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:

@@ -179,7 +179,7 @@ class ShardedTorchSide:
             )
         calls = [noted.call() for noted in recorder.calls]
         merged = [
-            Call(one.path, one.number, kinds[one.path], *groups, one.parent)
+            Call(one.path, one.number, kinds[one.path], *groups, one.parent, one.heads)
             for one, groups in zip(calls, self._ranks.whole_calls(calls), strict=True)
         ]
         return Recording(dtype, merged, self._ranks.mean(float(loss.detach())), gradients, buffers)

@@ -254,9 +254,10 @@ class TraceSide:
                 self._leaves({leaf: f"{prefix}{index}:{group}:{leaf}" for leaf in call[group]}, dtype)
                 for group in _GROUPS
             )
-            calls.append(
-                Call(call["path"], call["number"], call["kind"], inputs, outputs, by_output, call["parent"])
-            )
+            numbers, sizes = call.get("heads", ((), ()))
+            heads = tuple(numbers), tuple(sizes)
+            own = call["path"], call["number"], call["kind"]
+            calls.append(Call(*own, inputs, outputs, by_output, call["parent"], heads))
         gradients = self._leaves({name: f"{prefix}gradient:{name}" for name in run["gradients"]}, dtype)
         buffers = self._leaves({name: f"{prefix}buffer:{name}" for name in run.get("buffers", ())}, dtype)
         loss = run["loss"]
@@ -318,6 +319,7 @@ def _kept(run: Recording, prefix: str, arrays: dict[str, np.ndarray]) -> dict[st
             "number": call.number,
             "kind": call.kind,
             "parent": call.parent,
+            "heads": call.heads,
         }
         for group in _GROUPS:
             leaves: Leaves = getattr(call, group)
