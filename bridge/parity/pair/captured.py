@@ -115,7 +115,7 @@ def compare_traces(
     if set(sides) != {"torch", "jax"}:
         raise TraceError(
             f"{first}, {second}: expected a trace of a torch model and one of a JAX model, got two of "
-            f"{', '.join(sides)}: compare their checkpoints by `twinshard diff`, and their trainings by `twinshard curves`"
+            f"{', '.join(sides)}: compare checkpoints by `twinshard diff`, trainings by `twinshard curves`"
         )
     if mapping is None:
         raise ValueError("two traces: expected --mapping, which relates their parameters, got none")

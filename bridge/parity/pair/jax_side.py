@@ -95,6 +95,7 @@ class JaxSide:
         self._loss = as_loss(loss)
         self._optimizer = optimizer or optax.adamw(1e-3, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
         self._entries: dict[str, dict[tuple[str, int], Entry]] = {}
+        self._held: frozenset[str] = frozenset()
         self._python = [*self._model.python_modules, getattr(loss, "__module__", "")]
         if not self._model.weights():
             raise ValueError("model: expected parameters, found none")
@@ -102,6 +103,11 @@ class JaxSide:
     def weights(self) -> dict[str, np.ndarray]:
         """Parameters by path, whole, in their own dtype; a parameter with two names once, under the first."""
         return _values(self._model.weights())
+
+    def hold(self, names: Iterable[str]) -> None:
+        """Training leaves these leaves of a function's parameters as they are: the other model has them as buffers."""
+        if isinstance(self._model, FunctionModel):
+            self._held = frozenset(names)
 
     def buffers(self) -> dict[str, np.ndarray]:
         """Arrays of the model that are no parameters: see the models' ``buffers``."""
@@ -226,14 +232,20 @@ class JaxSide:
                     return self._scalar(instance, parameters, batch, None, state)
 
                 (value, state), gradients = jax.value_and_grad(loss, has_aux=True)(parameters)
-                updates, moments = self._optimizer.update(gradients, moments, parameters)
-                return optax.apply_updates(parameters, updates), state, moments, value
+                held = {path: parameters[path] for path in self._held}
+                gradients, trained = (
+                    {path: leaf for path, leaf in tree.items() if path not in held}
+                    for tree in (gradients, parameters)
+                )
+                updates, moments = self._optimizer.update(gradients, moments, trained)
+                return {**optax.apply_updates(trained, updates), **held}, state, moments, value
 
             # Copies, because the instance may share arrays with the model or hold one twice. It needs its own no more.
             parameters = {path: jnp.array(array, copy=True) for path, array in instance.parameters.items()}
             instance.tree = merged(instance.tree, dict.fromkeys(instance.parameters, 0.0))
             instance.parameters, state = {}, instance.state
-            moments = _unshared(self._optimizer.init(parameters), parameters.values())
+            trained = {path: array for path, array in parameters.items() if path not in self._held}
+            moments = _unshared(self._optimizer.init(trained), parameters.values())
             losses: list[float] = []
             store = Store()
             first: Leaves = {}

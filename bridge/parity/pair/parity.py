@@ -80,6 +80,8 @@ def parity(
     fields = config.to_dict() if hasattr(config, "to_dict") else {}
     table = with_config_fields(table, fields, "the torch model's config")
     relation = WeightMap.of_sides(table, torch, jax)
+    if hasattr(jax, "hold"):
+        jax.hold(name for name, own in relation.sources.items() if relation.torch_buffers.issuperset(own))
     with _weights_for(torch, jax, relation, weights, scale):
         report = compare_sides(
             torch, jax, batch, relation, dtype=dtype, given=pairs, steps=steps, progress=progress
