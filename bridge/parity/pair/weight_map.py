@@ -260,19 +260,20 @@ def found_in_model(
             {**{f"params/{name}": name for name in leaves}, **dict(zip(buffers, buffers, strict=True))}
         )
     best: tuple[Found, Mapping[str, str]] | None = None
+    errors = []
     for own in ways:
         if len(own) < len(every):
             continue
         reader = ArrayReader(Renamed(every, own), separator, where)
         try:
             found = find(reader.tensors.values(), mapping, convention, where)
-        except MappingError:
-            if best is None:
-                raise
+        except MappingError as error:
+            errors.append(error)
             continue
         if best is None or len(found.weights) > len(best[0].weights):
             best = found, own
-    assert best is not None
+    if best is None:
+        raise errors[0]
     return best
 
 

@@ -1,4 +1,4 @@
-"""Running statistics, counters and tables are copied, compared before, after the forward and after training, or named."""
+"""Running statistics, counters and tables are copied and compared, before and after runs, or they are named."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_collections_of_linen_go_on_from_step_to_step(named: str):
         found = compared(Torch(), (model, variables), mapping, steps=3)
         mean = [row for row in found.rows if row.partner == "batch_stats/norm/mean"]
         assert {row.stage for row in mean} == {"weights", "buffers", "update", "steps"}
-        assert not any(row.counts for row in mean) == same
+        assert any(row.counts for row in mean) != same
 
 
 def _key() -> Any:
