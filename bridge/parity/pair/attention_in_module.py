@@ -194,9 +194,8 @@ def _sizes(
     ]
     found += [2 * cos.shape[-1] for cos, _ in tables.values()]
     sizes = [size for size in dict.fromkeys((*found, *_SIZES)) if width % size == 0]
-    divisors = (
-        () if said else (size for size in range(2, width + 1) if width % size == 0 and size not in sizes)
-    )
+    others = range(0) if said else range(2, width + 1)
+    divisors = (size for size in others if width % size == 0 and size not in sizes)
     return sizes, list(itertools.islice(divisors, _MOST_OTHERS))
 
 

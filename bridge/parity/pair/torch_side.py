@@ -24,15 +24,17 @@ from bridge.parity.pair.torch_calls import (
     set_random_state,
 )
 from bridge.parity.pair.torch_copies import (
+    buffers_of,
     check_unsharded,
     copy_in,
     counterparts,
     device_of,
     running,
     second_copy,
+    state_of,
 )
 from bridge.parity.pair.torch_faults import Fault, faults_of
-from bridge.parity.pair.torch_leaves import Slot, deep_copy, is_leaf, leaves_of, shared, to_numpy, to_torch
+from bridge.parity.pair.torch_leaves import Slot, deep_copy, leaves_of, shared, to_numpy, to_torch
 from bridge.parity.pair.torch_losses import LOSSES, Loss, as_tensors, described, in_order
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -134,7 +136,7 @@ class TorchSide:
 
     def buffers(self) -> dict[str, np.ndarray]:
         """Registered buffers by name, persistent or not, in their own dtype."""
-        return _values(_buffers(self._model))
+        return _values(buffers_of(self._model))
 
     def load(self, weights: Leaves) -> None:
         """Set all parameters, and the buffers that are given, of the model and of the copies for ``rerun``.
@@ -143,7 +145,7 @@ class TorchSide:
         another shape, and parameters that are sharded. Then none is set.
         """
         parameters = dict(self._model.named_parameters())
-        own: dict[str, torch.Tensor] = {**parameters, **dict(_buffers(self._model))}
+        own: dict[str, torch.Tensor] = {**parameters, **dict(buffers_of(self._model))}
         check_unsharded(self._model)
         missing, unexpected = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - own.keys())
         if missing or unexpected:
@@ -158,7 +160,7 @@ class TorchSide:
             for name, tensor in own.items():
                 tensor.copy_(to_torch(np.asarray(weights[name])))
             for run in self._runs.values():
-                for name, copied in (*run.model.named_parameters(), *_buffers(run.model)):
+                for name, copied in (*run.model.named_parameters(), *buffers_of(run.model)):
                     if name in run.weights:
                         run.weights[name] = to_numpy(own[name].to(copied.dtype))
                     elif name in own:
@@ -183,7 +185,7 @@ class TorchSide:
                 loss = self._scalar(model, inputs)
             if not recorder.calls:
                 raise ValueError("the loss called no module of the model that it was given as first argument")
-            buffers = _stored(_buffers(model), store)
+            buffers = _stored(buffers_of(model), store)
             gradients: Leaves = {}
             if backward:
                 gradients = _stored_gradients(loss, model, store)
@@ -313,8 +315,8 @@ class TorchSide:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                first = first or _stored(_state(model), store)
-            last = _stored(_state(model), store)
+                first = first or _stored(state_of(model), store)
+            last = _stored(state_of(model), store)
         return Training(tuple(losses), first, last)
 
     def _scalar(self, model: nn.Module, batch: Any, loss_of: Loss | None = None) -> torch.Tensor:
@@ -339,15 +341,6 @@ def _only_shape(parameter: torch.Tensor) -> torch.Tensor:
 
 def _values(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
     return {name: to_numpy(one) for name, one in tensors}
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, one) for name, one in model.named_buffers() if is_leaf(one))
-
-
-def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from _buffers(model)
 
 
 def _stored(tensors: Iterable[tuple[str, torch.Tensor]], store: Store) -> Leaves:

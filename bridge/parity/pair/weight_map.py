@@ -97,8 +97,8 @@ class WeightMap:
     @classmethod
     def of_sides(cls, mapping: MappingTable, torch: Side, jax: Side) -> WeightMap:
         """The relation of two sides' weights and buffers."""
-        buffers = {"torch_buffers": torch.buffers(), "jax_buffers": jax.buffers()}
-        return cls.of(mapping, torch.weights(), jax.weights(), **buffers)
+        ours, theirs = torch.buffers(), jax.buffers()
+        return cls.of(mapping, torch.weights(), jax.weights(), torch_buffers=ours, jax_buffers=theirs)
 
     @cached_property
     def edges(self) -> frozenset[tuple[Key, Key]]:
