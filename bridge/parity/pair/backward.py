@@ -143,17 +143,17 @@ def _summed(name: str, inputs: Leaves, high: Rerun, low: Rerun) -> _Summed:
         known.reshape(-1)[places.ambiguous] = False
         for values, more in ((total, gradient), (coarse, low.input_gradients.get(other))):
             if values is not None and more is not None:
-                np.add.at(values.reshape(-1), places.index, more.reshape(-1)[places.taken])
+                np.add.at(values.reshape(-1), places.target, more.reshape(-1)[places.taken])
     return _Summed(total, coarse, known)
 
 
 class Places(NamedTuple):
-    """Where the elements of a part are in a whole: ``taken`` of the part at ``index`` of the whole, both flat.
+    """Where the elements of a part are in a whole: ``taken`` of the part at ``target`` of the whole, both flat.
 
     ``ambiguous``: elements of the whole that may or may not be meant, since others hold the same number.
     """
 
-    index: np.ndarray
+    target: np.ndarray
     taken: np.ndarray
     ambiguous: np.ndarray
 

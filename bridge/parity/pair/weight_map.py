@@ -92,7 +92,7 @@ class WeightMap:
             )
         kinds = frozenset(torch_buffers or {}), frozenset(jax_buffers or {})
         dropped = [name for name in dropped if name in kinds[0] | kinds[1]]
-        return cls(mapping, first, second, *names, *kinds, tuple(dropped))
+        return cls(mapping, first, second, names[0], names[1], kinds[0], kinds[1], tuple(dropped))
 
     @classmethod
     def of_sides(cls, mapping: MappingTable, torch: Side, jax: Side) -> WeightMap:

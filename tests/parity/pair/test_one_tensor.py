@@ -38,7 +38,7 @@ def test_the_gradient_of_a_part_goes_to_where_it_is_from(part: Any, zeros: bool)
     whole = x.size == taken.size and np.array_equal(x, taken)
     clear = np.ones(taken.size, bool) if whole else taken.reshape(-1) != 0
     assert np.array_equal(np.flatnonzero(clear), places.taken)
-    assert np.array_equal(places.index, part(numbers).reshape(-1)[clear])
+    assert np.array_equal(places.target, part(numbers).reshape(-1)[clear])
     assert (places.ambiguous.size > 0) == (zeros and not whole)
 
 
