@@ -23,8 +23,7 @@ from bridge.formats.base import CheckpointError
 from bridge.formats.files.journal import InUse
 from bridge.formats.regions import Progress
 from bridge.formats.stores.store import is_url
-from bridge.mapping.rules import load_mapping
-from bridge.mapping.table import MappingTable
+from bridge.mapping.rules import mapping_table
 
 MAX_LOST = 5
 """How often the worker of one part may be lost: a part that kills each of its workers will kill the next, too."""
@@ -205,6 +204,4 @@ def convert_on(
 
 def _anywhere(options: ConvertOptions) -> ConvertOptions:
     """The same options for a process on a machine that may lack the mapping's file."""
-    if options.mapping is None or isinstance(options.mapping, MappingTable):
-        return options
-    return dataclasses.replace(options, mapping=load_mapping(os.fspath(options.mapping)))
+    return dataclasses.replace(options, mapping=mapping_table(options.mapping))

@@ -49,10 +49,10 @@ from bridge.formats.stores.store import is_url, local_path, place_of, without_en
 from bridge.formats.stores.upload_path import UploadPath
 from bridge.mapping.numbered_states import with_named_states
 from bridge.mapping.relation import whole_source
-from bridge.mapping.rules import mapping_table
+from bridge.mapping.rules import MappingLike, mapping_table
 from bridge.mapping.sizes import with_config, with_stored_sizes
 from bridge.mapping.step_values import with_step_tensors
-from bridge.mapping.table import MappingTable, Tied
+from bridge.mapping.table import Tied
 from bridge.mapping.translation import make_plan
 from bridge.version import __version__
 
@@ -76,7 +76,7 @@ class ConvertOptions:
     """
 
     to: str | None = None
-    mapping: str | os.PathLike[str] | MappingTable | None = None
+    mapping: MappingLike | None = None
     into: str | None = None
     from_: str | None = None
     axes: Mapping[str, int] | None = None
@@ -154,7 +154,7 @@ def convert(
     dst: str | os.PathLike[str],
     *,
     to: str | None = None,
-    mapping: str | os.PathLike[str] | MappingTable | None = None,
+    mapping: MappingLike | None = None,
     into: str | None = None,
     from_: str | None = None,
     axes: Mapping[str, int] | None = None,

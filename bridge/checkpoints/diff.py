@@ -34,7 +34,7 @@ from bridge.mapping.found import find
 from bridge.mapping.notes import PLACES
 from bridge.mapping.numbered_states import with_named_states
 from bridge.mapping.plan import Plan, PlannedTensor
-from bridge.mapping.rules import mapping_table
+from bridge.mapping.rules import MappingLike, mapping_table
 from bridge.mapping.sizes import with_config, with_stored_sizes
 from bridge.mapping.step_values import with_step_tensors
 from bridge.mapping.table import MappingTable, Tied
@@ -48,7 +48,7 @@ def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
     *,
-    mapping: str | os.PathLike[str] | MappingTable | None = None,
+    mapping: MappingLike | None = None,
     into: str | None = None,
     from_: str | None = None,
     axes: Mapping[str, int] | None = None,

@@ -62,8 +62,6 @@ def parity(
 
     with user_errors(RunFileError, TraceError, MappingError, ValueError, json=json):
         if len(runs) == 2 and all(map(is_trace, runs)):
-            if mapping is None:
-                raise ValueError("two traces: expected --mapping, which relates their parameters, got none")
             report = compare_traces(*runs, mapping=mapping, axes=axis_sizes(axis, mapping), progress=say)
         elif len(runs) == 1 and runs[0].suffix == ".toml":
             if mapping is not None or axis:

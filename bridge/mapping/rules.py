@@ -70,6 +70,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from bridge.mapping.entries import Entry, Rule
 from bridge.mapping.errors import MappingError
@@ -118,8 +119,12 @@ def load_mapping(name_or_path: str | Path) -> MappingTable:
     return parse_mapping(content, str(path))
 
 
+MappingLike = str | os.PathLike[str] | Mapping[str, object] | MappingTable
+"""A mapping as a caller gives it: a family, a file, the content of a file as a table, or a mapping that was read."""
+
+
 def mapping_table(
-    mapping: str | os.PathLike[str] | MappingTable | None,
+    mapping: MappingLike | None,
     axes: Mapping[str, int] | None = None,
     tied: Tied | None = None,
     *,
@@ -140,7 +145,12 @@ def mapping_table(
         if any_model:
             raise ValueError("expected a mapping that is to be used for any model, got none")
         return None
-    table = mapping if isinstance(mapping, MappingTable) else load_mapping(os.fspath(mapping))
+    if isinstance(mapping, MappingTable):
+        table = mapping
+    elif isinstance(mapping, Mapping):
+        table = mapping_of(mapping, "(given as a table)")
+    else:
+        table = load_mapping(os.fspath(mapping))
     table = table.for_any_model() if any_model else table
     table = replace(table.with_axes(axes), asked=frozenset(axes)) if axes else table
     return table.with_tied(tied)
@@ -148,7 +158,11 @@ def mapping_table(
 
 def parse_mapping(content: str, origin: str) -> MappingTable:
     """A mapping from TOML text; ``origin`` names it in errors. Raises MappingError."""
-    table = parse_toml(content, f"mapping {origin}", MappingError, "valid TOML")
+    return mapping_of(parse_toml(content, f"mapping {origin}", MappingError, "valid TOML"), origin)
+
+
+def mapping_of(table: Mapping[str, Any], origin: str) -> MappingTable:
+    """A mapping from the content of a mapping file; ``origin`` names it in errors. Raises MappingError."""
     _only_keys(
         table,
         {"name", "description", "drop", "axes", "config", "rule", "convention", "models", "numbers", "tied"},

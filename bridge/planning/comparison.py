@@ -8,8 +8,10 @@ the largest of the runtimes'.
 A policy fits when its peak is within the memory of a device less a reserve, a share of the memory. The reserve is for
 what a peak leaves out (see ``peak``): fragmentation, and the buffers of the framework and of the network's library.
 
-A peak without activations is a lower bound. Such a plan is never known to fit, and is never the cheapest. A peak on a
-mesh with model axes counts whole activations, and is an upper bound: a plan that it does not fit may fit.
+A peak without activations is not the whole one: such a plan is never known to fit, and is never the cheapest. A peak on
+a mesh with model axes, or of a model with frozen layers, counts activations that are not there, and is an upper bound.
+A peak in JAX is what ``jax_impl`` permits, and XLA may hold less. Such plans are known not to fit only where the bytes
+at rest do not; between these and the peak the answer is unknown (``Plan.least``).
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from bridge.planning.cost import Plan, Workload, make_plan
 from bridge.planning.errors import PlanError
 from bridge.planning.model import Model
 from bridge.planning.optimizers import ADAMW, Optimizer
-from bridge.planning.peak import ACTIVATIONS
 from bridge.sharding import ShardingPolicy
 
 RESERVE = Fraction(1, 10)
@@ -31,12 +32,9 @@ RESERVE = Fraction(1, 10)
 
 def fits_within(plan: Plan, usable: int) -> bool | None:
     """Whether a plan's peak is within ``usable`` bytes; None where its bounds leave that open."""
-    activations = sum(plan.peak.terms[name] for name in ACTIVATIONS)
-    if plan.peak.total - (activations if plan.peak_is_upper_bound else 0) > usable:
+    if plan.least > usable:
         return False
-    if plan.peak_is_upper_bound and plan.peak.total > usable:
-        return None
-    return True if plan.peak.complete else None
+    return True if plan.peak.complete and plan.peak.total <= usable else None
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,16 @@ plans         a list, one for each policy, number of devices, workload and runti
   device        the one that ``at_rest`` speaks of: that which holds most
   at_rest       bytes of parameters by kind, "padding", and "total", their sum
   host          bytes of moments in CPU memory, not in ``at_rest``
-  peak          "moment", "total", "terms" (bytes), "activations_known", "lower_bound"; "upper_bound": whether it counts
-                whole activations, of which model axes cut some
+  peak          "moment", "total", "terms" (bytes), "activations_known"; "lower_bound": whether ``total`` lacks
+                something; "upper_bound": whether it counts activations that are not there (model axes, frozen layers);
+                "least": bytes that a device needs for sure, those at rest where it may need less than the total
   traffic       a list by kind and axis: calls, bytes (whole buffers) and wire_bytes (sent by a device) in a step
   model_axes_counted  whether ``traffic`` has what model axes send; true where there are none
   other         all-reduces of the loss alone, not in ``traffic``
   wire_bytes    of all traffic
   padding       as a fraction of the parameters
-  fits          whether the peak is within ``usable``; null without ``memory``, when the peak is a lower bound that is
-                within it (see "lower_bound"), and when the peak is an upper bound that is not
+  fits          whether the peak is within ``usable``; null without ``memory``, and where that is unknown: ``least`` is
+                within it, and the total lacks something or is not
   units         a list of kinds of units: paths, parameters (elements of one; of cut parameters of one part), strategy,
                 granularity, align, recompute, padding, at_rest (bytes of one) and traffic (of one), as above
   warnings      for people
@@ -117,6 +118,7 @@ def _plan(plan: Plan, fits: bool | None) -> dict[str, Any]:
             "terms": dict(peak.terms),
             "activations_known": bool(plan.model.activations),
             "lower_bound": not peak.complete,
+            "least": plan.least,
             "upper_bound": plan.peak_is_upper_bound,
         },
         "traffic": _traffic(plan.traffic, tuple(mesh.all_axes)),

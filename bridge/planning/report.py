@@ -130,8 +130,9 @@ def _calls(traffic: Traffic) -> Row:
 
 
 def _peak(plan: Plan) -> str:
-    bound = "< " if plan.peak_is_upper_bound else "" if plan.peak.complete else "> "
-    return f"{bound}{human_bytes(plan.peak.total)}"
+    if plan.peak.complete:
+        return f"{'< ' if plan.peak_is_upper_bound else ''}{human_bytes(plan.peak.total)}"
+    return f"> {human_bytes(plan.least)}"
 
 
 def notes(comparison: Comparison) -> Sequence[str]:
@@ -143,8 +144,8 @@ def notes(comparison: Comparison) -> Sequence[str]:
     if any(plan.runtime == "jax" and plan.optimizer.by_parameter for plan in comparison.plans):
         lines.append(
             f"jax: {first.optimizer.name} looks at shapes, so that an update brings weights and gradients together: "
-            "whole ones are counted, but not what XLA holds beside them and sends, and the peak is a lower bound; "
-            "compile it with --target"
+            "whole ones are counted, but not what XLA holds beside them and sends; > is for the bytes at rest, "
+            "which must be there: compile it with --target"
         )
     in_jax = [plan for plan in comparison.plans if plan.runtime == "jax"]
     if any(group.has_remainders for plan in in_jax for unit in plan.units for group in unit.groups):
@@ -153,7 +154,8 @@ def notes(comparison: Comparison) -> Sequence[str]:
         )
     if any(isinstance(unit.kind.recompute, str) for plan in comparison.plans for unit in plan.units):
         lines.append(
-            "recompute: results of products that a unit keeps are not counted, and so the peak is a lower bound"
+            "recompute: results of products that a unit keeps are not counted; > is for the bytes at rest, which must "
+            "be there"
         )
     if any(not one.trainable for one in first.model.parameters):
         frozen = sum(one.numel for one in first.model.parameters if not one.trainable)
@@ -163,11 +165,11 @@ def notes(comparison: Comparison) -> Sequence[str]:
         )
     if any(not plan.model.activations for plan in comparison.plans):
         lines.append(
-            "peak: without activations, which are known for built-in models only, and so a lower bound"
+            "peak: activations are known for built-in models only; > is for the bytes at rest, which must be there"
         )
     for runtime in dict.fromkeys(plan.runtime for plan in comparison.plans if plan.exchanges is None):
         lines.append(f"{runtime}: what model axes send, activations and their gradients, is not counted")
-    if any(plan.peak_is_upper_bound for plan in comparison.plans):
+    if any(plan.peak_is_upper_bound and plan.mesh.model_ranks > 1 for plan in comparison.plans):
         lines.append("peak: with whole activations, of which model axes cut some, and so an upper bound")
     counted = {plan.runtime: plan.model.attention for plan in comparison.plans if plan.model.attention}
     if counted:

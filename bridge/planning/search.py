@@ -8,7 +8,8 @@ Nothing is compiled: a search plans. Each answer is one that trying all of its s
     fewest changes    ``changes.variants``        those with fewer changes first; of the first number of changes with
                                                   which something fits all are tried, and are listed by bytes sent
 
-A peak that is a lower bound never answers yes, and one that is an upper bound never no. Then an answer is open: a
+A peak of which something is not counted never answers yes, and one that a device may stay below, as with XLA, never no:
+the bytes at rest do. Then an answer is open: a
 larger batch may fit than the one that is known to, and fewer devices may be enough.
 """
 
@@ -78,7 +79,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Nearest:
-    """The changes with the lowest peak, where none is known to fit. ``bound``: "lower", "upper" or "", none.
+    """The changes with the lowest peak, where none is known to fit. ``bound``: "lower", "upper" or "", none. A lower
+    bound is of the bytes at rest.
 
     fewest: on how many devices the changed policy fits.
     """
@@ -165,7 +167,7 @@ def largest_batch(plan: Plan, usable: int) -> LargestBatch:
         slope = (found - first) / (batch - 1)
         ahead = int((usable - first) / slope) + 1 if slope and turn < _BY_SLOPE else (low + high) // 2
         batch = min(max(ahead, low + 1), high - 1)
-    return LargestBatch(plan.runtime, low, at_least=plan.peak_is_upper_bound)
+    return LargestBatch(plan.runtime, low, at_least=plan.may_need_less)
 
 
 def fewest_devices(
@@ -218,12 +220,15 @@ def _with_ways(
             # Such as layers of a stack that would be cut differently.
             continue
         peak = max(plan.peak.total for plan in plans)
+        least = max(plan.least for plan in plans)
         if _all(fits_within(plan, usable) for plan in plans):
             sent = max(plan.traffic.wire_bytes() for plan in plans)
             counted = all(plan.exchanges is not None for plan in plans)
             ways.append(Way(variant.changes, variant.policy, peak, sent, _batches(plans, usable), counted))
-        if nearest is None or peak < nearest.peak:
-            nearest = Nearest(variant.changes, variant.policy, peak, _bound(plans))
+        bound = _bound(plans)
+        lowest = least if bound == "lower" else peak
+        if nearest is None or lowest < nearest.peak:
+            nearest = Nearest(variant.changes, variant.policy, lowest, bound)
     if ways:
         return replace(finding, ways=tuple(sorted(ways, key=lambda way: (way.sent, way.peak))))
     if nearest is not None:
@@ -237,7 +242,7 @@ def _with_ways(
 def _bound(plans: Sequence[Plan]) -> str:
     if not all(plan.peak.complete for plan in plans):
         return "lower"
-    return "upper" if any(plan.peak_is_upper_bound for plan in plans) else ""
+    return "upper" if any(plan.may_need_less for plan in plans) else ""
 
 
 def _batches(plans: Sequence[Plan], usable: int) -> tuple[LargestBatch, ...]:

@@ -57,15 +57,16 @@ def heading(finding: Finding) -> str:
     lowest = f"{human_bytes(nearest.peak)} with {', '.join(nearest.changes)}"
     if nearest.bound == "lower" and not nearest.above:
         return (
-            f"{where}: unknown, since peaks are lower bounds; the lowest of them is {lowest}: run a step and measure, "
-            "or compile it with --target"
+            f"{where}: unknown, since not all of a peak is counted; the fewest bytes at rest are {lowest}: run a step "
+            "and measure, or compile it with --target"
         )
     needed = ", ".join(f"{one.runtime} {_devices(one)}" for one in nearest.fewest)
     fits = {
-        "lower": "fits; the lowest lower bound of a peak",
-        "upper": "is known to fit; the lowest upper bound of a peak",
+        "lower": "fits; the fewest bytes at rest",
+        "upper": "is known to fit; the lowest peak",
     }.get(nearest.bound, "fits; the lowest peak")
-    return f"{where}: no set of changes {fits} is {lowest}, which needs more devices: {needed}"
+    are = "are" if nearest.bound == "lower" else "is"
+    return f"{where}: no set of changes {fits} {are} {lowest}, which needs more devices: {needed}"
 
 
 def _counted(ways: Sequence[Way]) -> str:

@@ -54,6 +54,25 @@ class Fit:
         left, right = self.a[0], self.b[0]
         return left.dims == right.dims and all(len(dim[0]) == 1 or not dim[0] for dim in left.dims)
 
+    @property
+    def conventional(self) -> bool:
+        """Whether a torch weight [out, in, *window] is a flax kernel [*window, in, out], each of which may be several
+        axes; or an array of one axis, or of torch's or flax's alone, lies as it is."""
+        whole, parts = (self.a[0], self.b) if len(self.a) == 1 else (self.b[0], self.a)
+        kernels = {entry.family.leaf == "kernel" for entry in parts}
+        turned = (whole.family.leaf == "kernel") not in kernels
+        for number, part in enumerate(parts):
+            dims = [dim[number if len(dim) > 1 else 0] for dim in whole.dims]
+            others = [dim[0] for dim in part.dims]
+            torch, flax = (others, dims) if whole.family.leaf == "kernel" else (dims, others)
+            wanted = [*torch[2:], *torch[1:2], *torch[:1]] if turned and len(torch) > 1 else torch
+            order, twin = (
+                [x for product in one for x in product if x not in INDEX_NAMES] for one in (wanted, flax)
+            )
+            if order != twin:
+                return False
+        return True
+
     def swapped(self) -> Fit:
         return replace(self, a=self.b, b=self.a)
 

@@ -34,7 +34,7 @@ _WORDS: Mapping[str, str] = {
         ("wv v v_proj value value_proj to_v v_lin", "value"),
         ("wqkv qkv qkv_proj c_attn query_key_value in_proj", "query key value"),
         ("kv kv_proj wkv", "key value"),
-        ("wo o o_proj out out_proj to_out attn_vec_einsum", "out"),
+        ("wo o o_proj out out_proj output_proj to_out attn_vec_einsum", "out"),
         ("w1 gate gate_proj wi_0 gating w_gate", "gate"),
         ("w3 up up_proj wi_1 w_up", "up"),
         ("w13 gate_up gate_up_proj gating_einsum wi", "gate up"),
@@ -70,9 +70,24 @@ _WORDS: Mapping[str, str] = {
         ("weight kernel scale embedding w gamma", "weight"),
         ("bias b beta", "bias"),
         ("model params decoder transformer module base_model layer layers h block blocks", ""),
+        ("batch_stats cell rnn", ""),
+        ("running_mean", "mean"),
+        ("running_var", "var"),
+        ("dense_i", "input"),
+        ("dense_h", "hidden"),
+        ("forward_rnn forward fwd fw", "forward"),
+        ("backward_rnn backward bwd bw reverse", "reverse"),
     )
     for word in words.split()
 }
+# Parameters that torch's own modules register themselves, not as the `weight` of a module inside.
+_ATTENTION = re.compile(r"in_proj_(weight|bias)|([qkv])_proj_(weight)|(bias)_([kv])")
+_RECURRENT = re.compile(r"(weight|bias)_(ih|hh|hr)(?:_l([0-9]+)(_reverse)?)?")
+_LETTERS = {"q": "query", "k": "key", "v": "value"}
+_READS = {"ih": "input", "hh": "hidden", "hr": "projection"}
+_AUTOMATIC = re.compile(r"[A-Z][A-Za-z0-9]*")
+"""The class in linen's automatic names, such as `Dense_0`."""
+
 FUSED_WORDS = (("query", "key", "value"), ("gate", "up"), ("key", "value"))
 """Parts that are often stored as one tensor, in the usual order."""
 
@@ -88,6 +103,22 @@ class Family:
     members: Mapping[tuple[int, ...], TensorInfo]
     words: frozenset[str]
     leaf: str
+
+    @property
+    def plain_name(self) -> tuple[str, ...]:
+        """The path without the tensor's own name, and without modules that only hold others."""
+        parts = [part.lower() for part in re.split(r"[./]", self.path)[:-1]]
+        return tuple(part for part in parts if _WORDS.get(part, part))
+
+    @property
+    def own_parts(self) -> tuple[tuple[str, ...], ...]:
+        """What torch's own modules concatenate in this tensor, in torch's order; flax's cells name the gates so."""
+        if self.leaf in ("in_proj_weight", "in_proj_bias"):
+            return (("query", "key", "value"),)
+        recurrent = _RECURRENT.fullmatch(self.leaf)
+        if recurrent is None or recurrent[2] == "hr":
+            return ()
+        return tuple(tuple(recurrent[2][0] + gate for gate in gates) for gates in ("ifgo", "rzn"))
 
     @property
     def info(self) -> TensorInfo:
@@ -113,12 +144,15 @@ class Family:
         return count == len(self.members)
 
 
-def families(weights: Mapping[str, TensorInfo], separator: str) -> list[Family]:
-    """Group tensors, given by name without the tree's root, in the order in which they come."""
+def families(weights: Mapping[str, TensorInfo], separator: str, *, automatic: bool = False) -> list[Family]:
+    """Group tensors, given by name without the tree's root, in the order in which they come.
+
+    automatic: the numbers of linen's automatic names are those of layers.
+    """
     grouped: dict[tuple[tuple[str, ...], tuple[int, ...], np.dtype], dict[tuple[int, ...], TensorInfo]] = {}
     present = {part for name in weights for part in name.split(separator)}
     for name, info in weights.items():
-        pattern, numbers = _pattern(name.split(separator))
+        pattern, numbers = _pattern(name.split(separator), automatic)
         key = (pattern, info.shape, info.dtype)
         grouped.setdefault(key, {})[numbers] = info
     shapes = Counter(pattern for pattern, _, _ in grouped)
@@ -145,14 +179,15 @@ def _weigh(words: Iterable[str]) -> float:
     return sum(_LIGHT if word in ("weight", "bias") else 1.0 for word in words)
 
 
-def _pattern(parts: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _pattern(parts: Sequence[str], automatic: bool) -> tuple[tuple[str, ...], tuple[int, ...]]:
     pattern: list[str] = []
     numbers: list[int] = []
     for part in parts:
-        match = re.fullmatch(r"(?:([A-Za-z]+)_)?(0|[1-9][0-9]{0,8})", part)
+        match = re.fullmatch(r"(?:([A-Za-z][A-Za-z0-9]*)_)?(0|[1-9][0-9]{0,8})", part)
         stem = match and match[1]
         # wi_0 and wi_1 are two matrices, layers_0 and layers_1 two layers.
-        if match and len(numbers) < len(INDEX_NAMES) and (stem is None or stem.lower() in _LAYER):
+        layers = stem is None or stem.lower() in _LAYER or (automatic and _AUTOMATIC.fullmatch(stem))
+        if match and len(numbers) < len(INDEX_NAMES) and layers:
             pattern.append(f"{stem}_{INDEX_NAMES[len(numbers)]}" if stem else INDEX_NAMES[len(numbers)])
             numbers.append(int(match[2]))
         else:
@@ -163,6 +198,24 @@ def _pattern(parts: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
 def _filled(pattern: Sequence[str], numbers: Sequence[int]) -> tuple[str, ...]:
     values = dict(zip(INDEX_NAMES, map(str, numbers), strict=False))
     return tuple(re.sub(r"\{\w\}", lambda match: values[match.group()], part) for part in pattern)
+
+
+def _own_words(part: str, present: Set[str]) -> list[str]:
+    """The words of a parameter that one of torch's own modules registers itself; none for other names."""
+    attention, recurrent = _ATTENTION.fullmatch(part), _RECURRENT.fullmatch(part)
+    if attention is not None:
+        if attention[1]:
+            return ["query", "key", "value", attention[1]]
+        return (
+            [_LETTERS[attention[2]], "weight"] if attention[2] else [_LETTERS[attention[5]], "extra", "bias"]
+        )
+    if recurrent is None:
+        return []
+    words = [recurrent[1], _READS[recurrent[2]]]
+    if int(recurrent[3] or 0):
+        words.append(f"layer{recurrent[3]}")
+    both = any(name.endswith("_reverse") and _RECURRENT.fullmatch(name) for name in present)
+    return words + (["reverse"] if recurrent[4] else ["forward"] if both else [])
 
 
 def _words_of(parts: Sequence[str], present: Set[str]) -> frozenset[str]:
@@ -177,6 +230,8 @@ def _words_of(parts: Sequence[str], present: Set[str]) -> frozenset[str]:
             words.append("router")
         elif plain in ("wo", "c_proj"):
             words.append("down" if "mlp" in words else "out")
+        elif own := _own_words(part, present):
+            words += own
         elif plain in _WORDS:
             words += _WORDS[plain].split()
         else:

@@ -27,6 +27,13 @@ from bridge.mapping.conventions import WEIGHT
 from bridge.mapping.rules import parse_mapping
 from bridge.propose.axes import Fit, fits, fused_fits
 from bridge.propose.names import FUSED_WORDS, Family, families, similarity
+from bridge.propose.own_modules import (
+    COUNTER,
+    FLIPPED,
+    in_usual_order,
+    is_known_layout,
+    may_be_flipped,
+)
 from bridge.propose.places import Places, places_in
 from bridge.propose.text import Namer, ProposedRule, conventions, render, writable
 from bridge.propose.uneven import settled
@@ -35,6 +42,8 @@ from bridge.propose.values import Evidence
 _SHOWN = 3
 _MAX_LEFT = 24
 _MAX_PAIRS = 20_000
+_LOOSE = frozenset({"gate", "up", "down", "router", "norm", "post", "mlp"})
+"""Words that code gives to more than one thing: `w1` is a gate here and an up-projection there."""
 _ROTARY = "rotary layouts (halves or pairs of rows) cannot be told from names and shapes"
 
 
@@ -91,6 +100,16 @@ def propose(
         open_checkpoint(b, items=items_b) as reader_b,
     ):
         (left, place_a), (right, place_b) = _weights(reader_a), _weights(reader_b)
+        for side, other in ((0, right), (1, left)):
+            named, _ = _weights((reader_a, reader_b)[side], automatic=True)
+            # Numbers that the other side has, too, are those of layers; others may be those of unlike modules.
+            if _numbered_alike(named, other):
+                left, right = (named, right) if side == 0 else (left, named)
+        # Only torch's norms count their batches.
+        counted = [any(family.leaf == COUNTER for family in side) for side in (left, right)]
+        drop = [f"*{COUNTER}"] if counted[0] != counted[1] else []
+        if drop:
+            left, right = ([one for one in side if one.leaf != COUNTER] for side in (left, right))
         # Names that no rule can have must stay out of the file.
         usable_a, usable_b = ([family for family in side if writable(family.path)] for side in (left, right))
         matcher = _Matcher(usable_a, usable_b, Evidence(reader_a, reader_b) if values else None)
@@ -106,16 +125,18 @@ def propose(
         places = Places(), Places()
         if rules:
             keys = conventions(reader_a.format, reader_b.format)
-            mapping = parse_mapping(render(reader_a, reader_b, rules, left_a, left_b, namer), "proposed")
+            mapping = parse_mapping(
+                render(reader_a, reader_b, rules, left_a, left_b, namer, drop=drop), "proposed"
+            )
             places = (
                 places_in(reader_a, mapping, keys[0], place_a),
                 places_in(reader_b, mapping, keys[1], place_b),
             )
-        text = render(reader_a, reader_b, rules, left_a, left_b, namer, places)
+        text = render(reader_a, reader_b, rules, left_a, left_b, namer, places, drop)
         return Proposal(place_of(a), place_of(b), text, tuple(rules), left_a, left_b, places)
 
 
-def _weights(reader: CheckpointReader) -> tuple[list[Family], str]:
+def _weights(reader: CheckpointReader, *, automatic: bool = False) -> tuple[list[Family], str]:
     """The families of a checkpoint's weights, and their place: the text before and after their names."""
     infos = list(reader.tensors.values())
     # Names that came flat, such as Hugging Face's, are single keys in an Orbax tree.
@@ -129,17 +150,19 @@ def _weights(reader: CheckpointReader) -> tuple[list[Family], str]:
         alone = reader.format == "safetensors" and roots == {root}
         if roots - {root} <= STATE_ROOTS and not alone:
             named = {n: info for n, info in named.items() if n.split(separator)[0] == root}
-            return _placed(named, root + separator, separator)
+            return _placed(named, root + separator, separator, automatic)
     weights = {n: info for n, info in named.items() if n.split(separator)[0] not in STATE_ROOTS}
-    return _placed(weights, "", separator)
+    return _placed(weights, "", separator, automatic)
 
 
-def _placed(named: dict[str, TensorInfo], before: str, separator: str) -> tuple[list[Family], str]:
+def _placed(
+    named: dict[str, TensorInfo], before: str, separator: str, automatic: bool
+) -> tuple[list[Family], str]:
     """Families without the prefix of all names, and without the key under which nnx keeps every value."""
     below = {name.removeprefix(before): info for name, info in named.items()}
     after = "/value" if separator == "/" and all(name.endswith("/value") for name in below) else ""
     weights = {name.removesuffix(after): info for name, info in below.items()}
-    return families(weights, separator), f"{before}{WEIGHT}{after}"
+    return families(weights, separator, automatic=automatic), f"{before}{WEIGHT}{after}"
 
 
 class _Matcher:
@@ -158,6 +181,8 @@ class _Matcher:
                 self._partners_of_a.setdefault(x.path, []).append(y)
                 self._partners_of_b.setdefault(y.path, []).append(x)
         self._turning = self._usual_turns()
+        # Learned positions are added to the tokens: then nothing turns queries and keys.
+        self._rotary = not any("position" in family.words for family in (*a, *b))
 
     def run(self) -> list[_Choice]:
         """All pairs; no family is in two of them."""
@@ -173,7 +198,7 @@ class _Matcher:
             if not likeness and rivals and not agreed:
                 continue
             fit, doubts = self._settle(self._fits[x.path, y.path])
-            if rivals:
+            if rivals and not self._same_name(x, y):
                 doubts.append(f"by name only: {_some(rivals)} would fit as well")
             elif not likeness and not agreed:
                 doubts.append("by shape only: the names have nothing in common")
@@ -190,6 +215,15 @@ class _Matcher:
     def _agree(self, x: Family, y: Family) -> bool:
         """Whether the values show that the two families belong together."""
         return self._evidence is not None and any(map(self._evidence.agrees, self._fits[x.path, y.path]))
+
+    def _same_name(self, x: Family, y: Family) -> bool:
+        """Whether the two have one name, in other words at most, and no other family that fits has it."""
+        if self._evidence is not None or similarity(x.words, y.words) < 1:
+            return False
+        if x.plain_name != y.plain_name and (x.words | y.words) & _LOOSE:
+            return False
+        others = [*self._partners_of_a.get(x.path, ()), *self._partners_of_b.get(y.path, ())]
+        return not any(other.words == x.words for other in others if other is not x and other is not y)
 
     def _rivals(self, x: Family, y: Family) -> list[str]:
         """Other families that fit either side of this pair, except those that values rule out."""
@@ -217,18 +251,24 @@ class _Matcher:
                 doubts.append("the elements cannot be read, which settles nothing")
             else:
                 doubts.append("the elements looked at differ")
+        known = [fit for fit in candidates if is_known_layout(fit, self._turning.get(_leaves(fit)))]
+        if known and not agreed:
+            candidates = known
         best = min(candidates, key=lambda fit: (self._unusual(fit), candidates.index(fit)))
         others = [fit for fit in candidates if fit is not best]
         if others:
             namer = Namer([*self._a, *self._b])
             doubts.append(f"also fits {_some([ProposedRule.of(fit, (), namer).short for fit in others])}")
         words = best.a[0].family.words | best.b[0].family.words
-        if words & {"query", "key"} and "norm" not in words and not agreed:
+        turned = self._rotary and not any(entry.family.own_parts for entry in (*best.a, *best.b))
+        if words & {"query", "key"} and "norm" not in words and turned and not agreed:
             doubts.append(_ROTARY)
+        if may_be_flipped(best) and not agreed:
+            doubts.append(FLIPPED)
         return best, doubts
 
     def _unusual(self, fit: Fit) -> bool:
-        leaves = fit.a[0].family.leaf, fit.b[0].family.leaf
+        leaves = _leaves(fit)
         usual = self._turning.get(leaves, "kernel" in leaves and leaves[0] != leaves[1])
         return bool(fit.turned) != usual
 
@@ -254,9 +294,8 @@ class _Matcher:
             ((self._a, self._b), (self._b, self._a)),
         ):
             for whole in wholes:
-                for names in FUSED_WORDS:
-                    if not whole.words.issuperset(names):
-                        continue
+                own = whole.own_parts
+                for names in own or [names for names in FUSED_WORDS if whole.words.issuperset(names)]:
                     chosen = [
                         _most_alike(
                             whole, name, [p for p in parts if name in p.words and not _plural(p, names)]
@@ -270,19 +309,28 @@ class _Matcher:
                     orders = itertools.permutations(known) if self._evidence is not None else [tuple(known)]
                     found = [fit for order in orders for fit in _fused(whole, order, bool(turned))]
                     if found:
-                        choices.append(self._take_fused(found))
+                        choices.append(self._take_fused(found, "" if own else "names"))
                         break
         return choices
 
-    def _take_fused(self, found: list[Fit], *, by_name: bool = True) -> _Choice:
+    def _take_fused(self, found: list[Fit], order: str) -> _Choice:
+        """``order``: what that of the parts is taken from; empty where the module's code says it."""
         fit, doubts = self._settle(found)
         entries = fit.b if len(fit.b) > 1 else fit.a
         shapes = [entry.family.shape for entry in entries]
-        if len(set(shapes)) < len(shapes) and not (self._evidence is not None and self._evidence.agrees(fit)):
-            doubts.append(
-                "parts of one shape: their order is taken from " + ("names" if by_name else "the checkpoint")
-            )
+        agreed = self._evidence is not None and self._evidence.agrees(fit)
+        if len(set(shapes)) < len(shapes) and order and not agreed:
+            doubts.append(f"parts of one shape: their order is taken from {order}")
         return self._take(fit, doubts)
+
+    def _concatenations(self, whole: Family, parts: Sequence[Family], turned: bool) -> list[Fit]:
+        """Orders of parts that shapes, values or names say; that of a checkpoint, of the alphabet, says nothing."""
+        every = (fit for order in itertools.permutations(parts) for fit in _fused(whole, order, turned))
+        if len({part.shape for part in parts}) == len(parts):
+            return list(every)
+        agreed = [fit for fit in every if self._evidence.agrees(fit)] if self._evidence is not None else []
+        usual = in_usual_order(parts)
+        return agreed or ([] if usual is None else _fused(whole, usual, turned))
 
     def _fused_by_shape(self) -> list[_Choice]:
         """Of the families left, those that match only a concatenation of two or three others."""
@@ -296,13 +344,23 @@ class _Matcher:
                     found
                     for count in (2, 3)
                     for chosen in itertools.combinations(parts.values(), count)
-                    if (found := _fused(whole, chosen, turned))
+                    if (found := self._concatenations(whole, chosen, turned))
                 ]
                 if len(several) == 1:
-                    choice = self._take_fused(several[0], by_name=False)
+                    choice = self._take_fused(several[0], "names")
                     doubts = ("by shape only", *choice.doubts)
                     choices.append(replace(choice, doubts=doubts))
         return choices
+
+
+def _leaves(fit: Fit) -> tuple[str, str]:
+    return fit.a[0].family.leaf, fit.b[0].family.leaf
+
+
+def _numbered_alike(grouped: Sequence[Family], others: Sequence[Family]) -> bool:
+    """Whether the other side has layers of the numbers of a family."""
+    known = {numbers for family in others for numbers in family.numbers if len(numbers) > 1}
+    return any(numbers in known for family in grouped for numbers in family.numbers)
 
 
 def _fused(whole: Family, parts: Sequence[Family], swapped: bool) -> list[Fit]:

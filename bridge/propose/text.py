@@ -121,8 +121,9 @@ def render(
     left_b: Sequence[str],
     namer: Namer,
     places: Sequence[Places] = (Places(), Places()),
+    drop: Sequence[str] = (),
 ) -> str:
-    """The mapping file. places: those of either side."""
+    """The mapping file. places: those of either side. drop: names that may be left behind."""
     for rule in rules:
         namer.give(rule.fit, rule.names)
     keys = conventions(a.format, b.format)
@@ -133,7 +134,7 @@ def render(
     ]
     for key, left in zip(keys, (left_a, left_b), strict=True):
         lines += [f"# unmatched in {key}: {_comment(path)}" for path in left]
-    lines += ["", 'name = "proposed"']
+    lines += ["", 'name = "proposed"', *([f"drop = {json.dumps(drop)}"] if drop else [])]
     if {*keys} != {"torch", "jax"} or any(place.entries for place in places):
         for key, place in zip(keys, places, strict=True):
             lines += ["", f"[convention.{key}]"]

@@ -101,8 +101,8 @@ def test_a_users_own_model_is_never_said_to_fit() -> None:
     assert document["cheapest"] == [
         {"devices": 8, "workload": work, "policy": None, "unknown": ["fsdp.toml"]}
     ]
-    assert call(*arguments[:-1], "1kB").exit_code == 1
-    assert "8 devices: no policy fits" in call(*arguments[:-1], "1kB").stdout
+    assert call(*arguments[:-1], "200B").exit_code == 1
+    assert "8 devices: no policy fits" in call(*arguments[:-1], "200B").stdout
 
 
 def test_lists_of_lengths_and_microbatches_are_rows_of_one_table() -> None:
@@ -405,5 +405,37 @@ def test_a_search_says_no_where_even_lower_bounds_are_above_the_memory() -> None
     arguments = ("fsdp", "--model", "tests.commands.test_plan:own_model", "--devices", "2", "--search")
     small, large = (call(*arguments, "--memory", memory) for memory in ("10B", "80GB"))
     assert (small.exit_code, large.exit_code) == (1, 1)
-    assert "no set of changes fits; the lowest lower bound of a peak is" in small.stdout
-    assert "unknown, since peaks are lower bounds" in large.stdout
+    assert "no set of changes fits; the fewest bytes at rest are" in small.stdout
+    assert "unknown, since not all of a peak is counted" in large.stdout
+
+
+@pytest.mark.parametrize(
+    ("runtime", "model", "more"),
+    [
+        ("jax", "decoder:quick", ()),
+        ("torch", "tests.commands.test_plan:own_model", ()),
+        ("torch", "decoder:quick", ("--frozen", "layers.0.*")),
+        ("jax", "decoder:quick", ("--optimizer", "muon")),
+    ],
+)
+def test_between_the_bytes_at_rest_and_a_peak_that_may_be_less_the_answer_is_unknown(
+    runtime: str, model: str, more: tuple[str, ...]
+) -> None:
+    """Table, text, JSON and exit status say one thing: a device may hold less."""
+    arguments = ("fsdp", "--model", model, "--devices", "2", "--runtime", runtime, "--reserve", "0", *more)
+    (plan,) = json.loads(call(*arguments, "--json").stdout)["plans"]
+    rest, peak = plan["at_rest"]["total"], plan["peak"]["total"]
+    assert plan["peak"]["least"] == rest < peak
+    for memory, fits, words in (
+        (rest - 1, False, "no policy fits"),
+        ((rest + peak) // 2, None, "unknown whether fsdp.toml fit: run one step of each and measure"),
+    ):
+        result = call(*arguments, "--memory", f"{memory}B")
+        assert result.exit_code == 1
+        assert words in result.stdout
+        document = json.loads(call(*arguments, "--memory", f"{memory}B", "--json", "--search").stdout)
+        assert [one["fits"] for one in document["plans"]] == [fits]
+        assert [one["fits"] for one in document["search"]] == [fits]
+        assert document["cheapest"][0]["unknown"] == ([] if fits is False else ["fsdp.toml"])
+        largest = document["search"][0]["largest_batch"][runtime]
+        assert largest == (0 if fits is False else None)

@@ -12,7 +12,7 @@ import pytest
 from bridge.mapping import MappingError, load_mapping, parse_mapping
 from bridge.mapping.entries import PathPattern
 from bridge.mapping.expression import Affine, Expression, Undetermined
-from bridge.mapping.rules import family_names
+from bridge.mapping.rules import family_names, mapping_of, mapping_table
 
 
 def solve(
@@ -185,3 +185,20 @@ def test_sizes_of_axes_that_no_rule_has_are_refused() -> None:
 def test_a_mapping_nested_beyond_reason_is_refused(content: str) -> None:
     with pytest.raises(MappingError, match="mapping test"):
         parse_mapping(content, "test")
+
+
+def test_a_mapping_is_given_as_a_table_too() -> None:
+    """For parity, convert and diff alike, which all ask ``mapping_table``."""
+    text = 'name = "x"\n[[rule]]\ntorch = "w : o i_"\njax = "w : i_ o"\n'
+    content = {"name": "x", "rule": [{"torch": "w : o i_", "jax": "w : i_ o"}]}
+    found = mapping_table(content, {"o": 3})
+    assert found is not None
+    assert found.rules == parse_mapping(text, "x").rules
+    assert found.axes == {"o": 3}
+    for wrong, words in (
+        ({"rules": []}, "expected only .* got rules"),
+        ({"rule": {"torch": "w"}}, r"expected \[\[rule\]\] tables in mapping \(given as a table\)"),
+        ({"rule": ["w"]}, "expected a table for rule 1"),
+    ):
+        with pytest.raises(MappingError, match=words):
+            mapping_of(wrong, "(given as a table)")

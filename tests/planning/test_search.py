@@ -127,7 +127,9 @@ def test_the_fewest_changes_are_those_that_trying_all_finds(
     if expected and expected[0][0] == 0:
         assert (found.fits, found.ways, found.nearest) == (True, (), None)
         return
-    assert found.fits is False
+    # XLA may hold less than a peak in JAX.
+    plans = [planned(runtime, parse_policy(text(*base), "mine.toml"), devices, WORK) for runtime in runtimes]
+    assert found.fits is (False if any(plan.least > usable for plan in plans) else None)
     least = [one for one in expected if one[0] == expected[0][0]]
     assert [(len(way.changes), way.sent, way.peak) for way in found.ways] == [one[:3] for one in least]
     assert {way.policy for way in found.ways} == {one[3] for one in least}
@@ -234,7 +236,7 @@ def test_a_lower_bound_never_answers_yes() -> None:
         assert found.ways == ()
         assert found.nearest is not None
         assert found.nearest.bound == "lower"
-        assert "unknown, since peaks are lower bounds" in heading(found)
+        assert "unknown, since not all of a peak is counted; the fewest bytes at rest are" in heading(found)
         (batch,) = (one for one in found.batches if models[one.runtime] is unknown)
         assert batch.batch == 0
         fits = searched(load_policy("fsdp"), 8, 10**12, models)

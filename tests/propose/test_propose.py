@@ -161,9 +161,10 @@ def test_hugging_face_llama_to_flax_by_names_alone_is_right_and_doubted(
     assert_same(tensors(tmp_path / "c"), tensors(b))
     doubts = {rule.a[0].partition(" : ")[0]: " | ".join(rule.doubts) for rule in proposal.rules}
     layer = "model.layers.{i}."
-    assert "also fits" in doubts[layer + "self_attn.q_proj.weight"]  # square: which way round?
+    # torch's weight is [out, in] and flax's kernel [in, out], also where both are square.
+    assert "also fits" not in doubts[layer + "self_attn.q_proj.weight"]
     assert "rotary" in doubts[layer + "self_attn.q_proj.weight"]
-    assert "layers/{i}/attention/value/kernel would fit" in doubts[layer + "self_attn.k_proj.weight"]
+    assert doubts[layer + "self_attn.v_proj.weight"] == ""
     assert "layers/{i}/mlp_norm/scale would fit" in doubts[layer + "input_layernorm.weight"]
     assert doubts["model.norm.weight"] == ""
     assert proposal.text.count("# uncertain: ") == proposal.doubts > 0
@@ -361,7 +362,7 @@ def test_the_command_writes_the_file_and_exits_by_certainty(tmp_path: Path) -> N
     result = call(a, b, "--out", tmp_path / "m.toml")
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert "uncertain, 10 of 11 rules: embed.weight" in result.stderr
+    assert "uncertain, 4 of 11 rules: layers.{i}.attention.wq.weight" in result.stderr
     assert load_mapping(tmp_path / "m.toml").rules
     result = call(a, b, "--values")
     assert (result.exit_code, result.stderr) == (0, "")

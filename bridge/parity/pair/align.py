@@ -1,26 +1,41 @@
 """How a torch array and its JAX twin lie to each other: equal, reshaped, or with their axes in another order.
 
-Values decide between the ways that shapes allow, so that convolutions (NCHW against NHWC) and split heads need no word
-from the caller::
+Convolutions (NCHW against NHWC) and split heads need no word from the caller::
 
     torch [B, T, (h d)]       ->  jax [B, T, h, d]      reshape
     torch [B, C, H, W]        ->  jax [B, H, W, C]      axes (0, 2, 3, 1)
     torch [B, h, T, d]        ->  jax [B, T, (h d)]     axes (0, 2, 1, 3), reshape
 
-The plain way wins unless another one is far nearer: a transposition that a mistake made must not be taken for a layout.
+Shapes leave one way, or several, where sizes are equal (square images, as many heads as tokens). Then values decide, if
+one way leaves less than half of the distance that any other leaves. What differs otherwise has no such way, and its
+noise must not choose: then the ways of other arrays decide (``known``), and after them the usual order. A way that
+nothing but the usual order chose has a ``doubt``, as has a way that values chose against that order: it may be a
+mistake, too.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 _NEARER = 0.5
-"""Another way must reduce the distance to this part of the plain way's to be chosen."""
+"""A way must reduce the distance to this part of every other way's for values to decide."""
+_FEW = 16
+"""Of fewer elements than these, some noise is twice as near by chance: they must be equal but for a part ``_EXACT``."""
+_EXACT = 1e-2
 _MOST_AXES = 5
+
+DOUBTS = "values alone chose", "layout not certain"
+"""How a ``doubt`` begins."""
+Moves = tuple[tuple[int, ...], tuple[int, ...]]
+"""Orders of axes, whatever their sizes: ``Alignment.axes`` and ``Alignment.then``."""
+CHANNELS_LAST: tuple[Moves, ...] = tuple(
+    ((0, *range(2, axes), 1), tuple(range(axes))) for axes in range(3, _MOST_AXES + 1)
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +45,8 @@ class Alignment:
     ``order``: before all that, which element of the last axis comes where; None for the order that they have.
     ``copies``: of equal arrays along torch's first axis, of which JAX has one (positions, for every row of a batch); 0
     for none. ``torch`` is then the shape of one of them.
+
+    ``certain``: shapes, values or other arrays chose the way. ``doubt``: what a reader must know of the choice.
     """
 
     torch: tuple[int, ...]
@@ -38,6 +55,12 @@ class Alignment:
     then: tuple[int, ...]
     order: tuple[int, ...] | None = None
     copies: int = 0
+    certain: bool = field(default=True, compare=False)
+    doubt: str = field(default="", compare=False)
+
+    @property
+    def moves(self) -> Moves:
+        return self.axes, self.then
 
     def to_jax(self, array: np.ndarray) -> np.ndarray:
         """A torch array in the layout of its JAX twin."""
@@ -68,24 +91,70 @@ class Alignment:
         return ", ".join(steps)
 
 
-def align(torch: np.ndarray, jax: np.ndarray, order: tuple[int, ...] | None = None) -> Alignment | None:
+def align(
+    torch: np.ndarray, jax: np.ndarray, order: tuple[int, ...] | None = None, known: Sequence[Moves] = ()
+) -> Alignment | None:
     """The way from ``torch`` to ``jax``; None where no order of axes leads from one shape to the other.
 
-    ``order``: of the last axis's elements, where it is known (``WeightMap.feature_orders``).
+    ``order``: of the last axis's elements, where it is known (``WeightMap.feature_orders``). ``known``: the ways of
+    other arrays, the nearest relatives first.
     """
     if torch.size != jax.size:
         return _of_copies(torch, jax)
     if order is not None and torch.ndim and torch.shape[-1] == len(order):
-        way = align(torch[..., order], jax)
+        way = align(torch[..., order], jax, None, known)
         return None if way is None else replace(way, order=order)
-    ways = list(_ways(torch.shape, jax.shape))
+    plain, *others = _ways(torch.shape, jax.shape)
+    ways = sorted((way for way in (plain, *others) if _keeps_axes(way)), key=_unusual)
     if len(ways) < 2:
-        return ways[0] if ways else None
-    plain = ways[0]
+        return ways[0] if ways else plain
+    usual = ways[0]
     distances = [_distance(way.to_jax(torch), jax) for way in ways]
-    if _is_natural(plain) and not min(distances[1:]) <= _NEARER * distances[0]:
-        return plain
-    return ways[int(np.nanargmin(distances))] if not np.isnan(distances).all() else plain
+    least = float(np.nanmin(distances)) if not np.isnan(distances).all() else math.nan
+    nearest = [way for way, far in zip(ways, distances, strict=True) if far <= least * (1 + 1e-12)]
+    rest = [far for far in distances if far > least * (1 + 1e-12)]
+    exact = least <= _EXACT * float(np.linalg.norm(jax.astype(np.float64).ravel()))
+    if nearest and rest and least <= _NEARER * min(rest) and (exact or torch.size >= _FEW):
+        chosen = _first_known(nearest, known) or nearest[0]
+        if chosen is usual or chosen.moves in known:
+            return chosen
+        words = f"{DOUBTS[0]} {_words(chosen)}, where shapes allow {_words(usual)}"
+        return replace(chosen, doubt=f"{words}: if that is not meant, the models differ here")
+    told = _first_known(ways, known)
+    if told is not None or not rest:
+        return told or usual
+    doubt = f"{DOUBTS[1]}: {_words(usual)} taken, {_words(ways[1])} also possible"
+    return replace(usual, certain=False, doubt=doubt)
+
+
+def _first_known(ways: Sequence[Alignment], known: Sequence[Moves]) -> Alignment | None:
+    return next((way for moves in known for way in ways if way.moves == moves), None)
+
+
+def _words(way: Alignment) -> str:
+    return str(way) or "the same axes"
+
+
+def _unusual(way: Alignment) -> tuple[bool, int]:
+    """Less usual ways are larger: those that move the rows of the batch, then those that exchange more axes."""
+    orders = [order for order in (way.axes, way.then) if order]
+    exchanged = sum(a > b for order in orders for a, b in itertools.combinations(order, 2))
+    return any(order[0] for order in orders), exchanged
+
+
+def _keeps_axes(way: Alignment) -> bool:
+    """Whether the reshape joins or divides whole axes. Any other one mixes elements: a mistake, not a layout."""
+    before = [size for size in (way.torch[axis] for axis in way.axes) if size != 1]
+    after = [size for size in way.between if size != 1]
+    many, few = (before, after) if len(before) >= len(after) else (after, before)
+    rest = iter(many)
+    for size in few:
+        joined = 1
+        while joined < size:
+            joined *= next(rest, size + 1)
+        if joined != size:
+            return False
+    return next(rest, None) is None
 
 
 def _of_copies(torch: np.ndarray, jax: np.ndarray) -> Alignment | None:
@@ -95,11 +164,6 @@ def _of_copies(torch: np.ndarray, jax: np.ndarray) -> Alignment | None:
         return None
     way = align(torch[0], jax)
     return None if way is None else replace(way, copies=torch.shape[0])
-
-
-def _is_natural(way: Alignment) -> bool:
-    # A reshape to another shape of as many axes mixes elements of all of them.
-    return not str(way) or (str(way) == "reshape" and len(way.torch) != len(way.between))
 
 
 def _ways(torch: Sequence[int], jax: Sequence[int]) -> Iterator[Alignment]:
@@ -126,12 +190,15 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def match_leaves(
-    torch: Mapping[str, np.ndarray], jax: Mapping[str, np.ndarray], order: tuple[int, ...] | None = None
+    torch: Mapping[str, np.ndarray],
+    jax: Mapping[str, np.ndarray],
+    order: tuple[int, ...] | None = None,
+    known: Sequence[Moves] = (),
 ) -> list[tuple[str, str, Alignment]]:
     """Partners among leaves of two calls: of equal name, else the first that fits, in order.
 
     Floating leaves go with floating ones, and others with others. Names count from their last part, so ``"0"`` and
-    ``"hidden_states"`` are no obstacle. ``order``: see ``align``.
+    ``"hidden_states"`` are no obstacle. ``order``, ``known``: see ``align``.
     """
     found: list[tuple[str, str, Alignment]] = []
     left = dict(jax)
@@ -144,7 +211,7 @@ def match_leaves(
                     continue
                 if _is_floating(array) != _is_floating(twin):
                     continue
-                way = align(array, twin, order)
+                way = align(array, twin, order, known)
                 if way is not None:
                     found.append((name, other, way))
                     del left[other]

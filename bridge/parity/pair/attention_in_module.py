@@ -22,7 +22,8 @@ from bridge.parity.pair.runs import CallPair, Children
 
 _ROLE = re.compile(r"(?:^|_|w)(q|k|v)(?:uery|ey|alue)?s?(?:$|_)")
 _SIZES = (64, 128, 96, 32, 80, 256, 16, 8)
-"""Of an attention's heads, where no array says it."""
+"""Of an attention's heads, where neither an array nor a module says it; tried before other divisors of the width."""
+_MOST_OTHERS = 24
 _FUSED = {
     "blocks": "query, key and value as blocks of their projection",
     "heads": "query, key and value of each head side by side in their projection",
@@ -52,9 +53,12 @@ def attention_in_module(pair: CallPair, inner: Children, found: Leaves, given: M
         masks = {f"{owner} {name}": one for owner, side in sides for name, one in _masks(side)}
         ways = _FUSED if len(torch.projected) == 1 else ("",)
         fused = sorted(itertools.product(ways, ways), key=lambda both: both[0] != both[1])
-        sizes = _sizes(pair, torch, jax, known)
+        sizes, others = _sizes(pair, torch, jax, known)
         # The usual formulas refute a wrong size cheaply.
-        for usual, size, both in itertools.product((True, False), sizes, fused):
+        tried = itertools.chain(
+            itertools.product((True,), (*sizes, *others), fused), itertools.product((False,), sizes, fused)
+        )
+        for usual, size, both in tried:
             ours, theirs = (
                 _inputs(side, size, way, known, masks) for side, way in zip((torch, jax), both, strict=True)
             )
@@ -169,13 +173,19 @@ def _inputs(
 
 def _sizes(
     pair: CallPair, torch: _Mixing, jax: _Mixing, tables: Mapping[str, tuple[np.ndarray, np.ndarray]]
-) -> list[int]:
-    """Sizes of heads, the likely ones first: of arrays with an axis for heads, of tables, of what is usual."""
+) -> tuple[list[int], list[int]]:
+    """Sizes of heads, the likely ones first: as modules say, of arrays with an axis for heads, of tables, as is usual.
+
+    With them other divisors of the width, where nobody says a size.
+    """
     found = [one.shape[-1] for side in (torch, jax) for one in (side.mixed, *side.projected) if one.ndim == 4]
     mixed = _rows(torch.mixed, torch.length)
     if found or mixed is None:
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(found)), []
     width = mixed.shape[-1]
+    for numbers, head_sizes in (pair.torch.heads, pair.jax.heads):
+        found += [*(width // number for number in numbers if width % number == 0), *head_sizes]
+    said = bool(found)
     # Weights of the heads, which some attentions return.
     found += [
         width // one.shape[1]
@@ -183,7 +193,10 @@ def _sizes(
         if one.ndim == 4 and one.shape[2] == torch.length
     ]
     found += [2 * cos.shape[-1] for cos, _ in tables.values()]
-    return [size for size in dict.fromkeys((*found, *_SIZES)) if width % size == 0]
+    sizes = [size for size in dict.fromkeys((*found, *_SIZES)) if width % size == 0]
+    others = range(0) if said else range(2, width + 1)
+    divisors = (size for size in others if width % size == 0 and size not in sizes)
+    return sizes, list(itertools.islice(divisors, _MOST_OTHERS))
 
 
 def _tables(side: _Mixing) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:

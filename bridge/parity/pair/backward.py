@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from bridge.parity.pair.distance import distance, noise
-from bridge.parity.pair.recording import Call, Rerun
+from bridge.parity.pair.recording import Call, Leaves, Rerun
 from bridge.parity.pair.rows import Row, ratio_of, row_of
 from bridge.parity.pair.runs import CallPair, Runs, in_layout, same_call
 from bridge.parity.pair.weight_map import Key, WeightMap
@@ -34,8 +35,7 @@ def gradient_rows(runs: Runs, weights: WeightMap, least: Mapping[str, float]) ->
             noise(runs.jax_low.gradients.get(name), found, runs.dtype),
             least.get(name, 0.0),
         )
-        names = ", ".join(weights.sources.get(name, ()))
-        yield row_of("gradients", (names, name), twin, found, floor, dtype=runs.dtype)
+        yield row_of("gradients", (weights.owners(name), name), twin, found, floor, dtype=runs.dtype)
 
 
 def activation_rows(runs: Runs, pairs: Sequence[CallPair]) -> Iterator[Row]:
@@ -105,16 +105,77 @@ Compared = tuple[str, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | No
 
 
 def _inputs(pair: CallPair, high: Rerun, found: Rerun, low: Rerun, found_low: Rerun) -> Iterator[Compared]:
+    """Inputs that are one tensor have one gradient, the sum: a side may be given it once, and the other three times."""
     for name, other, way in pair.inputs:
         if name in high.input_gradients and other in found.input_gradients:
-            theirs = low.input_gradients.get(name)
+            ours = _summed(name, pair.torch.inputs, high, low)
+            theirs = _summed(other, pair.jax.inputs, found, found_low)
+            known = way.to_jax(ours.known) & theirs.known
+            low_values = None if ours.low is None else way.to_jax(ours.low) * known
             yield (
                 f"its input {name}",
-                way.to_jax(high.input_gradients[name]),
-                found.input_gradients[other],
-                None if theirs is None else way.to_jax(theirs),
-                found_low.input_gradients.get(other),
+                way.to_jax(ours.high) * known,
+                theirs.high * known,
+                low_values,
+                None if theirs.low is None else theirs.low * known,
             )
+
+
+class _Summed(NamedTuple):
+    """The gradient of a tensor, in both dtypes, and where it is known."""
+
+    high: np.ndarray
+    low: np.ndarray | None
+    known: np.ndarray
+
+
+def _summed(name: str, inputs: Leaves, high: Rerun, low: Rerun) -> _Summed:
+    """The gradient of an input, with those of inputs that are the same tensor or a part of it."""
+    whole = inputs[name]
+    total = high.input_gradients[name].astype(np.float64)
+    coarse = low.input_gradients.get(name)
+    coarse = None if coarse is None else coarse.astype(np.float64)
+    known = np.ones(whole.shape, bool)
+    for other, gradient in high.input_gradients.items():
+        places = None if other == name else places_in(whole, inputs[other])
+        if places is None:
+            continue
+        known.reshape(-1)[places.ambiguous] = False
+        for values, more in ((total, gradient), (coarse, low.input_gradients.get(other))):
+            if values is not None and more is not None:
+                np.add.at(values.reshape(-1), places.target, more.reshape(-1)[places.taken])
+    return _Summed(total, coarse, known)
+
+
+class Places(NamedTuple):
+    """Where the elements of a part are in a whole: ``taken`` of the part at ``target`` of the whole, both flat.
+
+    ``ambiguous``: elements of the whole that may or may not be meant, since others hold the same number.
+    """
+
+    target: np.ndarray
+    taken: np.ndarray
+    ambiguous: np.ndarray
+
+
+def places_in(whole: np.ndarray, part: np.ndarray) -> Places | None:
+    """The places of a view, a copy, a slice or a transposition of ``whole``, by its numbers; None for other arrays."""
+    if whole.dtype.kind in "iub" or part.dtype.kind in "iub" or not part.size or not whole.size:
+        return None
+    if whole.shape == part.shape and np.array_equal(whole, part):
+        every = np.arange(whole.size)
+        return Places(every, every, every[:0])
+    numbers, first, counts = np.unique(whole.reshape(-1), return_index=True, return_counts=True)
+    flat = part.reshape(-1)
+    rank = np.minimum(np.searchsorted(numbers, flat), len(numbers) - 1)
+    if not np.array_equal(numbers[rank], flat):
+        return None
+    single = counts[rank] == 1
+    # Zeros and ones are in many arrays: most numbers must be found in one place.
+    if 2 * int(single.sum()) <= flat.size:
+        return None
+    ambiguous = np.flatnonzero(np.isin(whole.reshape(-1), flat[~single]))
+    return Places(first[rank[single]], np.flatnonzero(single), ambiguous)
 
 
 def _parameters(

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.mapping import MappingTable
-from bridge.mapping.rules import mapping_table
+from bridge.mapping.rules import MappingLike, mapping_table
 from bridge.parity.pair.compare import Progress, compare_sides
 from bridge.parity.pair.report import ParityReport
 from bridge.parity.pair.trace import TraceError, TraceSide, write_trace
@@ -101,7 +100,7 @@ def compare_traces(
     first: Path,
     second: Path,
     *,
-    mapping: str | os.PathLike[str] | MappingTable,
+    mapping: MappingLike | None = None,
     axes: Mapping[str, int] | None = None,
     pairs: Mapping[str, str] | None = None,
     progress: Progress | None = None,
@@ -115,8 +114,11 @@ def compare_traces(
     sides = {side.framework: side for side in (TraceSide.read(first), TraceSide.read(second))}
     if set(sides) != {"torch", "jax"}:
         raise TraceError(
-            f"{first}, {second}: expected a torch and a jax trace, got two of {', '.join(sides)}"
+            f"{first}, {second}: expected a trace of a torch model and one of a JAX model, got two of "
+            f"{', '.join(sides)}: compare checkpoints by `twinshard diff`, trainings by `twinshard curves`"
         )
+    if mapping is None:
+        raise ValueError("two traces: expected --mapping, which relates their parameters, got none")
     torch, jax = sides["torch"], sides["jax"]
     if torch.dtype != jax.dtype or torch.steps != jax.steps:
         raise TraceError(
@@ -133,7 +135,7 @@ def compare_traces(
     _check_batches(torch, jax)
     table = mapping_table(mapping, axes)
     assert table is not None
-    relation = WeightMap.of(table, torch.weights(), jax.weights())
+    relation = WeightMap.of_sides(table, torch, jax)
     report = compare_sides(
         torch, jax, None, relation, dtype=torch.dtype, given=pairs, steps=torch.steps, progress=progress
     )

@@ -17,6 +17,7 @@ from bridge.parity.pair.backward import (
     gradient_rows,
     suspects_without_running,
 )
+from bridge.parity.pair.buffers import buffer_rows, changed_without_partner
 from bridge.parity.pair.causes import weight_cause
 from bridge.parity.pair.distance import FACTOR, epsilon, noise, norm
 from bridge.parity.pair.forward import Forward, compare_forward
@@ -47,8 +48,9 @@ def compare_sides(
     say = progress or (lambda _: None)
     begun = time.monotonic()
     say("weights")
-    rows = list(weight_rows(torch.weights(), jax.weights(), weights))
-    compared, modules, losses, order = _one_run(torch, jax, batch, weights, dtype, given, say)
+    start = {**torch.weights(), **torch.buffers()}, {**jax.weights(), **jax.buffers()}
+    rows = list(weight_rows(*start, weights))
+    compared, modules, losses, order, changed = _one_run(torch, jax, batch, weights, dtype, given, say, start)
     rows += compared
     for side in (torch, jax):
         side.forget()
@@ -64,6 +66,11 @@ def compare_sides(
         modules.jax_only,
         weights.torch_only,
         weights.jax_only,
+        torch_buffers=weights.buffers_only[0],
+        jax_buffers=weights.buffers_only[1],
+        changed_buffers=changed,
+        dropped_buffers=weights.dropped,
+        left_out=(*torch.left_out, *jax.left_out),
         order=order.remark,
         seconds=time.monotonic() - begun,
     )
@@ -77,17 +84,27 @@ def _one_run(
     dtype: str,
     given: Mapping[str, str] | None,
     say: Progress,
-) -> tuple[list[Row], Modules, tuple[float | None, float | None, float | None, float | None], Reordered]:
-    """Forward, loss and gradients: rows, partners, losses. The recorded runs, which are large, end with it."""
+    start: tuple[Leaves, Leaves],
+) -> tuple[
+    list[Row],
+    Modules,
+    tuple[float | None, float | None, float | None, float | None],
+    Reordered,
+    tuple[str, ...],
+]:
+    """Forward, buffers, loss and gradients: rows, partners, losses, buffers that change and have no partner.
+
+    ``start``: torch's and JAX's weights and buffers. The recorded runs, which are large, end with it.
+    """
     say(f"forward and backward of both models, in float64 and in {dtype}")
     runs = Runs(torch, jax, batch, dtype)
     modules = pair_modules(weights, runs.torch_high, runs.jax_high, given)
-    pairs = list(runs.pairs(modules, weights))
+    pairs = runs.pairs(modules, weights)
     say(f"{len(pairs)} modules, each alone")
     forward = compare_forward(runs, pairs)
     say("rows in another order")
     order = reordered(runs, batch, weights)
-    rows = [*forward.rows, *loss_rows(runs, order.loss)]
+    rows = [*forward.rows, *buffer_rows(runs, weights, start), *loss_rows(runs, order.loss)]
     gradients = list(gradient_rows(runs, weights, order.gradients))
     backward = _without_shifted(activation_rows(runs, pairs), pairs, forward)
     if any(row.counts for row in (*gradients, *backward)):
@@ -99,21 +116,23 @@ def _one_run(
         modules,
         (runs.torch_high.loss, runs.jax_high.loss, runs.torch_low.loss, runs.jax_low.loss),
         order,
+        changed_without_partner(runs, weights, start),
     )
 
 
 def weight_rows(torch: Leaves, jax: Leaves, weights: WeightMap) -> Iterator[Row]:
-    """A row for each JAX parameter; more than a rounding of its dtype counts."""
+    """A row for each JAX parameter or buffer; more than a rounding of its dtype counts."""
     translated = weights.to_jax(torch)
     for name, found in jax.items():
         if name not in translated:
             continue
         twin = translated[name]
-        coarse = max(epsilon(one.dtype.name) for one in (twin, found))
+        whole = {twin.dtype.kind, found.dtype.kind} & set("iub")
+        coarse = 0.0 if whole else max(epsilon(one.dtype.name) for one in (twin, found))
         floor = max(0.25 * coarse * norm(found), np.finfo(np.float64).tiny)
-        names = ", ".join(weights.sources.get(name, ()))
-        row = row_of("weights", (names, name), twin, found, floor)
-        if row.counts:
+        names = weights.owners(name), name
+        row = row_of("weights", names, twin, found, floor, kind=weights.kind_of(name))
+        if row.counts and not whole:
             high, low = twin.astype(np.float64), found.astype(np.float64)
             row = dataclasses.replace(row, cause=weight_cause(high, low, floor))
         yield row
@@ -132,9 +151,10 @@ def loss_rows(runs: Runs, least: float) -> Iterator[Row]:
 def update_rows(
     torch: Side, jax: Side, batch: Any, weights: WeightMap, dtype: str, steps: int
 ) -> Iterator[Row]:
-    """What the first step of the optimizers changes, and the losses and weights after all steps."""
+    """What the first step of the optimizers changes, and losses, weights and buffers after all steps."""
     batches = [batch] * steps
-    start, begin = weights.to_jax(Store().leaves(torch.weights())), jax.weights()
+    ours, begin = ({**side.weights(), **side.buffers()} for side in (torch, jax))
+    start = weights.to_jax(Store().leaves(ours))
     losses: dict[tuple[str, str], tuple[float, ...]] = {}
     ends: dict[tuple[str, str], list[Leaves]] = {}
     for side, model in (("torch", torch), ("jax", jax)):
@@ -160,8 +180,8 @@ def update_rows(
                 # A change is a difference of weights, so a rounding of the weights is the least that it can be off.
                 least = noise(None, before["jax"], dtype)
                 floor = max(noise(low, high, dtype), noise(change_low, change, dtype), least)
-                names = ", ".join(weights.sources.get(name, ()))
-                yield row_of(stage, (names, name), high, change, floor, dtype=dtype)
+                names = weights.owners(name), name
+                yield row_of(stage, names, high, change, floor, dtype=dtype, kind=weights.kind_of(name))
     yield from _training_losses(losses, dtype)
 
 

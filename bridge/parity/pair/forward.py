@@ -130,7 +130,7 @@ def _rows(runs: Runs, pair: CallPair, alone: Alone, shifted: str | None) -> Iter
             kind=pair.torch.kind,
             local=local,
             layout=str(way),
-            note=alone.note,
+            note="; ".join(filter(None, (alone.note, way.doubt))),
             cause=alone.cause if local > FACTOR else "",
         )
         if shifted is not None:

@@ -23,6 +23,11 @@ class FunctionModel:
     def weights(self) -> dict[str, Any]:
         return floating_of(self.tree)
 
+    def buffers(self) -> dict[str, Any]:
+        return others_of(self.tree)
+
+    left_out = ()
+
     def load(self, weights: Mapping[str, Any]) -> None:
         self.tree = merged(self.tree, weights)
 
@@ -63,6 +68,10 @@ class FunctionInstance:
             lambda: FunctionAgain(self, {path: reveal(leaf) for path, leaf in parameters.items()}),
         )
 
+    def buffers(self, state: Any) -> dict[str, Any]:
+        # A function changes nothing that it is given.
+        return others_of(self.tree)
+
 
 class FunctionAgain(Again):
     """The whole function once more."""
@@ -80,6 +89,11 @@ class FunctionAgain(Again):
 def floating_of(tree: Any) -> dict[str, Any]:
     """The floating arrays of a pytree by path."""
     return {path: leaf for path, leaf in named(tree) if is_leaf(leaf) and is_floating(leaf)}
+
+
+def others_of(tree: Any) -> dict[str, Any]:
+    """The arrays of integers and booleans of a pytree by path."""
+    return {path: leaf for path, leaf in named(tree) if is_leaf(leaf) and not is_floating(leaf)}
 
 
 def merged(tree: Any, leaves: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,11 +12,14 @@ from flax import linen
 
 from bridge.parity.pair.jax_float64 import changed
 from bridge.parity.pair.jax_function import floating_of, merged
-from bridge.parity.pair.jax_leaves import Hidden, cast_floats, named, on_host, reveal
+from bridge.parity.pair.jax_leaves import Hidden, cast_floats, is_leaf, named, on_host, reveal
 from bridge.parity.pair.jax_nnx_paths import below
 from bridge.parity.pair.jax_recorder import Again, Arguments, Recorder
 from bridge.parity.pair.jax_stacks import Arrays, layer_of, length_of
+from bridge.parity.pair.recording import heads_of
 from bridge.parity.pair.tap import listening
+
+_SOWN = "intermediates"
 
 
 def is_linen(value: Any) -> bool:
@@ -25,7 +28,7 @@ def is_linen(value: Any) -> bool:
 
 
 class LinenModel:
-    """``variables``: a dict with ``params``; other collections are passed, and what runs make of them is discarded."""
+    """``variables``: a dict with ``params``; other collections go on from step to step, and come back as they were."""
 
     def __init__(self, module: Any, variables: Mapping[str, Any]) -> None:
         self.module = module
@@ -37,8 +40,19 @@ class LinenModel:
     def weights(self) -> dict[str, Any]:
         return dict(named(self.variables.get("params", {})))
 
+    def buffers(self) -> dict[str, Any]:
+        """By path, which begins with the collection: ``batch_stats/norm/mean``."""
+        return buffers_of(self.variables)
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        return [f"JAX's collection {_SOWN}"] if _SOWN in self.variables else []
+
     def load(self, weights: Mapping[str, Any]) -> None:
         self.variables["params"] = merged(self.variables["params"], weights)
+        given = {path: weights[path] for path in self.buffers() if path in weights}
+        others = {name: tree for name, tree in self.variables.items() if name != "params"}
+        self.variables.update(merged(others, given))
 
     def instance(self, dtype: str) -> LinenInstance:
         variables = on_host(self.variables)
@@ -46,6 +60,12 @@ class LinenModel:
         if dtype == "float64":
             state = cast_floats(state, dtype)
         return LinenInstance(self.module, cast_floats(variables["params"], dtype), state, dtype)
+
+
+def buffers_of(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays of numbers in all collections but the parameters, by path; what is sown grows with each call."""
+    kept = {name: tree for name, tree in variables.items() if name not in ("params", _SOWN)}
+    return {path: leaf for path, leaf in named(kept) if is_leaf(leaf)}
 
 
 def _retyped(dtype: str) -> Callable[..., Any]:
@@ -82,29 +102,35 @@ class LinenInstance:
         recorder: Recorder | None = None,
     ) -> tuple[Any, Any]:
         variables = {"params": merged(self.tree, parameters), **state}
-        if recorder is None:
-            return loss(lambda *args, **kwargs: self._applied(variables, args, kwargs)), state
-        return (
-            loss(lambda *args, **kwargs: noted(self.module, variables, (args, kwargs), recorder, self.dtype)),
-            state,
-        )
 
-    def _applied(self, variables: Any, args: Any, kwargs: Any) -> Any:
-        with linen.intercept_methods(_retyped(self.dtype)):
-            return applied(self.module, variables, args, kwargs)
+        def model(*args: Any, **kwargs: Any) -> Any:
+            if recorder is None:
+                with linen.intercept_methods(_retyped(self.dtype)):
+                    output, changed = applied(self.module, variables, args, kwargs)
+            else:
+                output, changed = noted(self.module, variables, (args, kwargs), recorder, self.dtype)
+            # A loss may call the model more than once. What is sown would make each step's state another tree.
+            variables.update({name: tree for name, tree in changed.items() if name != _SOWN})
+            return output
+
+        value = loss(model)
+        return value, {name: variables[name] for name in state}
+
+    def buffers(self, state: Any) -> dict[str, Any]:
+        return buffers_of(state)
 
 
-def applied(module: Any, variables: Any, args: Any, kwargs: Any) -> Any:
-    """The module's output; every collection but the parameters may be updated, and the updates are dropped."""
+def applied(module: Any, variables: Any, args: Any, kwargs: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The module's output, and every collection but the parameters after the call."""
     others = [name for name in variables if name != "params"]
     keys = {"dropout": jax.random.key(0)}
     output = module.apply(variables, *args, rngs=keys, mutable=others or False, **kwargs)
-    return output[0] if others else output
+    return output if others else (output, {})
 
 
 def noted(
     module: Any, variables: Any, arguments: Arguments, recorder: Recorder, dtype: str, prefix: str = ""
-) -> Any:
+) -> tuple[Any, Mapping[str, Any]]:
     """The same, with the calls of all modules noted; ``prefix``: path of ``module``."""
 
     opened = [Opened((), prefix, dict(named(variables["params"])))]
@@ -127,7 +153,12 @@ def noted(
 
         kind = type(context.module).__name__
         return recorder.call(
-            one.path, kind, (args, kwargs), run, lambda: LinenAgain(context.module, one.path, dtype)
+            one.path,
+            kind,
+            (args, kwargs),
+            run,
+            lambda: LinenAgain(context.module, one.path, dtype),
+            heads_of(context.module),
         )
 
     retyped = linen.intercept_methods(_retyped(dtype))
@@ -175,4 +206,4 @@ class LinenAgain(Again):
     def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
         own = {name: parameters[below(self.path, name)] for name in floating_of(self.tree)}
         variables = {"params": merged(self.tree, own), **self.variables}
-        return noted(self.module, variables, arguments, recorder, self.dtype, self.path)
+        return noted(self.module, variables, arguments, recorder, self.dtype, self.path)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -13,9 +13,10 @@ from flax import nnx
 from bridge.parity.pair.jax_eager import attribute, without_checkpoint
 from bridge.parity.pair.jax_float64 import changed
 from bridge.parity.pair.jax_function import floating_of, merged
-from bridge.parity.pair.jax_leaves import cast_floats, named, on_host, reveal
+from bridge.parity.pair.jax_leaves import cast_floats, is_leaf, named, on_host, reveal
 from bridge.parity.pair.jax_nnx_paths import Paths, below
 from bridge.parity.pair.jax_recorder import Again, Arguments, Recorder
+from bridge.parity.pair.recording import heads_of
 from bridge.parity.pair.tap import listening
 
 
@@ -31,6 +32,16 @@ def split(module: nnx.Module) -> tuple[Any, Any, Any]:
     return graphdef, nnx.as_pure(parameters), nnx.as_pure(state)
 
 
+def buffers_of(state: Any) -> dict[str, Any]:
+    """Arrays of numbers in a state without parameters, by path, such as batch statistics, caches and plain arrays."""
+    flat = ((below("", *path), leaf) for path, leaf in nnx.to_flat_state(nnx.as_pure(state)))
+    return {path: leaf for path, leaf in flat if is_leaf(leaf)}
+
+
+_NOT_COMPARED = (nnx.RngState, nnx.Intermediate)
+_BUFFER = nnx.Not(nnx.Any(nnx.Param, *_NOT_COMPARED))
+
+
 class NnxModel:
     """``module`` stays as it is in every run: runs have copies, with the same state of random numbers."""
 
@@ -41,9 +52,21 @@ class NnxModel:
     def weights(self) -> dict[str, Any]:
         return {path: variable[...] for path, variable in parameters_of(self.module).items()}
 
+    def buffers(self) -> dict[str, Any]:
+        return buffers_of(nnx.state(self.module, _BUFFER))
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        kept = nnx.to_flat_state(nnx.state(self.module, nnx.Any(*_NOT_COMPARED)))
+        return [f"JAX's {', '.join(sorted({type(one).__name__ for _, one in kept}))}"] if kept else []
+
     def load(self, weights: Mapping[str, Any]) -> None:
         for path, variable in parameters_of(self.module).items():
             variable.set_value(weights[path])
+        flat = nnx.to_flat_state(nnx.state(self.module, _BUFFER))
+        given = [(path, weights[below("", *path)]) for path, _ in flat if below("", *path) in weights]
+        if given:
+            nnx.update(self.module, nnx.from_flat_state(given))
 
     def instance(self, dtype: str) -> NnxInstance:
         graphdef, parameters, state = split(self.module)
@@ -65,6 +88,7 @@ class NnxInstance:
     def __init__(self, module: nnx.Module) -> None:
         self.graphdef, self.tree, self.state = split(module)
         self.parameters = floating_of(self.tree)
+        self._buffers = buffers_of(nnx.state(module, _BUFFER)).keys()
 
     def run(
         self,
@@ -80,6 +104,9 @@ class NnxInstance:
             with noted_calls(Paths(module), recorder):
                 value = loss(module)
         return value, nnx.as_pure(nnx.state(module, nnx.Not(nnx.Param)))
+
+    def buffers(self, state: Any) -> dict[str, Any]:
+        return {path: leaf for path, leaf in buffers_of(state).items() if path in self._buffers}
 
 
 @contextmanager
@@ -99,6 +126,7 @@ def noted_calls(paths: Paths, recorder: Recorder) -> Iterator[None]:
                 (args, kwargs),
                 lambda: call(self, *args, **kwargs),
                 lambda: NnxAgain(self, paths),
+                heads_of(self),
             )
 
         return noted

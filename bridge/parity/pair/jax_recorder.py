@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -22,7 +22,7 @@ from bridge.parity.pair.jax_leaves import (
     to_numpy,
     watched,
 )
-from bridge.parity.pair.recording import Call, Leaves, Replacements
+from bridge.parity.pair.recording import Call, Heads, Leaves, Replacements
 from bridge.parity.pair.store import Store, Stored, StoredLeaves, mapped_together
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -102,17 +102,24 @@ class Again(Protocol):
 class Adapter(Protocol):
     """What ``JaxSide`` knows of one kind of model.
 
-    ``python_modules``: names of the Python modules that define the model.
+    ``python_modules``: names of the Python modules that define the model. ``left_out``: as in ``Side``.
     """
 
     python_modules: list[str]
+
+    @property
+    def left_out(self) -> Sequence[str]: ...
 
     def weights(self) -> dict[str, Any]:
         """Parameters by path."""
         ...
 
+    def buffers(self) -> dict[str, Any]:
+        """Arrays of numbers that are no parameters, by path."""
+        ...
+
     def load(self, weights: Mapping[str, Any]) -> None:
-        """Set all parameters; names and shapes are right."""
+        """Set all parameters and some buffers; names and shapes are right."""
         ...
 
     def instance(self, dtype: str) -> Instance:
@@ -141,6 +148,10 @@ class Instance(Protocol):
         """``loss(model)``, and the state after it; ``recorder`` notes the calls."""
         ...
 
+    def buffers(self, state: Any) -> dict[str, Any]:
+        """The buffers of a state, by the names that the model's have."""
+        ...
+
 
 @dataclass
 class Entry:
@@ -154,6 +165,7 @@ class Entry:
     arguments: Arguments
     again: Again | None
     outputs: Leaves | None = None
+    heads: Heads = ((), ())
     gradients: MutableMapping[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -188,6 +200,7 @@ class Recorder:
         arguments: Arguments,
         run: Callable[[], Any],
         keep: Callable[[], Again | None],
+        heads: Heads = ((), ()),
     ) -> Any:
         """``run()``, noted. Calls whose arguments have no values, as inside of ``vmap``, are run and not noted."""
         try:
@@ -201,7 +214,7 @@ class Recorder:
         number = self._counts.get(path, 0)
         self._counts[path] = number + 1
         parent = self._open[-1] if self._open else None
-        entry = Entry(path, number, kind, inputs, parent, kept, again, gradients=self._leaves())
+        entry = Entry(path, number, kind, inputs, parent, kept, again, gradients=self._leaves(), heads=heads)
         self._open.append(len(self.entries))
         self.entries.append(entry)
         try:
@@ -257,6 +270,7 @@ class Recorder:
                 outputs=entry.outputs or {},
                 gradients=entry.gradients,
                 parent=parent(n),
+                heads=entry.heads,
             )
             for n in kept
         ]

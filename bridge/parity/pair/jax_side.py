@@ -80,6 +80,10 @@ class JaxSide:
     framework = "jax"
     separator = "/"
 
+    @property
+    def left_out(self) -> Sequence[str]:
+        return self._model.left_out
+
     def __init__(
         self,
         model: Any,
@@ -91,21 +95,32 @@ class JaxSide:
         self._loss = as_loss(loss)
         self._optimizer = optimizer or optax.adamw(1e-3, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
         self._entries: dict[str, dict[tuple[str, int], Entry]] = {}
+        self._held: frozenset[str] = frozenset()
         self._python = [*self._model.python_modules, getattr(loss, "__module__", "")]
         if not self._model.weights():
             raise ValueError("model: expected parameters, found none")
 
     def weights(self) -> dict[str, np.ndarray]:
         """Parameters by path, whole, in their own dtype; a parameter with two names once, under the first."""
-        return {path: np.asarray(array) for path, array in self._model.weights().items()}
+        return _values(self._model.weights())
+
+    def hold(self, names: Iterable[str]) -> None:
+        """Training leaves these leaves of a function's parameters as they are: the other model has them as buffers."""
+        if isinstance(self._model, FunctionModel):
+            self._held = frozenset(names)
+
+    def buffers(self) -> dict[str, np.ndarray]:
+        """Arrays of the model that are no parameters: see the models' ``buffers``."""
+        return _values(self._model.buffers())
 
     def load(self, weights: Leaves) -> None:
-        """Set parameters, each in its own dtype and on its own devices.
+        """Set all parameters and those buffers that are given, each in its own dtype and on its own devices.
 
-        ``ValueError`` names those that are missing, unexpected or of another shape.
+        ``ValueError`` names parameters that are missing, and names that are unexpected or of another shape.
         """
-        own = self._model.weights()
-        wrong = [f"{path}: missing" for path in own if path not in weights]
+        parameters = self._model.weights()
+        own = {**parameters, **self._model.buffers()}
+        wrong = [f"{path}: missing" for path in parameters if path not in weights]
         wrong += [f"{path}: unexpected" for path in weights if path not in own]
         wrong += [
             f"{path}: expected shape {list(own[path].shape)}, got {list(weights[path].shape)}"
@@ -114,7 +129,7 @@ class JaxSide:
         ]
         if wrong:
             raise ValueError("weights do not fit the model: " + "; ".join(wrong))
-        self._model.load({path: _like(weights[path], old) for path, old in own.items()})
+        self._model.load({path: _like(weights[path], old) for path, old in own.items() if path in weights})
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
         """Run the model, its loss and, if asked, its backward with all parameters in ``dtype``.
@@ -129,13 +144,15 @@ class JaxSide:
 
             def run(parameters: Mapping[str, Any], token: Any) -> Any:
                 recorders.append(Recorder(token, store=store))
-                return self._scalar(instance, parameters, inputs, recorders[-1])[0]
+                return self._scalar(instance, parameters, inputs, recorders[-1])
 
             if backward:
                 token = jnp.zeros((), jnp.float32)
-                value, (gradients, _) = jax.value_and_grad(run, (0, 1))(instance.parameters, token)
+                (value, state), (gradients, _) = jax.value_and_grad(run, (0, 1), has_aux=True)(
+                    instance.parameters, token
+                )
             else:
-                value, gradients = run(instance.parameters, None), {}
+                (value, state), gradients = run(instance.parameters, None), {}
             recorder = recorders[-1]
             self._entries[dtype] = {
                 (entry.path, entry.number): entry
@@ -147,7 +164,8 @@ class JaxSide:
             for entry in self._entries[dtype].values():
                 assert entry.again is not None
                 entry.again.shelve(store, known)
-            return Recording(dtype, recorder.calls(), float(value), found)
+            buffers = _stored(instance.buffers(state), store)
+            return Recording(dtype, recorder.calls(), float(value), found, buffers)
 
     def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
         """Loss and gradients of a batch whose rows are in the order ``rows``; no calls, and ``rerun`` knows none."""
@@ -214,22 +232,28 @@ class JaxSide:
                     return self._scalar(instance, parameters, batch, None, state)
 
                 (value, state), gradients = jax.value_and_grad(loss, has_aux=True)(parameters)
-                updates, moments = self._optimizer.update(gradients, moments, parameters)
-                return optax.apply_updates(parameters, updates), state, moments, value
+                held = {path: parameters[path] for path in self._held}
+                gradients, trained = (
+                    {path: leaf for path, leaf in tree.items() if path not in held}
+                    for tree in (gradients, parameters)
+                )
+                updates, moments = self._optimizer.update(gradients, moments, trained)
+                return {**optax.apply_updates(trained, updates), **held}, state, moments, value
 
             # Copies, because the instance may share arrays with the model or hold one twice. It needs its own no more.
             parameters = {path: jnp.array(array, copy=True) for path, array in instance.parameters.items()}
             instance.tree = merged(instance.tree, dict.fromkeys(instance.parameters, 0.0))
             instance.parameters, state = {}, instance.state
-            moments = _unshared(self._optimizer.init(parameters), parameters.values())
+            trained = {path: array for path, array in parameters.items() if path not in self._held}
+            moments = _unshared(self._optimizer.init(trained), parameters.values())
             losses: list[float] = []
             store = Store()
             first: Leaves = {}
             for batch in batches:
                 parameters, state, moments, value = step(parameters, state, moments, as_batch(batch, dtype))
                 losses.append(float(value))
-                first = first or _stored(parameters, store)
-            last = _stored(parameters, store)
+                first = first or _stored({**parameters, **instance.buffers(state)}, store)
+            last = _stored({**parameters, **instance.buffers(state)}, store)
             return Training(tuple(losses), first, last)
 
     def _scalar(
@@ -277,6 +301,10 @@ def _unshared(tree: Any, others: Iterable[Any]) -> Any:
         return x
 
     return jax.tree.map(own, tree)
+
+
+def _values(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {path: np.asarray(array) for path, array in arrays.items()}
 
 
 def _stored(arrays: Mapping[str, Any], store: Store) -> Leaves:

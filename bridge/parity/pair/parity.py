@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,8 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bridge.mapping import MappingTable
-from bridge.mapping.rules import mapping_table
+from bridge.mapping.rules import MappingLike, mapping_table
 from bridge.mapping.sizes import with_config_fields
 from bridge.parity.pair.compare import Progress, compare_sides
 from bridge.parity.pair.probe import matched_probes
@@ -32,7 +30,7 @@ def parity(
     jax_model: Any,
     batch: Any,
     *,
-    mapping: str | os.PathLike[str] | MappingTable,
+    mapping: MappingLike,
     loss: Any = None,
     axes: Mapping[str, int] | None = None,
     pairs: Mapping[str, str] | None = None,
@@ -81,7 +79,9 @@ def parity(
     config = config if config is not None else getattr(torch_model, "config", None)
     fields = config.to_dict() if hasattr(config, "to_dict") else {}
     table = with_config_fields(table, fields, "the torch model's config")
-    relation = WeightMap.of(table, torch.weights(), jax.weights())
+    relation = WeightMap.of_sides(table, torch, jax)
+    if hasattr(jax, "hold"):
+        jax.hold(name for name, own in relation.sources.items() if relation.torch_buffers.issuperset(own))
     with _weights_for(torch, jax, relation, weights, scale):
         report = compare_sides(
             torch, jax, batch, relation, dtype=dtype, given=pairs, steps=steps, progress=progress
@@ -99,16 +99,23 @@ def _weights_for(
     """The weights of the comparison, and the models' own ones again after it."""
     if weights not in ("own", "torch", "jax"):
         raise ValueError(f"weights: expected own, torch or jax, got {weights!r}")
-    ours, theirs = Store().leaves(torch.weights()), Store().leaves(jax.weights())
+    matrices = {name for name, leaf in torch.weights().items() if leaf.ndim > 1}
+    ours, theirs = (Store().leaves({**side.weights(), **side.buffers()}) for side in (torch, jax))
     try:
         if weights == "torch":
             jax.load({**theirs, **_cast(relation.to_jax(ours), theirs)})
         elif weights == "jax":
             torch.load({**ours, **_cast(relation.to_torch(theirs), ours)})
         if scale is not None:
-            torch.load(_scaled(torch.weights(), scale, {n for n, one in ours.items() if one.ndim > 1}))
-            matrices = {name for name, own in relation.sources.items() if all(ours[n].ndim > 1 for n in own)}
-            jax.load(_scaled(jax.weights(), scale, matrices))
+            # What is a buffer on one side is no matrix that training could enlarge.
+            twins = {name: own for name, own in relation.sources.items() if name not in relation.jax_buffers}
+            matrices -= {n for name in relation.jax_buffers for n in relation.sources.get(name, ())}
+            torch.load(_scaled(torch.weights(), scale, matrices))
+            jax.load(
+                _scaled(
+                    jax.weights(), scale, {name for name, own in twins.items() if matrices.issuperset(own)}
+                )
+            )
         yield
     finally:
         if weights == "jax" or scale is not None:

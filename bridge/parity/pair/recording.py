@@ -41,6 +41,29 @@ def checked_dtype(dtype: str, steps: int) -> str:
     return dtype
 
 
+_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_query_heads")
+_HEAD_SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size", "d_kv")
+Heads = tuple[tuple[int, ...], tuple[int, ...]]
+"""Numbers of an attention's heads, and sizes of a head."""
+
+
+def heads_of(module: Any) -> Heads:
+    """What a module, or its ``config``, says of its heads."""
+    owners = [vars(one) for one in (module, getattr(module, "config", None)) if hasattr(one, "__dict__")]
+    numbers, sizes = (
+        tuple(
+            dict.fromkeys(
+                owner[name]
+                for owner in owners
+                for name in names
+                if isinstance(owner.get(name), int) and owner[name] > 0
+            )
+        )
+        for names in (_HEADS, _HEAD_SIZES)
+    )
+    return numbers, sizes
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of a module.
@@ -48,7 +71,7 @@ class Call:
     ``path``: the module, in its framework's own notation (``"model.layers.0"``, ``"layers/0"``; the root is ``""``).
     ``number``: how often the module was called before, in the same run. ``parent``: index in ``Recording.calls`` of the
     call around it, or None for the root's. ``gradients``: of the loss, by output leaf; only floating leaves that the
-    loss depends on, and none without a backward.
+    loss depends on, and none without a backward. ``heads``: see ``heads_of``.
     """
 
     path: str
@@ -58,6 +81,7 @@ class Call:
     outputs: Leaves
     gradients: Leaves = field(default_factory=dict)
     parent: int | None = None
+    heads: Heads = ((), ())
 
 
 @dataclass(frozen=True)
@@ -65,13 +89,15 @@ class Recording:
     """One run of the whole model.
 
     ``calls``: in the order in which the calls began. ``loss``: as float64; None without one. ``gradients``: of the
-    loss, by parameter name; parameters that the loss does not depend on have zeros. ``dtype``: of the run.
+    loss, by parameter name; parameters that the loss does not depend on have zeros. ``dtype``: of the run. ``buffers``:
+    as the forward left them.
     """
 
     dtype: str
     calls: Sequence[Call]
     loss: float | None
     gradients: Leaves = field(default_factory=dict)
+    buffers: Leaves = field(default_factory=dict)
 
     def find(self, path: str, number: int = 0) -> Call | None:
         """The call of ``path`` with this number."""
@@ -95,7 +121,7 @@ class Rerun:
 
 @dataclass(frozen=True)
 class Training:
-    """``steps`` of an optimizer: losses before each step, and the weights after the first and after the last."""
+    """``steps`` of an optimizer: losses before each step; weights and buffers after the first and after the last."""
 
     losses: tuple[float, ...]
     first: Leaves
@@ -122,8 +148,23 @@ class Side(Protocol):
         """Parameters by path, in their own dtype; a parameter with two names once, under the first."""
         ...
 
+    def buffers(self) -> dict[str, np.ndarray]:
+        """State that no gradient changes, by path, in its own dtype: running statistics, counters, tables.
+
+        No name is that of a parameter.
+        """
+        ...
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """State that cannot be compared, such as that of random numbers: a phrase for each kind."""
+        ...
+
     def load(self, weights: Leaves) -> None:
-        """Set parameters. ``ValueError`` names those that are missing, unexpected or of another shape."""
+        """Set all parameters and those buffers that are given.
+
+        ``ValueError`` names parameters that are missing, and names that are unexpected or of another shape.
+        """
         ...
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:

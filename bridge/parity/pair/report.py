@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bridge.parity.pair.align import DOUBTS
 from bridge.parity.pair.depth import shown
 from bridge.parity.pair.distance import FACTOR
-from bridge.parity.pair.rows import STAGES, Row, Stage
+from bridge.parity.pair.rows import BUFFER, STAGES, Row, Stage
 from bridge.text import plain_json
 
 VERSION = 1
@@ -35,10 +36,13 @@ class ParityReport:
     """What ``parity`` found.
 
     ``rows``: by stage, in the order in which the models compute. ``torch_only``, ``jax_only``: modules that were called
-    and have no partner; ``torch_parameters``, ``jax_parameters``: parameters without one. ``dtype``: the compute dtype
-    under test. ``losses``: torch's and JAX's, float64 then compute dtype. ``revealed``: of the self-test. ``order``:
-    why rows in another order say nothing of rounding, "" where they do. ``notes``: on what all rows are of, such as
-    samples.
+    and have no partner; ``torch_parameters``, ``jax_parameters``: parameters without one; ``torch_buffers``,
+    ``jax_buffers``: buffers without one, and ``changed_buffers``: those of both that the forward changes;
+    ``dropped_buffers``: that the mapping drops; ``left_out``: state that cannot be compared, a phrase each.
+
+    ``dtype``: the compute dtype under test. ``losses``: torch's and JAX's, float64 then compute dtype. ``revealed``: of
+    the self-test. ``order``: why rows in another order say nothing of rounding, "" where they do. ``notes``: on what
+    all rows are of, such as samples.
     """
 
     rows: tuple[Row, ...]
@@ -53,20 +57,30 @@ class ParityReport:
     seconds: float = 0.0
     order: str = ""
     notes: tuple[str, ...] = ()
+    torch_buffers: tuple[str, ...] = ()
+    jax_buffers: tuple[str, ...] = ()
+    changed_buffers: tuple[str, ...] = ()
+    dropped_buffers: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
-        """Whether no row is beyond rounding."""
+        """Whether no row is beyond rounding. The report's truth value is the same."""
         return not any(row.counts for row in self.rows)
+
+    def __bool__(self) -> bool:
+        return self.same
 
     @property
     def not_compared(self) -> tuple[str, ...]:
-        """What should have been compared and was not, a phrase each: see ``--strict``. Modules without parameters may
-        lack a partner."""
+        """What should have been compared and was not, a phrase each: see ``--strict``. Modules without parameters, and
+        buffers that the forward leaves as they are, may lack a partner: their values show in outputs."""
         found = []
         for what, names in (("torch", self.torch_parameters), ("JAX", self.jax_parameters)):
             if names:
                 found.append(f"{len(names)} {what} parameters without a partner")
+        if self.changed_buffers:
+            found.append(f"buffers that the forward changes: {some(self.changed_buffers)}")
         unknown = sorted({row.name or "(model)" for row in self.rows if row.verdict == "unknown"})
         if unknown:
             found.append(f"the outputs of {', '.join(unknown[:_SHOWN])}{' ...' if unknown[_SHOWN:] else ''}")
@@ -112,24 +126,42 @@ class ParityReport:
             worst = max((row.ratio for row in self.rows), default=0.0)
             return (
                 f"The two models are the same: {compared} compared, no difference above {FACTOR:g} times what "
-                f"rounding to {self.dtype} explains (the largest is {worst:.2g} times)."
+                f"rounding to {self.dtype} explains (the largest is {worst:.2g} times).{self._state_left_out()}"
             )
         where = shown(first.name) or "(model)"
+        of = "buffers" if first.kind == BUFFER else "weights"
         words = {
-            "weights": f"The weights differ: {where}",
+            "weights": f"The {of} differ: {where}",
             "forward": f"The models first part in {where} ({first.kind}), in forward",
             "backward": f"The models first part in {where} ({first.kind}), in backward",
             "precision": f"The models part in {where} ({first.kind}), in the precision of {self.dtype}",
+            "buffers": f"The buffers after the forward differ: {where}",
             "loss": "The models' outputs are the same, the losses differ",
             "gradients": f"The gradients differ: {where}",
-            "update": f"The optimizers' first update differs: {where}",
+            "update": f"The {of} after the first training step differ: {where}"
+            if first.kind
+            else f"The optimizers' first update differs: {where}",
             "steps": f"The trainings differ: {where}",
         }[first.stage]
         ratio = first.local if not math.isnan(first.local) else first.ratio
         cause = f": {first.cause}" if first.cause else ""
         others = len({(row.stage, row.name) for row in self.introduced}) - 1
         more = f" Further places: {others}." if others > 0 else ""
-        return f"{words}, {ratio:.3g} times what rounding explains{cause}.{more}"
+        return f"{words}, {ratio:.3g} times what rounding explains{cause}.{more}{self._state_left_out()}"
+
+    def _state_left_out(self) -> str:
+        """A sentence on state that was neither copied nor compared; empty where all was."""
+        found = [
+            f"{what}{some(names)}"
+            for what, names in (
+                ("torch buffers without a partner: ", self.torch_buffers),
+                ("JAX buffers without a partner: ", self.jax_buffers),
+                ("buffers that the mapping drops: ", self.dropped_buffers),
+                ("", self.left_out),
+            )
+            if names
+        ]
+        return f" Neither copied nor compared: {'; '.join(found)}." if found else ""
 
     def remarks(self) -> Iterator[str]:
         """What was not compared, and what this batch could not have shown: a line each, none where all is well."""
@@ -141,10 +173,13 @@ class ParityReport:
             ("JAX parameters without a partner", self.jax_parameters),
         ):
             if names:
-                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-                yield f"{what}: {', '.join(names[:_SHOWN])}{more}"
+                yield f"{what}: {some(names)}"
         if self.order:
             yield self.order
+        layouts = {
+            row.name: row.note for row in self.stage("forward") if any(one in row.note for one in DOUBTS)
+        }
+        yield from (f"{name or '(model)'}: {note}" for name, note in list(layouts.items())[:_SHOWN])
         unknown = [row for row in self.rows if row.verdict == "unknown"]
         for row in unknown[:_SHOWN]:
             yield f"{row.name or '(model)'}: {row.note}"
@@ -208,6 +243,12 @@ class ParityReport:
     def write(self, path: Path) -> None:
         """As JSON."""
         path.write_text(json.dumps(plain_json(self.as_dict()), indent=1) + "\n", encoding="utf-8")
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _size(row: Row) -> float:

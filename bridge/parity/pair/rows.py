@@ -10,11 +10,15 @@ import numpy as np
 
 from bridge.parity.pair.distance import FACTOR, Distance, distance
 
-Stage = Literal["weights", "forward", "precision", "loss", "backward", "gradients", "update", "steps"]
+Stage = Literal[
+    "weights", "forward", "precision", "buffers", "loss", "backward", "gradients", "update", "steps"
+]
 STAGES: tuple[Stage, ...] = (
-    *("weights", "forward", "precision", "loss"),
+    *("weights", "forward", "precision", "buffers", "loss"),
     *("backward", "gradients", "update", "steps"),
 )
+BUFFER = "buffer"
+"""``Row.kind`` of a buffer, which stands among parameters before and after training."""
 Verdict = Literal["same", "introduced", "inherited", "differs", "unknown"]
 
 

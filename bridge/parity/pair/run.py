@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from bridge.parity.pair.compare import Progress
 from bridge.parity.pair.html import write_html
 from bridge.parity.pair.parity import parity, sides_of
 from bridge.parity.pair.picture import write_picture
-from bridge.parity.pair.report import ParityReport
+from bridge.parity.pair.report import ParityReport, some
 from bridge.parity.pair.run_file import RunFile, RunFileError
 from bridge.parity.pair.stored_weights import stored_weights
 
@@ -25,12 +26,15 @@ def compare_run_file(run: RunFile, progress: Progress | None = None) -> ParityRe
             raise RunFileError(f"[torch] model, [jax] model: {error}") from error
         table = mapping_table(run.mapping, run.axes)
         assert table is not None
+        notes: list[str] = []
         for side, source in zip(sides, (run.torch, run.jax), strict=True):
             if source.checkpoint is not None:
-                where = f"the {side.framework} model"
-                side.load(stored_weights(source.checkpoint, table, side.weights(), side.separator, where))
+                weights, kept = stored_weights(source.checkpoint, table, side)
+                side.load(weights)
+                if kept:
+                    notes.append(f"{source.checkpoint}: no values for buffers, which stay: {some(kept)}")
         options: dict[str, Any] = {"weights": run.weights, "dtype": run.dtype, "steps": run.steps}
-        return parity(
+        report = parity(
             *sides,
             run.arrays(),
             mapping=table,
@@ -41,6 +45,7 @@ def compare_run_file(run: RunFile, progress: Progress | None = None) -> ParityRe
             progress=progress,
             **options,
         )
+        return replace(report, notes=(*report.notes, *notes))
 
 
 def write_report(report: ParityReport, folder: Path) -> None:

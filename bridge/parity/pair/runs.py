@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
-from bridge.parity.pair.align import Alignment, match_leaves
+from bridge.parity.pair.align import CHANNELS_LAST, Alignment, Moves, match_leaves
 from bridge.parity.pair.distance import distance, noise
 from bridge.parity.pair.modules import ModulePair, Modules
 from bridge.parity.pair.recording import Call, Leaves, Recording, Side
@@ -26,17 +26,21 @@ Matched = Sequence[tuple[str, str, Alignment]]
 
 @dataclass(frozen=True)
 class CallPair:
-    """Partner calls: a pair of modules, and which of their calls. ``orders``: of their input and output features."""
+    """Partner calls: a pair of modules, and which of their calls. ``orders``: of their input and output features.
+
+    ``known``: how other arrays lie, which decides where shapes and values do not; see ``align``.
+    """
 
     modules: ModulePair
     number: int
     torch: Call
     jax: Call
     orders: tuple[Order, Order] = (None, None)
+    known: Sequence[Moves] = ()
 
     @cached_property
     def outputs(self) -> Matched:
-        return match_leaves(self.torch.outputs, self.jax.outputs, self.orders[1])
+        return match_leaves(self.torch.outputs, self.jax.outputs, self.orders[1], self.known)
 
     @cached_property
     def inputs(self) -> Matched:
@@ -47,14 +51,26 @@ class CallPair:
         """
         found: list[tuple[str, str, Alignment]] = []
         first = True
-        for name, other, way in match_leaves(self.torch.inputs, self.jax.inputs, self.orders[0]):
+        for name, other, way in match_leaves(self.torch.inputs, self.jax.inputs, self.orders[0], self.known):
             theirs, ours = way.to_jax(self.torch.inputs[name]), self.jax.inputs[other]
             whole = ours.dtype.kind in "iub"
             near = distance(theirs.astype(np.float64), ours.astype(np.float64)).relative <= _NEAR
             if near or (first and not whole) or self._repeats(found, name, other):
                 found.append((name, other, way))
             first = first and whole
+        # One tensor given twice is one input, whatever the other side makes of it: attention(y, y, y), attention(y).
+        for name, other, way in tuple(found):
+            found += [(again, other, way) for again in self._again(found, 0, name)]
+            found += [(name, again, way) for again in self._again(found, 1, other)]
         return found
+
+    def _again(self, found: Matched, side: int, name: str) -> list[str]:
+        """Other inputs of one side that hold the same as ``name`` and have no twin."""
+        inputs = (self.torch, self.jax)[side].inputs
+        known = {one[side] for one in found}
+        return [
+            other for other in inputs if other not in known and np.array_equal(inputs[other], inputs[name])
+        ]
 
     def _repeats(self, found: Matched, name: str, other: str) -> bool:
         """Whether an input is one of those that are ``found`` once more, on both sides: query, key and value."""
@@ -97,8 +113,23 @@ class Runs:
         self.torch_low = _record(torch, batch, dtype, backward)
         self.jax_low = _record(jax, batch, dtype, backward)
 
-    def pairs(self, modules: Modules, weights: WeightMap) -> Iterator[CallPair]:
+    def pairs(self, modules: Modules, weights: WeightMap) -> list[CallPair]:
         """Partner calls, in the order in which torch's began."""
+        pairs = list(self._pairs(modules, weights))
+        certain, chosen = ([_moves(pair, doubted) for pair in pairs] for doubted in (False, True))
+        found = []
+        for pair in pairs:
+            ways = [way for _, _, way in (*pair.inputs, *pair.outputs)]
+            if any(way.doubt for way in ways):
+                kin = [number for number, other in enumerate(pairs) if other.torch.kind == pair.torch.kind]
+                ranked = [*(certain[number] for number in kin), _channels(pair), *certain]
+                if not all(way.certain for way in ways):
+                    ranked += [*(chosen[number] for number in kin), *chosen]
+                pair = replace(pair, known=tuple(dict.fromkeys(one for group in ranked for one in group)))
+            found.append(pair)
+        return found
+
+    def _pairs(self, modules: Modules, weights: WeightMap) -> Iterator[CallPair]:
         matrices = {name: leaf.shape for name, leaf in self.parameters.items() if leaf.ndim == 2}
         orders: dict[str, tuple[Order, Order]] = {}
         partners = {pair.torch: pair for pair in modules.pairs}
@@ -112,6 +143,17 @@ class Runs:
             if name in matrices and call.path not in orders:
                 orders[call.path] = weights.feature_orders(name, matrices[name])
             yield CallPair(pair, call.number, call, twin, orders.get(call.path, (None, None)))
+
+
+def _moves(pair: CallPair, doubted: bool) -> list[Moves]:
+    """How arrays of a pair lie, as more than the usual order says; ``doubted``: those that values alone chose."""
+    ways = [way for _, _, way in (*pair.inputs, *pair.outputs) if way.certain and len(way.axes) > 2]
+    return list(dict.fromkeys(way.moves for way in ways if bool(way.doubt) == doubted))
+
+
+def _channels(pair: CallPair) -> tuple[Moves, ...]:
+    """What the kind of module says: torch's convolutions have channels first, flax's last."""
+    return CHANNELS_LAST if {pair.torch.kind[:4], pair.jax.kind[:4]} == {"Conv"} else ()
 
 
 def same_call(recording: Recording, call: Call) -> Call | None:

@@ -1,4 +1,4 @@
-"""A checkpoint's weights under the names of a model, through a mapping."""
+"""A checkpoint's weights and buffers under the names of a model, through a mapping."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from bridge.mapping import MappingError, MappingTable
 from bridge.mapping.found import find
 from bridge.mapping.sizes import with_config
 from bridge.mapping.translation import make_plan
-from bridge.parity.pair.in_memory import ArrayReader
-from bridge.parity.pair.recording import Leaves
+from bridge.parity.pair.recording import Side
+from bridge.parity.pair.weight_map import found_in_model
 
 
 def stored_weights(
-    path: str | os.PathLike[str], mapping: MappingTable, model: Leaves, separator: str, where: str
-) -> dict[str, np.ndarray]:
-    """The weights of a model, read from a checkpoint of any format in any convention of the mapping.
+    path: str | os.PathLike[str], mapping: MappingTable, side: Side
+) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """The weights and buffers of a model, read from a checkpoint of any format in any convention of the mapping.
 
-    ``model``: the model's parameters, for their names, shapes and dtypes. Raises ``CheckpointError`` (``MappingError``)
-    where the checkpoint lacks some of them.
+    With them the names of buffers that the checkpoint lacks. Raises ``CheckpointError`` (``MappingError``) where it
+    lacks parameters.
     """
-    own = find(ArrayReader(model, separator, where).tensors.values(), mapping, None, where)
+    parameters, buffers = side.weights(), side.buffers()
+    model, separator, where = {**parameters, **buffers}, side.separator, f"the {side.framework} model"
+    own, names = found_in_model(mapping, parameters, buffers, separator, None, where)
     with open_checkpoint(path) as reader:
         table = with_config(mapping, reader)
         found = find(reader.tensors.values(), table, None, str(path))
-        if found.convention.name == own.convention.name:
+        same = found.convention.name == own.convention.name
+        if same:
             values = {weight: reader.read(info.name) for weight, info in found.weights.items()}
         else:
             target = own.convention.at("{w}", own.convention.states)
@@ -36,10 +39,21 @@ def stored_weights(
             values = {
                 name: tensor.read(reader, Box.whole(tensor.shape)) for name, tensor in plan.tensors.items()
             }
-    missing = sorted(own.weights.keys() - values.keys())
+        loaded = {names[info.name]: values[w] for w, info in own.weights.items() if w in values}
+        for name in buffers.keys() - loaded.keys() if same else ():
+            # Buffers that the mapping does not know, or that lie beside the root of the weights, as batch_stats do.
+            ends = [
+                info.name
+                for other, info in found.others.items()
+                if f"{separator}{other}".endswith(separator + name) and info.shape == buffers[name].shape
+            ]
+            if len(ends) == 1:
+                loaded[name] = reader.read(ends[0])
+    missing = sorted(parameters.keys() - loaded.keys())
     if missing:
         raise MappingError(
             f"{path}: expected the weights of {where}, found none for {', '.join(missing[:8])}"
             f"{f' and {len(missing) - 8} more' if len(missing) > 8 else ''}"
         )
-    return {info.name: values[weight].astype(model[info.name].dtype) for weight, info in own.weights.items()}
+    cast = {name: value.astype(model[name].dtype) for name, value in loaded.items()}
+    return cast, tuple(sorted(buffers.keys() - loaded.keys()))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from bridge.parity.pair.recording import Call, Leaves, Replacements
+from bridge.parity.pair.recording import Call, Heads, Leaves, Replacements, heads_of
 from bridge.parity.pair.store import Store, StoredLeaves
 from bridge.parity.pair.torch_leaves import (
     Slot,
@@ -47,6 +47,7 @@ class Noted:
     parent: int | None
     inputs: Leaves
     given: Given | None
+    heads: Heads = ((), ())
     outputs: Leaves = field(default_factory=dict)
     gradients: MutableMapping[str, np.ndarray] = field(default_factory=dict)
 
@@ -59,7 +60,9 @@ class Noted:
             if isinstance(made, StoredLeaves)
             else {place: made[place] for place in self.outputs if place in made}
         )
-        return Call(self.path, self.number, self.kind, self.inputs, self.outputs, gradients, parent)
+        return Call(
+            self.path, self.number, self.kind, self.inputs, self.outputs, gradients, parent, self.heads
+        )
 
 
 class Watched:
@@ -155,7 +158,8 @@ class Recorder:
         given = None if self._keep is None else self._given(args, kwargs, self._keep)
         index = len(self.calls)
         self._open.append((module, index))
-        noted = Noted(path, self._counts[path], type(module).__name__, parent, inputs, given)
+        kind, heads = type(module).__name__, heads_of(module)
+        noted = Noted(path, self._counts[path], kind, parent, inputs, given, heads)
         noted.outputs, noted.gradients = self._leaves(), self._leaves()
         self.calls.append(noted)
         self._counts[path] += 1

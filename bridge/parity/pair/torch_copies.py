@@ -12,7 +12,7 @@ from torch import nn
 
 from bridge.parity.pair.recording import COMPUTE_DTYPES
 from bridge.parity.pair.torch_float64 import all_float64
-from bridge.parity.pair.torch_leaves import cast, deep_copy, is_sharded
+from bridge.parity.pair.torch_leaves import cast, deep_copy, is_leaf, is_sharded
 
 SEED = 0
 
@@ -58,6 +58,17 @@ def copy_in(model: nn.Module, dtype: str) -> nn.Module:
             if isinstance(value, torch.Tensor):
                 vars(module)[name] = cast(value, wanted)
     return model
+
+
+def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Registered buffers by name, without sparse and nested ones."""
+    return ((name, one) for name, one in model.named_buffers() if is_leaf(one))
+
+
+def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, then buffers, by name."""
+    yield from model.named_parameters()
+    yield from buffers_of(model)
 
 
 def second_copy(module: nn.Module, model: nn.Module) -> tuple[nn.Module, dict[int, Any]]:

@@ -121,6 +121,7 @@ class ShardedTorchSide:
 
     framework = "torch"
     separator = "."
+    left_out = ()
 
     def __init__(
         self,
@@ -154,6 +155,9 @@ class ShardedTorchSide:
     def weights(self) -> dict[str, np.ndarray]:
         return self._whole("weight", self._models[self._dtype].named_parameters())
 
+    def buffers(self) -> dict[str, np.ndarray]:
+        return self._whole("buffer", self._models[self._dtype].named_buffers())
+
     def load(self, weights: Leaves) -> None:
         raise NotRecorded("the weights of a sharded model cannot be changed")
 
@@ -166,6 +170,7 @@ class ShardedTorchSide:
             inputs = as_tensors(batch, getattr(torch, dtype), device_of(model))
             with recorder.on():
                 loss = self._scalar(model, inputs)
+            buffers = self._whole("buffer after the forward", model.named_buffers())
             if backward:
                 loss.backward()
             gradients = self._whole(
@@ -174,10 +179,10 @@ class ShardedTorchSide:
             )
         calls = [noted.call() for noted in recorder.calls]
         merged = [
-            Call(one.path, one.number, kinds[one.path], *groups, one.parent)
+            Call(one.path, one.number, kinds[one.path], *groups, one.parent, one.heads)
             for one, groups in zip(calls, self._ranks.whole_calls(calls), strict=True)
         ]
-        return Recording(dtype, merged, self._ranks.mean(float(loss.detach())), gradients)
+        return Recording(dtype, merged, self._ranks.mean(float(loss.detach())), gradients, buffers)
 
     def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
         raise NotRecorded("a sharded model runs with each rank's rows in one order")
@@ -209,8 +214,8 @@ class ShardedTorchSide:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                first = first or self._whole("weight", model.named_parameters())
-            last = self._whole("weight", model.named_parameters())
+                first = first or self._state(model)
+            last = self._state(model)
         return Training(tuple(losses), first, last)
 
     def _scalar(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -224,6 +229,10 @@ class ShardedTorchSide:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             raise ValueError(f"expected the loss to be a floating-point scalar, got {loss!r:.80}")
         return loss.reshape(())
+
+    def _state(self, model: nn.Module) -> dict[str, np.ndarray]:
+        parameters = self._whole("weight", model.named_parameters())
+        return {**parameters, **self._whole("buffer after training", model.named_buffers())}
 
     def _whole(self, what: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
         """Sharded tensors by their own collectives; others, which all ranks should have alike, are rank 0's."""

@@ -24,12 +24,14 @@ from bridge.parity.pair.torch_calls import (
     set_random_state,
 )
 from bridge.parity.pair.torch_copies import (
+    buffers_of,
     check_unsharded,
     copy_in,
     counterparts,
     device_of,
     running,
     second_copy,
+    state_of,
 )
 from bridge.parity.pair.torch_faults import Fault, faults_of
 from bridge.parity.pair.torch_leaves import Slot, deep_copy, leaves_of, shared, to_numpy, to_torch
@@ -98,6 +100,7 @@ class TorchSide:
 
     framework = "torch"
     separator = "."
+    left_out = ()
 
     def __init__(
         self, model: nn.Module, loss: str | Loss | None = None, *, optimizer: OptimizerFactory | None = None
@@ -131,29 +134,36 @@ class TorchSide:
         """Parameters by name, in their own dtype; tied ones once, sharded ones (DTensors) whole."""
         return _values(self._model.named_parameters())
 
-    def load(self, weights: Leaves) -> None:
-        """Set all parameters, of the model and of the copies for ``rerun``; values are cast to the parameters' dtypes.
+    def buffers(self) -> dict[str, np.ndarray]:
+        """Registered buffers by name, persistent or not, in their own dtype."""
+        return _values(buffers_of(self._model))
 
-        ValueError names parameters that are missing, unexpected, of another shape, or sharded. Then none is set.
+    def load(self, weights: Leaves) -> None:
+        """Set all parameters, and the buffers that are given, of the model and of the copies for ``rerun``.
+
+        Values are cast to the model's dtypes. ValueError names parameters that are missing, what is unexpected or of
+        another shape, and parameters that are sharded. Then none is set.
         """
-        own = dict(self._model.named_parameters())
+        parameters = dict(self._model.named_parameters())
+        own: dict[str, torch.Tensor] = {**parameters, **dict(buffers_of(self._model))}
         check_unsharded(self._model)
-        missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+        missing, unexpected = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - own.keys())
         if missing or unexpected:
             raise ValueError(f"weights: missing {missing or 'none'}, unexpected {unexpected or 'none'}")
-        for name, parameter in own.items():
-            if np.shape(weights[name]) != tuple(parameter.shape):
+        own = {name: tensor for name, tensor in own.items() if name in weights}
+        for name, tensor in own.items():
+            if np.shape(weights[name]) != tuple(tensor.shape):
                 raise ValueError(
-                    f"{name}: expected shape {tuple(parameter.shape)}, got {np.shape(weights[name])}"
+                    f"{name}: expected shape {tuple(tensor.shape)}, got {np.shape(weights[name])}"
                 )
         with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(to_torch(np.asarray(weights[name])))
+            for name, tensor in own.items():
+                tensor.copy_(to_torch(np.asarray(weights[name])))
             for run in self._runs.values():
-                for name, copied in run.model.named_parameters():
+                for name, copied in (*run.model.named_parameters(), *buffers_of(run.model)):
                     if name in run.weights:
                         run.weights[name] = to_numpy(own[name].to(copied.dtype))
-                    else:
+                    elif name in own:
                         copied.copy_(own[name])
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
@@ -175,12 +185,14 @@ class TorchSide:
                 loss = self._scalar(model, inputs)
             if not recorder.calls:
                 raise ValueError("the loss called no module of the model that it was given as first argument")
+            buffers = _stored(buffers_of(model), store)
             gradients: Leaves = {}
             if backward:
                 gradients = _stored_gradients(loss, model, store)
         self._runs[dtype] = _Run(kept, recorder.calls, store.leaves())
         self._runs[dtype].shelve()
-        return Recording(dtype, [noted.call() for noted in recorder.calls], float(loss.detach()), gradients)
+        calls = [noted.call() for noted in recorder.calls]
+        return Recording(dtype, calls, float(loss.detach()), gradients, buffers)
 
     def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
         """Loss and gradients of a batch whose rows are in the order ``rows``; no calls, and ``rerun`` knows none."""
@@ -303,8 +315,8 @@ class TorchSide:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                first = first or _stored(model, store)
-            last = _stored(model, store)
+                first = first or _stored(state_of(model), store)
+            last = _stored(state_of(model), store)
         return Training(tuple(losses), first, last)
 
     def _scalar(self, model: nn.Module, batch: Any, loss_of: Loss | None = None) -> torch.Tensor:
@@ -327,14 +339,14 @@ def _only_shape(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.data.new_empty(1).expand(parameter.shape)
 
 
-def _values(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, np.ndarray]:
-    return {name: to_numpy(one) for name, one in parameters}
+def _values(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
+    return {name: to_numpy(one) for name, one in tensors}
 
 
-def _stored(model: nn.Module, store: Store) -> Leaves:
+def _stored(tensors: Iterable[tuple[str, torch.Tensor]], store: Store) -> Leaves:
     found = store.leaves()
-    for name, parameter in model.named_parameters():
-        found[name] = to_numpy(parameter, copy=parameter.nbytes < LEAST)
+    for name, tensor in tensors:
+        found[name] = to_numpy(tensor, copy=tensor.nbytes < LEAST)
     return found
 
 

@@ -98,6 +98,8 @@ class Taken:
         weights = side.weights()
         sampling = Sampling.of(samples, weights)
         found: dict[str, np.ndarray] = {f"weights:{name}": array for name, array in weights.items()}
+        buffers = side.buffers()
+        found.update((f"buffers:{name}", array) for name, array in buffers.items())
         numbers: dict[str, Mapping[str, Any]] = {}
         runs, trained = {}, {}
         for one in dtypes:
@@ -105,7 +107,10 @@ class Taken:
             runs[one] = _kept(side.record(batch, one), f"{one}:", whole)
             numbers.update((name, statistics(array)) for name, array in whole.items())
             found.update(
-                (name, array if name.startswith(f"{one}:gradient:") else sampling.cut(array))
+                (
+                    name,
+                    array if name.startswith((f"{one}:gradient:", f"{one}:buffer:")) else sampling.cut(array),
+                )
                 for name, array in whole.items()
             )
         for one in dtypes if steps else ():
@@ -121,6 +126,8 @@ class Taken:
             "dtype": dtypes[-1],
             "steps": steps,
             "weights": list(weights),
+            "buffers": list(buffers),
+            "left_out": list(side.left_out),
             "runs": runs,
             "trained": trained,
             "samples": {str(size): list(kept) for size, kept in sampling.kept.items()},
@@ -149,7 +156,7 @@ class Taken:
             writer.add_object(_HEADER, header)
             for name, array in arrays.items():
                 for box in writer.chunks(name):
-                    writer.write(name, box, np.ascontiguousarray(array[box.slices()]))
+                    writer.write(name, box, np.asarray(array[box.slices()], order="C"))
         numbers = {**self.statistics, **{f"batch:{name}": statistics(one) for name, one in batch.items()}}
         text = json.dumps(plain_json({**header, "statistics": numbers}), indent=1, allow_nan=False) + "\n"
         (folder / _READABLE).write_text(text, encoding="utf-8")
@@ -223,6 +230,17 @@ class TraceSide:
     def weights(self) -> dict[str, np.ndarray]:
         return {name: self.arrays[f"weights:{name}"] for name in self.header["weights"]}
 
+    def buffers(self) -> dict[str, np.ndarray]:
+        return {name: self.arrays[f"buffers:{name}"] for name in self.header.get("buffers", ())}
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """See ``Side``. Traces of older versions hold no buffers."""
+        missing = (
+            () if "buffers" in self.header else (f"{self.framework}'s buffers, which {self.path} lacks",)
+        )
+        return (*self.header.get("left_out", ()), *missing)
+
     def load(self, weights: Leaves) -> None:
         raise NotRecorded(f"{self.path}: the weights of a trace cannot be changed")
 
@@ -236,12 +254,14 @@ class TraceSide:
                 self._leaves({leaf: f"{prefix}{index}:{group}:{leaf}" for leaf in call[group]}, dtype)
                 for group in _GROUPS
             )
-            calls.append(
-                Call(call["path"], call["number"], call["kind"], inputs, outputs, by_output, call["parent"])
-            )
+            numbers, sizes = call.get("heads", ((), ()))
+            heads = tuple(numbers), tuple(sizes)
+            own = call["path"], call["number"], call["kind"]
+            calls.append(Call(*own, inputs, outputs, by_output, call["parent"], heads))
         gradients = self._leaves({name: f"{prefix}gradient:{name}" for name in run["gradients"]}, dtype)
+        buffers = self._leaves({name: f"{prefix}buffer:{name}" for name in run.get("buffers", ())}, dtype)
         loss = run["loss"]
-        return Recording(dtype, calls, None if loss is None else float(loss), gradients)
+        return Recording(dtype, calls, None if loss is None else float(loss), gradients, buffers)
 
     def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
         raise NotRecorded("a trace has its batch in one order")
@@ -264,8 +284,9 @@ class TraceSide:
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
         """The recorded training. See ``has_float64``."""
         recorded = self._recorded(dtype, "trained")
+        names = (*self.header["weights"], *self.header.get("buffers", ()))
         first, last = (
-            self._leaves({name: f"{recorded}:{when}:{name}" for name in self.header["weights"]}, dtype)
+            self._leaves({name: f"{recorded}:{when}:{name}" for name in names}, dtype)
             for when in ("first", "last")
         )
         return Training(tuple(map(float, self.header["trained"][recorded])), first, last)
@@ -298,6 +319,7 @@ def _kept(run: Recording, prefix: str, arrays: dict[str, np.ndarray]) -> dict[st
             "number": call.number,
             "kind": call.kind,
             "parent": call.parent,
+            "heads": call.heads,
         }
         for group in _GROUPS:
             leaves: Leaves = getattr(call, group)
@@ -305,7 +327,13 @@ def _kept(run: Recording, prefix: str, arrays: dict[str, np.ndarray]) -> dict[st
             arrays.update({f"{prefix}{index}:{group}:{leaf}": array for leaf, array in leaves.items()})
         calls.append(entry)
     arrays.update({f"{prefix}gradient:{name}": array for name, array in run.gradients.items()})
-    return {"loss": run.loss, "calls": calls, "gradients": list(run.gradients)}
+    arrays.update({f"{prefix}buffer:{name}": array for name, array in run.buffers.items()})
+    return {
+        "loss": run.loss,
+        "calls": calls,
+        "gradients": list(run.gradients),
+        "buffers": list(run.buffers),
+    }
 
 
 def batch_leaves(batch: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:

@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from bridge.formats.base import Box
+from bridge.formats.base import Box, TensorInfo
 from bridge.mapping import MappingError, MappingTable
 from bridge.mapping.apply import apply_rule
 from bridge.mapping.entries import Entry, Rule
@@ -26,7 +26,8 @@ from bridge.mapping.found import Found, NameIndex, find
 from bridge.mapping.instance import View
 from bridge.mapping.sizes import known_sizes
 from bridge.parity.pair.in_memory import ArrayReader
-from bridge.parity.pair.recording import Leaves
+from bridge.parity.pair.recording import Leaves, Side
+from bridge.parity.pair.rows import BUFFER
 
 Key = tuple[str, tuple[int, ...]]
 Order = tuple[int, ...] | None
@@ -38,7 +39,8 @@ class WeightMap:
     """Two models' parameters through a mapping. Names are those of the models, with whatever root they have.
 
     ``edges``: pairs of keys that hold the same elements or parts of them. ``torch_only``, ``jax_only``: parameters that
-    the mapping relates to nothing on the other side.
+    the mapping relates to nothing on the other side. ``torch_buffers``, ``jax_buffers``: which names are those of
+    buffers, which the mapping need not know. ``dropped``: buffers that it drops.
 
     Raises MappingError where the mapping does not fit both models.
     """
@@ -48,6 +50,9 @@ class WeightMap:
     jax: Found = field(repr=False)
     torch_names: Mapping[str, str] = field(repr=False)
     jax_names: Mapping[str, str] = field(repr=False)
+    torch_buffers: frozenset[str] = frozenset()
+    jax_buffers: frozenset[str] = frozenset()
+    dropped: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -58,16 +63,19 @@ class WeightMap:
         *,
         torch_convention: str | None = None,
         jax_convention: str | None = None,
+        torch_buffers: Leaves | None = None,
+        jax_buffers: Leaves | None = None,
     ) -> WeightMap:
-        """The relation of two models' weights."""
-        sides = []
-        for what, leaves, separator, wanted in (
-            ("the torch model", torch, ".", torch_convention),
-            ("the JAX model", jax, "/", jax_convention),
+        """The relation of two models' weights and buffers."""
+        sides, names, dropped = [], [], []
+        for what, leaves, buffers, separator, wanted in (
+            ("the torch model", torch, torch_buffers or {}, ".", torch_convention),
+            ("the JAX model", jax, jax_buffers or {}, "/", jax_convention),
         ):
-            reader = ArrayReader(leaves, separator, what)
-            found = find(reader.tensors.values(), mapping, wanted, what)
-            unknown = sorted(info.name for info in found.others.values() if not mapping.drops(info.name))
+            found, own = found_in_model(mapping, leaves, buffers, separator, wanted, what)
+            others = [own[info.name] for info in found.others.values() if not mapping.drops(info.name)]
+            unknown = sorted(name for name in others if name not in buffers)
+            dropped += [own[name] for name in map(_name, found.others.values()) if mapping.drops(name)]
             if unknown or not found.weights:
                 raise MappingError(
                     f"{what}: expected parameters that mapping {mapping.name} knows, as convention "
@@ -76,13 +84,21 @@ class WeightMap:
                     "under drop, or give another mapping"
                 )
             sides.append(found)
+            names.append({weight: own[info.name] for weight, info in found.weights.items()})
         first, second = sides
         if first.convention.name == second.convention.name:
             raise MappingError(
                 f"mapping {mapping.name}: expected two conventions, got both models in {first.convention.name}"
             )
-        names = [{weight: info.name for weight, info in side.weights.items()} for side in sides]
-        return cls(mapping, first, second, *names)
+        kinds = frozenset(torch_buffers or {}), frozenset(jax_buffers or {})
+        dropped = [name for name in dropped if name in kinds[0] | kinds[1]]
+        return cls(mapping, first, second, names[0], names[1], kinds[0], kinds[1], tuple(dropped))
+
+    @classmethod
+    def of_sides(cls, mapping: MappingTable, torch: Side, jax: Side) -> WeightMap:
+        """The relation of two sides' weights and buffers."""
+        ours, theirs = torch.buffers(), jax.buffers()
+        return cls.of(mapping, torch.weights(), jax.weights(), torch_buffers=ours, jax_buffers=theirs)
 
     @cached_property
     def edges(self) -> frozenset[tuple[Key, Key]]:
@@ -101,12 +117,22 @@ class WeightMap:
     @cached_property
     def torch_only(self) -> tuple[str, ...]:
         related = {name for (name, _), _ in self.edges}
-        return tuple(name for name in self.torch_names.values() if name not in related)
+        return tuple(name for name in self.torch_names.values() if name not in related | self.torch_buffers)
 
     @cached_property
     def jax_only(self) -> tuple[str, ...]:
         related = {name for _, (name, _) in self.edges}
-        return tuple(name for name in self.jax_names.values() if name not in related)
+        return tuple(name for name in self.jax_names.values() if name not in related | self.jax_buffers)
+
+    @cached_property
+    def buffers_only(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Torch's and JAX's buffers that the mapping neither relates to anything on the other side nor drops."""
+        related = [{edge[side][0] for edge in self.edges} for side in (0, 1)]
+        left = [
+            tuple(sorted(names - known - set(self.dropped)))
+            for names, known in zip((self.torch_buffers, self.jax_buffers), related, strict=True)
+        ]
+        return left[0], left[1]
 
     @cached_property
     def sources(self) -> Mapping[str, tuple[str, ...]]:
@@ -115,6 +141,14 @@ class WeightMap:
         for (name, _), (other, _) in self.edges:
             found.setdefault(other, set()).add(name)
         return {name: tuple(sorted(names)) for name, names in found.items()}
+
+    def owners(self, name: str) -> str:
+        """The torch names that a JAX one is made of, for a person."""
+        return ", ".join(self.sources.get(name, ()))
+
+    def kind_of(self, name: str) -> str:
+        """``BUFFER`` for what is one on either side, by JAX name; empty for parameters."""
+        return BUFFER if {name, *self.sources.get(name, ())} & (self.jax_buffers | self.torch_buffers) else ""
 
     def to_jax(self, leaves: Leaves, *, gradients: bool = False) -> Leaves:
         """Values of all torch parameters as the JAX parameters would have them, by JAX name; made on each access.
@@ -162,7 +196,8 @@ class WeightMap:
                     if weight in self.jax_names:
                         found[self.jax_names[weight], key] = array
         whole = {name for _, (name, numbers) in self.edges if numbers}
-        for name in whole if set(self.torch_names.values()) <= set(leaves) else ():
+        everything = set(self.torch_names.values()) - self.torch_buffers
+        for name in whole if everything <= set(leaves) else ():
             found[name, ()] = self.to_jax(leaves, gradients=gradients)[name]
         return found
 
@@ -201,6 +236,45 @@ class WeightMap:
             for weight, view in apply_rule(rule, name, target, own, axes, -1 if gradients else 1, own):
                 made[weight] = view
         return Translated(made, reader)
+
+
+def _name(info: TensorInfo) -> str:
+    return info.name
+
+
+def found_in_model(
+    mapping: MappingTable, leaves: Leaves, buffers: Leaves, separator: str, convention: str | None, where: str
+) -> tuple[Found, Mapping[str, str]]:
+    """A model's weights and buffers in the mapping, and the model's name of each by its name there.
+
+    linen's buffers are named after their collections, its parameters are not. A mapping may name both with, or both
+    without, as checkpoints and nnx models do.
+    """
+    every = {**leaves, **buffers}
+    ways = [{name: name for name in every}]
+    if buffers and separator == "/":
+        ways.append(
+            {**dict(zip(leaves, leaves, strict=True)), **{n.partition("/")[2] or n: n for n in buffers}}
+        )
+        ways.append(
+            {**{f"params/{name}": name for name in leaves}, **dict(zip(buffers, buffers, strict=True))}
+        )
+    best: tuple[Found, Mapping[str, str]] | None = None
+    errors = []
+    for own in ways:
+        if len(own) < len(every):
+            continue
+        reader = ArrayReader(Renamed(every, own), separator, where)
+        try:
+            found = find(reader.tensors.values(), mapping, convention, where)
+        except MappingError as error:
+            errors.append(error)
+            continue
+        if best is None or len(found.weights) > len(best[0].weights):
+            best = found, own
+    if best is None:
+        raise errors[0]
+    return best
 
 
 class Renamed(Mapping[str, np.ndarray]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bridge.parity.pair.align import align, match_leaves
+from bridge.parity.pair.align import Moves, align, match_leaves
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 3, 4, 5))
@@ -61,3 +61,64 @@ def test_leaves_go_by_name_and_then_by_order() -> None:
         {"positions": numbers, "x": a, "y": b}, {"0": b.reshape(2, 3), "x": a, "1": numbers.reshape(2, 3)}
     )
     assert [(name, other) for name, other, _ in found] == [("positions", "1"), ("x", "x"), ("y", "0")]
+
+
+LAST = ((0, 2, 3, 1), (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("torch", "jax", "known", "moves"),
+    [
+        # Square images, a faulty output: the noise does not exchange height and width.
+        ((4, 6, 7, 7), (4, 7, 7, 6), (), LAST),
+        # As many rows as channels: the rows stay where they are.
+        ((4, 4, 5, 5), (4, 5, 5, 4), (), LAST),
+        # As many heads as tokens: other arrays tell, and without them the axes stay.
+        ((2, 4, 4, 8), (2, 4, 4, 8), (), ((0, 1, 2, 3), (0, 1, 2, 3))),
+        ((2, 4, 4, 8), (2, 4, 4, 8), (((0, 2, 1, 3), (0, 1, 2, 3)),), ((0, 2, 1, 3), (0, 1, 2, 3))),
+        ((2, 4, 4, 8), (2, 4, 32), (((0, 2, 1, 3), (0, 1, 2)),), ((0, 2, 1, 3), (0, 1, 2))),
+        # A sequence as long as its channels.
+        ((3, 8, 8), (3, 8, 8), (((0, 2, 1), (0, 1, 2)),), ((0, 2, 1), (0, 1, 2))),
+        # What other arrays do is no way here.
+        ((4, 6, 7, 7), (4, 7, 7, 6), (((0, 2, 1, 3), (0, 1, 2, 3)),), LAST),
+    ],
+)
+@pytest.mark.parametrize("seed", range(8))
+def test_noise_chooses_no_layout(
+    torch: tuple[int, ...], jax: tuple[int, ...], known: tuple[Moves, ...], moves: Moves, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    way = align(rng.standard_normal(torch), rng.standard_normal(jax), None, known)
+    assert way is not None
+    assert way.moves == moves
+    assert way.certain == (moves in known)
+    assert way.certain != way.doubt.startswith("layout not certain")
+
+
+def test_a_layout_that_values_alone_choose_is_said_and_another_arrays_makes_it_usual() -> None:
+    x = RNG.standard_normal((4, 6, 7, 7))
+    turned = align(x, x.transpose(0, 3, 2, 1))
+    assert turned is not None
+    assert turned.axes == (0, 3, 2, 1)
+    assert "values alone chose axes (0, 3, 2, 1), where shapes allow axes (0, 2, 3, 1)" in turned.doubt
+    known = align(x, x.transpose(0, 3, 2, 1), None, (turned.moves,))
+    assert known is not None
+    assert (known.moves, known.doubt) == (turned.moves, "")
+    plain = align(x, x.transpose(0, 2, 3, 1))
+    assert plain is not None
+    assert (plain.certain, plain.doubt) == (True, "")
+
+
+def test_a_reshape_that_mixes_axes_is_no_layout() -> None:
+    # A port that reshapes [C, H, W] to [H, W, C] instead of moving the axis has other numbers at each place.
+    x = RNG.standard_normal((2, 3, 5, 5))
+    way = align(x, x.reshape(2, 5, 5, 3))
+    assert way is not None
+    assert way.moves == LAST
+    assert not np.array_equal(way.to_jax(x), x.reshape(2, 5, 5, 3))
+
+
+def test_equal_numbers_have_the_usual_layout_without_a_doubt() -> None:
+    zeros = align(np.zeros((2, 3, 4, 4)), np.zeros((2, 4, 4, 3)))
+    assert zeros is not None
+    assert (zeros.moves, zeros.doubt) == (LAST, "")

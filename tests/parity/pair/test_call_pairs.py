@@ -14,10 +14,14 @@ def call(path: str, **inputs: np.ndarray) -> Call:
 
 
 def matched(torch: dict[str, np.ndarray], jax: dict[str, np.ndarray]) -> list[str]:
+    return [name for name, _ in matches(torch, jax)]
+
+
+def matches(torch: dict[str, np.ndarray], jax: dict[str, np.ndarray]) -> list[tuple[str, str]]:
     pair = CallPair(
         ModulePair("attention", "attention", 0), 0, call("attention", **torch), call("attention", **jax)
     )
-    return [name for name, _, _ in pair.inputs]
+    return [(name, other) for name, other, _ in pair.inputs]
 
 
 def test_query_key_and_value_that_are_one_array_on_both_sides_are_given_together():
@@ -26,6 +30,10 @@ def test_query_key_and_value_that_are_one_array_on_both_sides_are_given_together
     assert matched({"0": x, "1": x, "2": x}, {"0": y, "1": y, "2": y}) == ["0", "1", "2"]
 
 
-def test_an_array_that_only_one_side_repeats_is_something_else():
+def test_an_array_that_only_one_side_repeats_has_the_twin_of_its_first():
     x, y, z = np.random.default_rng(1).normal(size=(3, 2, 3))
-    assert matched({"0": x, "1": x, "2": z}, {"0": y, "1": z, "2": z + 1e-9}) == ["0", "2"]
+    ours, theirs = {"0": x, "1": x, "2": z}, {"0": y, "1": z, "2": z + 1e-9}
+    assert matches(ours, theirs) == [("0", "0"), ("2", "2"), ("1", "0")]
+    # Three times the same here, once there, by position or by name.
+    assert matches({"0": x, "1": x, "key_value": x}, {"0": y}) == [("0", "0"), ("1", "0"), ("key_value", "0")]
+    assert matches({"0": x}, {"inputs.q": y, "inputs.kv": y}) == [("0", "inputs.q"), ("0", "inputs.kv")]

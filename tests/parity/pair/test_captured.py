@@ -140,7 +140,7 @@ CANNOT: dict[str, tuple[Callable[[Path], None], str]] = {
     "fewer steps": (lambda path: torch_trace(path, steps=1), "as many steps"),
     "two of JAX": (
         lambda path: capture_jax(JaxMLP(), BATCH, path, steps=2),
-        "expected a torch and a jax trace",
+        "expected a trace of a torch model and one of a JAX model, got two of jax: compare checkpoints by",
     ),
 }
 

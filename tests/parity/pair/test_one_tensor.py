@@ -1,0 +1,125 @@
+"""Inputs that are one tensor have one gradient, whatever it is given as."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from torch import nn
+
+from bridge.parity import parity
+from bridge.parity.pair.backward import places_in
+
+X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda x: x,
+        lambda x: x.transpose(1, 0, 2),
+        lambda x: x[:, 2:5],
+        lambda x: x.reshape(24, 8)[::-1],
+        lambda x: np.repeat(x[:1], 3, axis=0),
+    ],
+    ids=["the same", "transposed", "a slice", "reversed rows", "repeated"],
+)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_the_gradient_of_a_part_goes_to_where_it_is_from(part: Any, zeros: bool) -> None:
+    x = np.where(X > 0.5, 0.0, X) if zeros else X.astype(np.float64)
+    numbers = np.arange(x.size).reshape(x.shape)
+    taken = part(x)
+    places = places_in(x, taken)
+    assert places is not None
+    whole = x.size == taken.size and np.array_equal(x, taken)
+    clear = np.ones(taken.size, bool) if whole else taken.reshape(-1) != 0
+    assert np.array_equal(np.flatnonzero(clear), places.taken)
+    assert np.array_equal(places.target, part(numbers).reshape(-1)[clear])
+    assert (places.ambiguous.size > 0) == (zeros and not whole)
+
+
+def test_other_arrays_are_no_part() -> None:
+    assert places_in(X, X + 1) is None
+    assert places_in(X, np.zeros((2, 3))) is None
+    assert places_in(np.where(X > 0, X, 0), np.zeros((2, 3))) is None
+    assert places_in(np.arange(6), np.arange(6)) is None
+
+
+class Mixer(nn.Module):
+    """Reads one tensor under several names. ``way``: how it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Any, y: Any = None, more: Any = None) -> torch.Tensor:
+        other = more["y"] if more is not None else x if y is None else y
+        scores = self.q(x) @ self.k(other).transpose(1, 2)
+        return torch.tanh(scores / 8) @ other + x
+
+
+class Around(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inp, self.mixer, self.out, self.way = nn.Linear(8, 8), Mixer(), nn.Linear(8, 4), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inp(x)
+        given = {
+            "once": lambda: self.mixer(y),
+            "twice": lambda: self.mixer(y, y),
+            "by name": lambda: self.mixer(y, y=y.view_as(y)),
+            "in a dict": lambda: self.mixer(y, more={"y": y.clone()}),
+        }
+        return self.out(given[self.way]())
+
+
+class JaxMixer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.q, self.k = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: Any, y: Any = None) -> Any:
+        other = x if y is None else y
+        return jax.numpy.tanh(self.q(x) @ self.k(other).swapaxes(1, 2) / 8) @ other + x
+
+
+class JaxAround(nnx.Module):
+    """``stop``: a planted fault, no gradient flows into what the keys and values are made of."""
+
+    def __init__(self, twice: bool, stop: bool) -> None:
+        rngs = nnx.Rngs(0)
+        self.inp, self.mixer = nnx.Linear(8, 8, rngs=rngs), JaxMixer(rngs)
+        self.out, self.twice, self.stop = nnx.Linear(8, 4, rngs=rngs), twice, stop
+
+    def __call__(self, x: Any) -> Any:
+        y = self.inp(x)
+        again = jax.lax.stop_gradient(y) if self.stop else y
+        return self.out(self.mixer(y, again) if self.twice else self.mixer(y))
+
+
+RULES = [
+    {"torch": f"{a}.{kind}{axes}", "jax": f"{a.replace('.', '/')}/{twin}"}
+    for a in ("inp", "mixer.q", "mixer.k", "out")
+    for kind, twin, axes in (("weight", "kernel : i_ o", " : o i_"), ("bias", "bias", ""))
+]
+
+
+@pytest.mark.parametrize(
+    ("way", "twice"), [("twice", False), ("by name", False), ("in a dict", False), ("once", True)]
+)
+def test_a_right_port_is_the_same_and_a_fault_elsewhere_has_one_place(way: str, twice: bool) -> None:
+    torch.manual_seed(0)
+    for stop in (False, True) if twice else (False,):
+        options: dict[str, Any] = {"mapping": {"name": "m", "rule": RULES}, "weights": "torch", "steps": 0}
+        found = parity(Around(way), JaxAround(twice, stop), X, **options)
+        assert bool(found) != stop, found.summary()
+        # Whose gradient is stopped is seen: what is made of the mixer's input lacks a part.
+        assert not stop or found.first_divergence is not None
+    faulty = JaxAround(twice, False)
+    faulty.out.bias[...] += 1
+    own = parity(Around(way), faulty, X, mapping={"name": "m", "rule": RULES}, weights="own", steps=0)
+    assert not any(row.verdict == "introduced" and row.stage == "backward" for row in own.rows), own.summary()
