@@ -14,11 +14,13 @@ each device's part.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
@@ -27,7 +29,7 @@ from jax.sharding import Mesh, PartitionSpec
 from bridge.sharding import ShardingPolicy
 from jax_impl.api import plan_sharding
 from jax_impl.comm.collectives import fence
-from jax_impl.modules.module_tree import parameter_leaves, variable_leaves
+from jax_impl.modules.module_tree import ROOT, constant_leaves, joined, parameter_leaves, variable_leaves
 from jax_impl.modules.seal import jaxpr_of
 from jax_impl.modules.tree_model import Tree, as_module
 from jax_impl.options import ShardingOptions
@@ -72,12 +74,24 @@ def init_sharded(
 
     def values() -> tuple[Values, Values]:
         module = made()
-        return parameter_leaves(module), variable_leaves(module)
+        return parameter_leaves(module), variable_leaves(module) | constant_leaves(module)
 
     values = _op_by_op(values)
     program = _on_shards if plan.engine == "shard_map" else _by_parameter
-    weights, variables = program(plan, values)()
-    return plan, weights, {path: variables[path] for path in plan.variables}
+    weights, others = program(plan, values)()
+    return _with_constants(plan, others), weights, {path: others[path] for path in plan.variables}
+
+
+def _with_constants(plan: ShardingPlan, values: Values) -> ShardingPlan:
+    """A program closes over them, so each process has its own copy, on no device in particular."""
+    root = plan.units[ROOT]
+    local = {
+        joined(place): np.asarray(values[joined(place)].addressable_data(0)) for place in root.module.constants
+    }
+    if not local:
+        return plan
+    units = {**plan.units, ROOT: replace(root, module=root.module.with_constants(local))}
+    return replace(plan, model=plan.model.with_constants(local), units=units)
 
 
 def _op_by_op(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -155,5 +169,4 @@ def _by_parameter(plan: ShardingPlan, values: Callable[[], tuple[Values, Values]
         parameters, variables = values()
         return {path: parameters[path].astype(plan.parameters[path].dtype) for path in plan.arrays}, variables
 
-    placed = plan.shardings, dict.fromkeys(plan.variables, plan.replicated)
-    return jax.jit(whole, out_shardings=placed)
+    return jax.jit(whole, out_shardings=(plan.shardings, plan.replicated))

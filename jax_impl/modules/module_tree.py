@@ -12,18 +12,26 @@ count as modules of their own, and each unit inside it stands for as many equal 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_impl.modules.seal import seal_parameter
+from jax_impl.modules.seal import constant, seal_parameter
 from jax_impl.modules.tree_model import as_given, as_module, may_be_unit
 from jax_impl.modules.unit_parameter import Key, Origin, UnitParameter, UnitRun, Values, not_as_sharded
 
 ROOT = ""
+
+
+def _is_plain(_: Any, value: Any) -> bool:
+    """An array that is an attribute of a module, and in no Variable."""
+    return not isinstance(value, nnx.Variable)
+
+
+_VARIABLES = nnx.Not(nnx.Any(nnx.Param, _is_plain))
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class UnitModule:
     order of its leaves; ``names``: the same, dotted and relative to the unit; ``shapes`` and ``dtypes`` belong to them.
     ``variables``: paths in the model of all other variables below it, those of inner units too. ``inner``: the units
     right inside it, path -> key within. ``cls``: class of the module, or of the pytree that it stands for.
+    ``constants``: plain arrays of the model that are below it, by their places.
     ``below``: places within, shapes and dtypes of the parameters of units inside, path -> in the order of their leaves.
     """
 
@@ -50,6 +59,7 @@ class UnitModule:
     inner: Mapping[str, Key]
     cls: type
     places: tuple[Key, ...]
+    constants: Mapping[Key, Any]
     below: Mapping[str, Sequence[tuple[Key, tuple[int, ...], Any]]]
 
     def values(self, leaves: Sequence[jax.Array], runs: Mapping[str, UnitRun]) -> Values:
@@ -76,7 +86,27 @@ class UnitModule:
             self.graphdef,
             nnx.from_flat_state(list(values.items())),
             jax.tree.unflatten(self.variable_tree, variables),
+            nnx.from_flat_state(list(self.constants.items())),
         )
+
+    def with_constants(self, values: Mapping[str, Any]) -> UnitModule:
+        """The same with other values of plain arrays, by path."""
+        return replace(self, constants={place: values[joined(place)] for place in self.constants})
+
+    def sealed_constants(self) -> UnitModule:
+        """The same, and a traced program shows whether its constants are changed. Raises ``ValueError`` for shapes."""
+        for place, value in self.constants.items():
+            if isinstance(value, jax.ShapeDtypeStruct):
+                raise ValueError(
+                    f"array {joined(place)!r}: expected values of a plain array of the model, got its shape: "
+                    "fully_shard and init_sharded have them"
+                )
+        return self.with_constants({joined(p): constant(joined(p), x) for p, x in self.constants.items()})
+
+    def changed_constants(self, module: nnx.Module) -> dict[str, jax.Array]:
+        """Plain arrays of a merged module that are other objects than those it was made of."""
+        found = dict(nnx.to_flat_state(nnx.state(module, _is_plain)))
+        return {joined(p): found[p] for p, x in self.constants.items() if p in found and found[p] is not x}
 
     def changed_variables(self, module: nnx.Module) -> list[jax.Array]:
         """The variables of a merged module after it ran.
@@ -84,7 +114,7 @@ class UnitModule:
         Variables that appeared are left out at the root, where a loss can read them, as sown ones are meant to be. In
         another unit they could not leave it: raises ``ValueError`` with their paths.
         """
-        state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.Param)))
+        state = nnx.as_pure(nnx.state(module, _VARIABLES))
         after = dict(nnx.to_flat_state(state))
         before = [key for key, _ in nnx.to_flat_state(jax.tree.unflatten(self.variable_tree, self.variables))]
         new = [joined(key) for key in after if key not in set(before)]
@@ -117,14 +147,19 @@ def parameter_leaves(model: nnx.Module) -> dict[str, jax.Array]:
 
 def variable_leaves(model: nnx.Module | Any) -> dict[str, jax.Array]:
     """``{path: value}`` of every other variable: batch statistics, random keys and counts; a pytree has none."""
-    flat = nnx.to_flat_state(nnx.state(as_module(model), nnx.Not(nnx.Param)))
+    flat = nnx.to_flat_state(nnx.state(as_module(model), _VARIABLES))
     return {joined(key): variable.get_raw_value() for key, variable in flat}
+
+
+def constant_leaves(model: nnx.Module) -> dict[str, Any]:
+    """``{path: value}`` of every plain array: tables that are attributes of modules, neither trained nor saved."""
+    return {joined(key): value for key, value in nnx.to_flat_state(nnx.state(model, _is_plain))}
 
 
 def variable_infos(model: nnx.Module) -> dict[str, VariableInfo]:
     """The same without values. Raises ``ValueError`` for a variable that holds no array, by path."""
     found = {}
-    for key, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param))):
+    for key, variable in nnx.to_flat_state(nnx.state(model, _VARIABLES)):
         value = variable.get_raw_value()
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise ValueError(f"variable {joined(key)!r}: expected an array, got {type(value).__name__}")
@@ -133,9 +168,10 @@ def variable_infos(model: nnx.Module) -> dict[str, VariableInfo]:
 
 
 def abstract(model: nnx.Module) -> nnx.Module:
-    """A copy of the model with shapes and dtypes in place of values."""
-    graphdef, state = nnx.split(model)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
+    """A copy of the model with shapes and dtypes in place of values, but for plain arrays."""
+    graphdef, constants, state = cast(tuple[Any, Any, Any], nnx.split(model, _is_plain, ...))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    return nnx.merge(graphdef, constants, shapes)
 
 
 def whole_model(model: nnx.Module) -> UnitModule:
@@ -210,7 +246,9 @@ def _split(
     variables_below = {
         place: variable for place, variable in nnx.iter_graph(module) if isinstance(variable, nnx.Variable)
     }
-    graphdef, parameters, variables = cast(tuple[Any, Any, Any], nnx.split(module, nnx.Param, ...))
+    graphdef, parameters, variables, constants = cast(
+        tuple[Any, Any, Any, Any], nnx.split(module, nnx.Param, _VARIABLES, ...)
+    )
     flat = [
         (place, leaf.shape if layers is None or unit_of(place) is None else leaf.shape[1:], leaf.dtype)
         for place, leaf in nnx.to_flat_state(nnx.as_pure(parameters))
@@ -229,6 +267,7 @@ def _split(
         inner=inner,
         cls=type(as_given(module)),
         places=tuple(place for place, _, _ in own),
+        constants=dict(nnx.to_flat_state(constants)),
         below={
             path: [(place, shape, _dtype_in_jax(dtype)) for place, shape, dtype in flat if unit_of(place) == path]
             for path in inner

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import flax
 import jax
+import jax.numpy as jnp
 import jaxlib
 import optax
 from jax import lax
@@ -34,16 +35,22 @@ Equations = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Seal:
-    """Of a variable: the path of its unit. ``fixed``: it may not be moved. ``stopped``: it has passed stop_gradient."""
+    """Of a variable: the path of its unit. ``fixed``: it may not be moved. ``stopped``: it has passed stop_gradient.
+
+    ``free``: it is a constant, which may be used; the path is its own.
+    """
 
     path: str
     fixed: bool = False
     stopped: bool = False
+    free: bool = False
 
 
 _SEAL = "twinshard sealed "
 _FIXED = "twinshard parameter of "
 _OPEN = "twinshard opened"
+_CONSTANT = "twinshard constant "
+_UNCHANGED = "twinshard unchanged "
 # What hands weights on as they are, or some layers' of a stack.
 _MOVES = frozenset(
     {
@@ -85,6 +92,17 @@ def seal(path: str, arrays: T) -> T:
 def seal_parameter(path: str, zeros: jax.Array, *, fixed: bool) -> jax.Array:
     """Zeros in place of a parameter of unit ``path``. ``fixed``: no layers of a stack, of which loops take slices."""
     return checkpoint_name(zeros, (_FIXED if fixed else _SEAL) + path)
+
+
+def constant(path: str, array: Any) -> jax.Array:
+    """A plain array of the model at ``path``, which no loss changes."""
+    return checkpoint_name(jnp.asarray(array), _CONSTANT + path)
+
+
+def witnessed_constants(output: T, arrays: Mapping[str, jax.Array]) -> T:
+    """The same ``output``, in a program that shows whether ``arrays`` are the constants still."""
+    given = [checkpoint_name(witness(lax.stop_gradient(array)), _UNCHANGED + path) for path, array in arrays.items()]
+    return witnessed(output, given)
 
 
 def witness(zeros: jax.Array) -> jax.Array:
@@ -137,7 +155,7 @@ def check_seals(program: Any) -> None:
     # What is computed and never used does no harm, and linen's setup may do so.
     jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)
     for seal in _outputs(jaxpr, [None] * len(jaxpr.invars), ()):
-        if seal is not None:
+        if seal is not None and not seal.free:
             raise ValueError(_refusal(seal.path, "them as a result"))
 
 
@@ -151,6 +169,14 @@ def _outputs(jaxpr: Any, inputs: Sequence[Seal | None], around: Equations) -> li
             fixed = label.startswith(_FIXED)
             sealed[equation.outvars[0]] = Seal(label.removeprefix(_FIXED if fixed else _SEAL), fixed)
             continue
+        if isinstance(label, str) and label.startswith(_CONSTANT):
+            sealed[equation.outvars[0]] = Seal(label.removeprefix(_CONSTANT), free=True)
+            continue
+        if isinstance(label, str) and label.startswith(_UNCHANGED) and given[0] is None:
+            raise ValueError(
+                f"array {label.removeprefix(_UNCHANGED)!r}: expected a constant, since it is a plain array of the "
+                "model, got one that the loss changes: make it an nnx.Variable, whose values go from step to step"
+            )
         if label == _OPEN:
             continue
         for variable, seal in zip(equation.outvars, _results(equation, given, around), strict=True):
@@ -189,8 +215,11 @@ def _results(
         return nothing
     if primitive == "optimization_barrier":
         return given
-    seal = next(filter(None, given))
+    sealed = [seal for seal in given if seal is not None]
+    seal = next((seal for seal in sealed if not seal.free), sealed[0])
     witnesses = all(variable.aval.size == 0 for variable in equation.outvars)
+    if seal.free and not witnesses and primitive not in _PASSES:
+        return nothing
     if primitive not in (_PASSES if seal.fixed and not witnesses else _MOVES):
         raise ValueError(_refusal(seal.path, f"{primitive}{_line(around)}"))
     return [replace(seal, stopped=seal.stopped or primitive == "stop_gradient")] * len(nothing)
@@ -198,7 +227,7 @@ def _results(
 
 def _check_witnesses(given: Sequence[Seal | None]) -> None:
     """Raises ``ValueError`` unless the arrays of a call, and its parameters, have come from one unit unchanged."""
-    seals = [seal for seal in given if seal is not None]
+    seals = [seal for seal in given if seal is not None and not seal.free]
     if seals and None in given[1:]:
         raise ValueError(_refusal(seals[0].path, "others in place of some (jnp.zeros_like of them)"))
     if len({seal.stopped for seal in seals}) > 1:

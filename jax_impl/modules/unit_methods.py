@@ -50,13 +50,13 @@ def caught_calls(classes: Iterable[type]) -> Iterator[None]:
 
 
 def _methods(cls: type) -> dict[str, Any]:
-    """What an instance is called by, and public and private methods; not those of ``nnx.Module`` and of builtins."""
+    """What an instance is called by, and other methods; not those of builtins, and none that ``nnx.Module`` has, too."""
     found: dict[str, Any] = {}
     for base in cls.__mro__:
-        if base.__module__ == "builtins" or base in nnx.Module.__mro__:
+        if base.__module__ == "builtins":
             continue
         for name, value in vars(base).items():
-            special = name.startswith("__") and name != "__call__"
+            special = name != "__call__" and (name.startswith("__") or hasattr(nnx.Module, name))
             bound = callable(value) and hasattr(type(value), "__get__")
             if not special and bound and not isinstance(value, type | staticmethod | classmethod):
                 found.setdefault(name, inspect.getattr_static(cls, name))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jax_impl.modules.seal import witness
@@ -290,13 +291,10 @@ class _ModuleContents:
         gone = [*(set(self._places) - found.keys()), *(before.keys() - after.keys())]
         if new or gone:
             raise ValueError(not_as_sharded(unit_at(self._module).path, new, gone))
-        self._static = {
-            (key, name): value
-            for key, node in after.items()
-            for name, value in _static(node).items()
-            if value is not vars(before[key]).get(name, _MISSING)
-        } | {
-            (key, name): _MISSING for key, node in before.items() for name in _static(node) if name not in vars(after[key])
+        now = {(key, name): value for key, node in after.items() for name, value in _static(node).items()}
+        old = {(key, name): value for key, node in before.items() for name, value in _static(node).items()}
+        self._static = dict.fromkeys(old.keys() - now.keys(), _MISSING) | {
+            place: value for place, value in now.items() if value is not old.get(place, _MISSING)
         }
         return [found[place] for place in self._others]
 
@@ -320,10 +318,13 @@ def _nodes(module: nnx.Pytree) -> dict[Key, nnx.Pytree]:
 
 
 def _static(node: nnx.Pytree) -> dict[str, Any]:
+    """Attributes that are no arrays, and hold none."""
     return {
         name: value
         for name, value in vars(node).items()
-        if not name.startswith("_pytree") and not nnx.is_data(value)
+        if not name.startswith("_pytree")
+        and not isinstance(value, nnx.Pytree | nnx.Variable | jax.Array | np.ndarray)
+        and not nnx.is_data(value)
     }
 
 

@@ -13,7 +13,7 @@ from jax_impl.comm.collectives import fence
 from jax_impl.comm.mesh import is_gpu, is_simulated
 from jax_impl.diagnostics.outputs import layer_numbers, look_at_output, watching
 from jax_impl.modules.module_tree import ROOT
-from jax_impl.modules.seal import seal, witnessed
+from jax_impl.modules.seal import seal, witnessed, witnessed_constants
 from jax_impl.modules.stack_lengths import unnamed_stack
 from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.uneven_means import mark_rows
@@ -106,9 +106,11 @@ def call_model(
 
     def call(values: Values, arguments: Arguments) -> tuple[Any, Sequence[Any]]:
         variables, (rows, *shared), _ = arguments
-        module = root.made(values, variables)
+        own = root.sealed_constants()
+        module = own.made(values, variables)
         try:
             output = run(as_given(module), mark_rows(rows), *shared)
+            output = witnessed_constants(output, own.changed_constants(module))
             return output, root.changed_variables(module)
         except ValueError as error:
             hint = unnamed_stack(error, [unit.module for unit in plan.units.values()])
