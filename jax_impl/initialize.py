@@ -70,7 +70,9 @@ def init_sharded(
             # As a module, which may hold what is no array.
             return as_module(make())
 
-    plan = plan_sharding(nnx.eval_shape(made), mesh, policy, **options)
+    shapes = nnx.eval_shape(made)
+    _check_no_tracers(shapes)
+    plan = plan_sharding(shapes, mesh, policy, **options)
 
     def values() -> tuple[Values, Values]:
         module = made()
@@ -82,11 +84,21 @@ def init_sharded(
     return _with_constants(plan, others), weights, {path: others[path] for path in plan.variables}
 
 
+def _check_no_tracers(model: nnx.Module) -> None:
+    for key, value in nnx.iter_graph(model):
+        if isinstance(value, jax.core.Tracer):
+            raise ValueError(
+                f"array {joined(key)!r}: expected a NumPy array or an nnx.Variable, got a plain array of JAX, which flax "
+                "does not hand out of a function that is traced, as init_sharded does: make it by NumPy, or use fully_shard"
+            )
+
+
 def _with_constants(plan: ShardingPlan, values: Values) -> ShardingPlan:
     """A program closes over them, so each process has its own copy, on no device in particular."""
     root = plan.units[ROOT]
     local = {
-        joined(place): np.asarray(values[joined(place)].addressable_data(0)) for place in root.module.constants
+        joined(place): np.asarray(values[joined(place)].addressable_data(0))
+        for place in root.module.constants
     }
     if not local:
         return plan

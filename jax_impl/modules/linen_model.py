@@ -292,4 +292,3 @@ def _looped_axes(whole: Sequence[tuple[int, ...]], given: Sequence[tuple[int, ..
         for axis in range(min(map(len, whole)))
         if all((*shape[:axis], *shape[axis + 1 :]) == one for shape, one in zip(whole, given, strict=True))
     }
-

@@ -31,7 +31,7 @@ def _is_plain(_: Any, value: Any) -> bool:
     return not isinstance(value, nnx.Variable)
 
 
-_VARIABLES = nnx.Not(nnx.Any(nnx.Param, _is_plain))
+VARIABLES = nnx.Not(nnx.Any(nnx.Param, _is_plain))
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class UnitModule:
         Variables that appeared are left out at the root, where a loss can read them, as sown ones are meant to be. In
         another unit they could not leave it: raises ``ValueError`` with their paths.
         """
-        state = nnx.as_pure(nnx.state(module, _VARIABLES))
+        state = nnx.as_pure(nnx.state(module, VARIABLES))
         after = dict(nnx.to_flat_state(state))
         before = [key for key, _ in nnx.to_flat_state(jax.tree.unflatten(self.variable_tree, self.variables))]
         new = [joined(key) for key in after if key not in set(before)]
@@ -147,7 +147,7 @@ def parameter_leaves(model: nnx.Module) -> dict[str, jax.Array]:
 
 def variable_leaves(model: nnx.Module | Any) -> dict[str, jax.Array]:
     """``{path: value}`` of every other variable: batch statistics, random keys and counts; a pytree has none."""
-    flat = nnx.to_flat_state(nnx.state(as_module(model), _VARIABLES))
+    flat = nnx.to_flat_state(nnx.state(as_module(model), VARIABLES))
     return {joined(key): variable.get_raw_value() for key, variable in flat}
 
 
@@ -159,7 +159,7 @@ def constant_leaves(model: nnx.Module) -> dict[str, Any]:
 def variable_infos(model: nnx.Module) -> dict[str, VariableInfo]:
     """The same without values. Raises ``ValueError`` for a variable that holds no array, by path."""
     found = {}
-    for key, variable in nnx.to_flat_state(nnx.state(model, _VARIABLES)):
+    for key, variable in nnx.to_flat_state(nnx.state(model, VARIABLES)):
         value = variable.get_raw_value()
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise ValueError(f"variable {joined(key)!r}: expected an array, got {type(value).__name__}")
@@ -247,7 +247,7 @@ def _split(
         place: variable for place, variable in nnx.iter_graph(module) if isinstance(variable, nnx.Variable)
     }
     graphdef, parameters, variables, constants = cast(
-        tuple[Any, Any, Any, Any], nnx.split(module, nnx.Param, _VARIABLES, ...)
+        tuple[Any, Any, Any, Any], nnx.split(module, nnx.Param, VARIABLES, ...)
     )
     flat = [
         (place, leaf.shape if layers is None or unit_of(place) is None else leaf.shape[1:], leaf.dtype)
@@ -263,13 +263,17 @@ def _split(
         names=tuple(".".join(map(str, place)) for place, _, _ in own),
         shapes=tuple(tuple(shape[layers is not None :]) for _, shape, _ in own),
         dtypes=tuple(_dtype_in_jax(dtype) for _, _, dtype in own),
-        variables=tuple(variable_paths[id(variables_below[place])] for place, _ in nnx.to_flat_state(variables)),
+        variables=tuple(
+            variable_paths[id(variables_below[place])] for place, _ in nnx.to_flat_state(variables)
+        ),
         inner=inner,
         cls=type(as_given(module)),
         places=tuple(place for place, _, _ in own),
         constants=dict(nnx.to_flat_state(constants)),
         below={
-            path: [(place, shape, _dtype_in_jax(dtype)) for place, shape, dtype in flat if unit_of(place) == path]
+            path: [
+                (place, shape, _dtype_in_jax(dtype)) for place, shape, dtype in flat if unit_of(place) == path
+            ]
             for path in inner
         },
     )

@@ -101,7 +101,10 @@ def constant(path: str, array: Any) -> jax.Array:
 
 def witnessed_constants(output: T, arrays: Mapping[str, jax.Array]) -> T:
     """The same ``output``, in a program that shows whether ``arrays`` are the constants still."""
-    given = [checkpoint_name(witness(lax.stop_gradient(array)), _UNCHANGED + path) for path, array in arrays.items()]
+    given = [
+        checkpoint_name(witness(lax.stop_gradient(array)), _UNCHANGED + path)
+        for path, array in arrays.items()
+    ]
     return witnessed(output, given)
 
 
@@ -161,7 +164,9 @@ def check_seals(program: Any) -> None:
 
 def _outputs(jaxpr: Any, inputs: Sequence[Seal | None], around: Equations) -> list[Seal | None]:
     """Which outputs are sealed, when these inputs are. ``around``: the equations that the jaxpr is inside of."""
-    sealed: dict[Any, Seal] = {v: seal for v, seal in zip(jaxpr.invars, inputs, strict=True) if seal is not None}
+    sealed: dict[Any, Seal] = {
+        v: seal for v, seal in zip(jaxpr.invars, inputs, strict=True) if seal is not None
+    }
     for equation in jaxpr.eqns:
         given = [_get(sealed, operand) for operand in equation.invars]
         label = equation.params.get("name") if len(equation.invars) == 1 else None
@@ -185,9 +190,7 @@ def _outputs(jaxpr: Any, inputs: Sequence[Seal | None], around: Equations) -> li
     return [_get(sealed, variable) for variable in jaxpr.outvars]
 
 
-def _results(
-    equation: Any, given: Sequence[Seal | None], around: Equations
-) -> Sequence[Seal | None]:
+def _results(equation: Any, given: Sequence[Seal | None], around: Equations) -> Sequence[Seal | None]:
     primitive, params = equation.primitive.name, equation.params
     nothing: list[Seal | None] = [None] * len(equation.outvars)
     around = (*around, equation)

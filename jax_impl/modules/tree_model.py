@@ -58,8 +58,9 @@ class TreeList(nnx.List[Any]):
 def call_unit(function: Callable[..., Any], params: Tree, /, *args: Any, **kwargs: Any) -> Any:
     """``function(params, *args, **kwargs)``, where ``params`` may be a unit of a sharded model.
 
-    In a loss over a pytree ``params`` is a subtree, of which ``function`` gets the arrays; where it is a unit, or a part
-    of one, they are gathered for this call. With an nnx model it is a module. Plain pytrees and modules are just passed on, so the same
+    In a loss over a pytree ``params`` is a subtree, of which ``function`` gets the arrays; where it is a unit, or a
+    part of one, they are gathered for this call. With an nnx model it is a module. Plain pytrees and modules are just
+    passed on, so the same
     code runs without sharding. ``args`` are pytrees of arrays and Python values. Arrays that depend on weights, or on
     the passes of a loop around the call, must be arguments: ``function`` may not close over them. A stack is scanned by
     ``jax.lax.scan`` over its subtree, with ``call_unit`` in the body.

@@ -225,7 +225,10 @@ def run_in_unit(
         others, args, kwargs = arguments
         rest = iter(others)
         inside = contents.made(
-            [values[leaf._origin.place] if is_unit_parameter(leaf) else next(rest) for leaf in contents.leaves]
+            [
+                values[leaf._origin.place] if is_unit_parameter(leaf) else next(rest)
+                for leaf in contents.leaves
+            ]
         )
         output = function(inside, *args, **kwargs)
         return output, contents.after(inside, others)

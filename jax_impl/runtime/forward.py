@@ -14,11 +14,11 @@ from jax_impl.comm.mesh import is_gpu, is_simulated
 from jax_impl.diagnostics.outputs import layer_numbers, look_at_output, watching
 from jax_impl.modules.module_tree import ROOT
 from jax_impl.modules.seal import seal, witnessed, witnessed_constants
-from jax_impl.modules.stack_lengths import unnamed_stack
 from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.uneven_means import mark_rows
 from jax_impl.modules.unit_methods import caught_calls
 from jax_impl.modules.unit_parameter import Arguments, Run, UnitRun, Values, origin_of, unit_parameters
+from jax_impl.runtime.foreign_errors import explained
 from jax_impl.runtime.level import Ways
 from jax_impl.runtime.memory_kinds import is_on_device, on_device
 from jax_impl.runtime.order import Order
@@ -112,8 +112,8 @@ def call_model(
             output = run(as_given(module), mark_rows(rows), *shared)
             output = witnessed_constants(output, own.changed_constants(module))
             return output, root.changed_variables(module)
-        except ValueError as error:
-            hint = unnamed_stack(error, [unit.module for unit in plan.units.values()])
+        except (ValueError, RuntimeError, TypeError) as error:
+            hint = explained(error, plan)
             if hint is None:
                 raise
             raise ValueError(hint) from error
