@@ -124,8 +124,7 @@ def call_model(
         gates_reductions=plan.engine == "shard_map",
         model_axes=bool(plan.model_axes.names),
     )
-    with caught_calls(unit.module.cls for path, unit in plan.units.items() if path != ROOT):
-        output, changed = _call_unit(plan, order, ROOT, held, call, (own, (rows, *shared), {}))
+    output, changed = _call_unit(plan, order, ROOT, held, call, (own, (rows, *shared), {}))
     return output, dict(zip(root.variables, changed, strict=True))
 
 
@@ -156,7 +155,9 @@ def _call_unit(
         fixed = {below: (mine, _without_gradient(plan, below, its)) for below, (mine, its) in inner.items()}
         runs = {below: _unit_run(plan, order, below, fixed) for below in unit.module.inner}
         own = _in_model_order(unit.groups, leaves, unit.module.parameters)
-        output, after = run(unit.module.values(own, runs), given)
+        # Here, since backward may come back to it when the model is done.
+        with caught_calls({plan.units[below].module.cls for below in _units_inside(plan, ROOT)}):
+            output, after = run(unit.module.values(own, runs), given)
         if watching():
             look_at_output(plan, path, layer, _split_arrays(given[1:])[0], output)
         changed[:] = [i for i, value in enumerate(after) if value is not given[0][i]]
