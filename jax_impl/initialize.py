@@ -88,8 +88,8 @@ def _check_no_tracers(model: nnx.Module) -> None:
     for key, value in nnx.iter_graph(model):
         if isinstance(value, jax.core.Tracer):
             raise ValueError(
-                f"array {joined(key)!r}: expected a NumPy array or an nnx.Variable, got a plain array of JAX, which flax "
-                "does not hand out of a function that is traced, as init_sharded does: make it by NumPy, or use fully_shard"
+                f"array {joined(key)!r}: expected a NumPy array or an nnx.Variable, got a plain array of JAX, which "
+                "flax does not hand out of the traced make(): make it by NumPy, or use fully_shard"
             )
 
 

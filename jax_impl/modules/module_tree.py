@@ -63,7 +63,7 @@ class UnitModule:
     below: Mapping[str, Sequence[tuple[Key, tuple[int, ...], Any]]]
 
     def values(self, leaves: Sequence[jax.Array], runs: Mapping[str, UnitRun]) -> Values:
-        """All parameters by their places: ``leaves``, and what stands for those of inner units, run by ``runs[path]``."""
+        """All parameters by place: ``leaves``, and what stands for those of inner units, which ``runs[path]`` runs."""
         found: dict[Key, Any] = dict(zip(self.places, leaves, strict=True))
         for path, parameters in self.below.items():
             carried, length = tuple(runs[path].arrays), len(self.inner[path])
@@ -251,7 +251,7 @@ def _split(
     )
     flat = [
         (place, leaf.shape if layers is None or unit_of(place) is None else leaf.shape[1:], leaf.dtype)
-        for place, leaf in nnx.to_flat_state(nnx.as_pure(parameters))
+        for place, leaf in _flat(nnx.as_pure(parameters))
     ]
     own = [(place, shape, dtype) for place, shape, dtype in flat if unit_of(place) is None]
     return UnitModule(
@@ -269,7 +269,7 @@ def _split(
         inner=inner,
         cls=type(as_given(module)),
         places=tuple(place for place, _, _ in own),
-        constants=dict(nnx.to_flat_state(constants)),
+        constants=dict(_flat(constants)),
         below={
             path: [
                 (place, shape, _dtype_in_jax(dtype)) for place, shape, dtype in flat if unit_of(place) == path
@@ -284,6 +284,10 @@ def _dtype_in_jax(dtype: Any) -> Any:
     return (
         dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
     )
+
+
+def _flat(state: Any) -> list[tuple[Key, Any]]:
+    return [(cast(Key, place), leaf) for place, leaf in nnx.to_flat_state(state)]
 
 
 def _layers(key: Key, stacks: Mapping[str, int]) -> int | None:

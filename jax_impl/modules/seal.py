@@ -237,7 +237,7 @@ def _check_witnesses(given: Sequence[Seal | None]) -> None:
     if len({seal.stopped for seal in seals}) > 1:
         raise ValueError(
             f"unit {seals[0].path!r}: expected jax.lax.stop_gradient of all of its parameters or of none, got it of "
-            "some, which the unit's gradients cannot follow: fully_shard(..., frozen=[...]) freezes parameters by their "
+            "some, which its gradients cannot follow: fully_shard(..., frozen=[...]) freezes parameters by their "
             "paths"
         )
 

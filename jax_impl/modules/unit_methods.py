@@ -50,7 +50,7 @@ def caught_calls(classes: Iterable[type]) -> Iterator[None]:
 
 
 def _methods(cls: type) -> dict[str, Any]:
-    """What an instance is called by, and other methods; not those of builtins, and none that ``nnx.Module`` has, too."""
+    """What an instance is called by, and methods; not those of builtins, and none that ``nnx.Module`` has, too."""
     found: dict[str, Any] = {}
     for base in cls.__mro__:
         if base.__module__ == "builtins":

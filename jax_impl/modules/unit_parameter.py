@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -136,7 +136,7 @@ class UnitArray(UnitParameter):
     """The same in a pytree, where ``isinstance(leaf, jax.Array)`` is true. (nnx asks JAX for the type of such.)"""
 
     @property
-    def __class__(self) -> type:
+    def __class__(self) -> type:  # type: ignore[misc]
         return jax.Array
 
 
@@ -191,7 +191,7 @@ def is_whole_unit(tree: Any) -> bool:
 
 
 def _depth(tree: Any) -> tuple[int, UnitRun] | None:
-    """A unit in ``tree``, and how many levels below its root: 0 where it is the unit, less where it is a part of one."""
+    """A unit in ``tree``, and how many levels below its root: 0 where it is the unit, less in a part of one."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit_parameter)[0]:
         if is_unit_parameter(leaf):
             place = leaf._origin.place
@@ -293,7 +293,8 @@ class _ModuleContents:
         new = [*(found.keys() - set(self._places)), *(after.keys() - before.keys())]
         gone = [*(set(self._places) - found.keys()), *(before.keys() - after.keys())]
         if new or gone:
-            raise ValueError(not_as_sharded(unit_at(self._module).path, new, gone))
+            unit = unit_at(self._module)
+            raise ValueError(not_as_sharded(unit.path if unit is not None else "", new, gone))
         now = {(key, name): value for key, node in after.items() for name, value in _static(node).items()}
         old = {(key, name): value for key, node in before.items() for name, value in _static(node).items()}
         self._static = dict.fromkeys(old.keys() - now.keys(), _MISSING) | {
@@ -317,7 +318,7 @@ class _ModuleContents:
 
 
 def _nodes(module: nnx.Pytree) -> dict[Key, nnx.Pytree]:
-    return {key: node for key, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)}
+    return {cast(Key, key): node for key, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)}
 
 
 def _static(node: nnx.Pytree) -> dict[str, Any]:

@@ -22,21 +22,21 @@ def explained(error: Exception, plan: ShardingPlan) -> str | None:
     if any(part in message for part in _DERIVATIVES):
         units = [path for path in plan.units if path][:3]
         return (
-            f"loss: expected first derivatives by weights only, got a derivative inside of the loss (jax.grad, jax.jvp, "
-            f"jax.hessian by its inputs) that goes through a unit, of {units}: it would miss what goes through the "
-            f"unit's weights. Choose no units that it goes through: fully_shard(..., units=[]) ({error})"
+            "loss: expected first derivatives by weights only, got a derivative inside of the loss (jax.grad, jax.jvp, "
+            f"jax.hessian by its inputs) that goes through a unit, such as {units}: it would miss what goes through "
+            f"the unit's weights. Choose no units that it goes through: fully_shard(..., units=[]) ({error})"
         )
     if any(part in message for part in _CONSTRAINTS):
         axes = list(plan.axes.names)
         if plan.engine == "shard_map":
             return (
-                f"with_sharding_constraint: expected no data-parallel axis {axes} in a loss of engine='shard_map', where "
-                "each device computes with its own rows: fully_shard(..., engine='pjit') follows such constraints, and "
+                f"with_sharding_constraint: expected no data-parallel axis {axes} in a loss of engine='shard_map', "
+                "where each device computes with its own rows: fully_shard(..., engine='pjit') follows such constraints, and "
                 f"where only rows are cut the constraint can be left out ({error})"
             )
         return (
-            "with_sharding_constraint: expected a mesh with the PartitionSpec: jax.sharding.NamedSharding(mesh, spec), or "
-            f"jax.set_mesh(mesh) around the step, with the mesh that fully_shard got, {axes} and others ({error})"
+            "with_sharding_constraint: expected a mesh with the PartitionSpec: jax.sharding.NamedSharding(mesh, spec), "
+            f"or jax.set_mesh(mesh) around the step, with the mesh that fully_shard got ({error})"
         )
     return (
         unnamed_stack(error, [unit.module for unit in plan.units.values()])
