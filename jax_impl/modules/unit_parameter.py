@@ -133,7 +133,14 @@ UnitParameter.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 @jax.tree_util.register_pytree_node_class
 class UnitArray(UnitParameter):
-    """The same in a pytree, where ``isinstance(leaf, jax.Array)`` is true. (nnx asks JAX for the type of such.)"""
+    """The same in a pytree: ``isinstance(leaf, jax.Array)`` is true, and functions of ``jax.numpy`` gather its unit.
+
+    (nnx asks JAX for the type of what is an array.) A network of haiku, applied as a whole, takes parameters so.
+    """
+
+    @property
+    def __jax_array__(self) -> Any:
+        return lambda: run_in_unit(lambda array: array, self, (), {})
 
     @property
     def __class__(self) -> type:  # type: ignore[misc]

@@ -19,6 +19,11 @@ _CONSTRAINTS = (
 def explained(error: Exception, plan: ShardingPlan) -> str | None:
     """What is wrong, and the way out; None for an error that says it."""
     message = str(error)
+    if "Triggering __jax_array__() during abstractification" in message:
+        return (
+            "loss: expected parameters of a unit inside of the unit only: call the unit, a method of it or "
+            f"jax_impl.call_unit(function, unit, ...) ({error})"
+        )
     if any(part in message for part in _DERIVATIVES):
         units = [path for path in plan.units if path][:3]
         return (
@@ -31,7 +36,7 @@ def explained(error: Exception, plan: ShardingPlan) -> str | None:
         if plan.engine == "shard_map":
             return (
                 f"with_sharding_constraint: expected no data-parallel axis {axes} in a loss of engine='shard_map', "
-                "where each device computes with its own rows: fully_shard(..., engine='pjit') follows such constraints, and "
+                "where each device computes with its own rows: fully_shard(..., engine='pjit') follows them, and "
                 f"where only rows are cut the constraint can be left out ({error})"
             )
         return (

@@ -318,10 +318,10 @@ def test_a_dictionary_that_is_a_unit_is_one():
         flat = flatten_dict({"layers": dict(enumerate(params["layers"]))})
         assert {path[-1] for path in flat} == {"a_kernel", "bias"}
         for layer in params["layers"]:
-            assert (
-                isinstance(layer, dict) and len(layer) == 2 and "bias" in layer and layer.get("scale") is None
-            )
-            assert isinstance(layer["bias"], jax.Array) and layer["bias"].shape == (DIM,)
+            assert isinstance(layer, dict)
+            assert (len(layer), "bias" in layer, layer.get("scale")) == (2, True, None)
+            assert isinstance(layer["bias"], jax.Array)
+            assert layer["bias"].shape == (DIM,)
             x = call_unit(lambda p, x: jnp.tanh(x @ p["a_kernel"] + p["bias"]), layer, x)
         # A part of a unit is one, too.
         x = call_unit(lambda kernel, x: x @ kernel, params["layers"][1]["a_kernel"], x)
