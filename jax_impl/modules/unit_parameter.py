@@ -142,8 +142,8 @@ class UnitArray(UnitParameter):
     def __jax_array__(self) -> Any:
         return lambda: run_in_unit(lambda array: array, self, (), {})
 
-    @property
-    def __class__(self) -> type:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return jax.Array
 
 
