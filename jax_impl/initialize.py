@@ -14,11 +14,13 @@ each device's part.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
@@ -27,7 +29,7 @@ from jax.sharding import Mesh, PartitionSpec
 from bridge.sharding import ShardingPolicy
 from jax_impl.api import plan_sharding
 from jax_impl.comm.collectives import fence
-from jax_impl.modules.module_tree import parameter_leaves, variable_leaves
+from jax_impl.modules.module_tree import ROOT, constant_leaves, joined, parameter_leaves, variable_leaves
 from jax_impl.modules.seal import jaxpr_of
 from jax_impl.modules.tree_model import Tree, as_module
 from jax_impl.options import ShardingOptions
@@ -68,16 +70,40 @@ def init_sharded(
             # As a module, which may hold what is no array.
             return as_module(make())
 
-    plan = plan_sharding(nnx.eval_shape(made), mesh, policy, **options)
+    shapes = nnx.eval_shape(made)
+    _check_no_tracers(shapes)
+    plan = plan_sharding(shapes, mesh, policy, **options)
 
     def values() -> tuple[Values, Values]:
         module = made()
-        return parameter_leaves(module), variable_leaves(module)
+        return parameter_leaves(module), variable_leaves(module) | constant_leaves(module)
 
     values = _op_by_op(values)
     program = _on_shards if plan.engine == "shard_map" else _by_parameter
-    weights, variables = program(plan, values)()
-    return plan, weights, {path: variables[path] for path in plan.variables}
+    weights, others = program(plan, values)()
+    return _with_constants(plan, others), weights, {path: others[path] for path in plan.variables}
+
+
+def _check_no_tracers(model: nnx.Module) -> None:
+    for key, value in nnx.iter_graph(model):
+        if isinstance(value, jax.core.Tracer):
+            raise ValueError(
+                f"array {joined(key)!r}: expected a NumPy array or an nnx.Variable, got a plain array of JAX, which "
+                "flax does not hand out of the traced make(): make it by NumPy, or use fully_shard"
+            )
+
+
+def _with_constants(plan: ShardingPlan, values: Values) -> ShardingPlan:
+    """A program closes over them, so each process has its own copy, on no device in particular."""
+    root = plan.units[ROOT]
+    local = {
+        joined(place): np.asarray(values[joined(place)].addressable_data(0))
+        for place in root.module.constants
+    }
+    if not local:
+        return plan
+    units = {**plan.units, ROOT: replace(root, module=root.module.with_constants(local))}
+    return replace(plan, model=plan.model.with_constants(local), units=units)
 
 
 def _op_by_op(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -155,5 +181,4 @@ def _by_parameter(plan: ShardingPlan, values: Callable[[], tuple[Values, Values]
         parameters, variables = values()
         return {path: parameters[path].astype(plan.parameters[path].dtype) for path in plan.arrays}, variables
 
-    placed = plan.shardings, dict.fromkeys(plan.variables, plan.replicated)
-    return jax.jit(whole, out_shardings=placed)
+    return jax.jit(whole, out_shardings=(plan.shardings, plan.replicated))

@@ -1,1 +1,1 @@
-"""The skins: flax nnx, linen and plain pytrees, and the slots where units stand in them."""
+"""The skins: flax nnx, linen and plain pytrees, and what stands in them for the parameters of units."""

@@ -24,9 +24,17 @@ from flax import errors, linen
 from flax.core import meta
 from flax.linen.module import wrap_method_once
 
-from jax_impl.modules.seal import seal
 from jax_impl.modules.tree_model import Tree, call_unit
-from jax_impl.modules.unit_slot import UnitSlot, UnitType, unit_type
+from jax_impl.modules.unit_parameter import (
+    UnitParameter,
+    UnitRun,
+    is_unit_parameter,
+    is_whole_unit,
+    unit_at,
+    unit_parameters,
+    with_arrays,
+    zeros_of,
+)
 
 Path = tuple[str, ...]
 # Beside the parameters of a stack: a name that no linen module has, as it is no identifier.
@@ -117,15 +125,16 @@ def _apply(
 ) -> Any:
     """``sliced``: inside of a layer, where units of the same stack have its arrays only."""
     params = variables.get("params", {})
-    if isinstance(params, UnitSlot):
-        layer = sliced or unit_type(params).layers is not None
+    unit = unit_at(params)
+    if unit is not None:
+        layer = sliced or unit.layers is not None
 
         def whole(params: Tree, others: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
             return _apply(module, {**others, "params": params}, call, rngs, args, kwargs, mutable, layer)
 
         return call_unit(whole, params, _others(variables), rngs, args, kwargs)
     keys: Any = rngs if rngs is None or isinstance(rngs, Mapping) else {"params": rngs}
-    units: dict[Path, UnitSlot] = {}
+    units: dict[Path, Tree] = {}
     given = {**variables, "params": _placeholders(params, (), units, sliced)}
     calls = _UnitCalls(units, tuple(keys or ()), mutable, sliced)
     try:
@@ -148,7 +157,7 @@ class _UnitCalls:
 
     def __init__(
         self,
-        units: Mapping[Path, UnitSlot],
+        units: Mapping[Path, Tree],
         names: tuple[str, ...],
         mutable: Sequence[str] | None,
         sliced: bool,
@@ -165,18 +174,18 @@ class _UnitCalls:
             self.root = self.root or module
             # A module of its own that is applied inside: its paths begin anew.
             return run(*args, **kwargs) if module is self.root else self._without(run, *args, **kwargs)
-        slot = self.units.get(module.path)
+        stand_in = self.units.get(module.path)
         # Lifted functions are no methods; what they call is caught in its turn.
-        if slot is None or not hasattr(type(module), name):
+        if stand_in is None or not hasattr(type(module), name):
             return run(*args, **kwargs)
         unbound, found = module.unbind()
-        slot = self._checked(slot, found.get("params", {}))
+        stand_in = self._checked(stand_in, found.get("params", {}))
         # What is lifted in place (nn.scan on the method itself) is caught inside of the loop, and is not to loop again.
         method = wrap_method_once(context.orig_method.func)
         keys = {key: module.make_rng(key) for key in self.names}
         # In a lifted function others may be mutable than outside.
         mutable = [name for name in self.mutable or () if module.is_mutable_collection(name)]
-        layer = self.sliced or unit_type(slot).layers is not None
+        layer = self.sliced or _unit(stand_in).layers is not None
 
         def call(bound: Any, args: Any, kwargs: Any) -> Any:
             return method(bound, *args, **kwargs)
@@ -185,29 +194,30 @@ class _UnitCalls:
             given = {**others, "params": params}
             return _apply(unbound, given, call, keys or None, args, kwargs, mutable, layer)
 
-        output, updated = self._without(call_unit, apply, slot, _others(found), keys, args, kwargs)
+        output, updated = self._without(call_unit, apply, stand_in, _others(found), keys, args, kwargs)
         for collection, variables in updated.items():
             for below, value in variables.items():
                 module.put_variable(collection, below, value)
         return output
 
-    def _checked(self, slot: UnitSlot, found: Tree) -> UnitSlot:
-        """The slot with the arrays of this call, which are one layer's in a stack."""
-        unit = unit_type(slot)
-        arrays, structure = jax.tree.flatten(slot)
+    def _checked(self, stand_in: Tree, found: Tree) -> Tree:
+        """The unit with the arrays of this call, which are one layer's in a stack."""
+        unit, parameters = _unit(stand_in), unit_parameters(stand_in)
         found = dict(found)
-        whole = [leaf.shape for leaf in jax.tree.leaves(_zeros(unit.shapes))]
-        fits = True
+        whole = [parameter.shape for parameter in parameters]
+        arrays, fits = None, True
         if unit.layers is not None and not self.sliced:
             # Without the arrays of a loop, it is a call with the whole stack.
-            own = found.pop(_ARRAYS, _for_loop(unit, arrays))
-            fits = [one.shape for one in own] == [one.shape[1:] for one in _for_loop(unit, arrays)]
+            looped = _for_loop(unit, parameters)
+            arrays = found.pop(_ARRAYS, looped)
+            fits = [one.shape for one in arrays] == [one.shape[1:] for one in looped]
             if fits:
-                own = [one.reshape(array.shape[1:]) for one, array in zip(own, arrays, strict=False)]
-                slot = jax.tree.unflatten(structure, own)
-        given = [leaf.shape for leaf in jax.tree.leaves(_without_arrays(found))]
-        if fits and given == [shape[unit.layers is not None :] for shape in whole]:
-            return slot
+                own = zip(arrays, unit.arrays, strict=False)
+                arrays = [one.reshape(array.shape[1:]) for one, array in own]
+        leaves = jax.tree.leaves(_without_arrays(found))
+        given = [leaf.shape for leaf in leaves]
+        if fits and given == [shape[unit.layers is not None and not self.sliced :] for shape in whole]:
+            return with_arrays(stand_in, leaves, arrays)
         layers = "no stack" if unit.layers is None else f"a stack of {unit.layers} layers"
         axes = _looped_axes(whole, given) - {0}
         if axes and (unit.layers is not None or 0 not in _looped_axes(whole, given)):
@@ -235,16 +245,15 @@ def _others(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tree for name, tree in variables.items() if name != "params"}
 
 
-def _placeholders(params: Tree, path: Path, units: dict[Path, UnitSlot], sliced: bool) -> Tree:
+def _placeholders(params: Tree, path: Path, units: dict[Path, Tree], sliced: bool) -> Tree:
     """The tree with sealed zeros in place of units, since ``setup`` may look at parameters; nothing may use them."""
-    if isinstance(params, UnitSlot):
+    if is_whole_unit(params):
         units[path] = params
-        unit = unit_type(params)
-        zeros = _zeros(unit.shapes, layer=sliced)
-        zeros = seal(unit.path, zeros)
+        unit, parameters = _unit(params), unit_parameters(params)
+        zeros = jax.tree.map(zeros_of, params, is_leaf=is_unit_parameter)
         if unit.layers is None or sliced or not isinstance(zeros, Mapping):
             return zeros
-        return {**zeros, _ARRAYS: _for_loop(unit, jax.tree.leaves(params))}
+        return {**zeros, _ARRAYS: _for_loop(unit, parameters)}
     if isinstance(params, Mapping):
         return {name: _placeholders(below, (*path, name), units, sliced) for name, below in params.items()}
     # A box would constrain its value by names that the mesh may not have; the plan has cut the value already.
@@ -258,13 +267,19 @@ def _without_arrays(params: Tree) -> Tree:
     return {name: _without_arrays(below) for name, below in params.items() if name != _ARRAYS}
 
 
-def _for_loop(unit: UnitType, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def _unit(stand_in: Tree) -> UnitRun:
+    unit = unit_at(stand_in)
+    assert unit is not None
+    return unit
+
+
+def _for_loop(unit: UnitRun, parameters: Sequence[UnitParameter]) -> tuple[jax.Array, ...]:
     """The arrays of a stack, with all axes that its parameters may be looped over.
 
     And one more, whose shape inside of the loop tells axis 0 from others, whatever the sizes.
     """
-    axes = min((leaf.ndim for leaf in jax.tree.leaves(_zeros(unit.shapes))), default=1)
-    shaped = (array.reshape(*array.shape, *(1,) * (axes - array.ndim)) for array in arrays)
+    axes = min((parameter.ndim for parameter in parameters), default=1)
+    shaped = (array.reshape(*array.shape, *(1,) * (axes - array.ndim)) for array in unit.arrays)
     return (*shaped, jnp.zeros((unit.layers or 0, *(1,) * (axes - 1)), bool))
 
 
@@ -277,14 +292,3 @@ def _looped_axes(whole: Sequence[tuple[int, ...]], given: Sequence[tuple[int, ..
         for axis in range(min(map(len, whole)))
         if all((*shape[:axis], *shape[axis + 1 :]) == one for shape, one in zip(whole, given, strict=True))
     }
-
-
-def _zeros(shapes: Tree, layer: bool = False) -> Tree:
-    """Of the whole unit, or of one ``layer`` where it is a stack."""
-
-    def zero(leaf: Any) -> Any:
-        if isinstance(leaf, UnitSlot):
-            return _zeros(unit_type(leaf).shapes, layer)
-        return jnp.zeros(leaf.shape[layer:], leaf.dtype)
-
-    return jax.tree.map(zero, shapes, is_leaf=lambda leaf: isinstance(leaf, UnitSlot))

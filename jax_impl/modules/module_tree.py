@@ -12,18 +12,26 @@ count as modules of their own, and each unit inside it stands for as many equal 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_impl.modules.tree_model import TreeList, TreeNode, as_given, as_module, may_be_unit
-from jax_impl.modules.unit_slot import SlotCall, UnitSlot, UnitType, fill_slot
+from jax_impl.modules.seal import constant, seal_parameter
+from jax_impl.modules.tree_model import as_given, as_module, may_be_unit
+from jax_impl.modules.unit_parameter import Key, Origin, UnitParameter, UnitRun, Values, not_as_sharded
 
 ROOT = ""
-Key = tuple[str | int, ...]
+
+
+def _is_plain(_: Any, value: Any) -> bool:
+    """An array that is an attribute of a module, and in no Variable."""
+    return not isinstance(value, nnx.Variable)
+
+
+VARIABLES = nnx.Not(nnx.Any(nnx.Param, _is_plain))
 
 
 @dataclass(frozen=True)
@@ -34,13 +42,14 @@ class UnitModule:
     it is not in a stack; shapes are those of one. ``parameters``: paths in the model of the parameters it owns, in the
     order of its leaves; ``names``: the same, dotted and relative to the unit; ``shapes`` and ``dtypes`` belong to them.
     ``variables``: paths in the model of all other variables below it, those of inner units too. ``inner``: the units
-    right inside it, path -> key within.
+    right inside it, path -> key within. ``cls``: class of the module, or of the pytree that it stands for.
+    ``constants``: plain arrays of the model that are below it, by their places.
+    ``below``: places within, shapes and dtypes of the parameters of units inside, path -> in the order of their leaves.
     """
 
     path: str
     layers: int | None
     graphdef: Any
-    parameter_tree: Any
     variable_tree: Any
     parameters: tuple[str, ...]
     names: tuple[str, ...]
@@ -48,22 +57,56 @@ class UnitModule:
     dtypes: tuple[jnp.dtype, ...]
     variables: tuple[str, ...]
     inner: Mapping[str, Key]
+    cls: type
+    places: tuple[Key, ...]
+    constants: Mapping[Key, Any]
+    below: Mapping[str, Sequence[tuple[Key, tuple[int, ...], Any]]]
+
+    def values(self, leaves: Sequence[jax.Array], runs: Mapping[str, UnitRun]) -> Values:
+        """All parameters by place: ``leaves``, and what stands for those of inner units, which ``runs[path]`` runs."""
+        found: dict[Key, Any] = dict(zip(self.places, leaves, strict=True))
+        for path, parameters in self.below.items():
+            carried, length = tuple(runs[path].arrays), len(self.inner[path])
+            for place, shape, dtype in parameters:
+                layer = shape if runs[path].layers is None or self.layers is not None else shape[1:]
+                zeros = seal_parameter(path, jnp.zeros(shape, dtype), fixed=layer == shape)
+                found[place] = UnitParameter(zeros, carried, Origin(runs[path], place[length:], layer, dtype))
+                carried = ()
+        return found
 
     def merge(
-        self,
-        leaves: Sequence[jax.Array],
-        variables: Sequence[jax.Array],
-        calls: Mapping[str, tuple[SlotCall, Sequence[jax.Array]]],
+        self, leaves: Sequence[jax.Array], variables: Sequence[jax.Array], runs: Mapping[str, UnitRun]
     ) -> nnx.Module:
-        """The module with ``leaves`` as parameters; inner units are called by ``calls[path]`` with their arrays."""
-        module = nnx.merge(
+        """The module with ``leaves`` as parameters; inner units are run by ``runs[path]``."""
+        return self.made(self.values(leaves, runs), variables)
+
+    def made(self, values: Values, variables: Sequence[jax.Array]) -> nnx.Module:
+        """The module with ``values`` as parameters, by place."""
+        return nnx.merge(
             self.graphdef,
-            jax.tree.unflatten(self.parameter_tree, leaves),
+            nnx.from_flat_state(list(values.items())),
             jax.tree.unflatten(self.variable_tree, variables),
+            nnx.from_flat_state(list(self.constants.items())),
         )
-        for path, key in self.inner.items():
-            fill_slot(_get(module, key), *calls[path])
-        return module
+
+    def with_constants(self, values: Mapping[str, Any]) -> UnitModule:
+        """The same with other values of plain arrays, by path."""
+        return replace(self, constants={place: values[joined(place)] for place in self.constants})
+
+    def sealed_constants(self) -> UnitModule:
+        """The same, and a traced program shows whether its constants are changed. Raises ``ValueError`` for shapes."""
+        for place, value in self.constants.items():
+            if isinstance(value, jax.ShapeDtypeStruct):
+                raise ValueError(
+                    f"array {joined(place)!r}: expected values of a plain array of the model, got its shape: "
+                    "fully_shard and init_sharded have them"
+                )
+        return self.with_constants({joined(p): constant(joined(p), x) for p, x in self.constants.items()})
+
+    def changed_constants(self, module: nnx.Module) -> dict[str, jax.Array]:
+        """Plain arrays of a merged module that are other objects than those it was made of."""
+        found = dict(nnx.to_flat_state(nnx.state(module, _is_plain)))
+        return {joined(p): found[p] for p, x in self.constants.items() if p in found and found[p] is not x}
 
     def changed_variables(self, module: nnx.Module) -> list[jax.Array]:
         """The variables of a merged module after it ran.
@@ -71,17 +114,13 @@ class UnitModule:
         Variables that appeared are left out at the root, where a loss can read them, as sown ones are meant to be. In
         another unit they could not leave it: raises ``ValueError`` with their paths.
         """
-        state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.Param)))
+        state = nnx.as_pure(nnx.state(module, VARIABLES))
         after = dict(nnx.to_flat_state(state))
         before = [key for key, _ in nnx.to_flat_state(jax.tree.unflatten(self.variable_tree, self.variables))]
         new = [joined(key) for key in after if key not in set(before)]
         gone = [joined(key) for key in before if key not in after]
         if gone or (new and self.path != ROOT):
-            raise ValueError(
-                f"unit {self.path!r}: expected the variables that it had when it was sharded, got new ones {new[:5]}, "
-                f"and not {gone[:5]}, after its call: what is sown or created there cannot be read outside, so choose "
-                "units without it"
-            )
+            raise ValueError(not_as_sharded(self.path, new, gone))
         return [after[key] for key in before]
 
 
@@ -108,14 +147,19 @@ def parameter_leaves(model: nnx.Module) -> dict[str, jax.Array]:
 
 def variable_leaves(model: nnx.Module | Any) -> dict[str, jax.Array]:
     """``{path: value}`` of every other variable: batch statistics, random keys and counts; a pytree has none."""
-    flat = nnx.to_flat_state(nnx.state(as_module(model), nnx.Not(nnx.Param)))
+    flat = nnx.to_flat_state(nnx.state(as_module(model), VARIABLES))
     return {joined(key): variable.get_raw_value() for key, variable in flat}
+
+
+def constant_leaves(model: nnx.Module) -> dict[str, Any]:
+    """``{path: value}`` of every plain array: tables that are attributes of modules, neither trained nor saved."""
+    return {joined(key): value for key, value in nnx.to_flat_state(nnx.state(model, _is_plain))}
 
 
 def variable_infos(model: nnx.Module) -> dict[str, VariableInfo]:
     """The same without values. Raises ``ValueError`` for a variable that holds no array, by path."""
     found = {}
-    for key, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param))):
+    for key, variable in nnx.to_flat_state(nnx.state(model, VARIABLES)):
         value = variable.get_raw_value()
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise ValueError(f"variable {joined(key)!r}: expected an array, got {type(value).__name__}")
@@ -124,9 +168,10 @@ def variable_infos(model: nnx.Module) -> dict[str, VariableInfo]:
 
 
 def abstract(model: nnx.Module) -> nnx.Module:
-    """A copy of the model with shapes and dtypes in place of values."""
-    graphdef, state = nnx.split(model)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
+    """A copy of the model with shapes and dtypes in place of values, but for plain arrays."""
+    graphdef, constants, state = cast(tuple[Any, Any, Any], nnx.split(model, _is_plain, ...))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    return nnx.merge(graphdef, constants, shapes)
 
 
 def whole_model(model: nnx.Module) -> UnitModule:
@@ -165,41 +210,72 @@ def split_units(
 
     Raises ``ValueError`` when one parameter lies in two units (tied weights).
     """
-    whole = abstract(model)
+    whole, claimed = abstract(model), abstract(model)
     variables = _variable_paths(whole)
     keys = [key for key, _ in _modules(whole) if joined(key) in paths and key]
-    units: dict[str, UnitModule] = {}
     owners: dict[int, tuple[str, str]] = {}
-    # Innermost first: an outer unit is split when the units inside it are slots already.
+    # Innermost first: what is left of an outer unit is its own.
     for key in sorted(keys, key=len, reverse=True):
-        module = _get(whole, key)
-        _claim(module, key, owners)
-        units[joined(key)] = _split(module, key, _layers(key, stacks or {}), variables)
-        _set(whole, key, UnitSlot(_unit_type(module, key, units[joined(key)].layers), _variables(module)))
-    _claim(whole, (), owners)
-    ordered = {joined(key): units[joined(key)] for key in sorted(keys)}
-    return {**ordered, ROOT: _split(whole, (), None, variables)}
+        _claim(_get(claimed, key), key, owners)
+        _set(claimed, key, None)
+    _claim(claimed, (), owners)
+    return {
+        joined(key): _split(_get(whole, key), key, _layers(key, stacks or {}), variables, keys)
+        for key in (*sorted(keys), ())
+    }
 
 
-def _split(module: nnx.Module, key: Key, layers: int | None, variable_paths: Mapping[int, str]) -> UnitModule:
-    below = {
+def _split(
+    module: nnx.Module,
+    key: Key,
+    layers: int | None,
+    variable_paths: Mapping[int, str],
+    keys: Sequence[Key] = (),
+) -> UnitModule:
+    """``keys``: of all units."""
+    inside = [other[len(key) :] for other in keys if len(other) > len(key) and other[: len(key)] == key]
+    inner = {
+        joined((*key, *place)): place
+        for place in inside
+        if not any(place != other and place[: len(other)] == other for other in inside)
+    }
+
+    def unit_of(place: Key) -> str | None:
+        return next((path for path, start in inner.items() if place[: len(start)] == start), None)
+
+    variables_below = {
         place: variable for place, variable in nnx.iter_graph(module) if isinstance(variable, nnx.Variable)
     }
-    graphdef, parameters, variables = cast(tuple[Any, Any, Any], nnx.split(module, nnx.Param, ...))
-    flat = nnx.to_flat_state(parameters)
-    leaves, parameter_tree = jax.tree.flatten(nnx.as_pure(parameters))
+    graphdef, parameters, variables, constants = cast(
+        tuple[Any, Any, Any, Any], nnx.split(module, nnx.Param, VARIABLES, ...)
+    )
+    flat = [
+        (place, leaf.shape if layers is None or unit_of(place) is None else leaf.shape[1:], leaf.dtype)
+        for place, leaf in _flat(nnx.as_pure(parameters))
+    ]
+    own = [(place, shape, dtype) for place, shape, dtype in flat if unit_of(place) is None]
     return UnitModule(
         path=joined(key),
         layers=layers,
         graphdef=graphdef,
-        parameter_tree=parameter_tree,
         variable_tree=jax.tree.structure(nnx.as_pure(variables)),
-        parameters=tuple(joined((*key, *place)) for place, _ in flat),
-        names=tuple(".".join(map(str, place)) for place, _ in flat),
-        shapes=tuple(tuple(leaf.shape[layers is not None :]) for leaf in leaves),
-        dtypes=tuple(_dtype_in_jax(leaf.dtype) for leaf in leaves),
-        variables=tuple(variable_paths[id(below[place])] for place, _ in nnx.to_flat_state(variables)),
-        inner={joined(key + place): place for place, m in _modules(module) if isinstance(m, UnitSlot)},
+        parameters=tuple(joined((*key, *place)) for place, _, _ in own),
+        names=tuple(".".join(map(str, place)) for place, _, _ in own),
+        shapes=tuple(tuple(shape[layers is not None :]) for _, shape, _ in own),
+        dtypes=tuple(_dtype_in_jax(dtype) for _, _, dtype in own),
+        variables=tuple(
+            variable_paths[id(variables_below[place])] for place, _ in nnx.to_flat_state(variables)
+        ),
+        inner=inner,
+        cls=type(as_given(module)),
+        places=tuple(place for place, _, _ in own),
+        constants=dict(_flat(constants)),
+        below={
+            path: [
+                (place, shape, _dtype_in_jax(dtype)) for place, shape, dtype in flat if unit_of(place) == path
+            ]
+            for path in inner
+        },
     )
 
 
@@ -210,32 +286,13 @@ def _dtype_in_jax(dtype: Any) -> Any:
     )
 
 
+def _flat(state: Any) -> list[tuple[Key, Any]]:
+    return [(cast(Key, place), leaf) for place, leaf in nnx.to_flat_state(state)]
+
+
 def _layers(key: Key, stacks: Mapping[str, int]) -> int | None:
     path = joined(key)
     return next((n for s, n in stacks.items() if path == s or path.startswith(f"{s}/")), None)
-
-
-def _unit_type(module: nnx.Module, key: Key, layers: int | None) -> UnitType:
-    modes = {
-        name
-        for _, below in _modules(module)
-        for name, value in vars(below).items()
-        if isinstance(value, bool) and not name.startswith("_")
-    }
-    for _, below in _modules(module):
-        if isinstance(below, UnitSlot):
-            modes |= below._unit.modes
-    if not isinstance(module, TreeNode | TreeList):
-        return UnitType(joined(key), type(module), frozenset(modes), layers)
-    shapes = as_given(module)
-    return UnitType(joined(key), type(shapes), frozenset(modes), layers, shapes, as_given)
-
-
-def _variables(module: nnx.Module) -> list[nnx.Variable]:
-    """In the order of the unit's ``variable_tree``."""
-    below = dict(nnx.iter_graph(module))
-    flat = nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))
-    return [cast(nnx.Variable, below[place]) for place, _ in flat]
 
 
 def _variable_paths(model: nnx.Module) -> dict[int, str]:

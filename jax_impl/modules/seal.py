@@ -7,29 +7,50 @@ names in the traced program, and the program is read before it is compiled::
 
     weights at rest -> hold -> seal "layers/0" -> slices, loops, ... -> open -> gather -> apply
                                                 \\-> anything else: refused
+
+A parameter that a loss sees of a unit is zeros, sealed as well. What becomes of them would be lost, so the unit's call
+takes a witness of each, without elements: one that was computed with, replaced, or stopped alone is refused.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import flax
 import jax
+import jax.numpy as jnp
 import jaxlib
 import optax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters.partial_eval import dce_jaxpr
 
 T = TypeVar("T")
-# Sealed variables of one jaxpr: the paths of their units.
-Sealed = dict[Any, str]
 Equations = tuple[Any, ...]
 
+
+@dataclass(frozen=True)
+class Seal:
+    """Of a variable: the path of its unit. ``fixed``: it may not be moved. ``stopped``: it has passed stop_gradient.
+
+    ``free``: it is a constant, which may be used; the path is its own.
+    """
+
+    path: str
+    fixed: bool = False
+    stopped: bool = False
+    free: bool = False
+
+
 _SEAL = "twinshard sealed "
+_FIXED = "twinshard parameter of "
 _OPEN = "twinshard opened"
+_CONSTANT = "twinshard constant "
+_UNCHANGED = "twinshard unchanged "
 # What hands weights on as they are, or some layers' of a stack.
 _MOVES = frozenset(
     {
@@ -56,6 +77,7 @@ _MOVES = frozenset(
         "unstack",
     }
 )
+_PASSES = frozenset({"copy", "device_put", "name", "sharding_constraint", "stop_gradient"})
 _LIBRARIES = tuple(
     f"{Path(file or '').parent}{os.sep}"
     for file in (jax.__file__, jaxlib.__file__, flax.__file__, optax.__file__, __file__)
@@ -67,14 +89,59 @@ def seal(path: str, arrays: T) -> T:
     return checkpoint_name(arrays, _SEAL + path)
 
 
+def seal_parameter(path: str, zeros: jax.Array, *, fixed: bool) -> jax.Array:
+    """Zeros in place of a parameter of unit ``path``. ``fixed``: no layers of a stack, of which loops take slices."""
+    return checkpoint_name(zeros, (_FIXED if fixed else _SEAL) + path)
+
+
+def constant(path: str, array: Any) -> jax.Array:
+    """A plain array of the model at ``path``, which no loss changes."""
+    return checkpoint_name(jnp.asarray(array), _CONSTANT + path)
+
+
+def witnessed_constants(output: T, arrays: Mapping[str, jax.Array]) -> T:
+    """The same ``output``, in a program that shows whether ``arrays`` are the constants still."""
+    given = [
+        checkpoint_name(witness(lax.stop_gradient(array)), _UNCHANGED + path)
+        for path, array in arrays.items()
+    ]
+    return witnessed(output, given)
+
+
+def witness(zeros: jax.Array) -> jax.Array:
+    """No elements of a sealed parameter, for ``witnessed``: a program shows by it what became of the parameter."""
+    if zeros.ndim == 0:
+        return lax.broadcast_in_dim(zeros, (0,), ())
+    return lax.slice(zeros, (0,) * zeros.ndim, (0,) * zeros.ndim)
+
+
+def witnessed(arrays: T, witnesses: Sequence[jax.Array]) -> T:
+    """The same sealed arrays, in a program that has ``witnesses`` of the parameters that the arrays are."""
+    leaves, structure = jax.tree.flatten(arrays)
+    if leaves and witnesses:
+        leaves[0] = _witnessed(leaves[0], *_once(tuple(witnesses)))
+    return jax.tree.unflatten(structure, leaves)
+
+
 def open_sealed(arrays: T) -> T:
     """The same arrays, free to use, but not to be differentiated."""
     return jax.tree.map(_once, checkpoint_name(arrays, _OPEN))
 
 
 @jax.custom_jvp
-def _once(array: jax.Array) -> jax.Array:
+def _once(arrays: T) -> T:
+    return arrays
+
+
+# Known to check_seals by its operands: all but the first have no elements.
+@jax.custom_jvp
+def _witnessed(array: jax.Array, *witnesses: jax.Array) -> jax.Array:
     return array
+
+
+@_witnessed.defjvp
+def _still_witnessed(primals: Any, tangents: Any) -> Any:
+    return _witnessed(*primals), tangents[0]
 
 
 @_once.defjvp
@@ -90,31 +157,42 @@ def check_seals(program: Any) -> None:
     """Raises ``ValueError`` for a closed jaxpr that uses sealed weights, with the unit and the line that does."""
     # What is computed and never used does no harm, and linen's setup may do so.
     jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)
-    for path in _outputs(jaxpr, [None] * len(jaxpr.invars), ()):
-        if path is not None:
-            raise ValueError(_refusal(path, "them as a result"))
+    for seal in _outputs(jaxpr, [None] * len(jaxpr.invars), ()):
+        if seal is not None and not seal.free:
+            raise ValueError(_refusal(seal.path, "them as a result"))
 
 
-def _outputs(jaxpr: Any, inputs: Sequence[str | None], around: Equations) -> list[str | None]:
+def _outputs(jaxpr: Any, inputs: Sequence[Seal | None], around: Equations) -> list[Seal | None]:
     """Which outputs are sealed, when these inputs are. ``around``: the equations that the jaxpr is inside of."""
-    sealed: Sealed = {v: path for v, path in zip(jaxpr.invars, inputs, strict=True) if path is not None}
+    sealed: dict[Any, Seal] = {
+        v: seal for v, seal in zip(jaxpr.invars, inputs, strict=True) if seal is not None
+    }
     for equation in jaxpr.eqns:
         given = [_get(sealed, operand) for operand in equation.invars]
         label = equation.params.get("name") if len(equation.invars) == 1 else None
-        if isinstance(label, str) and label.startswith(_SEAL):
-            sealed[equation.outvars[0]] = label.removeprefix(_SEAL)
+        if isinstance(label, str) and label.startswith((_SEAL, _FIXED)):
+            fixed = label.startswith(_FIXED)
+            sealed[equation.outvars[0]] = Seal(label.removeprefix(_FIXED if fixed else _SEAL), fixed)
             continue
+        if isinstance(label, str) and label.startswith(_CONSTANT):
+            sealed[equation.outvars[0]] = Seal(label.removeprefix(_CONSTANT), free=True)
+            continue
+        if isinstance(label, str) and label.startswith(_UNCHANGED) and given[0] is None:
+            raise ValueError(
+                f"array {label.removeprefix(_UNCHANGED)!r}: expected a constant, since it is a plain array of the "
+                "model, got one that the loss changes: make it an nnx.Variable, whose values go from step to step"
+            )
         if label == _OPEN:
             continue
-        for variable, path in zip(equation.outvars, _results(equation, given, around), strict=True):
-            if path is not None:
-                sealed[variable] = path
+        for variable, seal in zip(equation.outvars, _results(equation, given, around), strict=True):
+            if seal is not None:
+                sealed[variable] = seal
     return [_get(sealed, variable) for variable in jaxpr.outvars]
 
 
-def _results(equation: Any, given: Sequence[str | None], around: Equations) -> Sequence[str | None]:
+def _results(equation: Any, given: Sequence[Seal | None], around: Equations) -> Sequence[Seal | None]:
     primitive, params = equation.primitive.name, equation.params
-    nothing: list[str | None] = [None] * len(equation.outvars)
+    nothing: list[Seal | None] = [None] * len(equation.outvars)
     around = (*around, equation)
     if primitive == "scan":
         body = jaxpr_of(params["jaxpr"])
@@ -130,7 +208,10 @@ def _results(equation: Any, given: Sequence[str | None], around: Equations) -> S
         return carried
     if primitive == "cond":
         branches = [_outputs(jaxpr_of(branch), given[1:], around) for branch in params["branches"]]
-        return [next(filter(None, paths), None) for paths in zip(*branches, strict=True)]
+        return [next(filter(None, seals), None) for seals in zip(*branches, strict=True)]
+    witnesses = [operand.aval.size == 0 for operand in equation.invars[1:]]
+    if primitive == "custom_jvp_call" and witnesses and all(witnesses):
+        _check_witnesses(given)
     inner = inner_program(equation)
     if inner is not None:
         return _outputs(inner, given, around)
@@ -138,15 +219,32 @@ def _results(equation: Any, given: Sequence[str | None], around: Equations) -> S
         return nothing
     if primitive == "optimization_barrier":
         return given
-    path = next(filter(None, given))
-    if primitive not in _MOVES:
-        raise ValueError(_refusal(path, f"{primitive}{_line(around)}"))
-    return [path] * len(nothing)
+    sealed = [seal for seal in given if seal is not None]
+    seal = next((seal for seal in sealed if not seal.free), sealed[0])
+    is_witness = all(variable.aval.size == 0 for variable in equation.outvars)
+    if seal.free and not is_witness and primitive not in _PASSES:
+        return nothing
+    if primitive not in (_PASSES if seal.fixed and not is_witness else _MOVES):
+        raise ValueError(_refusal(seal.path, f"{primitive}{_line(around)}"))
+    return [replace(seal, stopped=seal.stopped or primitive == "stop_gradient")] * len(nothing)
+
+
+def _check_witnesses(given: Sequence[Seal | None]) -> None:
+    """Raises ``ValueError`` unless the arrays of a call, and its parameters, have come from one unit unchanged."""
+    seals = [seal for seal in given if seal is not None and not seal.free]
+    if seals and None in given[1:]:
+        raise ValueError(_refusal(seals[0].path, "others in place of some (jnp.zeros_like of them)"))
+    if len({seal.stopped for seal in seals}) > 1:
+        raise ValueError(
+            f"unit {seals[0].path!r}: expected jax.lax.stop_gradient of all of its parameters or of none, got it of "
+            "some, which its gradients cannot follow: fully_shard(..., frozen=[...]) freezes parameters by their "
+            "paths"
+        )
 
 
 def _looped(
-    body: Any, given: Sequence[str | None], constants: int, carries: int, around: Equations
-) -> list[str | None]:
+    body: Any, given: Sequence[Seal | None], constants: int, carries: int, around: Equations
+) -> list[Seal | None]:
     """Outputs of a loop; what one pass seals, the next one carries."""
     inputs = list(given)
     while True:
@@ -182,7 +280,7 @@ def jaxpr_of(value: Any) -> Any:
     return value if hasattr(value, "eqns") else None
 
 
-def _get(sealed: Mapping[Any, str], operand: Any) -> str | None:
+def _get(sealed: Mapping[Any, Seal], operand: Any) -> Seal | None:
     # Literals have a value, and no hash.
     return None if hasattr(operand, "val") else sealed.get(operand)
 

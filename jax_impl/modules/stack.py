@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_impl.modules.module_tree import VARIABLES
+
 M = TypeVar("M", bound=nnx.Module)
 
 
@@ -45,7 +47,7 @@ def scan_layers(layers: nnx.Module, carry: Any, *args: Any) -> Any:
     def run(carry: Any, layer: tuple[Any, Any]) -> tuple[Any, Any]:
         module: Any = nnx.merge(graphdef, *layer)
         carry = module(carry, *args)
-        return carry, nnx.as_pure(nnx.state(module, nnx.Not(nnx.Param)))
+        return carry, nnx.as_pure(nnx.state(module, VARIABLES))
 
     # Variables remember where they were made, and may be changed only there: arrays pass through the loop instead.
     carry, changed = jax.lax.scan(run, carry, (nnx.as_pure(parameters), nnx.as_pure(variables)))

@@ -8,7 +8,7 @@
       embed: Param
       layers: TreeList [TreeNode (w: Param), TreeNode (w: Param)]
 
-Outside, users see the pytree; a unit's place in it is taken by what ``call_unit`` takes. Leaves that are no arrays
+Outside, users see the pytree, in which ``UnitParameter`` takes the place of a unit's arrays. Leaves that are no arrays
 (activation functions, flags, sizes), as modules that are pytrees have them (equinox), stay in their places.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_impl.modules.unit_slot import UnitSlot, run_in_slot
+from jax_impl.modules.unit_parameter import in_tree, run_in_unit, unit_at
 
 Tree = Any
 _NODE = "_tree_node"
@@ -58,15 +58,16 @@ class TreeList(nnx.List[Any]):
 def call_unit(function: Callable[..., Any], params: Tree, /, *args: Any, **kwargs: Any) -> Any:
     """``function(params, *args, **kwargs)``, where ``params`` may be a unit of a sharded model.
 
-    In a loss over a pytree ``params`` is a subtree, of which ``function`` gets the arrays; where it is a unit, they are
-    gathered for this call. With an nnx model it is a module. Plain pytrees and modules are just passed on, so the same
+    In a loss over a pytree ``params`` is a subtree, of which ``function`` gets the arrays; where it is a unit, or a
+    part of one, they are gathered for this call. With an nnx model it is a module. Plain pytrees and modules are just
+    passed on, so the same
     code runs without sharding. ``args`` are pytrees of arrays and Python values. Arrays that depend on weights, or on
     the passes of a loop around the call, must be arguments: ``function`` may not close over them. A stack is scanned by
     ``jax.lax.scan`` over its subtree, with ``call_unit`` in the body.
     """
-    if isinstance(params, UnitSlot):
-        return run_in_slot(params, function, args, kwargs)
-    return function(params, *args, **kwargs)
+    if unit_at(params) is None:
+        return function(params, *args, **kwargs)
+    return run_in_unit(function, params, args, kwargs)
 
 
 def as_module(model: nnx.Module | Tree) -> nnx.Module:
@@ -85,7 +86,7 @@ def as_module(model: nnx.Module | Tree) -> nnx.Module:
 
 
 def as_given(module: nnx.Module) -> nnx.Module | Tree:
-    """The other way: a pytree for a module made by ``as_module``, with slots for units; else the module."""
+    """The other way: a pytree for a module made by ``as_module``; else the module."""
     return _tree(module) if isinstance(module, TreeNode | TreeList) else module
 
 
@@ -149,8 +150,8 @@ def _node(
 
 def _tree(value: Any) -> Tree:
     if isinstance(value, nnx.Param):
-        return value.get_raw_value()
-    if value is None or isinstance(value, UnitSlot):
+        return in_tree(value.get_raw_value())
+    if value is None:
         return value
     node: _Node = getattr(value, _NODE)
     return node.structure.unflatten(

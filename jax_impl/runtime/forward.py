@@ -13,11 +13,12 @@ from jax_impl.comm.collectives import fence
 from jax_impl.comm.mesh import is_gpu, is_simulated
 from jax_impl.diagnostics.outputs import layer_numbers, look_at_output, watching
 from jax_impl.modules.module_tree import ROOT
-from jax_impl.modules.seal import seal
-from jax_impl.modules.stack_lengths import unnamed_stack
+from jax_impl.modules.seal import seal, witnessed, witnessed_constants
 from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.uneven_means import mark_rows
-from jax_impl.modules.unit_slot import SlotCall, UnitSlot, unit_type
+from jax_impl.modules.unit_methods import caught_calls
+from jax_impl.modules.unit_parameter import Arguments, Run, UnitRun, Values, origin_of, unit_parameters
+from jax_impl.runtime.foreign_errors import explained
 from jax_impl.runtime.level import Ways
 from jax_impl.runtime.memory_kinds import is_on_device, on_device
 from jax_impl.runtime.order import Order
@@ -99,14 +100,20 @@ def call_model(
 
     The loss is inside the root unit, whose weights the end of the model needs too.
     """
-    own = [variables[path] for path in plan.units[ROOT].module.variables]
+    root = plan.units[ROOT].module
+    own = [variables[path] for path in root.variables]
     held = {path: (collectors[path], sources[path]) for path in plan.units}
 
-    def call(module: nnx.Module, rows: Any, *shared: Any) -> Any:
+    def call(values: Values, arguments: Arguments) -> tuple[Any, Sequence[Any]]:
+        variables, (rows, *shared), _ = arguments
+        own = root.sealed_constants()
+        module = own.made(values, variables)
         try:
-            return run(as_given(module), mark_rows(rows), *shared)
-        except ValueError as error:
-            hint = unnamed_stack(error, [unit.module for unit in plan.units.values()])
+            output = run(as_given(module), mark_rows(rows), *shared)
+            output = witnessed_constants(output, own.changed_constants(module))
+            return output, root.changed_variables(module)
+        except (ValueError, RuntimeError, TypeError) as error:
+            hint = explained(error, plan)
             if hint is None:
                 raise
             raise ValueError(hint) from error
@@ -117,8 +124,8 @@ def call_model(
         gates_reductions=plan.engine == "shard_map",
         model_axes=bool(plan.model_axes.names),
     )
-    output, changed = _call_unit(plan, order, ROOT, held, call, own, (rows, *shared), {})
-    return output, dict(zip(plan.units[ROOT].module.variables, changed, strict=True))
+    output, changed = _call_unit(plan, order, ROOT, held, call, (own, (rows, *shared), {}))
+    return output, dict(zip(root.variables, changed, strict=True))
 
 
 def ways_of(plan: ShardingPlan, *, forward: bool = False) -> Ways:
@@ -133,54 +140,53 @@ def _call_unit(
     order: Order,
     path: str,
     held: Mapping[str, tuple[Collectors, Sources]],
-    run: Callable[..., Any],
-    variables: Sequence[jax.Array],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Any, list[jax.Array]]:
-    """``run(module, *args, **kwargs)`` on the module of unit ``path``; ``held`` of it and all units inside."""
+    run: Run,
+    arguments: Arguments,
+) -> tuple[Any, Sequence[Any]]:
+    """``run`` with the parameters of unit ``path``; ``held`` of it and all units inside."""
     unit = plan.units[path]
-    _refuse_nnx_objects(path, (args, kwargs))
-    arrays, rebuild = _split_arrays((args, kwargs))
+    _refuse_nnx_objects(path, arguments[1:])
+    arrays, rebuild = _split_arrays(arguments)
 
     def apply(
-        leaves: Sequence[Sequence[jax.Array]],
-        inner: Mapping[str, Any],
-        variables: Any,
-        arrays: Any,
-        layer: Any,
+        leaves: Sequence[Sequence[jax.Array]], inner: Mapping[str, Any], arrays: Any, layer: Any
     ) -> Any:
-        args, kwargs = rebuild(arrays)
-        fixed = {below: (mine, _without_gradient(given)) for below, (mine, given) in inner.items()}
-        calls = {below: _slot_call(plan, order, below, fixed) for below in unit.module.inner}
-        module = unit.module.merge(
-            _in_model_order(unit.groups, leaves, unit.module.parameters), variables, calls
-        )
-        output = run(module, *args, **kwargs)
+        given = rebuild(arrays)
+        fixed = {below: (mine, _without_gradient(plan, below, its)) for below, (mine, its) in inner.items()}
+        runs = {below: _unit_run(plan, order, below, fixed) for below in unit.module.inner}
+        own = _in_model_order(unit.groups, leaves, unit.module.parameters)
+        # Here, since backward may come back to it when the model is done.
+        with caught_calls({plan.units[below].module.cls for below in _units_inside(plan, ROOT)}):
+            output, after = run(unit.module.values(own, runs), given)
         if watching():
-            look_at_output(plan, path, layer, arrays, output)
-        after = unit.module.changed_variables(module)
-        changed[:] = [i for i, value in enumerate(after) if value is not variables[i]]
-        return output, jax.lax.stop_gradient([after[i] for i in changed])
+            look_at_output(plan, path, layer, _split_arrays(given[1:])[0], output)
+        changed[:] = [i for i, value in enumerate(after) if value is not given[0][i]]
+        # Outside of the model everything is an array.
+        results, rebuilding[0] = (output, None) if path == ROOT else _split_output(path, output)
+        return results, jax.lax.stop_gradient([after[i] for i in changed])
 
     changed: list[int] = []
+    rebuilding: list[Any] = [None]
     inner = {below: held[below] for below in _units_inside(plan, path)}
     collectors, sources = held[path]
     # What comes after the groups' sources, while a watch is open, is the number of the layer.
     ((layer,),) = sources[len(unit.groups) :] or ((np.int32(-1),),)
     derives = not is_simulated(plan.mesh)
     call = UnitCall(scope_of(path), apply, unit.groups, unit.recompute, order, derives)
-    output, values = call(collectors, sources[: len(unit.groups)], inner, list(variables), arrays, layer)
+    output, values = call(collectors, sources[: len(unit.groups)], inner, arrays, layer)
     # What a unit only reads stays the same object: in a loop around the call nnx forbids to set it.
-    after = list(variables)
+    after = list(arguments[0])
     for i, value in zip(changed, values, strict=True):
         after[i] = value
-    return output, after
+    return output if rebuilding[0] is None else rebuilding[0](output), after
 
 
-def _without_gradient(sources: Sources) -> Sources:
+def _without_gradient(plan: ShardingPlan, path: str, sources: Sources) -> Sources:
     # Of arrays that a loop is over, JAX makes zero gradients on the device, wherever the arrays lie.
-    return jax.tree.map(lambda x: x if is_on_device(x) else jax.lax.stop_gradient(x), sources)
+    stopped = jax.tree.map(lambda x: x if is_on_device(x) else jax.lax.stop_gradient(x), sources)
+    groups = len(plan.units[path].groups)
+    # Sealed anew: what a loss stops is another matter.
+    return (*seal(path, stopped[:groups]), *stopped[groups:])
 
 
 def _in_model_order(
@@ -194,20 +200,21 @@ def _in_model_order(
     return [by_path[path] for path in parameters]
 
 
-def _slot_call(
+def _unit_run(
     plan: ShardingPlan, order: Order, path: str, held: Mapping[str, tuple[Collectors, Sources]]
-) -> tuple[SlotCall, list[jax.Array]]:
-    """How a slot calls unit ``path``, and the arrays that it carries: those of the unit and of all units inside."""
+) -> UnitRun:
+    """How a unit is called, with its arrays and those of all units inside."""
     arrays, tree = jax.tree.flatten({below: held[below] for below in [path, *_units_inside(plan, path)]})
 
-    def run(
-        function: Callable[..., Any], arrays: Any, variables: Any, args: Any, kwargs: Any
-    ) -> tuple[Any, list[jax.Array]]:
-        return _call_unit(
-            plan, order, path, jax.tree.unflatten(tree, arrays), function, variables, args, kwargs
-        )
+    def call(
+        run: Run, arrays: Sequence[jax.Array], witnesses: Sequence[jax.Array], arguments: Arguments
+    ) -> tuple[Any, Sequence[Any]]:
+        given = jax.tree.unflatten(tree, arrays)
+        sources = witnessed({below: its for below, (_, its) in given.items()}, witnesses)
+        own = {below: (mine, sources[below]) for below, (mine, _) in given.items()}
+        return _call_unit(plan, order, path, own, run, arguments)
 
-    return SlotCall(run), arrays
+    return UnitRun(path, plan.units[path].module.layers, arrays, call)
 
 
 def _in_forward(plan: ShardingPlan) -> list[str]:
@@ -222,12 +229,12 @@ def _units_inside(plan: ShardingPlan, path: str) -> Iterator[str]:
 
 
 def _refuse_nnx_objects(path: str, arguments: Any) -> None:
+    for parameter in unit_parameters(arguments):
+        raise ValueError(
+            f"unit {path!r}: expected arrays and plain values as arguments, got unit "
+            f"{origin_of(parameter).unit.path!r}: a unit can use the weights of units inside of it only"
+        )
     for leaf in jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, nnx.Pytree | nnx.Variable)):
-        if isinstance(leaf, UnitSlot):
-            raise ValueError(
-                f"unit {path!r}: expected arrays and plain values as arguments, got unit {unit_type(leaf).path!r}: "
-                "a unit can use the weights of units inside of it only"
-            )
         if isinstance(leaf, nnx.Pytree | nnx.Variable):
             raise ValueError(
                 f"unit {path!r}: expected arrays and plain values as arguments, got {type(leaf).__name__}, whose "
@@ -248,3 +255,11 @@ def _split_arrays(tree: Any) -> tuple[list[Any], Callable[[Any], Any]]:
         return jax.tree.unflatten(treedef, filled)
 
     return [leaves[i] for i in where], rebuild
+
+
+def _split_output(path: str, output: Any) -> tuple[list[Any], Callable[[Any], Any]]:
+    for parameter in unit_parameters(output):
+        raise ValueError(
+            f"unit {path!r}: expected arrays and plain values as a result, got one that holds {parameter!r}"
+        )
+    return _split_arrays(output)

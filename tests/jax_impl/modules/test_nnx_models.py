@@ -355,24 +355,31 @@ def test_weights_of_a_unit_cannot_be_reached_from_outside():
         def __call__(self, tokens: jax.Array) -> jax.Array:
             return self.embed.embedding[...][tokens]
 
-    with pytest.raises(AttributeError, match="'embedding' of unit 'embed': expected a method"):
+    with pytest.raises(
+        ValueError, match="parameter 'embedding' of unit 'embed': expected a use inside of the unit"
+    ):
         sharded(Reaching(nnx.Rngs(0)), mean_square, np.zeros((4, 2), np.int32), units=["embed"])
 
 
 def test_nnx_objects_as_arguments_of_units_are_refused_since_their_changes_would_be_lost():
+    class Dropping(nnx.Linear):
+        def __call__(self, x: jax.Array, rngs: nnx.Rngs) -> jax.Array:
+            return nnx.Dropout(0.5)(super().__call__(x), rngs=rngs)
+
     class Passing(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
-            self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+            self.linear = Dropping(DIM, DIM, rngs=rngs)
             self.drop = nnx.Dropout(0.5)
 
         def __call__(self, x: jax.Array) -> jax.Array:
-            return self.drop(self.linear(x), rngs=nnx.Rngs(0))
+            return self.linear(self.drop(x, rngs=nnx.Rngs(1)), nnx.Rngs(0))
 
     with pytest.raises(
-        ValueError, match="unit 'drop': expected arrays and plain values as arguments, got Rngs"
+        ValueError, match="unit 'linear': expected arrays and plain values as arguments, got Rngs"
     ):
         sharded(Passing(nnx.Rngs(0)), mean_square, rows(4, DIM), units=["linear", "drop"])
-    sharded(Passing(nnx.Rngs(0)), mean_square, rows(4, DIM), units=["linear"])
+    # A unit without parameters is called as any module.
+    sharded(Passing(nnx.Rngs(0)), mean_square, rows(4, DIM), units=["drop"])
 
 
 class Sowing(nnx.Module):

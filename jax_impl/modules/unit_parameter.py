@@ -1,0 +1,347 @@
+"""What stands in a model for the parameters of a unit while a step is traced, and how a unit is called with it.
+
+All else of the unit is its own: class, static attributes, properties, submodules, other variables::
+
+    model.blocks[0].residual            True, as it was set
+    model.blocks[0].up.kernel           a UnitParameter: shape and dtype; any other use is refused by name
+    model.blocks[0](x)                  caught (unit_methods.py): the unit's weights are gathered for this call
+
+A stand-in is a pytree node. Its first leaf, zeros of the parameter's shape, is sealed (``seal.py``), so that the traced
+program shows what happens to it. The first parameter of a unit also carries the unit's arrays: under ``nnx.scan``,
+``lax.scan`` or ``jax.checkpoint`` the arrays of a unit are sliced, saved and handed on with the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jax_impl.modules.seal import witness
+
+Key = tuple[str | int, ...]
+# Of a unit's parameters, by their places in the unit: gathered arrays, or stand-ins of units inside.
+Values = Mapping[Key, Any]
+# Of a call: what else is in the unit (variables, plain arrays, settings), args, kwargs.
+Arguments = tuple[Sequence[Any], tuple[Any, ...], dict[str, Any]]
+# In a unit: ``run(values, arguments) -> (output, what else is in the unit afterwards)``.
+Run = Callable[[Values, Arguments], tuple[Any, Sequence[Any]]]
+
+_MISSING = object()
+_VALUE = jax.tree_util.GetAttrKey("value")
+
+
+@dataclass(frozen=True, eq=False)
+class UnitRun:
+    """``call(run, arrays, witnesses, arguments)`` is ``run`` with the parameters of the unit at ``path``.
+
+    ``layers``: of the stack that the unit stands for, or None. ``arrays``: what its first parameter carries. Compared
+    by identity, as a static part of pytrees.
+    """
+
+    path: str
+    layers: int | None
+    arrays: Sequence[jax.Array]
+    call: Callable[[Run, Sequence[jax.Array], Sequence[jax.Array], Arguments], tuple[Any, Sequence[Any]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Which parameter a stand-in stands for: its unit, its place in the unit, its shape (of one layer) and dtype."""
+
+    unit: UnitRun
+    place: Key
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@jax.tree_util.register_pytree_node_class
+class UnitParameter:
+    """``array``: sealed zeros. ``carried``: the unit's arrays, of its first parameter."""
+
+    def __init__(self, array: Any, carried: tuple[Any, ...], origin: Origin) -> None:
+        self._array, self._carried, self._origin = array, carried, origin
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Origin]:
+        return (self._array, *self._carried), self._origin
+
+    @classmethod
+    def tree_unflatten(cls, origin: Origin, children: Sequence[Any]) -> UnitParameter:
+        return cls(children[0], tuple(children[1:]), origin)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._array.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self._array.dtype
+
+    @property
+    def ndim(self) -> int:
+        return int(self._array.ndim)
+
+    @property
+    def size(self) -> int:
+        return int(self._array.size)
+
+    # Not methods: JAX asks whether there are any.
+    @property
+    def __jax_array__(self) -> Any:
+        raise ValueError(f"use as an array of {self._refusal()}")
+
+    __array__ = __jax_array__
+
+    def __repr__(self) -> str:
+        return f"<{self._refusal()}>"
+
+    def __getattr__(self, name: str) -> Any:
+        # Also while an instance is made without __init__, as by copy.copy.
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise ValueError(f"{name!r} of {self._refusal()}")
+
+    def _refusal(self) -> str:
+        return (
+            f"parameter {'/'.join(map(str, self._origin.place))!r} of unit {self._origin.unit.path!r}: expected a use "
+            "inside of the unit only: call the unit, a method of it or jax_impl.call_unit(function, unit, ...), "
+            "jax_impl.apply_linen(net, {'params': params}, ...) for linen's net.apply, or choose units that contain "
+            "what is used together"
+        )
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def refuse(self: UnitParameter, *_: Any) -> Any:
+        raise ValueError(f"{name} of {self._refusal()}")
+
+    return refuse
+
+
+_BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
+_OTHERS = "neg pos abs invert eq ne lt le gt ge bool int float complex index len iter getitem contains round"
+for _name in f"{_BINARY} {_OTHERS}".split(" "):
+    setattr(UnitParameter, f"__{_name}__", _refusing(f"__{_name}__"))
+for _name in _BINARY.split(" "):
+    setattr(UnitParameter, f"__r{_name}__", _refusing(f"__r{_name}__"))
+# Else a class that defines __eq__ has no hash.
+UnitParameter.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+@jax.tree_util.register_pytree_node_class
+class UnitArray(UnitParameter):
+    """The same in a pytree: ``isinstance(leaf, jax.Array)`` is true, and functions of ``jax.numpy`` gather its unit.
+
+    (nnx asks JAX for the type of what is an array.) A network of haiku, applied as a whole, takes parameters so.
+    """
+
+    @property
+    def __jax_array__(self) -> Any:
+        return lambda: run_in_unit(lambda array: array, self, (), {})
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return jax.Array
+
+
+def in_tree(value: Any) -> Any:
+    """What stands for a parameter, or an array, as a pytree has it."""
+    return UnitArray(value._array, value._carried, value._origin) if is_unit_parameter(value) else value
+
+
+def is_unit_parameter(leaf: Any) -> bool:
+    return issubclass(type(leaf), UnitParameter)
+
+
+def unit_parameters(tree: Any) -> list[UnitParameter]:
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_unit_parameter) if is_unit_parameter(leaf)]
+
+
+def origin_of(parameter: UnitParameter) -> Origin:
+    return parameter._origin
+
+
+def zeros_of(parameter: UnitParameter) -> Any:
+    """The sealed zeros."""
+    return parameter._array
+
+
+def with_arrays(tree: Any, zeros: Sequence[Any], arrays: Sequence[Any] | None) -> Any:
+    """A unit with other zeros for its parameters, and other arrays that it carries unless these are None."""
+    parameters = zip(unit_parameters(tree), zeros, strict=True)
+    others = iter(
+        type(parameter)(
+            zero,
+            parameter._carried if arrays is None else tuple(arrays) if parameter._carried else (),
+            parameter._origin,
+        )
+        for parameter, zero in parameters
+    )
+    return jax.tree.map(
+        lambda leaf: next(others) if is_unit_parameter(leaf) else leaf, tree, is_leaf=is_unit_parameter
+    )
+
+
+def unit_at(tree: Any) -> UnitRun | None:
+    """The unit that ``tree`` is, or is a part of; None for what is no part of one, such as a tree of several units."""
+    depth = _depth(tree)
+    return depth[1] if depth is not None and depth[0] <= 0 else None
+
+
+def is_whole_unit(tree: Any) -> bool:
+    """Whether ``tree`` is a unit, and no part of one."""
+    depth = _depth(tree)
+    return depth is not None and depth[0] == 0
+
+
+def _depth(tree: Any) -> tuple[int, UnitRun] | None:
+    """A unit in ``tree``, and how many levels below its root: 0 where it is the unit, less in a part of one."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit_parameter)[0]:
+        if is_unit_parameter(leaf):
+            place = leaf._origin.place
+            # A Variable's value is one step below the Variable.
+            in_variable = path[-1:] == (_VALUE,) and place[-1] != _VALUE.name
+            return len(path) - in_variable - len(place), leaf._origin.unit
+    return None
+
+
+def run_in_unit(
+    function: Callable[..., Any], stand_in: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``function(stand_in, *args, **kwargs)``, with the unit's parameters in place of what stands for them.
+
+    ``stand_in``: a unit, or a part of it. What was changed in it outside goes along. What the function changes in it,
+    variables and static attributes of modules, is changed afterwards.
+    """
+    contents = _ModuleContents(stand_in) if isinstance(stand_in, nnx.Pytree) else _TreeContents(stand_in)
+    parameters = [leaf for leaf in contents.leaves if is_unit_parameter(leaf)]
+    unit = parameters[0]._origin.unit
+    for parameter in parameters:
+        _check(parameter, unit)
+    arrays = next((parameter._carried for parameter in parameters if parameter._carried), None)
+    if arrays is None and unit.layers is not None:
+        raise ValueError(
+            f"unit {unit.path!r}: expected the whole unit, since it is a layer of a stack, got a part of it"
+        )
+    others = [leaf for leaf in contents.leaves if not is_unit_parameter(leaf)]
+
+    def run(values: Values, arguments: Arguments) -> tuple[Any, Sequence[Any]]:
+        others, args, kwargs = arguments
+        rest = iter(others)
+        inside = contents.made(
+            [
+                values[leaf._origin.place] if is_unit_parameter(leaf) else next(rest)
+                for leaf in contents.leaves
+            ]
+        )
+        output = function(inside, *args, **kwargs)
+        return output, contents.after(inside, others)
+
+    witnesses = [witness(parameter._array) for parameter in parameters]
+    output, after = unit.call(run, arrays or unit.arrays, witnesses, (others, args, kwargs))
+    contents.update(others, after)
+    return output
+
+
+def _check(parameter: UnitParameter, unit: UnitRun) -> None:
+    origin = parameter._origin
+    if origin.unit is not unit:
+        raise ValueError(
+            f"unit {unit.path!r}: expected its own parameters, got {'/'.join(map(str, origin.place))!r} of unit "
+            f"{origin.unit.path!r}: choose units that contain what is used together"
+        )
+    stack = (unit.layers, *origin.shape)
+    if parameter.dtype != origin.dtype or parameter.shape not in (origin.shape, stack):
+        raise ValueError(
+            f"{parameter.dtype.name}{list(parameter.shape)} in place of {origin.dtype.name}{list(origin.shape)} of "
+            f"{parameter._refusal()}; casts are fully_shard(param_dtype=...)"
+        )
+
+
+class _TreeContents:
+    """A unit's pytree, whose changes are lost, as they are where JAX hands pytrees on."""
+
+    def __init__(self, tree: Any) -> None:
+        self.leaves, self._structure = jax.tree.flatten(tree, is_leaf=is_unit_parameter)
+
+    def made(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def after(self, inside: Any, others: Sequence[Any]) -> Sequence[Any]:
+        return others
+
+    def update(self, others: Sequence[Any], after: Sequence[Any]) -> None:
+        pass
+
+
+class _ModuleContents:
+    """A unit's nnx module: its variables and plain arrays, and its static attributes."""
+
+    def __init__(self, module: nnx.Pytree) -> None:
+        self._module = module
+        self._graphdef, state = nnx.split(module)
+        flat = nnx.to_flat_state(nnx.as_pure(state))
+        self._places = [place for place, _ in flat]
+        self.leaves = [leaf for _, leaf in flat]
+        self._others = [place for place, leaf in flat if not is_unit_parameter(leaf)]
+        # By node and name, static attributes after a call; MISSING for those that are gone.
+        self._static: dict[tuple[Key, str], Any] = {}
+
+    def made(self, leaves: Sequence[Any]) -> Any:
+        return nnx.merge(self._graphdef, nnx.from_flat_state(list(zip(self._places, leaves, strict=True))))
+
+    def after(self, inside: Any, others: Sequence[Any]) -> Sequence[Any]:
+        """Raises ``ValueError`` for variables that appeared or are gone, by place."""
+        found = dict(nnx.to_flat_state(nnx.as_pure(nnx.state(inside))))
+        before, after = _nodes(self._module), _nodes(inside)
+        new = [*(found.keys() - set(self._places)), *(after.keys() - before.keys())]
+        gone = [*(set(self._places) - found.keys()), *(before.keys() - after.keys())]
+        if new or gone:
+            unit = unit_at(self._module)
+            raise ValueError(not_as_sharded(unit.path if unit is not None else "", new, gone))
+        now = {(key, name): value for key, node in after.items() for name, value in _static(node).items()}
+        old = {(key, name): value for key, node in before.items() for name, value in _static(node).items()}
+        self._static = dict.fromkeys(old.keys() - now.keys(), _MISSING) | {
+            place: value for place, value in now.items() if value is not old.get(place, _MISSING)
+        }
+        return [found[place] for place in self._others]
+
+    def update(self, others: Sequence[Any], after: Sequence[Any]) -> None:
+        nodes = _nodes(self._module)
+        for (key, name), value in self._static.items():
+            if value is _MISSING:
+                delattr(nodes[key], name)
+            else:
+                setattr(nodes[key], name, value)
+        # What a unit only reads stays the same object: in a loop around the call nnx forbids to set it.
+        changed = {
+            place: new for place, old, new in zip(self._others, others, after, strict=True) if new is not old
+        }
+        if changed:
+            nnx.update(self._module, nnx.from_flat_state(list(changed.items())))
+
+
+def _nodes(module: nnx.Pytree) -> dict[Key, nnx.Pytree]:
+    return {cast(Key, key): node for key, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)}
+
+
+def _static(node: nnx.Pytree) -> dict[str, Any]:
+    """Attributes that are no arrays, and hold none."""
+    return {
+        name: value
+        for name, value in vars(node).items()
+        if not name.startswith("_pytree")
+        and not isinstance(value, nnx.Pytree | nnx.Variable | jax.Array | np.ndarray)
+        and not nnx.is_data(value)
+    }
+
+
+def not_as_sharded(path: str, new: Iterable[Iterable[Any]], gone: Iterable[Iterable[Any]]) -> str:
+    new, gone = (sorted("/".join(map(str, place)) for place in places)[:5] for places in (new, gone))
+    return (
+        f"unit {path!r}: expected the variables that it had when it was sharded, got new ones {new}, and not {gone}, "
+        "after its call: what is sown or created there cannot be read outside, so choose units without it"
+    )
