@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd import Variable
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -42,11 +43,42 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-class WatchedInputs:
-    """Tells in backward when the gradients of a module's inputs are complete, by a call of ``done``."""
+def outside_transforms(method: Callable[..., T]) -> Callable[..., T]:
+    """Run a method as if no transform of ``torch.func`` were active: these refuse to fill memory from outside of them."""
 
-    def __init__(self, done: Callable[[], None]) -> None:
-        self._done = done
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> T:
+        with torch._C._DisableFuncTorch():
+            return method(*args, **kwargs)
+
+    return call
+
+
+def levels_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor, and all tensors that stand for it in graphs of their own.
+
+    Inside of ``torch.func`` a tensor wraps those of the transforms around, each with the graph of its transform. In
+    forward mode it has a tangent.
+    """
+    levels = [tensor]
+    for level in levels:
+        if (tangent := forward_ad.unpack_dual(level).tangent) is not None:
+            levels.append(tangent)
+        if is_functorch_wrapped_tensor(level):
+            levels.append(get_unwrapped(level))
+    return levels
+
+
+class WatchedInputs:
+    """Tells in backward when the gradients of a module's inputs are complete, by a call of ``done``.
+
+    ``reached`` is called with these inputs when a backward reaches the outputs, see ``watch_outputs``. In a backward
+    with ``create_graph``, the gradients of the inputs are results of the module, too: ``reached`` is then called when
+    another backward reaches these.
+    """
+
+    def __init__(self, done: Callable[[], None], reached: Callable[[WatchedInputs], None]) -> None:
+        self._done, self._reached = done, reached
         self._missing: set[int] = set()
         self._nodes: list[Any] = []
         # Only until the forward ends: a graph must not keep inputs alive that no backward needs.
@@ -57,26 +89,29 @@ class WatchedInputs:
         return map_leaves(inputs, self._watch)
 
     def _watch(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
+        if not isinstance(leaf, torch.Tensor) or not any(level.requires_grad for level in levels_of(leaf)):
             return leaf
         # The gradient of this view is complete when the module is done; that of the input itself may wait for others.
         view = leaf.view_as(leaf)
-        view.register_hook(partial(_arrived, len(self._nodes), self._missing, self._done))
-        self._nodes.append(view.grad_fn)
-        self._given.append(leaf)
+        this = weakref.ref(self)
+        for level in levels_of(view):
+            if level.grad_fn is not None:
+                level.register_hook(partial(_arrived, len(self._nodes), self._missing, self._done, this))
+                self._nodes.append(level.grad_fn)
+                self._given.append(leaf)
         return view
 
     def release(self, output: Any) -> Any:
         """Ends the forward: ``output`` with the inputs themselves in place of views that the module passed on."""
         given, self._given = self._given, []
         return map_leaves(
-            output, lambda leaf: given[self._nodes.index(leaf.grad_fn)] if self.passed_on(leaf) else leaf
+            output, lambda leaf: given[self._nodes.index(_node_of(leaf))] if self.passed_on(leaf) else leaf
         )
 
     def passed_on(self, leaf: Any) -> bool:
         """Whether a leaf of the output is a view that ``watch`` made."""
         # By node: changed in place, the view has another one, and is not the input any more.
-        return isinstance(leaf, torch.Tensor) and leaf.grad_fn in self._nodes
+        return isinstance(leaf, torch.Tensor) and _node_of(leaf) in self._nodes
 
     def expect(self) -> bool:
         """To be called when the backward reaches the module: finds the inputs that take part, and whether any does.
@@ -90,9 +125,41 @@ class WatchedInputs:
         )
         return bool(self._missing)
 
+    def watch_results(self, results: Iterable[Any]) -> bool:
+        """Have ``reached`` called when a backward reaches one of these; whether there is any that it can reach.
+
+        Inputs that were passed on are left out: a hook there comes too late, and would keep a dropped graph alive
+        through the inputs.
+        """
+        start, hooked = partial(self._reached, self), False
+        for result in results:
+            if isinstance(result, torch.Tensor) and not self.passed_on(result):
+                for level in levels_of(result):
+                    # A tangent may be an input's, though the result is not.
+                    if level.grad_fn is not None and level.grad_fn not in self._nodes:
+                        _start_first(level, level.grad_fn, start)
+                        hooked = True
+        return hooked
+
+
+def _node_of(leaf: torch.Tensor) -> Node | None:
+    """The node of a tensor's own graph; inside of ``torch.vmap``, which has none, of the graph around it."""
+    while leaf.grad_fn is None and is_functorch_wrapped_tensor(leaf):
+        leaf = get_unwrapped(leaf)
+    return leaf.grad_fn
+
 
 # The nodes hold the hooks: a hook that held the nodes would keep a dropped graph alive.
-def _arrived(index: int, missing: set[int], done: Callable[[], None], _: torch.Tensor) -> None:
+def _arrived(
+    index: int,
+    missing: set[int],
+    done: Callable[[], None],
+    inputs: weakref.ref[WatchedInputs],
+    gradient: torch.Tensor,
+) -> None:
+    # The hooks of the outputs hold the inputs: none can come any more if they are gone.
+    if torch.is_grad_enabled() and (watched := inputs()) is not None:
+        watched.watch_results([gradient])
     if index in missing:
         missing.discard(index)
         if not missing:
@@ -135,19 +202,14 @@ def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
     return all(map(operator.is_, new, old))
 
 
-def watch_outputs(output: Any, inputs: WatchedInputs, start: Callable[[], None]) -> bool:
-    """Arrange calls of ``start`` in backward when gradients reach the outputs, before the module's own backward.
+def watch_outputs(output: Any, inputs: WatchedInputs) -> bool:
+    """Have ``inputs`` told in backward when gradients reach the outputs, before the module's own backward.
 
-    Inputs that were passed on are left out: a hook there comes too late, and would keep a dropped graph alive through
-    the inputs. Returns False when backward could reach the module unnoticed: ``output`` holds objects that cannot be
-    searched and no tensor that requires gradient was found.
+    Returns False when backward could reach the module unnoticed: ``output`` holds objects that cannot be searched and
+    no tensor that requires gradient was found.
     """
     leaves = leaves_of(output)
-    hooked = False
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not inputs.passed_on(leaf):
-            _start_first(leaf, leaf.grad_fn, start)
-            hooked = True
+    hooked = inputs.watch_results(leaves)
     # Any other object may hide a tensor whose backward leads into the module.
     plain = (torch.Tensor, str, bytes, int, float, complex, type(None))
     return hooked or all(isinstance(leaf, plain) for leaf in leaves)
@@ -190,9 +252,11 @@ def _addresses(tensor: torch.Tensor) -> set[int]:
     if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return set().union(*(_addresses(part) for part in inner if isinstance(part, torch.Tensor)))
+    if is_functorch_wrapped_tensor(tensor):
+        return _addresses(get_unwrapped(tensor))
     try:
         return {tensor.untyped_storage().data_ptr()}
-    except RuntimeError:  # sparse layouts; tensors of torch.func, subclasses that do not show what they wrap
+    except RuntimeError:  # sparse layouts, subclasses that do not show what they wrap
         return set()
 
 

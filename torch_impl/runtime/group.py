@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from enum import Enum, auto
 
 import torch
 from torch import nn
@@ -35,6 +36,16 @@ from torch_impl.runtime.group_weights import GroupSpec, GroupWeights, Version
 from torch_impl.runtime.ownership import OwnedParameter
 from torch_impl.runtime.pool import PooledGradient
 from torch_impl.runtime.reduction import GroupReduction
+
+
+class Shown(Enum):
+    """Which weights modules show."""
+
+    MAIN = auto()
+    WHOLE = auto()
+    """The compute weights."""
+    ATTRIBUTES = auto()
+    """The compute weights as ``module.weight``, the main weights in ``parameters()`` and ``named_parameters()``."""
 
 
 class ParameterGroup:
@@ -60,7 +71,7 @@ class ParameterGroup:
         # Weakly: a module holds its unit, the unit this group, and a deleted model is to free its memory at once.
         self._sites = [[(weakref.ref(module), attr) for module, attr in one.sites] for one in owned]
         self._divisor, self.all_reduce_hook = Divisor(divisor), AllReduceHook()
-        self._shows_whole = False
+        self._shown = Shown.MAIN
         self._shown_trainable: list[bool] = []
         # Weakly, as above.
         self._finish = autograd.weakly(self._finish_transfer)
@@ -174,7 +185,7 @@ class ParameterGroup:
 
     def unshard(self, refresh: bool) -> None:
         """Fill the compute weights, see ``start_unshard``, and wait for them. Collective."""
-        if not self._shows_whole:
+        if self._shown is not Shown.WHOLE:
             self._check_registered()
             self._check_unfrozen()
         if self._transfer is not None or self.start_unshard(refresh):
@@ -203,28 +214,33 @@ class ParameterGroup:
             # Of the start: what changed since is not in the gathered weights.
             self._gathered_version = self._kept_version = self._started_version
 
-    def show(self, unsharded: bool) -> None:
+    def show(self, shown: Shown) -> None:
         """Show the compute weights or the main weights as the modules' parameters."""
-        if unsharded == self._shows_whole:
+        if shown is self._shown:
             return
         # A program may freeze and unfreeze the parameters that it sees, be they sharded or whole.
-        if unsharded:
-            for sharded, whole in zip(self.params, self.unsharded, strict=True):
-                if whole.requires_grad != sharded.requires_grad:
-                    whole.requires_grad_(sharded.requires_grad)
-            self._shown_trainable = [whole.requires_grad for whole in self.unsharded]
-        else:
+        if self._shown is not Shown.MAIN:
             for sharded, whole, before in zip(
                 self.params, self.unsharded, self._shown_trainable, strict=True
             ):
                 if whole.requires_grad != before:
                     sharded.requires_grad_(whole.requires_grad)
-        self._register(self.unsharded if unsharded else self.params)
-        self._shows_whole = unsharded
+        if shown is not Shown.MAIN:
+            for sharded, whole in zip(self.params, self.unsharded, strict=True):
+                if whole.requires_grad != sharded.requires_grad:
+                    whole.requires_grad_(sharded.requires_grad)
+            self._shown_trainable = [whole.requires_grad for whole in self.unsharded]
+        self._register(self.params if shown is Shown.MAIN else self.unsharded)
+        if shown is Shown.ATTRIBUTES:
+            for index, module, attr in self.places():
+                module._parameters[attr] = self.params[index]
+                # Found before what nn.Module looks up in its parameters.
+                vars(module)[attr] = self.unsharded[index]
+        self._shown = shown
 
     def zero_grad(self, set_to_none: bool) -> None:
         """As ``nn.Module.zero_grad``, of sharded parameters that no module shows."""
-        for param in self.params if self._shows_whole else ():
+        for param in self.params if self._shown is Shown.WHOLE else ():
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:
@@ -293,6 +309,7 @@ class ParameterGroup:
 def _set_parameter(module: nn.Module, attr: str, param: nn.Parameter) -> None:
     # Only modules that watch assignments (RNNs cache their weights) need the slow way.
     if type(module).__setattr__ is nn.Module.__setattr__:
+        vars(module).pop(attr, None)
         module._parameters[attr] = param
     else:
         setattr(module, attr, param)

@@ -198,6 +198,7 @@ class Schedule:
         """``unit`` runs forward again in backward: look at the end whether a backward of it followed."""
         self._recomputed.append(weakref.ref(unit))
 
+    @autograd.outside_transforms
     def _backward_ended(self, task: int) -> None:
         _, units = self._tasks.pop(task)
         for unit in _alive(units):
@@ -210,7 +211,9 @@ class Schedule:
                 unit.reduce_waiting()
             self.reductions.finish()
             # Not after the backward of a part of a loss, which reads weights but reaches no unit.
-            for unit in _alive(self._units) if self._backward.reached else ():
+            # Nor inside of a forward, which may read them.
+            passed = self._backward.reached and not self.open_forwards
+            for unit in _alive(self._units) if passed else ():
                 unit.pass_ended()
             self._drop_prefetched()
             self._rest_recomputed()

@@ -31,7 +31,7 @@ from torch import nn
 
 from torch_impl.runtime import autograd
 from torch_impl.runtime.context import UnitContext
-from torch_impl.runtime.group import ParameterGroup
+from torch_impl.runtime.group import ParameterGroup, Shown
 from torch_impl.runtime.outputs import copy_weights_in, shows_weights
 from torch_impl.runtime.phase import Event, Phase
 from torch_impl.runtime.pool import BufferPool
@@ -149,7 +149,7 @@ class Unit:
             group.unshard(refresh)
         # All or none: a program that goes on after an error sees the sharded parameters.
         for group in self.groups:
-            group.show(unsharded=True)
+            group.show(Shown.WHOLE)
 
     @property
     def has_parameters(self) -> bool:
@@ -178,7 +178,7 @@ class Unit:
         for group in self.groups:
             if free and group.strategy.shard_parameters:
                 group.free()
-            group.show(unsharded=False)
+            group.show(Shown.MAIN)
 
     def show_sharded(self, *_: Any) -> None:
         """Show the main weights, unless a forward reads the compute weights; these stay in memory."""
@@ -208,7 +208,8 @@ class Unit:
             args, kwargs = autograd.map_floating((args, kwargs), cast)
         number, inputs = next(self._numbers), None
         if torch.is_grad_enabled():
-            inputs = autograd.WatchedInputs(autograd.weakly(self._call_done, number))
+            done = autograd.weakly(self._call_done, number)
+            inputs = autograd.WatchedInputs(done, autograd.weakly(self._backward_started, number))
             args, kwargs = inputs.watch((args, kwargs))
         self._calls.append(_Call(number, inputs))
         self.schedule.open_forwards += 1
@@ -237,14 +238,12 @@ class Unit:
         name = "" if self._is_root else self._context.name
         return self.schedule.streams.range(f"{name} {what}".lstrip())
 
+    @autograd.outside_transforms
     def _begin(self, event: Event, phase: Phase, in_backward: bool) -> None:
         """Gather this unit's weights, then begin with the next one's: backends hold a second copy meanwhile."""
         # Recompute in backward must see the weights that the forward saw.
         refresh = not in_backward
         following: Sequence[ScheduledUnit] = ()
-        # Those of an earlier forward: begin as from rest, with what the program made of the sharded parameters since.
-        if self.phase is Phase.KEPT:
-            self._hide(free=False)
         # Other weights that are shown are gathered, and their unit has its place in the order.
         if self.phase in (Phase.REST, Phase.KEPT):
             begins = self.schedule.backward_begins if in_backward else self.schedule.forward_begins
@@ -266,8 +265,7 @@ class Unit:
         output = copy_weights_in(output, self.groups, type(module).__name__)
         seen = True
         if call.inputs is not None:
-            started = autograd.weakly(self._backward_started, call)
-            seen = autograd.watch_outputs(output, call.inputs, started)
+            seen = autograd.watch_outputs(output, call.inputs)
             output = call.inputs.release(output)
         frees = self._frees_after_forward
         # In a backward, no program goes on with what a forward has left. An unseen backward would not end it.
@@ -290,6 +288,7 @@ class Unit:
         if self.phase is not Phase.REST:
             self._leave_forward(Event.FORWARD_RAISES, free=True, then=Phase.REST)
 
+    @autograd.outside_transforms
     def _leave_forward(self, event: Event, free: bool, then: Phase) -> None:
         raised = event is Event.FORWARD_RAISES
         if self._calls:
@@ -303,6 +302,9 @@ class Unit:
             self._enter(event, then)
             if then is Phase.REST:
                 self._hide(free)
+            else:
+                for group in self.groups:
+                    group.show(Shown.ATTRIBUTES)
         self.schedule.forward_ended(self)
 
     @property
@@ -312,9 +314,10 @@ class Unit:
             return not self._is_root or not torch.is_grad_enabled()
         return self.reshard_after_forward
 
-    def _backward_started(self, call: _Call) -> None:
+    @autograd.outside_transforms
+    def _backward_started(self, number: int, inputs: autograd.WatchedInputs) -> None:
         self._join_backward()
-        self._backwards.outputs_reached(call.number, call.inputs)
+        self._backwards.outputs_reached(number, inputs)
         self._begin(Event.BACKWARD_BEGINS, self.phase if self._calls else Phase.BACKWARD, in_backward=True)
 
     def _join_backward(self) -> None:
@@ -333,6 +336,7 @@ class Unit:
         self._join_backward()
         self.gradients.arrived(index, k, self.reshard_after_backward)
 
+    @autograd.outside_transforms
     def _call_done(self, number: int) -> None:
         if self._backwards.inputs_done(number):
             self._rest(Event.INPUTS_DONE)
@@ -347,7 +351,7 @@ class Unit:
             self._finish_gradients()
         # A nested backward (reentrant checkpointing) ends inside one that still needs the weights.
         elif not self._backwards:
-            self._rest(Event.BACKWARD_ENDS)
+            self._rest(Event.BACKWARD_ENDS, needed_later=self._backwards.needed_later)
             self._finish_gradients()
             self._backwards.forget_calls()
 
@@ -374,12 +378,12 @@ class Unit:
             with torch.no_grad(), self._range("reduce"):
                 self.gradients.reduce_waiting(waiting)
 
-    def _rest(self, event: Event) -> None:
+    def _rest(self, event: Event, needed_later: bool = False) -> None:
         if self._calls:
             self._enter(event, self.phase)
             return
         self._enter(event, Phase.REST)
-        self._hide(free=self.reshard_after_backward)
+        self._hide(free=self.reshard_after_backward and not needed_later)
 
     def drop_raised(self) -> None:
         """Drop what a backward left that raised, if one did."""
