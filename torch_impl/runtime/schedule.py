@@ -39,6 +39,7 @@ from torch_impl.comm.streams import streams_for
 from torch_impl.runtime import autograd
 from torch_impl.runtime.pool import BufferPool
 from torch_impl.runtime.reduction import Reductions
+from torch_impl.runtime.transforms import outside_transforms
 
 U = TypeVar("U")
 
@@ -198,7 +199,7 @@ class Schedule:
         """``unit`` runs forward again in backward: look at the end whether a backward of it followed."""
         self._recomputed.append(weakref.ref(unit))
 
-    @autograd.outside_transforms
+    @outside_transforms
     def _backward_ended(self, task: int) -> None:
         _, units = self._tasks.pop(task)
         for unit in _alive(units):

@@ -37,6 +37,7 @@ from torch_impl.runtime.phase import Event, Phase
 from torch_impl.runtime.pool import BufferPool
 from torch_impl.runtime.precision import MixedPrecisionPolicy, input_dtype
 from torch_impl.runtime.schedule import Schedule, ScheduledUnit
+from torch_impl.runtime.transforms import outside_transforms
 from torch_impl.runtime.unit_backwards import UnitBackwards
 from torch_impl.runtime.unit_gradients import UnitGradients
 
@@ -238,7 +239,7 @@ class Unit:
         name = "" if self._is_root else self._context.name
         return self.schedule.streams.range(f"{name} {what}".lstrip())
 
-    @autograd.outside_transforms
+    @outside_transforms
     def _begin(self, event: Event, phase: Phase, in_backward: bool) -> None:
         """Gather this unit's weights, then begin with the next one's: backends hold a second copy meanwhile."""
         # Recompute in backward must see the weights that the forward saw.
@@ -288,7 +289,7 @@ class Unit:
         if self.phase is not Phase.REST:
             self._leave_forward(Event.FORWARD_RAISES, free=True, then=Phase.REST)
 
-    @autograd.outside_transforms
+    @outside_transforms
     def _leave_forward(self, event: Event, free: bool, then: Phase) -> None:
         raised = event is Event.FORWARD_RAISES
         if self._calls:
@@ -314,7 +315,7 @@ class Unit:
             return not self._is_root or not torch.is_grad_enabled()
         return self.reshard_after_forward
 
-    @autograd.outside_transforms
+    @outside_transforms
     def _backward_started(self, number: int, inputs: autograd.WatchedInputs) -> None:
         self._join_backward()
         self._backwards.outputs_reached(number, inputs)
@@ -336,9 +337,9 @@ class Unit:
         self._join_backward()
         self.gradients.arrived(index, k, self.reshard_after_backward)
 
-    @autograd.outside_transforms
-    def _call_done(self, number: int) -> None:
-        if self._backwards.inputs_done(number):
+    @outside_transforms
+    def _call_done(self, number: int, seen: bool) -> None:
+        if self._backwards.inputs_done(number, seen):
             self._rest(Event.INPUTS_DONE)
             self._finish_gradients()
 
@@ -351,7 +352,7 @@ class Unit:
             self._finish_gradients()
         # A nested backward (reentrant checkpointing) ends inside one that still needs the weights.
         elif not self._backwards:
-            self._rest(Event.BACKWARD_ENDS, needed_later=self._backwards.needed_later)
+            self._rest(Event.BACKWARD_ENDS)
             self._finish_gradients()
             self._backwards.forget_calls()
 
@@ -378,12 +379,12 @@ class Unit:
             with torch.no_grad(), self._range("reduce"):
                 self.gradients.reduce_waiting(waiting)
 
-    def _rest(self, event: Event, needed_later: bool = False) -> None:
+    def _rest(self, event: Event) -> None:
         if self._calls:
             self._enter(event, self.phase)
             return
         self._enter(event, Phase.REST)
-        self._hide(free=self.reshard_after_backward and not needed_later)
+        self._hide(free=self.reshard_after_backward and not self._backwards.needed_later)
 
     def drop_raised(self) -> None:
         """Drop what a backward left that raised, if one did."""

@@ -53,8 +53,12 @@ class UnitBackwards:
             # Of gradients that leave the unit unseen, no hook would gather the weights again.
             self.needed_later |= not inputs.expect() and torch.is_grad_enabled()
 
-    def inputs_done(self, number: int) -> bool:
-        """The inputs of call ``number`` have their gradients; whether nothing of the unit is to come any more."""
+    def inputs_done(self, number: int, seen: bool) -> bool:
+        """The inputs of call ``number`` have their gradients; whether nothing of the unit is to come any more.
+
+        ``seen``: a backward through these gradients would be noticed.
+        """
+        self.needed_later |= not seen
         self._open_calls.discard(number)
         # Another call's backward may be still to come. Counted calls, unlike gradients, are the same on all ranks.
         return bool(self._ends) and not self._open_calls and self._forwards <= 1
