@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from torch_impl.comm.streams import Transfer
-from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.local import local_of, plain_parts
 from torch_impl.dtensor.refusals import set_name
 from torch_impl.runtime import autograd
 from torch_impl.runtime.gradient import GroupGradient
@@ -195,6 +195,16 @@ class ParameterGroup:
                 self._finish_transfer()
         self.weights.settle()
 
+    @property
+    def unit_name(self) -> str:
+        """Name of the unit's module below its root, ``"root"`` of the root itself."""
+        return self._group_spec.context.name or "root"
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ``late_backward``: what modules compute with, wrapped in DTensors or not."""
+        for name, whole in zip(self.names, self.unsharded, strict=True):
+            yield from ((name, part) for part in {whole, *plain_parts(whole)})
+
     def free(self) -> None:
         """Release the compute weights, if they have memory of their own."""
         if self.weights.separate:
@@ -288,7 +298,7 @@ class ParameterGroup:
                 raise RuntimeError(
                     f"parameter {self.names[index]!r} was replaced after fully_shard: expected the sharded parameter, "
                     f"got {type(module._parameters.get(attr)).__name__}; copy values into it instead (copy_(), "
-                    "load_state_dict)"
+                    "load_state_dict); torch.func.functional_call takes the module's own parameters() only"
                 )
 
     def _check_unfrozen(self) -> None:

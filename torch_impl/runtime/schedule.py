@@ -145,6 +145,9 @@ class Schedule:
         if autograd.current_backward() is None:
             self._ended.append(weakref.ref(unit))
             if self.open_forwards == 0:
+                # Left by a backward in the forward that raised, and whose error the program caught.
+                for one in _alive(self._units):
+                    one.drop_raised()
                 self._drop_prefetched()
                 self.pool.rest()
 

@@ -1,8 +1,8 @@
 """Tensors inside of the transforms of ``torch.func`` and in forward mode, which have several graphs at once.
 
-Inside of ``grad``, ``vjp``, ``jvp`` and ``vmap`` a tensor wraps another one for each transform around, and each may have
-a node in the graph of its own transform. In forward mode it has a tangent, with a graph of its own too. A backward
-may go through any of these graphs.
+Inside of ``grad``, ``vjp``, ``jvp`` and ``vmap`` a tensor wraps another one for each transform around, and each may
+have a node in the graph of its own transform. In forward mode it has a tangent, with a graph of its own too. A
+backward may go through any of these graphs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def levels_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     levels = [tensor]
     wraps = is_functorch_wrapped_tensor(tensor)
     # Tensors of torch.vmap have no tangents, and no rule for asking for one.
-    if not (wraps and (transform is None or is_batchedtensor(tensor)) or hides_graph(tensor)):
+    if not ((wraps and (transform is None or is_batchedtensor(tensor))) or hides_graph(tensor)):
         tangent = forward_ad.unpack_dual(tensor).tangent
         if tangent is not None:
             levels += levels_of(tangent)

@@ -3,10 +3,11 @@
     at rest --pre_forward--> forward --post_forward--> at rest        parameters() shows the sharded main weights
     at rest --first gradient of an output--> backward --inputs done or end of backward--> at rest
 
-After a forward that does not reshard, compute weights are shown until the end of the next backward, as in FSDP2.
+After a forward that does not reshard, ``module.weight`` is the compute weight until the end of the next backward, as in
+FSDP2; ``parameters()`` shows the main weights all the same, whatever becomes of that backward.
 
 ``phase`` has all phases and transitions. Whatever a backward leaves open is closed by a callback at its end. Whatever
-an exception leaves open is dropped at the next forward.
+an exception leaves open is dropped at once, or at the next forward.
 
 Ranks agree on collectives as long as they call the same units in the same order, and equally often in training mode.
 Gradients are reduced when those of the unit's inputs are complete that take part in the backward; or at the end of the
@@ -24,12 +25,12 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from torch_impl.runtime import autograd
+from torch_impl.runtime import autograd, late_backward
 from torch_impl.runtime.context import UnitContext
 from torch_impl.runtime.group import ParameterGroup, Shown
 from torch_impl.runtime.outputs import copy_weights_in, shows_weights
@@ -40,13 +41,6 @@ from torch_impl.runtime.schedule import Schedule, ScheduledUnit
 from torch_impl.runtime.transforms import outside_transforms
 from torch_impl.runtime.unit_backwards import UnitBackwards
 from torch_impl.runtime.unit_gradients import UnitGradients
-
-
-class _Call(NamedTuple):
-    """One forward call, and its inputs where gradients may be computed."""
-
-    number: int
-    inputs: autograd.WatchedInputs | None
 
 
 class Unit:
@@ -69,9 +63,11 @@ class Unit:
         self._context, self._policy = context, policy
         # None until a forward has told which unit is the root.
         self._is_root: bool | None = None
-        self._calls: list[_Call] = []
+        # Inputs of the calls that run, where gradients may be computed.
+        self._calls: list[autograd.WatchedInputs | None] = []
         self._backwards = UnitBackwards()
         self._numbers = itertools.count()
+        late_backward.register(self)
         for index, group in enumerate(self.groups):
             self._watch_gradients(index)
             group.weights.when_made(autograd.weakly(self._watch_gradients, index))
@@ -212,7 +208,7 @@ class Unit:
             done = autograd.weakly(self._call_done, number)
             inputs = autograd.WatchedInputs(done, autograd.weakly(self._backward_started, number))
             args, kwargs = inputs.watch((args, kwargs))
-        self._calls.append(_Call(number, inputs))
+        self._calls.append(inputs)
         self.schedule.open_forwards += 1
         return args, kwargs
 
@@ -259,15 +255,15 @@ class Unit:
 
     @autograd.eager
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        call = self._calls.pop()
+        inputs = self._calls.pop()
         self.schedule.open_forwards -= 1
         if self._policy.output_dtype is not None:
             output = autograd.map_floating(output, self._policy.output_dtype)
         output = copy_weights_in(output, self.groups, type(module).__name__)
         seen = True
-        if call.inputs is not None:
-            seen = autograd.watch_outputs(output, call.inputs)
-            output = call.inputs.release(output)
+        if inputs is not None:
+            seen = autograd.watch_outputs(output, inputs)
+            output = inputs.release(output)
         frees = self._frees_after_forward
         # In a backward, no program goes on with what a forward has left. An unseen backward would not end it.
         keeps = not frees and seen and autograd.current_backward() is None
@@ -288,6 +284,7 @@ class Unit:
         # Else it raised before anything was shown, perhaps because someone replaced a parameter.
         if self.phase is not Phase.REST:
             self._leave_forward(Event.FORWARD_RAISES, free=True, then=Phase.REST)
+        self.schedule.recover()
 
     @outside_transforms
     def _leave_forward(self, event: Event, free: bool, then: Phase) -> None:
