@@ -89,8 +89,8 @@ def fully_shard(
     strategy: see ``bridge.sharding.strategy``; None: "optim_grads_params", which on two axes is HSDP.
     placements: the strategy spelled out for each mesh axis, instead of its name.
     reshard_after_forward: where parameters are sharded, free compute weights between forward and backward. None: yes,
-        but not in the root, the unit whose forward is called first, with gradients. Where they are not freed, modules
-        show them until the backward has ended.
+        but not in the root, the unit whose forward is called first, with gradients. Where they are not freed,
+        ``module.weight`` is the whole weight until the backward has ended.
     shard_placement_fn: for programs written for FSDP2. ``Shard(dim)`` has no influence, see ``torch_impl.fsdp2``; a
         ``ShardPlacementResult`` says over which mesh a parameter is sharded in place of ``mesh``, such as that of the
         ranks that hold the same experts.
