@@ -101,8 +101,11 @@ def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         given, wholes = tuple(inputs), _whole_inputs(inputs)
+        # Else autograd would refuse whole weights that are not in the graph, too.
+        unused = args[0] if args else options.get("allow_unreachable", False)
+        every = (*given, *wholes) if unused else given
         try:
-            results = run(outputs, gradients, retain_graph, create_graph, (*given, *wholes), *args, **options)
+            results = run(outputs, gradients, retain_graph, create_graph, every, *args, **options)
         except BaseException as error:
             if isinstance(error, RuntimeError):
                 _explain(error, to_parameters=bool(wholes))
@@ -110,7 +113,7 @@ def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
                 unit.schedule.recover()
             raise
         # Without results gradients have been accumulated.
-        if wholes and any(one is not None for one in (results or ())[len(given) :]):
+        if any(one is not None for one in (results or ())[len(given) :]):
             raise RuntimeError(_OF_PARAMETERS)
         return results and results[: len(given)]
 

@@ -69,9 +69,7 @@ def in_parts(model: Model, x: torch.Tensor, sync: bool) -> torch.Tensor:
 
 def shown(model: nn.Module) -> list[str]:
     return [
-        name
-        for name, _ in model.named_parameters()
-        if not isinstance(model.get_parameter(name), DTensor)
+        name for name, _ in model.named_parameters() if not isinstance(model.get_parameter(name), DTensor)
     ]
 
 
