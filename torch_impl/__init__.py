@@ -69,9 +69,10 @@ interrupt them by exceptions, and run forwards ahead of backwards. A backward th
 its forward raises autograd's error. A backward that raised leaves what it had added in the gradients kept of earlier
 microbatches: drop them with ``zero_grad`` and repeat the step.
 
-**Derivatives of derivatives.** ``torch.autograd.grad(..., create_graph=True)`` by inputs, ``torch.func`` and forward mode
-go through units, which gather their weights again for each backward. Gradients of parameters have no graph: a backward
-that would make one raises. The weights of a unit whose inputs are hidden in objects stay after such a backward.
+**Derivatives of derivatives.** ``torch.autograd.grad(..., create_graph=True)`` by inputs, ``torch.func`` and forward
+mode go through units, which gather their weights again for each backward. Gradients of parameters have no graph: a
+backward that would make one raises. The weights of a unit whose inputs are hidden in objects stay after such a
+backward. The first one turns the buffer pool off.
 
 **What ranks must do alike.** All ranks call the same units in the same order, also without gradients. A forward on
 some ranks only is safe under ``no_shard`` alone, in eval mode and without gradients. All ranks agree on whether any

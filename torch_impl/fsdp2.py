@@ -84,9 +84,9 @@ Behave otherwise than in FSDP2:
   parameter that no rank used has no gradient all the same.
 * After a forward without gradients the root reshards as other units do, unless it was given
   ``reshard_after_forward=False``.
-* After a forward that does not reshard, and after any backward, ``parameters()`` and ``named_parameters()`` show sharded
-  parameters, which have the gradients, also with ``set_reshard_after_backward(False)``; FSDP2 then shows whole weights
-  without gradients. Until the backward has ended ``module.weight`` is the whole weight, as in FSDP2.
+* After a forward that does not reshard, and after any backward, ``parameters()`` and ``named_parameters()`` show
+  sharded parameters, which have the gradients, also with ``set_reshard_after_backward(False)``; FSDP2 then shows whole
+  weights without gradients. Until the backward has ended ``module.weight`` is the whole weight, as in FSDP2.
 * ``backward(inputs=...)`` takes sharded parameters, whose gradients are reduced. FSDP2 leaves ``.grad`` None.
 * A backward that reaches weights which modules show after a forward, and no output, reduces their gradients at its
   end: a loss that is computed in parts calls ``set_requires_gradient_sync(False)`` around all parts but the last.

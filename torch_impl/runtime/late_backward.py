@@ -155,5 +155,6 @@ def _explain(error: RuntimeError, to_parameters: bool) -> None:
             f"{others}, but the weight was freed, or changed with the main weights, before this backward came. Run "
             "the backward before the next forward of the module and before the optimizer's step; have forward return "
             "the tensor from which the backward starts, by itself or in lists, dicts or dataclasses; or keep weights "
-            "by set_reshard_after_forward(False) and set_reshard_after_backward(False)."
+            "by set_reshard_after_forward(False) and set_reshard_after_backward(False). Where create_graph=True comes "
+            "after steps without it, call set_buffer_pool(False) before the first step."
         )

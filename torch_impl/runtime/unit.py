@@ -3,8 +3,7 @@
     at rest --pre_forward--> forward --post_forward--> at rest        parameters() shows the sharded main weights
     at rest --first gradient of an output--> backward --inputs done or end of backward--> at rest
 
-After a forward that does not reshard, ``module.weight`` is the compute weight until the end of the next backward, as in
-FSDP2; ``parameters()`` shows the main weights all the same, whatever becomes of that backward.
+After a forward that does not reshard, ``module.weight`` is whole until the end of the next backward, as in FSDP2.
 
 ``phase`` has all phases and transitions. Whatever a backward leaves open is closed by a callback at its end. Whatever
 an exception leaves open is dropped at once, or at the next forward.
@@ -326,6 +325,9 @@ class Unit:
         if self._backwards.raised:
             self._drop_backward()
         self._backwards.join(task, self.schedule.join_backward(self, task))
+        # A backward through what this one computes reads several units' weights by turns.
+        if torch.is_grad_enabled() and self.pool.enabled:
+            self.pool.enable(False)
         stays = self._calls or self.phase in (Phase.REST, Phase.KEPT)
         self._enter(Event.JOINS_BACKWARD, self.phase if stays else Phase.BACKWARD)
         self.gradients.expose()

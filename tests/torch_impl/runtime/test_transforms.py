@@ -173,6 +173,12 @@ def recomputed_penalty(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return gradient.square().mean()
 
 
+def now_and_then(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """A penalty of the fifth step only."""
+    loss = energy(model, points(rank, step))
+    return loss + penalty(model, rank, step) if step == 4 else loss
+
+
 @dataclass
 class Sample:
     """What no search for inputs looks into."""
@@ -234,10 +240,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def trained(model: nn.Module, loss_of: Loss, ranks: Sequence[int]) -> list[torch.Tensor]:
-    """Losses and norms before clipping of two steps on the data of all ``ranks``, and the weights after these."""
+def trained(model: nn.Module, loss_of: Loss, ranks: Sequence[int], steps: int) -> list[torch.Tensor]:
+    """Losses and norms before clipping, on the data of all ``ranks``, and the weights after the last step."""
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.3), []
-    for step in range(2):
+    for step in range(steps):
         loss = sum((loss_of(model, rank, step) for rank in ranks), torch.zeros(())) / len(ranks)
         loss.backward()
         # Named anew, as a program does that reads what modules show after a backward.
@@ -248,7 +254,9 @@ def trained(model: nn.Module, loss_of: Loss, ranks: Sequence[int]) -> list[torch
     return [*seen, *(whole(param) for param in model.parameters())]
 
 
-def exact(loss_of: Loss, options: dict[str, Any], inner: bool, build: type[nn.Module] = Field) -> None:
+def exact(
+    loss_of: Loss, options: dict[str, Any], inner: bool, build: type[nn.Module] = Field, steps: int = 2
+) -> None:
     world, model = dist.get_world_size(), made(Field)
     options = dict(options)
     recompute, keep = options.pop("recompute", False), options.pop("keep_after_backward", False)
@@ -256,7 +264,9 @@ def exact(loss_of: Loss, options: dict[str, Any], inner: bool, build: type[nn.Mo
     model = model if build is Field else build(model)
     expected_model = made(Field)
     expected_model.recompute = recompute
-    expected = trained(expected_model if build is Field else build(expected_model), loss_of, range(world))
+    expected = trained(
+        expected_model if build is Field else build(expected_model), loss_of, range(world), steps
+    )
     if "mesh" in options:
         options["mesh"] = init_device_mesh("cpu", options["mesh"])
     for layer in model.layers if inner else ():
@@ -264,8 +274,8 @@ def exact(loss_of: Loss, options: dict[str, Any], inner: bool, build: type[nn.Mo
     torch_impl.fully_shard(model, **options)
     if keep:
         model.set_reshard_after_backward(False)
-    found = trained(model, loss_of, [dist.get_rank()])
-    for index in (0, 2):
+    found = trained(model, loss_of, [dist.get_rank()], steps)
+    for index in range(0, 2 * steps, 2):
         dist.all_reduce(found[index])
         found[index] /= world
     for have, want in zip(found, expected, strict=True):
@@ -284,6 +294,12 @@ def test_the_gradients_of_a_single_unit_are_clipped_after_transforms(ranks: Rank
 
 def test_a_gradient_that_leaves_a_unit_unseen_keeps_its_weights(ranks: RankGroup) -> None:
     ranks.run(2, exact, penalty_of_hidden_input, {}, True, Unpacking)
+
+
+@pytest.mark.parametrize("loss_of", [third_derivative, now_and_then])
+def test_units_do_not_share_memory_in_derivatives_of_derivatives(ranks: RankGroup, loss_of: Loss) -> None:
+    # After some steps that were alike, units would use memory by turns.
+    ranks.run(2, exact, loss_of, {"prefetch": 0}, True, Field, 6)
 
 
 def test_a_penalty_over_recomputed_units(ranks: RankGroup) -> None:
