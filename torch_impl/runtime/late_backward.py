@@ -109,8 +109,8 @@ def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException as error:
             if isinstance(error, RuntimeError):
                 _explain(error, to_parameters=bool(wholes))
-            for unit in list(_UNITS):
-                unit.schedule.recover()
+            for schedule in {unit.schedule for unit in list(_UNITS)}:
+                schedule.recover()
             raise
         # Without results gradients have been accumulated.
         if any(one is not None for one in (results or ())[len(given) :]):
