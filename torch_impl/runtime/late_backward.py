@@ -80,7 +80,8 @@ def watch_backwards() -> None:
     """Wrap torch's function, for the whole process; calls after the first do nothing."""
     watching = _watching(torch.autograd.graph._engine_run_backward)
     # The second is a name for the first, which torch.compiler puts back after wrapping both for a while.
-    for namespace in (torch.autograd.graph, torch.autograd):
+    namespaces: tuple[Any, ...] = (torch.autograd.graph, torch.autograd)
+    for namespace in namespaces:
         namespace._engine_run_backward = watching
 
 
