@@ -27,7 +27,9 @@ after ``torch_impl.install()``, until ``torch_impl.uninstall()``.
 
 **Importing wraps no function of torch.** The first ``fully_shard`` of a process wraps ``distribute_tensor``,
 ``DTensor.from_local`` and private functions of ``torch.distributed.checkpoint.state_dict``, which offer no hook, so
-that they know how sharded parameters are placed. With all other tensors they do what they did.
+that they know how sharded parameters are placed. With all other tensors they do what they did. It also wraps the
+private function by which ``torch.autograd`` starts a backward: errors about weights that were freed or changed name the
+unit.
 
 **Updates.** The next forward uses the current main weights, whoever changed them. torch's version counters tell,
 without communication, so a program edits local tensors on all ranks, as in any DTensor program. A change that torch
@@ -65,8 +67,12 @@ alone trains them, plain ``dcp.load`` is refused, and ``state_dict()`` shows the
 checkpointing, with one gather for recomputation and backward), freeze and thaw them at any time (but see Parameters),
 interrupt them by exceptions, and run forwards ahead of backwards. A backward through weights that were replaced since
 its forward raises autograd's error. A backward that raised leaves what it had added in the gradients kept of earlier
-microbatches: drop them with ``zero_grad`` and repeat the step. Until then, or the next forward, ``parameters()`` may
-show what backward used.
+microbatches: drop them with ``zero_grad`` and repeat the step.
+
+**Derivatives of derivatives.** ``torch.autograd.grad(..., create_graph=True)`` by inputs, ``torch.func`` and forward
+mode go through units, which gather their weights again for each backward. Gradients of parameters have no graph: a
+backward that would make one raises. The weights of a unit whose inputs are hidden in objects stay after such a
+backward. The first one turns the buffer pool off.
 
 **What ranks must do alike.** All ranks call the same units in the same order, also without gradients. A forward on
 some ranks only is safe under ``no_shard`` alone, in eval mode and without gradients. All ranks agree on whether any

@@ -39,6 +39,7 @@ from torch_impl.runtime.float8_products import computing_class
 from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.group_weights import GroupSpec
 from torch_impl.runtime.host_memory import HostMemory
+from torch_impl.runtime.late_backward import watch_backwards
 from torch_impl.runtime.ownership import OwnedParameter, owned_parameters
 from torch_impl.runtime.precision import MixedPrecisionPolicy, check_quantized, group_dtypes
 from torch_impl.runtime.tensor_parallel import SpmdMesh, check_joint
@@ -79,7 +80,8 @@ def fully_shard(
 
     The first call wraps ``distribute_tensor``, ``DTensor.from_local`` and private functions of
     ``torch.distributed.checkpoint.state_dict``, for the whole process, so that they know how sharded parameters are
-    placed; see ``torch_impl.dtensor.construction`` and ``torch_impl.checkpoint.full_state_dict``.
+    placed; see ``torch_impl.dtensor.construction`` and ``torch_impl.checkpoint.full_state_dict``. It also wraps the
+    private function by which ``torch.autograd`` starts a backward, see ``torch_impl.runtime.late_backward``.
 
     module: or a sequence of modules that form one unit together, whose weights are gathered and reduced as one.
     mesh: one or two data-parallel axes, outer to inner; None: all ranks of the default process group. Axes named for
@@ -87,8 +89,8 @@ def fully_shard(
     strategy: see ``bridge.sharding.strategy``; None: "optim_grads_params", which on two axes is HSDP.
     placements: the strategy spelled out for each mesh axis, instead of its name.
     reshard_after_forward: where parameters are sharded, free compute weights between forward and backward. None: yes,
-        but not in the root, the unit whose forward is called first, with gradients. Where they are not freed, modules
-        show them until the backward has ended.
+        but not in the root, the unit whose forward is called first, with gradients. Where they are not freed,
+        ``module.weight`` is the whole weight until the backward has ended.
     shard_placement_fn: for programs written for FSDP2. ``Shard(dim)`` has no influence, see ``torch_impl.fsdp2``; a
         ``ShardPlacementResult`` says over which mesh a parameter is sharded in place of ``mesh``, such as that of the
         ranks that hold the same experts.
@@ -140,6 +142,7 @@ def fully_shard(
     unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn, spmd)
     accept_row_placements()
     accept_full_state_dicts()
+    watch_backwards()
     if options.policy.store_param_remainders:
         refuse_other_optimizers()
     for one, cls in zip(modules, classes, strict=True):

@@ -31,7 +31,10 @@ Raise an error when they run:
 * a backward through a reduction of sharded parameters, or through their ``full_tensor()``, which FSDP2 does not reduce
   over ranks
 * ``load_state_dict(assign=True)`` of anything but DTensors placed like the parameters, at the load
-* second derivatives through sharded parameters (``create_graph=True``), which are not supported
+* a backward with ``create_graph=True`` that computes gradients of sharded parameters, and ``torch.autograd.grad`` with
+  these as inputs; derivatives by inputs of modules, of any order, are those of one process, and train parameters
+* ``torch.func.functional_call`` with other tensors than the module's ``parameters()``
+* a backward that reads weights after they were freed or changed: autograd's error, with a note that names the unit
 * a backward after the caller changed a view that a unit returned in place (``unit(x).mul_(2)`` of a unit that returns
   ``y.t().t()``), as with FSDP2: ``clone()`` the output
 
@@ -81,8 +84,10 @@ Behave otherwise than in FSDP2:
   parameter that no rank used has no gradient all the same.
 * After a forward without gradients the root reshards as other units do, unless it was given
   ``reshard_after_forward=False``.
-* After a backward modules show sharded parameters, which have the gradients, also with
-  ``set_reshard_after_backward(False)``; FSDP2 then shows whole weights without gradients.
+* After a forward that does not reshard, and after any backward, ``parameters()`` and ``named_parameters()`` show
+  sharded parameters, which have the gradients, also with ``set_reshard_after_backward(False)``; FSDP2 then shows whole
+  weights without gradients. Until the backward has ended ``module.weight`` is the whole weight, as in FSDP2.
+* ``backward(inputs=...)`` takes sharded parameters, whose gradients are reduced. FSDP2 leaves ``.grad`` None.
 * A backward that reaches weights which modules show after a forward, and no output, reduces their gradients at its
   end: a loss that is computed in parts calls ``set_requires_gradient_sync(False)`` around all parts but the last.
 * What a program freezes or thaws while whole weights are shown stays so, and ``zero_grad`` of a sharded module clears

@@ -246,7 +246,8 @@ class FSDPModule(Unavailable):
     def set_buffer_pool(self, enabled: bool) -> None:
         """With False, every unit below the root allocates its buffers for each use; see ``torch_impl.runtime.pool``.
 
-        It counts for all units of the root, whichever of them it is called on: they are pooled together.
+        It counts for all units of the root, whichever of them it is called on: they are pooled together. A backward
+        with ``create_graph=True`` does the same; a program whose first one comes after steps without calls this before.
         """
         _check_bool("set_buffer_pool", enabled)
         for unit in self._units(True):

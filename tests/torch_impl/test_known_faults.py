@@ -268,8 +268,10 @@ PRIVATE = {
     "parallel/modules.py",
     "runtime/autograd.py",
     "runtime/extension.py",
+    "runtime/late_backward.py",
     "runtime/ownership.py",
     "runtime/tensor_parallel.py",
+    "runtime/transforms.py",
 }
 
 

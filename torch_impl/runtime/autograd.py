@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torch_impl.runtime.transforms import hides_graph, innermost, levels_of, node_of
+
 T = TypeVar("T")
 
 _STARTS = "twinshard: units whose backward starts here"
@@ -52,12 +54,17 @@ def reaches(leaf: torch.Tensor) -> bool:
 
 
 class WatchedInputs:
-    """Tells in backward when the gradients of a module's inputs are complete, by a call of ``done``."""
+    """Tells in backward when the gradients of a module's inputs are complete, by a call of ``done``.
 
-    def __init__(self, done: Callable[[], None]) -> None:
-        self._done = done
-        self._missing: set[int] = set()
+    ``reached`` is called with these inputs when a backward reaches the outputs, see ``watch_outputs``. In a backward
+    with ``create_graph``, the gradients of the inputs are results of the module, too: ``reached`` is then called when
+    another backward reaches these. ``done(False)`` tells that this backward may come unnoticed.
+    """
+
+    def __init__(self, done: Callable[[bool], None], reached: Callable[[WatchedInputs], None]) -> None:
+        self._gradients, self._reached = _Gradients(done), reached
         self._nodes: list[Any] = []
+        self.hides_graph = False
         # Only until the forward ends: a graph must not keep inputs alive that no backward needs.
         self._given: list[torch.Tensor] = []
 
@@ -66,26 +73,29 @@ class WatchedInputs:
         return map_leaves(inputs, self._watch)
 
     def _watch(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
+        if not isinstance(leaf, torch.Tensor) or not any(level.requires_grad for level in levels_of(leaf)):
             return leaf
         # The gradient of this view is complete when the module is done; that of the input itself may wait for others.
         view = leaf.view_as(leaf)
-        view.register_hook(partial(_arrived, len(self._nodes), self._missing, self._done))
-        self._nodes.append(view.grad_fn)
-        self._given.append(leaf)
+        this = weakref.ref(self)
+        for level in levels_of(view):
+            if level.grad_fn is not None:
+                level.register_hook(partial(self._gradients.arrived, len(self._nodes), this))
+                self._nodes.append(level.grad_fn)
+                self._given.append(leaf)
         return view
 
     def release(self, output: Any) -> Any:
         """Ends the forward: ``output`` with the inputs themselves in place of views that the module passed on."""
         given, self._given = self._given, []
         return map_leaves(
-            output, lambda leaf: given[self._nodes.index(leaf.grad_fn)] if self.passed_on(leaf) else leaf
+            output, lambda leaf: given[self._nodes.index(node_of(leaf))] if self.passed_on(leaf) else leaf
         )
 
     def passed_on(self, leaf: Any) -> bool:
         """Whether a leaf of the output is a view that ``watch`` made."""
         # By node: changed in place, the view has another one, and is not the input any more.
-        return isinstance(leaf, torch.Tensor) and leaf.grad_fn in self._nodes
+        return isinstance(leaf, torch.Tensor) and node_of(leaf) in self._nodes
 
     def expect(self) -> bool:
         """To be called when the backward reaches the module: finds the inputs that take part, and whether any does.
@@ -93,19 +103,52 @@ class WatchedInputs:
         Only those are waited for, and without this there is no call of ``done``.
         """
         # In a backward with given inputs, or through a part of the graph, some inputs get no gradient.
-        self._missing.clear()
-        self._missing.update(
-            k for k, node in enumerate(self._nodes) if torch._C._will_engine_execute_node(node)
+        self._gradients.expect(
+            {k for k, node in enumerate(self._nodes) if torch._C._will_engine_execute_node(node)}
         )
-        return bool(self._missing)
+        return bool(self._gradients.missing)
+
+    def watch_results(self, results: Iterable[Any]) -> bool:
+        """Have ``reached`` called when a backward reaches one of these; False if none is known that it can reach.
+
+        Inputs that were passed on are left out: a hook there comes too late, and would keep a dropped graph alive
+        through the inputs.
+        """
+        start, hooked = partial(self._reached, self), False
+        for result in results:
+            if isinstance(result, torch.Tensor) and not self.passed_on(result):
+                for level in levels_of(result):
+                    self.hides_graph |= hides_graph(level)
+                    # A tangent may be an input's, though the result is not.
+                    if level.grad_fn is not None and level.grad_fn not in self._nodes:
+                        _start_first(level, level.grad_fn, start)
+                        hooked = True
+        return hooked
 
 
-# The nodes hold the hooks: a hook that held the nodes would keep a dropped graph alive.
-def _arrived(index: int, missing: set[int], done: Callable[[], None], _: torch.Tensor) -> None:
-    if index in missing:
-        missing.discard(index)
-        if not missing:
-            done()
+class _Gradients:
+    """Those of a module's inputs in one backward.
+
+    The nodes hold the hooks, and so this: if it held the nodes, a dropped graph would stay.
+    """
+
+    def __init__(self, done: Callable[[bool], None]) -> None:
+        self.missing: set[int] = set()
+        self._done, self._seen = done, True
+
+    def expect(self, missing: set[int]) -> None:
+        """A backward begins that computes those of these indices."""
+        self.missing, self._seen = missing, True
+
+    def arrived(self, index: int, inputs: weakref.ref[WatchedInputs], gradient: torch.Tensor) -> None:
+        """One is complete; ``inputs`` are held by the hooks of the outputs."""
+        if torch.is_grad_enabled():
+            watched = inputs()
+            self._seen &= watched is not None and watched.watch_results([gradient])
+        if index in self.missing:
+            self.missing.discard(index)
+            if not self.missing:
+                self._done(self._seen)
 
 
 def eager(hook: Callable[..., T]) -> Callable[..., T]:
@@ -144,22 +187,17 @@ def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
     return all(map(operator.is_, new, old))
 
 
-def watch_outputs(output: Any, inputs: WatchedInputs, start: Callable[[], None]) -> bool:
-    """Arrange calls of ``start`` in backward when gradients reach the outputs, before the module's own backward.
+def watch_outputs(output: Any, inputs: WatchedInputs) -> bool:
+    """Have ``inputs`` told in backward when gradients reach the outputs, before the module's own backward.
 
-    Inputs that were passed on are left out: a hook there comes too late, and would keep a dropped graph alive through
-    the inputs. Returns False when backward could reach the module unnoticed: ``output`` holds objects that cannot be
-    searched and no tensor that requires gradient was found.
+    Returns False when backward could reach the module unnoticed: ``output`` holds objects that cannot be searched and
+    no tensor that requires gradient was found, or tensors whose graph cannot be reached.
     """
     leaves = leaves_of(output)
-    hooked = False
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not inputs.passed_on(leaf):
-            _start_first(leaf, leaf.grad_fn, start)
-            hooked = True
+    hooked = inputs.watch_results(leaves)
     # Any other object may hide a tensor whose backward leads into the module.
     plain = (torch.Tensor, str, bytes, int, float, complex, type(None))
-    return hooked or all(isinstance(leaf, plain) for leaf in leaves)
+    return not inputs.hides_graph and (hooked or all(isinstance(leaf, plain) for leaf in leaves))
 
 
 def _start_first(tensor: torch.Tensor, node: Node, start: Callable[[], None]) -> None:
@@ -200,8 +238,8 @@ def _addresses(tensor: torch.Tensor) -> set[int]:
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return set().union(*(_addresses(part) for part in inner if isinstance(part, torch.Tensor)))
     try:
-        return {tensor.untyped_storage().data_ptr()}
-    except RuntimeError:  # sparse layouts; tensors of torch.func, subclasses that do not show what they wrap
+        return {innermost(tensor).untyped_storage().data_ptr()}
+    except RuntimeError:  # sparse layouts, subclasses that do not show what they wrap
         return set()
 
 

@@ -195,11 +195,8 @@ class ExtendedWeights:
     def _prepare(self, changed: bool) -> None:
         """Memory to gather into."""
         # Filling the memory again counts as a change, which autograd must take for one only where values change.
-        if not self.aside:
-            known = [*self.compute_tensors, *self.unsharded]
-            known += [part for one in self.unsharded for part in plain_parts(one)]
-            self._versions = [(one, one._version) for one in known] if self._made else []
-            self._changed = False
+        if not self._versions:
+            self._note_versions()
         self._changed |= changed
         for one in self._extended:
             one.allocate()
@@ -235,17 +232,26 @@ class ExtendedWeights:
         self._count()
 
     def release(self) -> None:
-        """Forget the contents and free the memory."""
-        if self.aside:
-            self._count()
+        """Forget the contents and free the memory; until they are back, autograd refuses saved views of them."""
+        if not self._versions:
+            self._note_versions()
+        torch.autograd.graph.increment_version([one for one, _ in self._versions])
         self.allocated = self.aside = False
         for one in self._extended:
             one.free()
 
+    def _note_versions(self) -> None:
+        known = [*self.compute_tensors, *self.unsharded]
+        known += [part for one in self.unsharded for part in plain_parts(one)]
+        distinct = {id(one): one for one in known} if self._made else {}
+        self._versions = [(one, one._version) for one in distinct.values()]
+        self._changed = False
+
     def _count(self) -> None:
         if self._versions:
             tensors, versions = zip(*self._versions, strict=True)
-            autograd.set_versions(tensors, [version + self._changed for version in versions])
+            # By two, since one more is the mark of lost contents.
+            autograd.set_versions(tensors, [version + 2 * self._changed for version in versions])
             self._versions = []
 
 

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from enum import Enum, auto
 
 import torch
 from torch import nn
 
 from torch_impl.comm.agreement import require_all_ranks
 from torch_impl.comm.streams import Transfer
-from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.local import local_of, plain_parts
 from torch_impl.dtensor.refusals import set_name
 from torch_impl.runtime import autograd
 from torch_impl.runtime.gather import keeps_shard
@@ -38,6 +39,16 @@ from torch_impl.runtime.group_weights import GroupSpec, GroupWeights, Version
 from torch_impl.runtime.ownership import OwnedParameter
 from torch_impl.runtime.pool import PooledGradient
 from torch_impl.runtime.reduction import GroupReduction
+
+
+class Shown(Enum):
+    """Which weights modules show."""
+
+    MAIN = auto()
+    WHOLE = auto()
+    """The compute weights."""
+    ATTRIBUTES = auto()
+    """The compute weights as ``module.weight``, the main weights in ``parameters()`` and ``named_parameters()``."""
 
 
 class ParameterGroup:
@@ -63,7 +74,7 @@ class ParameterGroup:
         # Weakly: a module holds its unit, the unit this group, and a deleted model is to free its memory at once.
         self._sites = [[(weakref.ref(module), attr) for module, attr in one.sites] for one in owned]
         self._divisor, self.all_reduce_hook = Divisor(divisor), AllReduceHook()
-        self._shows_whole = False
+        self._shown = Shown.MAIN
         self._shown_trainable: list[bool] = []
         # Weakly, as above.
         self._finish = autograd.weakly(self._finish_transfer)
@@ -200,7 +211,7 @@ class ParameterGroup:
 
     def unshard(self, refresh: bool) -> None:
         """Fill the compute weights, see ``start_unshard``, and wait for them. Collective."""
-        if not self._shows_whole:
+        if self._shown is not Shown.WHOLE:
             self._check_registered()
             self._check_unfrozen()
         if self._transfer is not None or self.start_unshard(refresh):
@@ -209,6 +220,16 @@ class ParameterGroup:
             if refresh and self.start_unshard(refresh):
                 self._finish_transfer()
         self.weights.settle()
+
+    @property
+    def unit_name(self) -> str:
+        """Name of the unit's module below its root, ``"root"`` of the root itself."""
+        return self._group_spec.context.name or "root"
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ``late_backward``: what modules compute with, wrapped in DTensors or not."""
+        for name, whole in zip(self.names, self.unsharded, strict=True):
+            yield from ((name, part) for part in {whole, *plain_parts(whole)})
 
     def free(self) -> None:
         """Release the compute weights, if they have memory of their own."""
@@ -229,28 +250,33 @@ class ParameterGroup:
             # Of the start: what changed since is not in the gathered weights.
             self._gathered_version = self._kept_version = self._started_version
 
-    def show(self, unsharded: bool) -> None:
+    def show(self, shown: Shown) -> None:
         """Show the compute weights or the main weights as the modules' parameters."""
-        if unsharded == self._shows_whole:
+        if shown is self._shown:
             return
         # A program may freeze and unfreeze the parameters that it sees, be they sharded or whole.
-        if unsharded:
-            for sharded, whole in zip(self.params, self.unsharded, strict=True):
-                if whole.requires_grad != sharded.requires_grad:
-                    whole.requires_grad_(sharded.requires_grad)
-            self._shown_trainable = [whole.requires_grad for whole in self.unsharded]
-        else:
+        if self._shown is not Shown.MAIN:
             for sharded, whole, before in zip(
                 self.params, self.unsharded, self._shown_trainable, strict=True
             ):
                 if whole.requires_grad != before:
                     sharded.requires_grad_(whole.requires_grad)
-        self._register(self.unsharded if unsharded else self.params)
-        self._shows_whole = unsharded
+        if shown is not Shown.MAIN:
+            for sharded, whole in zip(self.params, self.unsharded, strict=True):
+                if whole.requires_grad != sharded.requires_grad:
+                    whole.requires_grad_(sharded.requires_grad)
+            self._shown_trainable = [whole.requires_grad for whole in self.unsharded]
+        self._register(self.params if shown is Shown.MAIN else self.unsharded)
+        if shown is Shown.ATTRIBUTES:
+            for index, module, attr in self.places():
+                module._parameters[attr] = self.params[index]
+                # Found before what nn.Module looks up in its parameters.
+                vars(module)[attr] = self.unsharded[index]
+        self._shown = shown
 
     def zero_grad(self, set_to_none: bool) -> None:
         """As ``nn.Module.zero_grad``, of sharded parameters that no module shows."""
-        for param in self.params if self._shows_whole else ():
+        for param in self.params if self._shown is Shown.WHOLE else ():
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:
@@ -298,7 +324,7 @@ class ParameterGroup:
                 raise RuntimeError(
                     f"parameter {self.names[index]!r} was replaced after fully_shard: expected the sharded parameter, "
                     f"got {type(module._parameters.get(attr)).__name__}; copy values into it instead (copy_(), "
-                    "load_state_dict)"
+                    "load_state_dict); torch.func.functional_call takes the module's own parameters() only"
                 )
 
     def _check_unfrozen(self) -> None:
@@ -319,6 +345,7 @@ class ParameterGroup:
 def _set_parameter(module: nn.Module, attr: str, param: nn.Parameter) -> None:
     # Only modules that watch assignments (RNNs cache their weights) need the slow way.
     if type(module).__setattr__ is nn.Module.__setattr__:
+        vars(module).pop(attr, None)
         module._parameters[attr] = param
     else:
         setattr(module, attr, param)

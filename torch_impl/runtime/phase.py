@@ -3,11 +3,13 @@
     phase        modules show      the compute weights are there for
     REST         main weights      nobody; some options and strategies keep them all the same
     UNSHARDED    compute weights   the program, which called ``unshard``
-    KEPT         compute weights   the program after a forward without resharding, and the backward of that forward
+    KEPT         both              the program after a forward without resharding, and the backward of that forward
     FORWARD      compute weights   a forward that runs
     RECOMPUTE    compute weights   a forward that runs again inside a backward, with gradients
     RECOMPUTED   compute weights   the backward of that forward, which comes next
     BACKWARD     compute weights   a backward under way
+
+KEPT shows compute weights as attributes of modules, and main weights in ``parameters()``.
 
 No order is asserted: a unit may run forward several times before its backward, run backward twice, never run, run
 forward inside its own backward, or be left behind by an exception. The table says where each of these leads, and

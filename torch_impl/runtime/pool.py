@@ -9,10 +9,10 @@ from the plan at any time:
 * Weights move to another place only with changed values, or where a forward is reading their slot. Both void the graphs
   that saved the old ones.
 
-Autograd keeps views of compute weights, which may show another unit's weights between forward and backward. That no
-backward computes with the other unit's weights does not rest on the plan. A unit that loses its slot has the versions
-of its weights advanced, and gets the versions back with the contents. Until then autograd refuses the saved views.
-Every entry into a unit, forward or backward, brings the unit's contents back before it computes.
+Autograd keeps views of compute weights, which have no memory between forward and backward, or show another unit's
+weights. That no backward computes with these does not rest on the plan. When weights are freed or lose their slot,
+their versions advance, and come back with the contents. Until then autograd refuses the saved views. Every known entry
+into a unit, forward or backward, brings the unit's contents back before it computes.
 
 The decisions are local: they neither issue nor order collectives.
 """
@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from torch_impl.comm.streams import Streams
+from torch_impl.dtensor.local import plain_parts
 from torch_impl.runtime import autograd
 from torch_impl.runtime.buffer import FlatBuffer
 from torch_impl.runtime.pool_plan import BufferPlan, Lifetime, Span, plan_buffers
@@ -201,6 +202,10 @@ class PooledWeights:
         self._own = buffer.flat.untyped_storage()
         # Those that wrap their views, as DTensors of tensor parallelism do, cannot be given others.
         self._movable = all(type(param) is nn.Parameter for param in params)
+        # Modules that are cut over a model axis compute with the local tensors of their DTensors.
+        self._counted = list(
+            {id(part): part for param in params for part in (param, *plain_parts(param))}.values()
+        )
         self._slot: Slot | None = None
         self._aside: torch.Tensor | None = None
         self._versions: tuple[int, ...] | None = None
@@ -234,15 +239,18 @@ class PooledWeights:
         # As far as others ask: the contents are in the slot or aside.
         self._buffer.allocated = True
         if self._slot.take(self):
-            self._regained()
             return self._buffer.flat
         self._aside = torch.empty_like(self._buffer.flat)
         return self._aside
 
     def settle(self) -> None:
         """Bring the contents to where the parameters are; to be called before they are read."""
-        if self._aside is None:
-            return
+        if self._aside is not None:
+            self._move_in(self._aside)
+            self._aside = None
+        self._regained()
+
+    def _move_in(self, contents: torch.Tensor) -> None:
         assert self._slot is not None
         user = self._slot.user
         # A forward reads the weights that are there, so these move, and graphs with views of the slot are void.
@@ -251,9 +259,7 @@ class PooledWeights:
             self._move(None)
         else:
             self._slot.take(self)
-            self._regained()
-        self._buffer.flat.copy_(self._aside)
-        self._aside = None
+        self._buffer.flat.copy_(contents)
 
     def step_aside(self) -> bool:
         """Leave the slot to another unit, and wait; False if these weights are being read."""
@@ -264,12 +270,14 @@ class PooledWeights:
         self._finish()
         assert self._slot is not None
         self._aside = self._buffer.flat.clone()
+        self.lost()
         self._slot.leave(self)
         return True
 
     def release(self) -> None:
         """Forget the contents and free the memory."""
         self._host.pool.ended(self)
+        self.lost()
         self._aside = None
         self._buffer.allocated = False
         if self._slot is None:
@@ -278,22 +286,22 @@ class PooledWeights:
             self._slot.leave(self)
 
     def lost(self) -> None:
-        """Another unit's weights replace these: saved views of them must not be read."""
+        """The contents are gone, or will be another unit's weights: saved views of them must not be read."""
         # A slot may pass through several hands before its first user comes back: the first versions count.
         if self._versions is None:
-            self._versions = tuple(param._version for param in self._params)
-            torch.autograd.graph.increment_version(self._params)
+            self._versions = tuple(tensor._version for tensor in self._counted)
+            torch.autograd.graph.increment_version(self._counted)
 
     def _regained(self) -> None:
         if self._versions is not None:
-            autograd.set_versions(self._params, self._versions)
+            autograd.set_versions(self._counted, self._versions)
             self._versions = None
 
     def _void_graphs(self) -> None:
         # By two, since one more is the mark of lost contents.
         self._versions = None
         for _ in range(2):
-            torch.autograd.graph.increment_version(self._params)
+            torch.autograd.graph.increment_version(self._counted)
 
     def _choose(self) -> None:
         """Move to the slot of the plan, if it is free, else out of any that is in use."""

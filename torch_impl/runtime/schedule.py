@@ -39,6 +39,7 @@ from torch_impl.comm.streams import streams_for
 from torch_impl.runtime import autograd
 from torch_impl.runtime.pool import BufferPool
 from torch_impl.runtime.reduction import Reductions
+from torch_impl.runtime.transforms import outside_transforms
 
 U = TypeVar("U")
 
@@ -157,6 +158,9 @@ class Schedule:
         if autograd.current_backward() is None:
             self._ended.append(weakref.ref(unit))
             if self.open_forwards == 0:
+                # Left by a backward in the forward that raised, and whose error the program caught.
+                for one in _alive(self._units):
+                    one.drop_raised()
                 self._drop_prefetched()
                 self.pool.rest()
 
@@ -221,6 +225,7 @@ class Schedule:
         """``unit`` runs forward again in backward: look at the end whether a backward of it followed."""
         self._recomputed.append(weakref.ref(unit))
 
+    @outside_transforms
     def _backward_ended(self, task: int) -> None:
         _, units = self._tasks.pop(task)
         for unit in _alive(units):
@@ -233,7 +238,9 @@ class Schedule:
                 unit.reduce_waiting()
             self.reductions.finish()
             # Not after the backward of a part of a loss, which reads weights but reaches no unit.
-            for unit in _alive(self._units) if self._backward.reached else ():
+            # Nor inside of a forward, which may read them.
+            passed = self._backward.reached and not self.open_forwards
+            for unit in _alive(self._units) if passed else ():
                 unit.pass_ended()
             self._drop_prefetched()
             self._rest_recomputed()

@@ -3,10 +3,10 @@
     at rest --pre_forward--> forward --post_forward--> at rest        parameters() shows the sharded main weights
     at rest --first gradient of an output--> backward --inputs done or end of backward--> at rest
 
-After a forward that does not reshard, compute weights are shown until the end of the next backward, as in FSDP2.
+After a forward that does not reshard, ``module.weight`` is whole until the end of the next backward, as in FSDP2.
 
 ``phase`` has all phases and transitions. Whatever a backward leaves open is closed by a callback at its end. Whatever
-an exception leaves open is dropped at the next forward.
+an exception leaves open is dropped at once, or at the next forward.
 
 Ranks agree on collectives as long as they call the same units in the same order, and equally often in training mode.
 Gradients are reduced when those of the unit's inputs are complete that take part in the backward; or at the end of the
@@ -25,28 +25,22 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from torch_impl.runtime import autograd
+from torch_impl.runtime import autograd, late_backward
 from torch_impl.runtime.context import UnitContext
-from torch_impl.runtime.group import ParameterGroup
+from torch_impl.runtime.group import ParameterGroup, Shown
 from torch_impl.runtime.outputs import copy_weights_in, shows_weights
 from torch_impl.runtime.phase import Event, Phase
 from torch_impl.runtime.pool import BufferPool
 from torch_impl.runtime.precision import MixedPrecisionPolicy, input_dtype
 from torch_impl.runtime.schedule import Schedule, ScheduledUnit
+from torch_impl.runtime.transforms import outside_transforms
 from torch_impl.runtime.unit_backwards import UnitBackwards
 from torch_impl.runtime.unit_gradients import UnitGradients
-
-
-class _Call(NamedTuple):
-    """One forward call, and its inputs where gradients may be computed."""
-
-    number: int
-    inputs: autograd.WatchedInputs | None
 
 
 class Unit:
@@ -69,9 +63,11 @@ class Unit:
         self._context, self._policy = context, policy
         # None until a forward has told which unit is the root.
         self._is_root: bool | None = None
-        self._calls: list[_Call] = []
+        # Inputs of the calls that run, where gradients may be computed.
+        self._calls: list[autograd.WatchedInputs | None] = []
         self._backwards = UnitBackwards()
         self._numbers = itertools.count()
+        late_backward.register(self)
         for index, group in enumerate(self.groups):
             self._watch_gradients(index)
             group.weights.when_made(autograd.weakly(self._watch_gradients, index))
@@ -150,7 +146,7 @@ class Unit:
             group.unshard(refresh)
         # All or none: a program that goes on after an error sees the sharded parameters.
         for group in self.groups:
-            group.show(unsharded=True)
+            group.show(Shown.WHOLE)
 
     @property
     def has_parameters(self) -> bool:
@@ -179,7 +175,7 @@ class Unit:
         for group in self.groups:
             if free and group.strategy.shard_parameters:
                 group.free()
-            group.show(unsharded=False)
+            group.show(Shown.MAIN)
 
     def show_sharded(self, *_: Any) -> None:
         """Show the main weights, unless a forward reads the compute weights; these stay in memory."""
@@ -209,9 +205,10 @@ class Unit:
             args, kwargs = autograd.map_floating((args, kwargs), cast)
         number, inputs = next(self._numbers), None
         if torch.is_grad_enabled():
-            inputs = autograd.WatchedInputs(autograd.weakly(self._call_done, number))
+            done = autograd.weakly(self._call_done, number)
+            inputs = autograd.WatchedInputs(done, autograd.weakly(self._backward_started, number))
             args, kwargs = inputs.watch((args, kwargs))
-        self._calls.append(_Call(number, inputs))
+        self._calls.append(inputs)
         self.schedule.open_forwards += 1
         return args, kwargs
 
@@ -238,14 +235,12 @@ class Unit:
         name = "" if self._is_root else self._context.name
         return self.schedule.streams.range(f"{name} {what}".lstrip())
 
+    @outside_transforms
     def _begin(self, event: Event, phase: Phase, in_backward: bool) -> None:
         """Gather this unit's weights, then begin with the next one's: backends hold a second copy meanwhile."""
         # Recompute in backward must see the weights that the forward saw.
         refresh = not in_backward
         following: Sequence[ScheduledUnit] = ()
-        # Those of an earlier forward: begin as from rest, with what the program made of the sharded parameters since.
-        if self.phase is Phase.KEPT:
-            self._hide(free=False)
         # Other weights that are shown are gathered, and their unit has its place in the order.
         if self.phase in (Phase.REST, Phase.KEPT):
             begins = self.schedule.backward_begins if in_backward else self.schedule.forward_begins
@@ -260,16 +255,15 @@ class Unit:
 
     @autograd.eager
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        call = self._calls.pop()
+        inputs = self._calls.pop()
         self.schedule.open_forwards -= 1
         if self._policy.output_dtype is not None:
             output = autograd.map_floating(output, self._policy.output_dtype)
         output = copy_weights_in(output, self.groups, type(module).__name__)
         seen = True
-        if call.inputs is not None:
-            started = autograd.weakly(self._backward_started, call)
-            seen = autograd.watch_outputs(output, call.inputs, started)
-            output = call.inputs.release(output)
+        if inputs is not None:
+            seen = autograd.watch_outputs(output, inputs)
+            output = inputs.release(output)
         frees = self._frees_after_forward
         # In a backward, no program goes on with what a forward has left. An unseen backward would not end it.
         keeps = not frees and seen and autograd.current_backward() is None
@@ -290,7 +284,9 @@ class Unit:
         # Else it raised before anything was shown, perhaps because someone replaced a parameter.
         if self.phase is not Phase.REST:
             self._leave_forward(Event.FORWARD_RAISES, free=True, then=Phase.REST)
+        self.schedule.recover()
 
+    @outside_transforms
     def _leave_forward(self, event: Event, free: bool, then: Phase) -> None:
         raised = event is Event.FORWARD_RAISES
         if self._calls:
@@ -304,6 +300,9 @@ class Unit:
             self._enter(event, then)
             if then is Phase.REST:
                 self._hide(free)
+            else:
+                for group in self.groups:
+                    group.show(Shown.ATTRIBUTES)
         self.schedule.forward_ended(self)
 
     @property
@@ -313,9 +312,10 @@ class Unit:
             return not self._is_root or not torch.is_grad_enabled()
         return self.reshard_after_forward
 
-    def _backward_started(self, call: _Call) -> None:
+    @outside_transforms
+    def _backward_started(self, number: int, inputs: autograd.WatchedInputs) -> None:
         self._join_backward()
-        self._backwards.outputs_reached(call.number, call.inputs)
+        self._backwards.outputs_reached(number, inputs)
         self.gradients.outputs_reached(self.schedule.accumulates())
         self._begin(Event.BACKWARD_BEGINS, self.phase if self._calls else Phase.BACKWARD, in_backward=True)
 
@@ -327,6 +327,9 @@ class Unit:
         if self._backwards.raised:
             self._drop_backward()
         self._backwards.join(task, self.schedule.join_backward(self, task))
+        # A backward through what this one computes reads several units' weights by turns.
+        if torch.is_grad_enabled() and self.pool.enabled:
+            self.pool.enable(False)
         stays = self._calls or self.phase in (Phase.REST, Phase.KEPT)
         self._enter(Event.JOINS_BACKWARD, self.phase if stays else Phase.BACKWARD)
         self.gradients.expose()
@@ -335,8 +338,9 @@ class Unit:
         self._join_backward()
         self.gradients.arrived(index, k, self.reshard_after_backward)
 
-    def _call_done(self, number: int) -> None:
-        if self._backwards.inputs_done(number):
+    @outside_transforms
+    def _call_done(self, number: int, seen: bool) -> None:
+        if self._backwards.inputs_done(number, seen):
             self._rest(Event.INPUTS_DONE)
             self._finish_gradients()
 
@@ -382,7 +386,7 @@ class Unit:
             self._enter(event, self.phase)
             return
         self._enter(event, Phase.REST)
-        self._hide(free=self.reshard_after_backward)
+        self._hide(free=self.reshard_after_backward and not self._backwards.needed_later)
 
     def drop_raised(self) -> None:
         """Drop what a backward left that raised, if one did."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
+
 from torch_impl.runtime import autograd
 
 
@@ -17,9 +19,10 @@ class UnitBackwards:
     def __init__(self) -> None:
         # By number; a dead reference: it raised.
         self._ends: dict[int, weakref.ref[Any]] = {}
-        # Those calls whose outputs have gradients and whose inputs lack some.
+        # Those calls whose outputs have gradients and whose inputs lack some, or of whose inputs nothing is known.
         self._open_calls: set[int] = set()
         self._forwards = 0
+        self._makes_graph = self.needed_later = False
 
     def __bool__(self) -> bool:
         return bool(self._ends)
@@ -39,15 +42,23 @@ class UnitBackwards:
     def join(self, task: int, end: weakref.ref[Any]) -> None:
         """Take part in backward ``task``; ``end`` dies if it raises."""
         self._ends[task] = end
+        # With create_graph, or in torch.func: gradients are computed as a part of a graph.
+        self._makes_graph |= torch.is_grad_enabled()
 
-    def outputs_reached(self, number: int, inputs: autograd.WatchedInputs | None) -> None:
-        """Gradients have reached an output of call ``number``."""
+    def outputs_reached(self, number: int, inputs: autograd.WatchedInputs) -> None:
+        """Gradients have reached an output of call ``number``, or a gradient of its inputs."""
         # A call has several outputs; the inputs that take part are counted at the first.
-        if inputs is not None and number not in self._open_calls and inputs.expect():
+        if number not in self._open_calls:
             self._open_calls.add(number)
+            # Of gradients that leave the unit unseen, no hook would gather the weights again.
+            self.needed_later |= not inputs.expect() and torch.is_grad_enabled()
 
-    def inputs_done(self, number: int) -> bool:
-        """The inputs of call ``number`` have their gradients; whether nothing of the unit is to come any more."""
+    def inputs_done(self, number: int, seen: bool) -> bool:
+        """The inputs of call ``number`` have their gradients; whether nothing of the unit is to come any more.
+
+        ``seen``: a backward through these gradients would be noticed.
+        """
+        self.needed_later |= not seen
         self._open_calls.discard(number)
         # Another call's backward may be still to come. Counted calls, unlike gradients, are the same on all ranks.
         return bool(self._ends) and not self._open_calls and self._forwards <= 1
@@ -57,11 +68,14 @@ class UnitBackwards:
         self._ends.pop(task, None)
 
     def forget_calls(self) -> None:
-        """No backward of the calls made until now is expected any more."""
+        """No backward of the calls made until now is expected any more, but of those whose graph was extended."""
         self._open_calls.clear()
-        self._forwards = 0
+        if not self._makes_graph:
+            self._forwards = 0
+        self._makes_graph = self.needed_later = False
 
     def drop(self) -> None:
         """Forget all, whether they raised or not."""
         self._ends.clear()
+        self._makes_graph = False
         self.forget_calls()

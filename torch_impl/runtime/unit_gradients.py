@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from torch_impl.runtime import autograd
 from torch_impl.runtime.group import ParameterGroup
 
@@ -35,8 +37,18 @@ class UnitGradients:
                 group.gradient.expose(self._keeps(group))
 
     def arrived(self, index: int, k: int, reshards: bool) -> None:
-        """Collect the gradient of parameter ``k`` of group ``index``; ``reshards``: the unit does after backward."""
+        """Collect the gradient of parameter ``k`` of group ``index``; ``reshards``: the unit does after backward.
+
+        RuntimeError in a backward with ``create_graph=True``.
+        """
         group = self._groups[index]
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"parameter {group.names[k]!r} of unit {group.unit_name!r}: expected a backward without "
+                "create_graph=True, since the gradient of a sharded parameter, a sum over ranks, has no graph, got one "
+                "with it; for derivatives by inputs call torch.autograd.grad(outputs, inputs, create_graph=True), and "
+                "backward() of what is computed from them"
+            )
         group.gradient.arrived(k, self._keeps(group), reshards and group.strategy.shard_parameters)
 
     def outputs_reached(self, accumulates: bool) -> None:

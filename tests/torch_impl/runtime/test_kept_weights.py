@@ -68,7 +68,9 @@ def in_parts(model: Model, x: torch.Tensor, sync: bool) -> torch.Tensor:
 
 
 def shown(model: nn.Module) -> list[str]:
-    return [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+    return [
+        name for name, _ in model.named_parameters() if not isinstance(model.get_parameter(name), DTensor)
+    ]
 
 
 def program(api: ModuleType | Any, parts: bool, options: dict[str, Any]) -> list[Any]:

@@ -1,0 +1,76 @@
+"""Tensors inside of the transforms of ``torch.func`` and in forward mode, which have several graphs at once.
+
+Inside of ``grad``, ``vjp``, ``jvp`` and ``vmap`` a tensor wraps another one for each transform around, and each may
+have a node in the graph of its own transform. In forward mode it has a tangent, with a graph of its own too. A
+backward may go through any of these graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+    maybe_get_level,
+    peek_interpreter_stack,
+)
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+
+T = TypeVar("T")
+
+
+def outside_transforms(method: Callable[..., T]) -> Callable[..., T]:
+    """Run a method as if no transform were active: these refuse to fill memory that is not the function's own."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> T:
+        with torch._C._DisableFuncTorch():
+            return method(*args, **kwargs)
+
+    return call
+
+
+def levels_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor, and all tensors that stand for it in other graphs: what it wraps, and tangents."""
+    transform = peek_interpreter_stack()
+    # A tangent is told only to the transform to which the tensor belongs.
+    if transform is not None and transform.level() > maybe_get_level(tensor):
+        with temporarily_pop_interpreter_stack():
+            return levels_of(tensor)
+    levels = [tensor]
+    wraps = is_functorch_wrapped_tensor(tensor)
+    # Tensors of torch.vmap have no tangents, and no rule for asking for one.
+    if not ((wraps and (transform is None or is_batchedtensor(tensor))) or hides_graph(tensor)):
+        tangent = forward_ad.unpack_dual(tensor).tangent
+        if tangent is not None:
+            levels += levels_of(tangent)
+    if wraps:
+        levels += levels_of(get_unwrapped(tensor))
+    return levels
+
+
+def hides_graph(tensor: torch.Tensor) -> bool:
+    """Whether a tensor wraps another one that cannot be had: in ``is_grads_batched`` and ``autograd.functional``."""
+    return is_legacy_batchedtensor(tensor)
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor wraps; itself outside of transforms."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+def node_of(tensor: torch.Tensor) -> Node | None:
+    """The node of a tensor's own graph; inside of ``torch.vmap``, which has none, of the graph around it."""
+    while tensor.grad_fn is None and is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor.grad_fn
