@@ -147,7 +147,7 @@ def abstract_state(
     weights = {key: _abstract(array, array.sharding, own[key]) for key, array in weights.items()}
     opt_state = jax.tree.map(_abstract, moments, shardings_of(plan, moments), kinds)
     variables: Any = {
-        path: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=plan.replicated)
+        path: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=plan.variable_sharding(path))
         for path, info in plan.variables.items()
     }
     return TrainState(weights, opt_state, variables)
@@ -172,7 +172,7 @@ def shardings_of(plan: ShardingPlan, opt_state: Any) -> Any:
 
 
 def place_variables(plan: ShardingPlan, variables: Mapping[str, jax.Array]) -> Variables:
-    """Whole on every device of the plan; raises ``ValueError`` for other variables than the plan's."""
+    """As the plan has them; raises ``ValueError`` for other variables than the plan's."""
     missing, unexpected = (
         sorted(plan.variables.keys() - variables.keys()),
         sorted(variables.keys() - plan.variables.keys()),
@@ -188,7 +188,21 @@ def place_variables(plan: ShardingPlan, variables: Mapping[str, jax.Array]) -> V
                 f"variable {path!r}: expected {info.dtype} of shape {info.shape}, got {variables[path].dtype} of shape "
                 f"{variables[path].shape}"
             )
-    return {path: place_whole(plan, variables[path]) for path in plan.variables}
+    return {
+        path: jax.device_put(variables[path], plan.variable_sharding(path))
+        if info.rule == "rows"
+        else place_whole(plan, variables[path])
+        for path, info in plan.variables.items()
+    }
+
+
+def whole_variables(plan: ShardingPlan, variables: Variables) -> Variables:
+    """The variables whole on every device; rows are gathered, which all processes do together."""
+    gathered = jax.jit(lambda x: x, out_shardings=plan.replicated)
+    return {
+        path: gathered(value) if plan.variables[path].rule == "rows" else value
+        for path, value in variables.items()
+    }
 
 
 def check_state(plan: ShardingPlan, weights: Buffers, variables: Variables) -> None:

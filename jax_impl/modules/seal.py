@@ -140,7 +140,7 @@ def _results(equation: Any, given: Sequence[str | None], around: Equations) -> S
         return given
     path = next(filter(None, given))
     if primitive not in _MOVES:
-        raise ValueError(_refusal(path, f"{primitive}{_line(around)}"))
+        raise ValueError(_refusal(path, f"{primitive}{line_of(*around)}"))
     return [path] * len(nothing)
 
 
@@ -195,8 +195,8 @@ def _refusal(path: str, use: str) -> str:
     )
 
 
-def _line(around: Equations) -> str:
-    """Where the user's code asked for it, as far as JAX knows."""
+def line_of(*around: Any) -> str:
+    """Where the user's code asked for the last of some equations, or for those around it, as far as JAX knows."""
     for equation in reversed(around):
         traceback = equation.source_info.traceback
         for frame in traceback.frames if traceback is not None else ():

@@ -66,8 +66,9 @@ class Value:
     """``owner``: the array to each of whose elements the term does the same; None where all arrays share the value.
 
     ``filled``: one number in all elements. ``padding``: what elements hold that belong to no parameter, and a filled
-    value's all: "zero", "least" (a zero, where no element is less), "one", "infinite", or None, which is not known. ``reduced``: a
-    reduction, the term of its elements, and the parameters. ``items``: the numbers of a vector of which each is known.
+    value's all: "zero", "least" (a zero, where no element is less), "one", "infinite", or None, which is not known.
+    ``reduced``: a reduction, the term of its elements, and the parameters. ``items``: the numbers of a vector of which
+    each is known.
     """
 
     term: int

@@ -1,4 +1,4 @@
-"""Optimizers run on the shards, or on whole parameters where they look at shapes or names: their programs tell which."""
+"""Optimizers run on the shards, or on whole parameters where they look at shapes or names: programs tell which."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def switched() -> optax.GradientTransformation:
     [
         (freezing(lambda path: "3" in keys_of(path)), "name"),
         (freezing(lambda path: any(getattr(entry, "idx", None) == 3 for entry in path)), "tree"),
-        (optax.adamw(RATE, mask=lambda tree: {**tree, "layers": [i != 2 for i in range(6)]}), "tree"),
+        (optax.adamw(RATE, mask={"head": True, "layers": [i != 2 for i in range(6)]}), "tree"),
         (after(3, optax.scale_by_trust_ratio()), "name"),
         (after(10_000, optax.clip_by_block_rms(1.0)), "name"),
         (after(10_000, optax.clip_by_global_norm(1.0)), None),
