@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from bridge.callers import warn_caller
 from bridge.sharding import ShardingPolicy
 from bridge.sharding.recompute import why_not_around
-from jax_impl.comm.mesh import DataParallelMesh, is_simulated
+from jax_impl.comm.mesh import DataParallelMesh, check_context, is_simulated
 from jax_impl.grouping import groups_of
 from jax_impl.modules.module_tree import (
     parameter_leaves,
@@ -178,6 +178,7 @@ def unshard(plan: ShardingPlan, buffers: Buffers | TrainState) -> dict[str, jax.
     Gradients and moments have no frozen parameters, and so the result has none. Of a train state: its weights, and what
     else the model has (batch statistics, random streams), which ``plan.merge`` takes apart again.
     """
+    check_context()
     if isinstance(buffers, TrainState):
         return {**unshard(plan, buffers.weights), **whole_variables(plan, buffers.variables)}
     whole: dict[str, jax.Array] = {}

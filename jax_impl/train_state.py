@@ -13,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jax_impl.batch import place_whole
+from jax_impl.comm.mesh import check_context
 from jax_impl.optimizer.logical import fitted, warn_of_whole_moments
 from jax_impl.optimizer.offload import Offload
 from jax_impl.runtime.memory_kinds import HOST, in_memory, moved, on_device
@@ -54,6 +55,7 @@ def init_state(
     ``offload``: what of the state lies in the host's memory from the start, such as ``Offload(moments=0.5)``; the
     devices never hold more than 256 MiB of it at once. Of weights there it has copies: drop the given ones.
     """
+    check_context()
     if variables is None:
         # Copies, because a program of the whole step may be given all of the state (donated).
         variables = {path: jnp.copy(value) for path, value in (plan.given_variables or {}).items()}
@@ -206,7 +208,8 @@ def whole_variables(plan: ShardingPlan, variables: Variables) -> Variables:
 
 
 def check_state(plan: ShardingPlan, weights: Buffers, variables: Variables) -> None:
-    """Raises ``ValueError`` for weights or variables of another plan, and for donated ones."""
+    """Raises ``ValueError`` for weights or variables of another plan, and for donated ones; as ``check_context`` does."""
+    check_context()
     if weights.keys() != plan.arrays.keys():
         raise ValueError(f"step: expected weights {list(plan.arrays)[:12]}, got {list(weights)[:12]}")
     for key, array in weights.items():
