@@ -208,7 +208,7 @@ def whole_variables(plan: ShardingPlan, variables: Variables) -> Variables:
 
 
 def check_state(plan: ShardingPlan, weights: Buffers, variables: Variables) -> None:
-    """Raises ``ValueError`` for weights or variables of another plan, and for donated ones; as ``check_context`` does."""
+    """Raises ``ValueError`` as ``check_context``, for weights or variables of another plan, and for donated ones."""
     check_context()
     if weights.keys() != plan.arrays.keys():
         raise ValueError(f"step: expected weights {list(plan.arrays)[:12]}, got {list(weights)[:12]}")

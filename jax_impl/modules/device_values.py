@@ -26,7 +26,7 @@ _AFTER = "twinshard variable after "
 # With these all devices along the axes get the same, and with the others each its own.
 _MAKE_EQUAL = frozenset({"psum", "pmax", "pmin", "all_gather", "psum_invariant", "all_gather_invariant"})
 _COLLECTIVES = _MAKE_EQUAL | {"reduce_scatter", "all_to_all", "ppermute", "pgather", "psum_scatter"}
-_SAME = frozenset({"name", "copy", "copy_p", "optimization_barrier", "sharding_constraint"})
+_SAME = frozenset({"name", "copy", "copy_p", "optimization_barrier", "sharding_constraint", "stop_gradient"})
 _ADD = frozenset({"add", "add_any", "sub", "scatter-add", "scatter_add"})
 
 
@@ -34,8 +34,8 @@ _ADD = frozenset({"add", "add_any", "sub", "scatter-add", "scatter_add"})
 class DeviceValue:
     """``axes``: along which devices may have other values. ``made_of``: paths of variables that it depends on.
 
-    ``base``: of the variable that it is a sum of, beside what does not depend on that variable. ``same``: whether it
-    is the variable itself.
+    ``base``: of the variable that it is a sum of, beside what varies and does not depend on that variable. ``same``:
+    whether it is the variable itself.
     """
 
     axes: frozenset[str] = frozenset()
@@ -139,7 +139,8 @@ class _Reader:
             first, others = given[0], given[1:]
             if primitive in ("add", "add_any") and first.base is None:
                 first, others = given[1], given[:1]
-            if not any(first.base in other.made_of for other in others):
+            # What is the same on all devices is not a part of a sum over them.
+            if not any(first.base in other.made_of for other in others) and any(x.axes for x in others):
                 value = replace(value, base=first.base)
         elif primitive == "select_n":
             value = replace(_any_of(given[1:]), axes=value.axes, made_of=value.made_of)

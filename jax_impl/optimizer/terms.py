@@ -25,7 +25,9 @@ import numpy as np
 from jax_impl.modules.seal import inner_program
 from jax_impl.runtime.traced import called
 
-_SAME = frozenset({"copy", "copy_p", "name", "optimization_barrier", "device_put", "sharding_constraint"})
+_SAME = frozenset(
+    {"copy", "copy_p", "name", "optimization_barrier", "device_put", "sharding_constraint", "stop_gradient"}
+)
 # Each element of the result depends on one element of each operand.
 _ELEMENTWISE = frozenset(
     {
