@@ -27,9 +27,15 @@ from typing import Any
 import jax
 import optax
 
-from jax_impl.optimizer.forms import FORMS, Form, ModelTree, StoredArray, by_tree, form_named, taking_loss
+from jax_impl.optimizer.forms import Form, ModelTree, StoredArray, forms_of, taking_loss
 from jax_impl.optimizer.terms import Owner, Reader, Terms, Value
 
+_AMBIGUOUS = (
+    "optimizer: expected masks and labels that mean the same parameters in nnx.state(model, nnx.Param) and in "
+    "nnx.as_pure of it, got ones that differ: in the first each path ends with '.value', in the second with the "
+    "parameter's own name, and flax's nnx.Optimizer gives both. Compare the names of dictionary keys only: [entry.key "
+    "for entry in path if isinstance(entry, jax.tree_util.DictKey)]"
+)
 # Where a leaf of an optimizer's state is: what comes before and after an array's own keys, and the array.
 Slot = tuple[str, str]
 KeyPath = tuple[Any, ...]
@@ -83,50 +89,42 @@ def _equal(mine: Value, theirs: Value, name: str, path: str) -> bool:
 # Several steps of one plan (other microbatches, another loss) need one reading.
 @functools.lru_cache(maxsize=16)
 def chosen_form(
-    optimizer: optax.GradientTransformation, arrays: tuple[StoredArray, ...], model: ModelTree, flat: bool
+    optimizer: optax.GradientTransformation,
+    arrays: tuple[StoredArray, ...],
+    models: tuple[ModelTree, ...],
+    flat: bool,
 ) -> str | None:
-    """None where the optimizer may run on the engine's arrays; else the one of ``FORMS`` that it is to be given.
+    """None where the optimizer may run on the engine's arrays; else which of ``forms_of`` it is to be given.
 
     ``flat``: whether the engine's arrays are flat ones.
 
     Raises ``ValueError`` for an optimizer that can update neither, and for one whose masks or labels mean other
     parameters in ``nnx.state(model)`` than in ``nnx.as_pure`` of it.
     """
-    terms = Terms()
+    terms, parameters = Terms(), _owners_of_parameters(arrays)
     # Parameters are under their units in the pjit engine's arrays, too.
-    forms = FORMS if flat else FORMS[:2]
-    readings: dict[str, Reading] = {}
+    forms = forms_of(arrays, models, units=flat)
+
+    @functools.cache
+    def reading(name: str) -> Reading | None:
+        return _tried(terms, optimizer, forms[name], parameters)[0]
+
     own, failure = _tried(terms, optimizer, None, _owners_of_arrays(arrays, flat))
-    parameters = _owners_of_parameters(arrays)
-    for form in forms:
-        read, _ = _tried(terms, optimizer, form_named(form, arrays, model), parameters)
-        if read is None:
-            continue
-        readings[form] = read
-        expected = next(iter(readings.values()))
-        if form == FORMS[0] and model.boxed is not None:
-            _check_boxed(expected, _tried(terms, optimizer, by_tree(model.with_boxes), parameters)[0])
-        if own is not None and own.equals(expected):
-            return None
-        # States by name are named alike whatever the model's own tree is, so this form comes before the tree.
-        if form == "name" and read.equals(expected):
-            return form
-    if readings:
-        return next(iter(readings))
-    if own is None:
-        raise ValueError(_cannot(failure, flat)) from failure
-    # The optimizer was made for the engine's arrays.
-    return None
-
-
-def _check_boxed(pure: Reading, boxed: Reading | None) -> None:
-    if boxed is not None and not boxed.equals(pure):
-        raise ValueError(
-            "optimizer: expected masks and labels that mean the same parameters in nnx.state(model, nnx.Param) and in "
-            "nnx.as_pure of it, got ones that differ: in the first each path ends with '.value', in the second with "
-            "the parameter's own name, and flax's nnx.Optimizer gives both. Compare the names of dictionary keys only: "
-            "[entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]"
-        )
+    first = next((name for name in forms if reading(name) is not None), None)
+    expected = None if first is None else reading(first)
+    if first is None or expected is None:
+        if own is None:
+            raise ValueError(_cannot(failure, flat)) from failure
+        # The optimizer was made for the engine's arrays.
+        return None
+    boxed = reading("boxed") if "boxed" in forms else None
+    if boxed is not None and not boxed.equals(expected):
+        raise ValueError(_AMBIGUOUS)
+    if own is not None and own.equals(expected):
+        return None
+    # States by name are named alike whatever the model's own tree is, so this form comes before the tree.
+    by_name = reading("name")
+    return "name" if by_name is not None and by_name.equals(expected) else first
 
 
 def _owners_of_arrays(arrays: Sequence[StoredArray], flat: bool) -> dict[str, Owner]:

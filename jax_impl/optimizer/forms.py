@@ -10,7 +10,7 @@ import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -40,20 +40,11 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class ModelTree:
-    """The pytree that a program knows a model by: its structure, and the path of each leaf.
+    """A pytree that a program knows a model by: its structure, and the path of each leaf. ``name``: of the form."""
 
-    ``boxed``: of an nnx model, whose structure is that of ``nnx.as_pure(nnx.state(model, nnx.Param))``, the structure
-    of ``nnx.state(model, nnx.Param)`` itself; else None.
-    """
-
+    name: str
     structure: jax.tree_util.PyTreeDef
     paths: tuple[str, ...]
-    boxed: jax.tree_util.PyTreeDef | None = None
-
-    @property
-    def with_boxes(self) -> ModelTree:
-        """The tree with the model's variables around its leaves."""
-        return self if self.boxed is None else replace(self, structure=self.boxed)
 
 
 @dataclass(frozen=True)
@@ -90,15 +81,22 @@ def arrays_of(plan: ShardingPlan) -> tuple[StoredArray, ...]:
     return tuple(found)
 
 
-def tree_of(plan: ShardingPlan) -> ModelTree:
-    """The given pytree; of an nnx model ``nnx.as_pure(nnx.state(model, nnx.Param))``, as flax's optimizer has it."""
+def trees_of(plan: ShardingPlan) -> tuple[ModelTree, ...]:
+    """What programs give an optimizer of this model, the usual one first.
+
+    "tree": the given pytree; of an nnx model ``nnx.as_pure(nnx.state(model, nnx.Param))``, which flax's optimizer
+    updates. "boxed" and "dictionary", of nnx models: the state with its variables, and ``nnx.to_pure_dict`` of it.
+    """
     model = as_given(plan.model.merge(plan.model.parameters, plan.model.variables, {}))
-    if not isinstance(model, nnx.Module):
-        leaves, structure = jax.tree.flatten(model)
-        return ModelTree(structure, tuple(leaves))
-    state = nnx.state(model, nnx.Param)
-    leaves, structure = jax.tree.flatten(nnx.as_pure(state))
-    return ModelTree(structure, tuple(leaves), jax.tree.structure(state))
+    trees = {"tree": model}
+    if isinstance(model, nnx.Module):
+        state = nnx.state(model, nnx.Param)
+        trees = {"tree": nnx.as_pure(state), "boxed": state, "dictionary": nnx.to_pure_dict(state)}
+    found = []
+    for name, tree in trees.items():
+        leaves, structure = jax.tree.flatten(tree)
+        found.append(ModelTree(name, structure, tuple(leaves)))
+    return tuple(found)
 
 
 def by_unit(arrays: Sequence[StoredArray]) -> Form:
@@ -144,12 +142,7 @@ def by_tree(model: ModelTree) -> Form:
     return Form(pack, unpack)
 
 
-FORMS = ("tree", "name", "unit")
-"""Trees of parameters: the model's own pytree, nested dictionaries of its names, and parameters under their units."""
-
-
-def form_named(name: str, arrays: Sequence[StoredArray], model: ModelTree) -> Form:
-    """One of ``FORMS``."""
-    if name == "tree":
-        return by_tree(model)
-    return by_name(arrays) if name == "name" else by_unit(arrays)
+def forms_of(arrays: Sequence[StoredArray], models: Sequence[ModelTree], *, units: bool) -> dict[str, Form]:
+    """By name, in the order in which an optimizer is tried with them: the model's own trees, "name" and "unit"."""
+    forms = {model.name: by_tree(model) for model in models} | {"name": by_name(arrays)}
+    return forms | {"unit": by_unit(arrays)} if units else forms

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 from bridge.callers import warn_caller
 from jax_impl.comm.collectives import fence
 from jax_impl.optimizer.chosen_form import chosen_form
-from jax_impl.optimizer.forms import Form, arrays_of, form_named, taking_loss, tree_of
+from jax_impl.optimizer.forms import Form, arrays_of, forms_of, taking_loss, trees_of
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 
@@ -45,10 +45,10 @@ def fitted(
     # What this one does to an element depends on its row at most, by its own specification.
     if isinstance(optimizer, MainWeightTransformation):
         return taking_loss(optimizer.on_plan(plan))
-    arrays, model = arrays_of(plan), tree_of(plan)
-    form = chosen_form(optimizer, arrays, model, plan.engine == "shard_map")
+    arrays, models = arrays_of(plan), trees_of(plan)
+    form = chosen_form(optimizer, arrays, models, plan.engine == "shard_map")
     able = taking_loss(optimizer)
-    return able if form is None else _on_parameters(plan, able, form_named(form, arrays, model))
+    return able if form is None else _on_parameters(plan, able, forms_of(arrays, models, units=True)[form])
 
 
 def warn_of_whole_moments(plan: ShardingPlan, opt_state: Any) -> None:
@@ -108,6 +108,8 @@ def _plain(state: Any) -> Any:
     """An optimizer's state at rest: dictionaries with the same leaves in the same order in place of ``nnx.State``."""
 
     def plain(node: Any) -> Any:
+        if isinstance(node, nnx.Variable):
+            return node.get_raw_value()
         if not isinstance(node, nnx.State):
             return node
         return OrderedDict((key, plain(below)) for key, below in sorted(node.items()))

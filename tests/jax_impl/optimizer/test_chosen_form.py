@@ -16,7 +16,8 @@ from flax import nnx
 import jax_impl
 from jax_impl import data_parallel_mesh, fully_shard, init_state, main_weight_adamw, make_train_step, unshard
 from jax_impl.optimizer.chosen_form import chosen_form
-from jax_impl.optimizer.forms import arrays_of, tree_of
+from jax_impl.optimizer.forms import arrays_of, trees_of
+from jax_impl.optimizer.logical import fitted
 from jax_impl.runtime.gradients import unchecked_gradients
 from tests.support.jax_impl.optimizers import PLAIN, RATE, transformations
 
@@ -162,7 +163,7 @@ def assert_trains_as_unsharded(name: str) -> None:
 
 def form_of(optimizer: optax.GradientTransformation, engine: str = "shard_map") -> str | None:
     plan = plan_and_weights(engine)[0]
-    return chosen_form(optimizer, arrays_of(plan), tree_of(plan), engine == "shard_map")
+    return chosen_form(optimizer, arrays_of(plan), trees_of(plan), engine == "shard_map")
 
 
 @pytest.mark.fast_cases(
@@ -252,7 +253,7 @@ def large_plan(layers: int) -> Any:
 )
 def test_shapes_of_a_large_model_tell(optimizer: Any) -> None:
     plan = large_plan(6)
-    assert chosen_form(optimizer, arrays_of(plan), tree_of(plan), True) == "name"
+    assert chosen_form(optimizer, arrays_of(plan), trees_of(plan), True) == "name"
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,7 @@ def test_shapes_of_a_large_model_tell(optimizer: Any) -> None:
 )
 def test_a_large_model_accepts_what_is_elementwise(optimizer: Any) -> None:
     plan = large_plan(6)
-    assert chosen_form(optimizer, arrays_of(plan), tree_of(plan), True) is None
+    assert chosen_form(optimizer, arrays_of(plan), trees_of(plan), True) is None
 
 
 def keys_of(path: Any) -> list[str]:
@@ -320,7 +321,7 @@ def switched() -> optax.GradientTransformation:
 )
 def test_all_names_and_later_steps_count(optimizer: Any, form: str | None) -> None:
     plan = large_plan(6)
-    assert chosen_form(optimizer, arrays_of(plan), tree_of(plan), True) == form
+    assert chosen_form(optimizer, arrays_of(plan), trees_of(plan), True) == form
 
 
 class Blocks(nnx.Module):
@@ -366,8 +367,28 @@ def test_functions_of_flax_states_get_flax_states(engine: str, chosen: Any) -> N
         np.testing.assert_allclose(value, getattr(model.blocks[int(number)], name)[...], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("made_of", "form"),
+    [(lambda state: state, "boxed"), (nnx.as_pure, "tree"), (nnx.to_pure_dict, "dictionary")],
+)
+def test_masks_made_of_a_flax_state_fit(made_of: Any, form: str) -> None:
+    model = Blocks(nnx.Rngs(0))
+    mask = jax.tree.map(lambda x: x.ndim > 1, made_of(nnx.state(model, nnx.Param)))
+    plan, weights = fully_shard(model, data_parallel_mesh(4))
+    optimizer = optax.chain(optax.trace(0.9), optax.add_decayed_weights(0.5, mask))
+    assert chosen_form(optimizer, arrays_of(plan), trees_of(plan), True) == form
+    state = init_state(plan, weights, optimizer)
+    assert len(jax.tree.leaves(state.opt_state)) == 10
+    assert not any(is_state(x) for x in jax.tree.leaves(state.opt_state, is_leaf=is_state))
+    updates, after = jax.jit(fitted(plan, optimizer).update)(weights, state.opt_state, weights)
+    assert jax.tree.structure(after) == jax.tree.structure(state.opt_state)
+    given = jax_impl.unshard(plan, weights)
+    for path, update in jax_impl.unshard(plan, updates).items():
+        np.testing.assert_allclose(update, given[path] * (1 + 0.5 * path.endswith("kernel")), rtol=1e-6)
+
+
 def is_state(node: Any) -> bool:
-    return isinstance(node, nnx.State)
+    return isinstance(node, nnx.State | nnx.Variable)
 
 
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
