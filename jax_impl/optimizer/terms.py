@@ -108,9 +108,11 @@ class Terms:
         if isinstance(value, jax.core.Tracer) or _is_key(value) or np.size(value) > _MOST_READ:
             return Value(self.number("constant", id(value)))
         array = np.asarray(value)
-        # Tables of numbers are made anew in each trace.
-        contents = hashlib.sha256(array.tobytes()).digest()
-        term = self.number("constant", str(array.dtype), array.shape, contents)
+        contents = array.tobytes()
+        if array.size > 1:
+            # Tables of numbers are made anew in each trace.
+            contents = hashlib.sha256(contents).digest()
+        term = self.number("constant", array.dtype, array.shape, contents)
         if array.shape != ():
             return Value(term)
         return Value(term, filled=True, padding={0: "zero", 1: "one"}.get(array.item()))
