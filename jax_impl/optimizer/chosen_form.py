@@ -12,10 +12,10 @@ own tree, with all names and the real shapes, and every parameter's update and m
                                     v                                           v
                                  terms                equal?                  terms
 
-Nothing is compiled and nothing is run. Time grows with the number of parameters times the operations on each, as that of
-tracing the optimizer itself does: on one core adamw takes 0.7 s for 109 parameters and 2.4 s for 433, Muon, which needs
-the third trace, 3.6 and 15 s. Programs that are equal but do not show it get the model's own parameters: slower, and as
-right.
+Nothing is compiled and nothing is run. Time grows with the number of parameters times the operations on each, as that
+of tracing the optimizer itself does: on one core adamw takes 0.7 s for 109 parameters and 2.4 s for 433, Muon, which
+needs a third trace, 3.6 and 15 s. Programs that are equal but do not show it get the model's own parameters: slower,
+and as right.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ operations keep names and shapes of the arrays in their terms, so they equal the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,15 +100,22 @@ class Terms:
     """The table of terms. Values of two programs compare where both are made with one table."""
 
     numbers: dict[Any, int] = field(default_factory=dict)
+    # Constants that are known by their identity, which is theirs while they live.
+    kept: dict[int, Any] = field(default_factory=dict)
 
     def number(self, *expression: Any) -> int:
         return self.numbers.setdefault(expression, len(self.numbers))
 
     def literal(self, value: Any) -> Value:
         """Of a number, or of an array that a program has as a constant."""
-        if isinstance(value, jax.core.Tracer) or _is_key(value) or np.size(value) > _MOST_READ:
-            return Value(self.number("constant", id(value)))
-        array = np.asarray(value)
+        array: Any = None
+        if not _is_key(value) and np.size(value) <= _MOST_READ:
+            # A number of a program around this one, such as a learning rate, is known by its identity alone.
+            with contextlib.suppress(jax.errors.TracerArrayConversionError):
+                array = np.asarray(value)
+        if array is None:
+            self.kept[id(value)] = value
+            return Value(self.number("constant", id(value)), filled=np.shape(value) == ())
         contents = array.tobytes()
         if array.size > 1:
             # Tables of numbers are made anew in each trace.
