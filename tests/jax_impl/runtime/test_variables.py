@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -200,6 +201,51 @@ def test_a_decode_cache_works_token_by_token(engine: str) -> None:
     assert state.variables["blocks/0/cache_index"] == 3
     again = plan.merge(unshard(plan, state))
     np.testing.assert_allclose(again.blocks[0].cached_key[...], model.blocks[0].cached_key[...], atol=1e-6)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.attention = nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=True, rngs=rngs)
+        self.attention.init_cache((8, 4, 8))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.attention(x)
+
+
+class StackedWriter(nnx.Module):
+    """The same with layers that are scanned, so that rows of the cache are its second dimension."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(11, 8, rngs=rngs)
+        self.layers = nnx.vmap(Layer, in_axes=(0,), out_axes=0)(rngs.fork(split=3))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def run(layer: Layer, x: jax.Array) -> jax.Array:
+            return layer(x)
+
+        return self.embed.attend(run(self.layers, self.embed(tokens)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:pjit engine")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stacks_cache_works_and_is_saved(engine: str, tmp_path: Path) -> None:
+    model = StackedWriter(nnx.Rngs(0))
+    options: Any = {"units": ["layers/*"], "stacked": ["layers"], "engine": engine}
+    plan, weights = fully_shard(model, data_parallel_mesh(4), **options)
+    state = init_state(plan, weights, optax.sgd(0.1))
+    decode = make_eval_step(plan, last, mutable=True)
+    tokens = jnp.arange(8)[:, None]
+    for _ in range(2):
+        logits, state = decode(state, tokens)
+        np.testing.assert_allclose(logits, last(model, tokens), rtol=1e-5, atol=1e-6)
+        tokens = (tokens * 5 + 3) % 11
+    jax_impl.save_checkpoint(tmp_path / "saved", plan, state, {})
+    loaded, _ = jax_impl.load_checkpoint(tmp_path / "saved", plan, optax.sgd(0.1))
+    key = "layers/attention/cached_key"
+    np.testing.assert_array_equal(loaded.variables[key], state.variables[key])
+    assert loaded.variables[key].sharding.spec == (None, "dp")
 
 
 class Normed(nnx.Module):
