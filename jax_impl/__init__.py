@@ -109,8 +109,10 @@ of a policy says the same, "given" for None.
 **Other variables**, such as batch statistics, start as they are in the model that ``fully_shard`` got; ``init_state``
 takes others as its last argument, such as ``variable_leaves(model)``. ``plan.merge(unshard(plan, state))`` is the model
 with those of the state. Within a step each device has its own: it normalises its own rows and draws its own random
-numbers. After the step floating-point variables are the mean over the devices. The pjit engine computes on the whole
-microbatch instead.
+numbers. After the step there is one value again: batch statistics are the mean over the devices, rows of a decode cache
+stay with their device, counters are the same anyway. Of others ``fully_shard(..., variables={"counts": "sum"})`` says
+how, by pattern of paths or type: "mean", "sum" (of what rows add), "max" or "rows". A variable that depends on rows and
+has no such rule is refused before anything is compiled. The pjit engine computes on the whole microbatch instead.
 
 **Optimizers.** Any optax transformation trains as on the unsharded model. One that does the same to each element,
 wherever the element lies, runs on the arrays as they are: one flat array a unit in the shard_map engine, ``{path:
@@ -120,9 +122,10 @@ right, because padding is zero and arrays are global. A transformation that look
 adafactor, a decay mask by ``ndim``) or that draws random numbers by shape is given the model's own tree of trainable
 parameters. Its moments are cut along a dimension that divides by the number of shards, or whole where there is none, of
 which a warning tells. Each step then gathers weights and gradients unit by unit for the update, which an elementwise
-one does not need. Which of the two an optimizer is comes from a trial on small random numbers; the trial cannot see a
-difference that begins only after some steps. Refused is what needs more than gradients, state, weights and the loss (a
-line search). A program that calls ``optimizer.update`` itself has no trial.
+one does not need. Which of the two an optimizer is shows in its programs, which are traced over all parameters with
+their names and shapes, branches of later steps included. nnx models' masks and labels get what flax's own optimizer
+gives, ``nnx.as_pure(nnx.state(model, nnx.Param))``. Refused is what needs more than gradients, state, weights and the
+loss (a line search). A program that calls ``optimizer.update`` itself decides for itself.
 
 **AdamW.** ``main_weight_adamw`` equals ``torch.optim.AdamW(fused=True)`` on CPU bit for bit, given the same gradients,
 in float32 and float64, wherever shards end. The exceptions, in ``help("jax_impl.optimizer.main_weight_adamw")``, are

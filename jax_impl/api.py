@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from bridge.callers import warn_caller
 from bridge.sharding import ShardingPolicy
 from bridge.sharding.recompute import why_not_around
-from jax_impl.comm.mesh import is_simulated
+from jax_impl.comm.mesh import DataParallelMesh, check_context, is_simulated
 from jax_impl.grouping import groups_of
 from jax_impl.modules.module_tree import (
     parameter_leaves,
@@ -35,7 +35,8 @@ from jax_impl.runtime.memory_kinds import on_device
 from jax_impl.runtime.precision import is_integer
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.unit_plan import Group, UnitPlan
-from jax_impl.train_state import TrainState
+from jax_impl.runtime.variables import with_rules
+from jax_impl.train_state import TrainState, whole_variables
 
 ENGINES = ("shard_map", "pjit")
 _SHARE_TO_WARN_OF = 0.01
@@ -102,12 +103,14 @@ def plan_sharding(
             raise ValueError(reason)
         groups = groups_of(module, unit, resolved, cuts, engine)
         units[path] = UnitPlan(module, unit.strategy, unit.recompute, groups)
+    axes = DataParallelMesh.of(resolved.mesh)
+    data_ranks = axes.shards(axes.ndim)
     plan = ShardingPlan(
         resolved.mesh,
         engine,
         units,
         whole_model(model),
-        variable_infos(model),
+        with_rules(variable_infos(model), options.get("variables", {}), list(stacks), data_ranks),
         prefetch=_prefetch(options.get("prefetch"), policy, resolved.mesh),
     )
     _warn_of_whole_parameters(plan)
@@ -175,8 +178,9 @@ def unshard(plan: ShardingPlan, buffers: Buffers | TrainState) -> dict[str, jax.
     Gradients and moments have no frozen parameters, and so the result has none. Of a train state: its weights, and what
     else the model has (batch statistics, random streams), which ``plan.merge`` takes apart again.
     """
+    check_context()
     if isinstance(buffers, TrainState):
-        return {**unshard(plan, buffers.weights), **buffers.variables}
+        return {**unshard(plan, buffers.weights), **whole_variables(plan, buffers.variables)}
     whole: dict[str, jax.Array] = {}
     for unit in plan.units.values():
         for group in unit.groups:

@@ -5,21 +5,26 @@ Each unit's weights are gathered for its call and dropped after it, as in traini
     fn returns                        the step returns
     mean, or (sum, weight)            metrics of the whole batch, as a training step has them: "loss", "weight", "aux"
     arrays with its rows first        the same of all rows of the batch, cut over the devices as the batch is
+
+What the model changes (a decode cache, batch statistics, counters) comes back with ``mutable=True``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_impl.batch import Batch, pad_batch, place_shared, shard_batch
+from jax_impl.modules.device_values import mark_after, mark_before, variables_after
 from jax_impl.modules.seal import check_seals
 from jax_impl.modules.uneven_means import check_means
 from jax_impl.runtime.divisors import Divisors
@@ -29,20 +34,27 @@ from jax_impl.runtime.losses import LossParts, as_parts, is_loss, sum_over_devic
 from jax_impl.runtime.memory_kinds import on_device
 from jax_impl.runtime.pipeline import pipelined
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.variables import Variables, of_this_device
+from jax_impl.runtime.variables import Variables, check_variables, of_all_devices, of_this_device
 from jax_impl.train import settled
 from jax_impl.train_state import TrainState, check_state
 
-# Of a batch: its loss, or what it has for each row.
-Evaluated = tuple[LossParts | None, Any]
+# Of a batch: its loss, or what it has for each row; and the variables after it.
+Evaluated = tuple[LossParts | None, Any, Variables]
 
 
 class EvalStep:
     """``evaluate(state, batch, *shared)``; see ``make_eval_step``."""
 
-    def __init__(self, plan: ShardingPlan, fn: Callable[..., Any], has_aux: bool, equal_parts: bool) -> None:
+    def __init__(
+        self,
+        plan: ShardingPlan,
+        fn: Callable[..., Any],
+        has_aux: bool,
+        equal_parts: bool,
+        mutable: bool | None,
+    ) -> None:
         self._plan, self._fn = plan, fn
-        self._has_aux, self._equal_parts = has_aux, equal_parts
+        self._has_aux, self._equal_parts, self._mutable = has_aux, equal_parts, mutable
         # Whether it is a loss, by the shapes of what was checked.
         self._checked: dict[Any, bool] = {}
 
@@ -55,16 +67,27 @@ class EvalStep:
         traced = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if traced not in self._checked:
             program = self._program.trace(*given)
-            self._check(program.jaxpr)
+            self._check(program.jaxpr, given)
             self._checked[traced] = program.out_info[0] is not None
+        if self._mutable and rows != real:
+            raise ValueError(
+                f"batch: expected a multiple of {self._plan.data_ranks} rows for mutable=True, got {real}: rows that "
+                "fill the batch up would change the state; pad_batch fills it up where that is meant"
+            )
         if self._checked[traced] and rows != real:
             raise ValueError(
                 f"batch: expected a multiple of {self._plan.data_ranks} rows for a loss, got {real}: fill the batch "
                 "by pad_batch, and let the loss return (sum, weight) of the rows that count"
             )
-        loss, by_row = settled(self._plan, self._program(*given))
+        loss, by_row, changed = settled(self._plan, self._program(*given))
+        returned = self._returned(loss, by_row if rows == real else jax.tree.map(lambda x: x[:real], by_row))
+        if not self._mutable:
+            return returned
+        return returned, replace(state, variables=changed) if isinstance(state, TrainState) else state
+
+    def _returned(self, loss: LossParts | None, by_row: Any) -> Any:
         if loss is None:
-            return by_row if rows == real else jax.tree.map(lambda x: x[:real], by_row)
+            return by_row
         weight = {} if loss.weight is None else {"weight": loss.weight}
         return {"loss": loss.value, **weight, **({"aux": loss.aux} if self._has_aux else {})}
 
@@ -74,57 +97,87 @@ class EvalStep:
 
     @cached_property
     def _program(self) -> Any:
+        return self._written(pipelines=True)
+
+    def _written(self, *, pipelines: bool) -> Any:
         plan = self._plan
 
         def program(weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
             return run(on_device(weights), batch, on_device(variables), shared)
 
-        run: Any = self._whole
+        run: Any = partial(self._whole, pipelines=pipelines)
         if plan.engine == "pjit":
             return jax.jit(program)
         local: Any = jax.shard_map(
-            self._local,
+            partial(self._local, pipelines=pipelines),
             mesh=plan.mesh,
-            in_specs=(plan.data_specs, plan.axes.batch_spec, PartitionSpec(), PartitionSpec()),
-            out_specs=(PartitionSpec(), plan.axes.batch_spec),
+            in_specs=(plan.data_specs, plan.axes.batch_spec, plan.variable_specs, PartitionSpec()),
+            out_specs=(
+                PartitionSpec(),
+                plan.axes.batch_spec,
+                plan.variable_specs if self._mutable else PartitionSpec(),
+            ),
             axis_names=set(plan.axes.names),
             # As in training: no reduction happens that is not written.
             check_vma=False,
         )
 
         def placed(*given: Any) -> Evaluated:
-            loss, by_row = local(*given)
+            loss, by_row, changed = local(*given)
             # What is automatic on model axes would lie as the compiler likes.
-            return lax.with_sharding_constraint(loss, plan.replicated), self._in_rows(by_row)
+            whole = lax.with_sharding_constraint(loss, plan.replicated)
+            return whole, self._in_rows(by_row), self._as_at_rest(changed)
 
         run = placed if plan.model_axes.names else local
         return jax.jit(program)
 
-    def _local(self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
-        own = of_this_device(variables, self._plan.axes)
-        loss, by_row = self._forward(weights, batch, own, shared)
-        return None if loss is None else self._mean(sum_over_devices(loss, self._plan.axes.names)), by_row
+    def _local(
+        self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared, *, pipelines: bool
+    ) -> Evaluated:
+        plan = self._plan
+        own = of_this_device(variables, plan.axes)
+        loss, by_row, after = self._forward(weights, batch, own, shared, pipelines)
+        if loss is not None:
+            loss = sum_over_devices(loss, plan.axes.names)
+        if self._mutable:
+            after, (loss, by_row) = of_all_devices(
+                plan.variables, variables, after, plan.axes, (loss, by_row)
+            )
+        return None if loss is None else self._mean(loss), by_row, after if self._mutable else {}
 
-    def _whole(self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
-        loss, by_row = self._forward(weights, batch, variables, shared)
-        return None if loss is None else self._mean(loss), self._in_rows(by_row)
+    def _whole(
+        self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared, *, pipelines: bool
+    ) -> Evaluated:
+        loss, by_row, after = self._forward(weights, batch, variables, shared, pipelines)
+        changed = self._as_at_rest(after) if self._mutable else {}
+        return None if loss is None else self._mean(loss), self._in_rows(by_row), changed
+
+    def _as_at_rest(self, variables: Variables) -> Variables:
+        return {
+            path: lax.with_sharding_constraint(value, self._plan.variable_sharding(path))
+            for path, value in variables.items()
+        }
 
     def _in_rows(self, by_row: Any) -> Any:
         rows = NamedSharding(self._plan.mesh, self._plan.axes.batch_spec)
         return lax.with_sharding_constraint(by_row, rows)
 
-    def _forward(self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
+    def _forward(
+        self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared, pipelines: bool
+    ) -> Evaluated:
         plan = self._plan
 
         def call(weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Any:
             held = hold(plan, weights)
-            return call_model(plan, collectors(plan), held, variables, self._fn, batch, shared)[0]
+            variables = mark_before(variables)
+            returned, after = call_model(plan, collectors(plan), held, variables, self._fn, batch, shared)
+            return returned, mark_after(after)
 
-        if plan.prefetch:
+        if plan.prefetch and pipelines:
             call = pipelined(call, ways_of(plan, forward=True))
-        returned = call(weights, batch, variables, shared)
+        returned, after = call(weights, batch, variables, shared)
         if self._has_aux or is_loss(returned):
-            return as_parts(returned, self._has_aux), None
+            return as_parts(returned, self._has_aux), None, after
         rows = jax.tree.leaves(batch)[0].shape[0]
         wrong = {
             jax.tree_util.keystr(path): jnp.shape(leaf)
@@ -136,15 +189,34 @@ class EvalStep:
                 f"fn: expected a loss (a scalar, or (sum, weight)), or arrays with the {rows} rows that it got as "
                 f"first dimension, got shapes {wrong}: statistics of the batch go beside a loss with has_aux=True"
             )
-        return None, returned
+        return None, returned, after
 
     def _mean(self, loss: LossParts) -> LossParts:
         return Divisors.of(self._plan, 1, None).divided(loss, {})[0]
 
-    def _check(self, program: Any) -> None:
+    def _check(self, program: Any, given: tuple[Any, ...]) -> None:
+        plan = self._plan
         check_seals(program)
-        one_part = self._plan.engine == "pjit" or self._plan.data_ranks == 1
+        one_part = plan.engine == "pjit" or plan.data_ranks == 1
         check_means(program, equal_parts=self._equal_parts or one_part)
+        if plan.prefetch and any(unit.module.layers is not None for unit in plan.units.values()):
+            # In loops that are written anew it does not show what stays the same.
+            program = self._written(pipelines=False).trace(*given).jaxpr
+        after = variables_after(program)
+        if self._mutable and not one_part:
+            check_variables(plan.variables, after, plan.axes)
+        changed = [
+            path
+            for path, value in after.items()
+            if not value.same and not issubclass(plan.variables[path].kind, nnx.RngState)
+        ]
+        if self._mutable is None and changed:
+            raise ValueError(
+                f"fn: expected a model that changes none of its variables, got one that changes {changed[:5]} "
+                f"({plan.variables[changed[0]].kind.__name__}): say make_eval_step(..., mutable=True), which returns "
+                "(result, state), or mutable=False, which drops the changes; model.eval() in fn leaves batch "
+                "statistics as they are"
+            )
 
     def _filled(self, batch: Batch) -> tuple[int, Batch, int]:
         """Rows after padding, the padded batch, and rows before."""
@@ -168,7 +240,12 @@ def _parts_of(state: TrainState | Buffers) -> tuple[Buffers, Variables]:
 
 
 def make_eval_step(
-    plan: ShardingPlan, fn: Callable[..., Any], *, has_aux: bool = False, equal_parts: bool = False
+    plan: ShardingPlan,
+    fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    equal_parts: bool = False,
+    mutable: bool | None = None,
 ) -> EvalStep:
     """``evaluate(state, batch, *shared)``: ``fn(model, rows, *shared)`` on all rows, forward only, nothing donated.
 
@@ -184,11 +261,21 @@ def make_eval_step(
 
     A loop may also be inside ``fn`` (``lax.fori_loop``), where each pass gathers each unit's weights anew.
 
-    state: a train state, or weights by key for a model without other variables. Variables are read: what the model
-        changes (batch statistics) is dropped. Random streams differ by device, as in training; ``model.eval()`` in
-        ``fn`` turns dropout off. shared: arrays and numbers that every device has whole.
+    ``mutable=True``: ``evaluate`` returns ``(result, state)``, where the state has the variables that the model
+    changed. So a decode cache of flax works token by token, each device with the rows of its part of the batch::
+
+        decode = make_eval_step(plan, lambda model, token: model(token)[:, -1], mutable=True)
+        for _ in range(20):                                          # nnx.MultiHeadAttention(decode=True), init_cache
+            logits, state = decode(state, token)
+            token = logits.argmax(-1)[:, None]
+
+    ``mutable=False`` drops changes; by default a model that changes variables is refused.
+
+    state: a train state, or weights by key for a model without other variables. Random streams differ by device, as in
+        training, and start where the state has them: only with ``mutable=True`` does the next call draw other numbers.
+        ``model.eval()`` in ``fn`` turns dropout off. shared: arrays and numbers that every device has whole.
 
     Raises ``ValueError`` in the first call for what is refused in training, for outputs that are neither a loss nor
-    rows, and for a loss over rows that the number of devices does not divide.
+    rows, for a loss over rows that the number of devices does not divide, and for changed variables as above.
     """
-    return EvalStep(plan, fn, has_aux, equal_parts)
+    return EvalStep(plan, fn, has_aux, equal_parts, mutable)

@@ -35,6 +35,7 @@ from jax_impl.modules.chosen_parameters import Chosen, chosen_parameters
 from jax_impl.modules.module_tree import ROOT, module_paths, parameter_leaves
 from jax_impl.modules.repeated_blocks import repeated_blocks
 from jax_impl.runtime.precision import Precision
+from jax_impl.runtime.variables import Rules
 
 
 class ShardingOptions(TypedDict, total=False):
@@ -73,6 +74,9 @@ class ShardingOptions(TypedDict, total=False):
     replicated: parameters that every device has whole, as with "no_shard", whatever strategy their unit has. They are
         gathered never; their gradients are averaged, and their moments are whole, too. Given like ``frozen``, beside
         which they are what other programs call ignored: nothing but the program itself changes or sends them.
+    variables: how one value of a variable that is no parameter comes of several devices' ("shard_map"), by pattern of
+        paths or type: ``{"codebook/counts": "sum"}``; "mean", "sum" (of what rows add), "max", or "rows" (a row for
+        each of the batch, which stays cut as the batch is). See ``runtime/variables.py``.
     engine: "shard_map" or "pjit".
     prefetch: 1 lets a unit's gather run beside the computation of the unit before it, and reductions beside what
         follows, at the cost of a second unit's weights and gradients in memory; 0 lets nothing run beside a transfer.
@@ -96,11 +100,12 @@ class ShardingOptions(TypedDict, total=False):
     parallel: Mapping[str, str | PartitionSpec]
     frozen: Chosen
     replicated: Chosen
+    variables: Rules
     engine: str
     prefetch: int | None
 
 
-_BESIDE_A_POLICY = ("units", "stacked", "parallel", "frozen", "replicated", "engine", "prefetch")
+_BESIDE_A_POLICY = ("units", "stacked", "parallel", "frozen", "replicated", "variables", "engine", "prefetch")
 
 
 @dataclass(frozen=True)

@@ -258,8 +258,8 @@ def make_train_step(
 
     ``optimizer``: an optax transformation. One that does the same to each element wherever the element lies, but for
     sums over everything (a global norm), runs on the shards as they are. One that looks at shapes or names is given the
-    model's own tree of parameters, at the cost of bringing them together in each step (``optimizer/logical.py``). A
-    trial on small random numbers tells which. Transformations that ask for ``value`` get the loss.
+    model's own tree of parameters, at the cost of bringing them together in each step (``optimizer/logical.py``). Its
+    programs, traced over all parameters, tell which. Transformations that ask for ``value`` get the loss.
 
     Raises ``ValueError`` for ``microbatches < 1``, and for an optimizer that needs more than gradients, its state,
     weights and the loss.

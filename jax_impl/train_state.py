@@ -13,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jax_impl.batch import place_whole
+from jax_impl.comm.mesh import check_context
 from jax_impl.optimizer.logical import fitted, warn_of_whole_moments
 from jax_impl.optimizer.offload import Offload
 from jax_impl.runtime.memory_kinds import HOST, in_memory, moved, on_device
@@ -54,6 +55,7 @@ def init_state(
     ``offload``: what of the state lies in the host's memory from the start, such as ``Offload(moments=0.5)``; the
     devices never hold more than 256 MiB of it at once. Of weights there it has copies: drop the given ones.
     """
+    check_context()
     if variables is None:
         # Copies, because a program of the whole step may be given all of the state (donated).
         variables = {path: jnp.copy(value) for path, value in (plan.given_variables or {}).items()}
@@ -147,7 +149,7 @@ def abstract_state(
     weights = {key: _abstract(array, array.sharding, own[key]) for key, array in weights.items()}
     opt_state = jax.tree.map(_abstract, moments, shardings_of(plan, moments), kinds)
     variables: Any = {
-        path: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=plan.replicated)
+        path: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=plan.variable_sharding(path))
         for path, info in plan.variables.items()
     }
     return TrainState(weights, opt_state, variables)
@@ -172,7 +174,7 @@ def shardings_of(plan: ShardingPlan, opt_state: Any) -> Any:
 
 
 def place_variables(plan: ShardingPlan, variables: Mapping[str, jax.Array]) -> Variables:
-    """Whole on every device of the plan; raises ``ValueError`` for other variables than the plan's."""
+    """As the plan has them; raises ``ValueError`` for other variables than the plan's."""
     missing, unexpected = (
         sorted(plan.variables.keys() - variables.keys()),
         sorted(variables.keys() - plan.variables.keys()),
@@ -188,11 +190,26 @@ def place_variables(plan: ShardingPlan, variables: Mapping[str, jax.Array]) -> V
                 f"variable {path!r}: expected {info.dtype} of shape {info.shape}, got {variables[path].dtype} of shape "
                 f"{variables[path].shape}"
             )
-    return {path: place_whole(plan, variables[path]) for path in plan.variables}
+    return {
+        path: jax.device_put(variables[path], plan.variable_sharding(path))
+        if info.rule == "rows"
+        else place_whole(plan, variables[path])
+        for path, info in plan.variables.items()
+    }
+
+
+def whole_variables(plan: ShardingPlan, variables: Variables) -> Variables:
+    """The variables whole on every device; rows are gathered, which all processes do together."""
+    gathered = jax.jit(lambda x: x, out_shardings=plan.replicated)
+    return {
+        path: gathered(value) if plan.variables[path].rule == "rows" else value
+        for path, value in variables.items()
+    }
 
 
 def check_state(plan: ShardingPlan, weights: Buffers, variables: Variables) -> None:
-    """Raises ``ValueError`` for weights or variables of another plan, and for donated ones."""
+    """Raises ``ValueError`` as ``check_context``, for weights or variables of another plan, and for donated ones."""
+    check_context()
     if weights.keys() != plan.arrays.keys():
         raise ValueError(f"step: expected weights {list(plan.arrays)[:12]}, got {list(weights)[:12]}")
     for key, array in weights.items():

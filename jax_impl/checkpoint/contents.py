@@ -21,7 +21,7 @@ from jax_impl.comm.mesh import is_simulated
 from jax_impl.runtime.buffer import Piece
 from jax_impl.runtime.logical_group import LogicalArray
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.train_state import TrainState
+from jax_impl.train_state import TrainState, whole_variables
 
 # Bytes above which chunks are chosen here: each of the writer's may need boxes of all devices.
 _SLABS = 8 << 20
@@ -73,7 +73,7 @@ class Contents:
                 _check_arrays(plan, value)
             else:
                 whole[name] = value
-        for path, variable in state.variables.items():
+        for path, variable in whole_variables(plan, state.variables).items():
             if variable.shape != plan.variables[path].shape or not variable.sharding.is_fully_replicated:
                 raise ValueError(
                     f"variable {path!r}: expected shape {plan.variables[path].shape}, whole on every device, got "

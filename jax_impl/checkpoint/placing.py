@@ -75,7 +75,7 @@ class Tensors:
     def variable(self, path: str, impls: Mapping[str, str]) -> jax.Array:
         array = self._replicated(f"variables/{path}")
         if not is_key(self.plan.variables[path]):
-            return array
+            return jax.device_put(array, self.plan.variable_sharding(path))
         wrap = partial(jax.random.wrap_key_data, impl=impls[path])
         return jax.jit(wrap, out_shardings=self.plan.replicated)(array)
 

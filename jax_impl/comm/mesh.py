@@ -149,14 +149,36 @@ def data_parallel_mesh(sizes: int | Mapping[str, int] | None = None) -> Mesh:
 def checked_mesh(mesh: Mesh) -> Mesh:
     """The same devices as an automatically typed mesh.
 
-    Raises ``ValueError`` unless it has one or two data-parallel axes, and then at most two model axes.
+    Raises ``ValueError`` unless it has one or two data-parallel axes, and then at most two model axes; and inside of
+    a ``jax.set_mesh`` with Explicit axes.
     """
+    check_context()
     _check_names(mesh.shape)
     if mesh.devices.size > 1 and is_simulated(mesh):
         for fault in _simulation_faults():
             warn_caller(f"several CPU devices {fault}", RuntimeWarning)
     # jax.make_mesh gives explicitly typed axes, on which sharded flat buffers cannot be sliced.
     return _automatic(mesh.devices, mesh.axis_names)
+
+
+def check_context() -> None:
+    """Raises ``ValueError`` inside of a ``jax.set_mesh`` with Explicit axes.
+
+    There JAX refuses arrays that lie on automatic axes, also in the program's own lines that use what a step returns.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    explicit = [
+        name
+        for name, kind in zip(context.axis_names, context.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    ]
+    if explicit:
+        raise ValueError(
+            f"jax.set_mesh: expected a mesh with Auto axes, or none, got Explicit axes {explicit}, which jax.make_mesh "
+            "gives by default: shard, train and evaluate outside of that set_mesh (fully_shard takes the same mesh and "
+            "uses its devices), or inside of jax.set_mesh(jax_impl.data_parallel_mesh(...)), or make the mesh by "
+            "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * number of axes)"
+        )
 
 
 def _simulation_faults() -> Iterator[str]:

@@ -126,11 +126,17 @@ class UnitModule:
 
 @dataclass(frozen=True)
 class VariableInfo:
-    """A variable that is no parameter: its nnx type, shape and dtype."""
+    """A variable that is no parameter: its nnx type, shape and dtype.
+
+    ``rule``: how one value comes of several devices' (``runtime/variables.py``), None where all must have the same.
+    ``rows``: of rule "rows", the dimension that is cut over the devices as a batch is.
+    """
 
     kind: type[nnx.Variable]
     shape: tuple[int, ...]
     dtype: Any
+    rule: str | None = None
+    rows: int = 0
 
 
 def joined(key: Iterable[Any]) -> str:

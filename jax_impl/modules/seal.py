@@ -225,7 +225,7 @@ def _results(equation: Any, given: Sequence[Seal | None], around: Equations) -> 
     if seal.free and not is_witness and primitive not in _PASSES:
         return nothing
     if primitive not in (_PASSES if seal.fixed and not is_witness else _MOVES):
-        raise ValueError(_refusal(seal.path, f"{primitive}{_line(around)}"))
+        raise ValueError(_refusal(seal.path, f"{primitive}{line_of(*around)}"))
     return [replace(seal, stopped=seal.stopped or primitive == "stop_gradient")] * len(nothing)
 
 
@@ -293,8 +293,8 @@ def _refusal(path: str, use: str) -> str:
     )
 
 
-def _line(around: Equations) -> str:
-    """Where the user's code asked for it, as far as JAX knows."""
+def line_of(*around: Any) -> str:
+    """Where the user's code asked for the last of some equations, or for those around it, as far as JAX knows."""
     for equation in reversed(around):
         traceback = equation.source_info.traceback
         for frame in traceback.frames if traceback is not None else ():

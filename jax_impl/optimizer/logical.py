@@ -6,24 +6,26 @@ that divides, or whole. Only in the update are weights and gradients brought tog
     flat [padded], sharded -> all-gather -> parameters, cut as the moments are -> update -> flat, sharded
 
 Weights and gradients are then gathered in every step, which an elementwise optimizer, on the shards as they are, does
-without; so `fitted` asks the trial which of the two an optimizer is.
+without; so `fitted` reads which of the two an optimizer needs (``chosen_form.py``).
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import NamedSharding
 
 from bridge.callers import warn_caller
 from jax_impl.comm.collectives import fence
-from jax_impl.optimizer.forms import Form, arrays_of, form_named, taking_loss, tree_of
+from jax_impl.optimizer.chosen_form import chosen_form
+from jax_impl.optimizer.forms import Form, arrays_of, forms_of, taking_loss, trees_of
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
-from jax_impl.optimizer.trial import tried
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
 
 _SHARE_TO_WARN_OF = 0.01
@@ -35,18 +37,18 @@ def fitted(
     """A transformation of the plan's arrays that trains as ``optimizer`` does on the unsharded model.
 
     It is ``optimizer`` on the arrays as they are where that does the same to each element wherever the element lies;
-    else ``optimizer`` on the model's parameters, as a tree by name. A trial on small random numbers tells which
-    (``trial.py``). ``update`` takes ``value``, the loss.
+    else ``optimizer`` on the model's parameters. Its traced programs tell which (``chosen_form.py``). ``update`` takes
+    ``value``, the loss.
 
     Raises ``ValueError`` for an optimizer that can update neither.
     """
     # What this one does to an element depends on its row at most, by its own specification.
     if isinstance(optimizer, MainWeightTransformation):
         return taking_loss(optimizer.on_plan(plan))
-    arrays, model = arrays_of(plan), tree_of(plan)
-    form = tried(optimizer, arrays, model, plan.engine == "shard_map")
+    arrays, models = arrays_of(plan), trees_of(plan)
+    form = chosen_form(optimizer, arrays, models, plan.engine == "shard_map")
     able = taking_loss(optimizer)
-    return able if form is None else _on_parameters(plan, able, form_named(form, arrays, model))
+    return able if form is None else _on_parameters(plan, able, forms_of(arrays, models, units=True)[form])
 
 
 def warn_of_whole_moments(plan: ShardingPlan, opt_state: Any) -> None:
@@ -86,17 +88,33 @@ def _on_parameters(
     plan: ShardingPlan, optimizer: optax.GradientTransformationExtraArgs, form: Form
 ) -> optax.GradientTransformationExtraArgs:
     def init(weights: Buffers) -> Any:
-        return optimizer.init(form.pack(parameters_of_arrays(plan, weights)))
+        return _plain(optimizer.init(form.pack(parameters_of_arrays(plan, weights))))
 
     def update(
         gradients: Buffers, state: Any, weights: Buffers | None = None, **extra: Any
     ) -> tuple[Buffers, Any]:
         assert weights is not None
         given, own = (form.pack(parameters_of_arrays(plan, buffers)) for buffers in (gradients, weights))
+        if isinstance(own, nnx.State):
+            structure = jax.tree.structure(jax.eval_shape(optimizer.init, own))
+            state = jax.tree.unflatten(structure, jax.tree.leaves(state))
         updates, state = optimizer.update(given, state, own, **extra)
-        return arrays_of_parameters(plan, form.unpack(updates)), state
+        return arrays_of_parameters(plan, form.unpack(updates)), _plain(state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _plain(state: Any) -> Any:
+    """An optimizer's state at rest: dictionaries with the same leaves in the same order in place of ``nnx.State``."""
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, nnx.Variable):
+            return node.get_raw_value()
+        if not isinstance(node, nnx.State):
+            return node
+        return OrderedDict((key, plain(below)) for key, below in sorted(node.items()))
+
+    return jax.tree.map(plain, state, is_leaf=lambda node: isinstance(node, nnx.State))
 
 
 def parameters_of_arrays(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.Array]:

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_impl.comm.collectives import fence
+from jax_impl.modules.device_values import mark_after, mark_before, variables_after
 from jax_impl.modules.seal import check_seals
 from jax_impl.modules.uneven_means import check_means
 from jax_impl.runtime.divisors import Divisors
@@ -26,7 +27,7 @@ from jax_impl.runtime.losses import LossParts, as_parts, sum_over_devices
 from jax_impl.runtime.memory_kinds import as_before, in_host, on_device
 from jax_impl.runtime.pipeline import pipelined
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.variables import Variables, of_all_devices, of_this_device
+from jax_impl.runtime.variables import Variables, check_variables, of_all_devices, of_this_device
 
 # Of an nnx model, or a pytree of parameters, and rows, and then inputs that every device has whole: a mean, or
 # (sum, weight); with ``has_aux`` a pair with aux.
@@ -120,6 +121,9 @@ def check_program(plan: ShardingPlan, program: Any, microbatches: int, equal_par
     check_seals(program)
     parts = microbatches * (plan.data_ranks if plan.engine == "shard_map" else 1)
     check_means(program, equal_parts=equal_parts or parts == 1)
+    after = variables_after(program)
+    if plan.data_ranks > 1:
+        check_variables(plan.variables, after, plan.axes)
 
 
 def _shard_map(
@@ -129,7 +133,7 @@ def _shard_map(
         weights: Buffers, batch: Batch, given: Variables, shared: Shared
     ) -> tuple[LossParts, Buffers, Variables]:
         parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
-        own = of_this_device(given, plan.axes)
+        own = mark_before(of_this_device(given, plan.axes))
         if not plan.brings_units:
             weights = on_device(weights)
         loss, variables, gradients = _accumulated(
@@ -140,7 +144,7 @@ def _shard_map(
             # Each gradient leaves when it is reduced, where nothing waits for all of them.
             loss, finished = fence((loss, finished))
         loss = sum_over_devices(loss, plan.axes.names)
-        variables, loss = of_all_devices(given, variables, plan.axes, loss)
+        variables, loss = of_all_devices(plan.variables, given, mark_after(variables), plan.axes, loss)
         loss, finished = divisors.divided(loss, finished)
         return loss, in_host(finished) if to_host else finished, variables
 
@@ -149,8 +153,8 @@ def _shard_map(
     step: StepGradients = jax.shard_map(
         local,
         mesh=plan.mesh,
-        in_specs=(specs, plan.axes.batch_spec, PartitionSpec(), PartitionSpec()),
-        out_specs=(PartitionSpec(), trained, PartitionSpec()),
+        in_specs=(specs, plan.axes.batch_spec, plan.variable_specs, PartitionSpec()),
+        out_specs=(PartitionSpec(), trained, plan.variable_specs),
         axis_names=set(plan.axes.names),
         # With the check on, explicit sums are done a second time: gradients come out N times too large.
         check_vma=False,
@@ -162,9 +166,8 @@ def _shard_map(
         loss, gradients, variables = step(*given)
         # What is automatic on model axes would lie as the compiler likes.
         lying = {key: plan.sharding(key) for key in gradients}
-        return lax.with_sharding_constraint(
-            (loss, gradients, variables), (plan.replicated, lying, plan.replicated)
-        )
+        whole = {path: plan.variable_sharding(path) for path in variables}
+        return lax.with_sharding_constraint((loss, gradients, variables), (plan.replicated, lying, whole))
 
     return placed
 
@@ -189,7 +192,8 @@ def _pjit(
         loss, variables, gradients = _accumulated(plan, loss_fn, sources, given, parts, shared, microbatches)
         # Else XLA may leave statistics cut like the activations that they come from.
         variables = {
-            path: lax.with_sharding_constraint(value, plan.replicated) for path, value in variables.items()
+            path: lax.with_sharding_constraint(value, plan.variable_sharding(path))
+            for path, value in variables.items()
         }
         return *divisors.divided(loss, finish(plan, gradients)), variables
 

@@ -42,6 +42,7 @@ from jax_impl.runtime.memory_kinds import in_memory
 from jax_impl.runtime.model_axes import ModelAxes, data_spec
 from jax_impl.runtime.row_arrays import SCALED, SCALES, UNSCALED, is_scaled, row_arrays, scales_of
 from jax_impl.runtime.unit_plan import Stored, UnitPlan
+from jax_impl.runtime.variables import spec_of
 
 # Arrays by key: weights, gradients, and each kind of moments.
 Buffers = dict[str, jax.Array]
@@ -89,6 +90,14 @@ class ShardingPlan:
     def data_ranks(self) -> int:
         """How many parts the rows of a batch are cut into: devices, those of a model axis counted once."""
         return self.axes.shards(self.axes.ndim)
+
+    @property
+    def variable_specs(self) -> dict[str, PartitionSpec]:
+        """How variables lie on the devices: whole, or cut by rows as a batch is."""
+        return {path: spec_of(info, self.axes) for path, info in self.variables.items()}
+
+    def variable_sharding(self, path: str) -> NamedSharding:
+        return NamedSharding(self.mesh, spec_of(self.variables[path], self.axes))
 
     @property
     def chained(self) -> bool:

@@ -1,27 +1,122 @@
-"""Variables of a model that are no parameters: batch statistics, random streams, counters.
+"""Variables of a model that are no parameters: batch statistics, random streams, counters, caches.
 
-They are whole on every device. Within a step each device has its own: statistics of its own rows, and random numbers of
-its own, because its number is folded into every random key. After a step there is one value again:
+They are whole on every device, but for those that have a row for each row of the batch. Within a step each device has
+its own: statistics of its own rows, and random numbers of its own, because its number is folded into every random key.
+In the shard_map engine there is one value again after a step, by the variable's rule::
 
-    floating point      mean over the devices
-    random key          the one before the step
-    other               the largest over the devices; a counter is the same on all
+    rule      one value from several                          variables that have it unless told
+    mean      mean over the devices                           nnx.BatchStat
+    sum       the value before, and what all devices added
+    max       the largest of all devices
+    rows      each device keeps its rows, as of a batch       nnx.Cache with rows that the devices divide
+    none      devices must have the same                      all others: counters, flags
+
+``fully_shard(..., variables={"codebook/counts": "sum"})`` tells. A random key is after a step what it was before. A
+variable without a rule that comes from rows of the batch is refused before anything is compiled, and so is a "sum" of
+anything but the value before and what does not depend on it. The pjit engine sees all rows, so nothing is put together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jax_impl.comm.collectives import fence
 from jax_impl.comm.mesh import DataParallelMesh
+from jax_impl.modules.device_values import DeviceValue
+from jax_impl.modules.module_tree import VariableInfo
 
 Variables = dict[str, jax.Array]
+Infos = Mapping[str, VariableInfo]
+Rules = Mapping[str | type[nnx.Variable], str]
 T = TypeVar("T")
+
+RULES = ("mean", "sum", "max", "rows")
+
+
+def with_rules(infos: Infos, asked: Rules, stacks: Sequence[str], ranks: int) -> dict[str, VariableInfo]:
+    """The variables with their rules. ``asked``: rules by pattern of paths, or type; the last that matches counts.
+
+    ``stacks``: paths of modules with a leading axis over layers. ``ranks``: into how many parts rows are cut.
+    Raises ``ValueError`` for another rule, for a key that matches nothing, and for rows that ``ranks`` does not divide;
+    ``TypeError`` for a key that is neither pattern nor type.
+    """
+    chosen: dict[str, str] = {}
+    for key, rule in asked.items():
+        if rule not in RULES:
+            raise ValueError(f"variables: expected one of {', '.join(RULES)} for {key!r}, got {rule!r}")
+        if not isinstance(key, str | type):
+            raise TypeError(f"variables: expected patterns of paths or types of nnx variables, got {key!r}")
+        matching = [path for path, info in infos.items() if _matches(path, info, key)]
+        if not matching:
+            raise ValueError(
+                f"variables: expected patterns of variables' paths or their types, but {key!r} matches none of "
+                f"{list(infos)[:12]}"
+            )
+        chosen.update(dict.fromkeys(matching, rule))
+    found = {}
+    for path, info in infos.items():
+        rows = int(any(path == stack or path.startswith(f"{stack}/") for stack in stacks))
+        divides = len(info.shape) > rows and info.shape[rows] > 0 and info.shape[rows] % ranks == 0
+        rule = chosen.get(path, _usual(info, divides))
+        if rule == "mean" and not jnp.issubdtype(info.dtype, jnp.inexact):
+            raise ValueError(
+                f"variable {path!r}: rule 'mean': expected a floating-point variable, got {info.dtype}"
+            )
+        if rule == "rows" and not divides:
+            raise ValueError(
+                f"variable {path!r}: rule 'rows': expected rows, as dimension {rows}, that {ranks} devices divide, got "
+                f"shape {info.shape}"
+            )
+        found[path] = replace(info, rule=rule, rows=rows)
+    return found
+
+
+def _matches(path: str, info: VariableInfo, key: str | type) -> bool:
+    return fnmatch.fnmatchcase(path, key) if isinstance(key, str) else issubclass(info.kind, key)
+
+
+def _usual(info: VariableInfo, divides: bool) -> str | None:
+    if issubclass(info.kind, nnx.BatchStat) and jnp.issubdtype(info.dtype, jnp.inexact):
+        return "mean"
+    if issubclass(info.kind, nnx.Cache) and divides:
+        return "rows"
+    # Streams are drawn from as often on all devices, or only some draw from them.
+    return "max" if issubclass(info.kind, nnx.RngState) else None
+
+
+def spec_of(info: VariableInfo, axes: DataParallelMesh) -> PartitionSpec:
+    """How a variable lies on the devices."""
+    return PartitionSpec(*[None] * info.rows, *axes.batch_spec) if info.rule == "rows" else PartitionSpec()
+
+
+def check_variables(infos: Infos, after: Mapping[str, DeviceValue], axes: DataParallelMesh) -> None:
+    """Raises ``ValueError`` where a rule cannot make one value of what a traced step leaves on each device."""
+    for path, value in after.items():
+        info = infos[path]
+        if info.rule is None and value.axes:
+            raise ValueError(
+                f"variable {path!r} ({info.kind.__name__}): expected the same value on all devices, or a rule that "
+                "makes one of theirs, got a value that depends on rows of the batch and no rule: say "
+                f"fully_shard(..., variables={{{path!r}: 'mean'}}), or 'sum' (of what rows add), 'max' or 'rows' (a "
+                f"row for each of the batch); or make it the same in the model (jax.lax.psum(x, {axes.names[::-1]!r}))"
+                "; or use engine='pjit'"
+            )
+        if info.rule == "sum" and value.base != path:
+            raise ValueError(
+                f"variable {path!r}: rule 'sum': expected the value before and what the batch adds to it, got a value "
+                "that depends on the one before in another way, such as decay * counts + batch_counts: sum what comes "
+                f"from the batch over the devices in the model (jax.lax.psum(batch_counts, {axes.names[::-1]!r})), and "
+                "leave the rule out; or use engine='pjit'"
+            )
 
 
 def of_this_device(variables: Mapping[str, jax.Array], axes: DataParallelMesh) -> Variables:
@@ -36,23 +131,33 @@ def of_this_device(variables: Mapping[str, jax.Array], axes: DataParallelMesh) -
 
 
 def of_all_devices(
-    before: Mapping[str, jax.Array], after: Mapping[str, jax.Array], axes: DataParallelMesh, last: T
+    infos: Infos,
+    before: Mapping[str, jax.Array],
+    after: Mapping[str, jax.Array],
+    axes: DataParallelMesh,
+    last: T,
 ) -> tuple[Variables, T]:
     """One value for all devices from each device's; the collectives wait for ``last`` and then for each other."""
     merged: Variables = {}
     for path, value in after.items():
+        rule = infos[path].rule
         if _is_key(value):
             merged[path] = before[path]
-            continue
-        value, last = fence((value, last))
-        if jnp.issubdtype(value.dtype, jnp.floating):
-            merged[path] = lax.pmean(value, axes.names)
-        elif value.dtype == jnp.bool_:
-            merged[path] = lax.pmax(value.astype(jnp.int32), axes.names).astype(jnp.bool_)
+        elif rule in (None, "rows"):
+            merged[path] = value
         else:
-            merged[path] = lax.pmax(value, axes.names)
-        merged[path], last = fence((merged[path], last))
+            value, last = fence((value, last))
+            merged[path], last = fence((_merged(rule, before[path], value, axes.names), last))
     return merged, last
+
+
+def _merged(rule: str | None, before: jax.Array, after: jax.Array, names: Sequence[str]) -> jax.Array:
+    if rule == "sum":
+        return before + lax.psum(after - before, names)
+    if rule == "mean":
+        return lax.pmean(after, names)
+    number: Any = after.astype(jnp.int32) if after.dtype == jnp.bool_ else after
+    return lax.pmax(number, names).astype(after.dtype)
 
 
 def _is_key(value: jax.Array) -> bool:

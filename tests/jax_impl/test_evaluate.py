@@ -162,7 +162,7 @@ def test_evaluation_changes_no_statistics_and_is_a_part_of_other_programs(engine
     def loss(model: Any, tokens: jax.Array) -> jax.Array:
         return jnp.mean(model(tokens) ** 2)
 
-    evaluate = make_eval_step(plan, loss)
+    evaluate = make_eval_step(plan, loss, mutable=False)
     before = jax.tree.map(np.asarray, jax.random.key_data(state.variables["layers/0/dropout/rngs/key"]))
     first = evaluate(state, prompts())
     again = jax.jit(evaluate)(state, prompts())
@@ -178,7 +178,7 @@ def test_evaluation_changes_no_statistics_and_is_a_part_of_other_programs(engine
 
 def test_units_are_gathered_and_nothing_else_is_sent() -> None:
     plan, state = state_of("shard_map")
-    evaluate = make_eval_step(plan, lambda model, tokens: model(tokens))
+    evaluate = make_eval_step(plan, lambda model, tokens: model(tokens), mutable=False)
     counted = count_collectives(lambda state: evaluate(state, prompts()), state)
     assert {collective.kind for collective in counted} == {"all_gather"}
     assert sum(counted.values()) == len(plan.units)

@@ -38,8 +38,8 @@ from jax_impl import (
     shard_weights,
     unshard,
 )
-from jax_impl.optimizer.forms import arrays_of, tree_of
-from jax_impl.optimizer.trial import tried
+from jax_impl.optimizer.chosen_form import chosen_form
+from jax_impl.optimizer.forms import arrays_of, trees_of
 
 FROZEN = ["*/table", "*/mask", "*/place", "*/scale"]
 ADAMW = main_weight_adamw(0.02)
@@ -569,7 +569,7 @@ def test_an_optax_optimizer_runs_on_half_precision_shards_as_on_parameters() -> 
     decayed = optax.adamw(0.5, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree))
     plan, weights = sharded(**FLOATS)
     for optimizer, form in ((clipped, None), (decayed, "name")):
-        assert tried(optimizer, arrays_of(plan), tree_of(plan), True) == form
+        assert chosen_form(optimizer, arrays_of(plan), trees_of(plan), True) == form
         state, step = (
             init_state(plan, weights, optimizer),
             make_train_step(plan, loss, optimizer, donate=False),

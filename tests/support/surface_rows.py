@@ -143,7 +143,19 @@ ROWS = (
     Row(
         "forward only",
         ("~torch.no_grad()",),
-        ("make_eval_step", "EvalStep", "make_eval_step(has_aux=)", "make_eval_step(equal_parts=)"),
+        (
+            "make_eval_step",
+            "EvalStep",
+            "make_eval_step(has_aux=)",
+            "make_eval_step(equal_parts=)",
+            "make_eval_step(mutable=)",
+        ),
+    ),
+    Row(
+        "state that a model changes",
+        (),
+        ("fully_shard(variables=)",),
+        why="a module of torch changes its buffers, and each rank has its own",
     ),
     Row(
         "",

@@ -1,4 +1,4 @@
-"""Optimizers run on the shards, or on whole parameters where they look at shapes or names: a trial tells which."""
+"""Optimizers run on the shards, or on whole parameters where they look at shapes or names: programs tell which."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from flax import nnx
 
 import jax_impl
 from jax_impl import data_parallel_mesh, fully_shard, init_state, main_weight_adamw, make_train_step, unshard
-from jax_impl.optimizer.forms import arrays_of, tree_of
-from jax_impl.optimizer.trial import tried
+from jax_impl.optimizer.chosen_form import chosen_form
+from jax_impl.optimizer.forms import arrays_of, trees_of
+from jax_impl.optimizer.logical import fitted
 from jax_impl.runtime.gradients import unchecked_gradients
 from tests.support.jax_impl.optimizers import PLAIN, RATE, transformations
 
@@ -161,7 +163,7 @@ def assert_trains_as_unsharded(name: str) -> None:
 
 def form_of(optimizer: optax.GradientTransformation, engine: str = "shard_map") -> str | None:
     plan = plan_and_weights(engine)[0]
-    return tried(optimizer, arrays_of(plan), tree_of(plan), engine == "shard_map")
+    return chosen_form(optimizer, arrays_of(plan), trees_of(plan), engine == "shard_map")
 
 
 @pytest.mark.fast_cases(
@@ -245,14 +247,13 @@ def large_plan(layers: int) -> Any:
     "optimizer",
     [
         optax.adafactor(RATE, min_dim_size_to_factor=128),
-        # Only shapes of the real size show it.
         optax.adafactor(RATE, min_dim_size_to_factor=400),
         optax.adamw(RATE, mask=lambda tree: jax.tree.map(lambda x: x.shape[-1] != 3000, tree)),
     ],
 )
-def test_a_large_model_is_tried_with_small_shapes(optimizer: Any) -> None:
+def test_shapes_of_a_large_model_tell(optimizer: Any) -> None:
     plan = large_plan(6)
-    assert tried(optimizer, arrays_of(plan), tree_of(plan), True) == "name"
+    assert chosen_form(optimizer, arrays_of(plan), trees_of(plan), True) == "name"
 
 
 @pytest.mark.parametrize(
@@ -264,4 +265,135 @@ def test_a_large_model_is_tried_with_small_shapes(optimizer: Any) -> None:
 )
 def test_a_large_model_accepts_what_is_elementwise(optimizer: Any) -> None:
     plan = large_plan(6)
-    assert tried(optimizer, arrays_of(plan), tree_of(plan), True) is None
+    assert chosen_form(optimizer, arrays_of(plan), trees_of(plan), True) is None
+
+
+def keys_of(path: Any) -> list[str]:
+    return [str(getattr(entry, "key", getattr(entry, "idx", ""))) for entry in path]
+
+
+def labels_where(chosen: Any) -> Any:
+    return lambda tree: jax.tree_util.tree_map_with_path(
+        lambda path, _: "frozen" if chosen(path) else "trained", tree
+    )
+
+
+def freezing(chosen: Any) -> optax.GradientTransformation:
+    return optax.multi_transform(
+        {"trained": optax.sgd(RATE), "frozen": optax.set_to_zero()}, labels_where(chosen)
+    )
+
+
+def after(steps: int, late: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Adam, and ``late`` from a later step on."""
+    begins = optax.conditionally_transform(late, should_transform_fn=lambda step: step >= steps)
+    return optax.chain(optax.scale_by_adam(), begins, optax.scale(-RATE))
+
+
+def by_switch(tree_of_updates: Any, count: jax.Array) -> Any:
+    normed = jax.tree.map(lambda x: x / (1 + jnp.linalg.norm(x)), tree_of_updates)
+    return jax.lax.switch(jnp.minimum(count // 1000, 1), [lambda: tree_of_updates, lambda: normed])
+
+
+def switched() -> optax.GradientTransformation:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return by_switch(updates, state), state + 1
+
+    return optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), update)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "form"),
+    [
+        (freezing(lambda path: "3" in keys_of(path)), "name"),
+        (freezing(lambda path: any(getattr(entry, "idx", None) == 3 for entry in path)), "tree"),
+        (optax.adamw(RATE, mask={"head": True, "layers": [i != 2 for i in range(6)]}), "tree"),
+        (after(3, optax.scale_by_trust_ratio()), "name"),
+        (after(10_000, optax.clip_by_block_rms(1.0)), "name"),
+        (after(10_000, optax.clip_by_global_norm(1.0)), None),
+        (optax.MultiSteps(optax.lamb(RATE), 500).gradient_transformation(), "name"),
+        (switched(), "name"),
+        (
+            optax.apply_if_finite(optax.adamw(optax.join_schedules([lambda _: 0.0, lambda _: RATE], [9])), 3),
+            None,
+        ),
+    ],
+)
+def test_all_names_and_later_steps_count(optimizer: Any, form: str | None) -> None:
+    plan = large_plan(6)
+    assert chosen_form(optimizer, arrays_of(plan), trees_of(plan), True) == form
+
+
+class Blocks(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(5)])
+        self.seen = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = x + jnp.tanh(block(x))
+        return x
+
+
+def of_blocks(chosen: Any) -> optax.GradientTransformation:
+    return optax.multi_transform(
+        {"trained": optax.adam(RATE), "frozen": optax.sgd(RATE)}, labels_where(chosen)
+    )
+
+
+@pytest.mark.fast_cases("shard_map-number")
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(lambda path: path[1].key == 3, id="number"),
+        pytest.param(lambda path: "['blocks'][2]" in jax.tree_util.keystr(path), id="keystr"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+def test_functions_of_flax_states_get_flax_states(engine: str, chosen: Any) -> None:
+    rows = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+    plan, weights = fully_shard(Blocks(nnx.Rngs(0)), data_parallel_mesh(4), engine=engine)
+    optimizer = of_blocks(chosen)
+    state = init_state(plan, weights, optimizer)
+    step = make_train_step(plan, lambda model, x: jnp.mean((model(x) - 1) ** 2), optimizer)
+    model = Blocks(nnx.Rngs(0))
+    plain = nnx.Optimizer(model, of_blocks(chosen), wrt=nnx.Param)
+    for _ in range(3):
+        state, _ = step(state, rows)
+        plain.update(model, nnx.grad(lambda model: jnp.mean((model(rows) - 1) ** 2))(model))
+    assert not any(isinstance(x, nnx.State) for x in jax.tree.leaves(state.opt_state, is_leaf=is_state))
+    for path, value in jax_impl.unshard(plan, state.weights).items():
+        _, number, name = path.split("/")
+        np.testing.assert_allclose(value, getattr(model.blocks[int(number)], name)[...], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("made_of", "form"),
+    [(lambda state: state, "boxed"), (nnx.as_pure, "tree"), (nnx.to_pure_dict, "dictionary")],
+)
+def test_masks_made_of_a_flax_state_fit(made_of: Any, form: str) -> None:
+    model = Blocks(nnx.Rngs(0))
+    mask = jax.tree.map(lambda x: x.ndim > 1, made_of(nnx.state(model, nnx.Param)))
+    plan, weights = fully_shard(model, data_parallel_mesh(4))
+    optimizer = optax.chain(optax.trace(0.9), optax.add_decayed_weights(0.5, mask))
+    assert chosen_form(optimizer, arrays_of(plan), trees_of(plan), True) == form
+    state = init_state(plan, weights, optimizer)
+    assert len(jax.tree.leaves(state.opt_state)) == 10
+    assert not any(is_state(x) for x in jax.tree.leaves(state.opt_state, is_leaf=is_state))
+    updates, after = jax.jit(fitted(plan, optimizer).update)(weights, state.opt_state, weights)
+    assert jax.tree.structure(after) == jax.tree.structure(state.opt_state)
+    given = jax_impl.unshard(plan, weights)
+    for path, update in jax_impl.unshard(plan, updates).items():
+        np.testing.assert_allclose(update, given[path] * (1 + 0.5 * path.endswith("kernel")), rtol=1e-6)
+
+
+def is_state(node: Any) -> bool:
+    return isinstance(node, nnx.State | nnx.Variable)
+
+
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+def test_labels_that_depend_on_how_flax_gives_a_state_are_refused(engine: str) -> None:
+    plan, _ = fully_shard(Blocks(nnx.Rngs(0)), data_parallel_mesh(4), engine=engine)
+    optimizer = of_blocks(lambda path: jax.tree_util.keystr(path).endswith("['kernel']"))
+    with pytest.raises(ValueError, match=r"nnx.as_pure of it, got ones that differ"):
+        make_train_step(plan, lambda model, x: jnp.mean(model(x)), optimizer)

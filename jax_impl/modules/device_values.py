@@ -1,0 +1,248 @@
+"""What differs between devices in a traced step: values of variables, and which way a loop or a choice goes.
+
+Inside of ``shard_map`` each device runs the program on its own rows. A value *varies* over the axes of the mesh along
+which devices may have other numbers: rows vary, sums over all devices do not. Two things follow from it::
+
+    rows -> any(rows > 0) -> while: a unit's gather inside      devices that go on wait for those that stopped: refused
+    rows -> mean -> variable after the step                     one value has to come of several: needs a rule
+
+Of variables it is also known whether they changed, and whether the change is a sum of the old value and something that
+does not depend on it. ``runtime/variables.py`` has the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_impl.modules.seal import inner_program, jaxpr_of, line_of, scan_counts
+
+_BEFORE = "twinshard variable before "
+_AFTER = "twinshard variable after "
+# With these all devices along the axes get the same, and with the others each its own.
+_MAKE_EQUAL = frozenset({"psum", "pmax", "pmin", "all_gather", "psum_invariant", "all_gather_invariant"})
+_COLLECTIVES = _MAKE_EQUAL | {"reduce_scatter", "all_to_all", "ppermute", "pgather", "psum_scatter"}
+_SAME = frozenset({"name", "copy", "copy_p", "optimization_barrier", "sharding_constraint", "stop_gradient"})
+_ADD = frozenset({"add", "add_any", "sub", "scatter-add", "scatter_add"})
+
+
+@dataclass(frozen=True)
+class DeviceValue:
+    """``axes``: along which devices may have other values. ``made_of``: paths of variables that it depends on.
+
+    ``base``: of the variable that it is a sum of, beside what varies and does not depend on that variable. ``same``:
+    whether it is the variable itself.
+    """
+
+    axes: frozenset[str] = frozenset()
+    made_of: frozenset[str] = frozenset()
+    base: str | None = None
+    same: bool = False
+
+    def __or__(self, other: DeviceValue) -> DeviceValue:
+        """What may be one or the other."""
+        base = self.base if self.base == other.base else None
+        return DeviceValue(
+            self.axes | other.axes,
+            self.made_of | other.made_of,
+            base,
+            self.same and other.same and base is not None,
+        )
+
+    def mixed(self) -> DeviceValue:
+        return DeviceValue(self.axes, self.made_of)
+
+
+_EQUAL = DeviceValue()
+
+
+def mark_before(variables: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The same variables, as those that a step begins with. Random keys have no marks."""
+    return {path: _marked(value, _BEFORE + path) for path, value in variables.items()}
+
+
+def mark_after(variables: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The same variables, as those that a step, or a device's part of it, ends with."""
+    return {path: _marked(value, _AFTER + path) for path, value in variables.items()}
+
+
+def _marked(value: jax.Array, name: str) -> jax.Array:
+    is_number = not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+    return checkpoint_name(value, name) if is_number else value
+
+
+def variables_after(program: Any) -> dict[str, DeviceValue]:
+    """By path, what a closed jaxpr makes of marked variables.
+
+    Raises ``ValueError`` for a loop or a choice that devices go through differently, with a collective inside.
+    """
+    reader = _Reader()
+    reader.outputs(program.jaxpr, [_EQUAL] * len(program.jaxpr.invars))
+    return reader.after
+
+
+@dataclass
+class _Reader:
+    after: dict[str, DeviceValue] = field(default_factory=dict)
+    # By jaxpr, which is kept so that its number stays its own.
+    sends: dict[int, tuple[Any, list[tuple[Any, frozenset[str]]]]] = field(default_factory=dict)
+
+    def outputs(self, jaxpr: Any, inputs: Sequence[DeviceValue]) -> list[DeviceValue]:
+        known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def get(atom: Any) -> DeviceValue:
+            # Literals have a value, and no hash.
+            return _EQUAL if hasattr(atom, "val") else known.get(atom, _EQUAL)
+
+        for equation in jaxpr.eqns:
+            results = self._results(equation, [get(atom) for atom in equation.invars])
+            known.update(zip(equation.outvars, results, strict=True))
+        return [get(atom) for atom in jaxpr.outvars]
+
+    def _results(self, equation: Any, given: list[DeviceValue]) -> Sequence[DeviceValue]:
+        primitive, params = equation.primitive.name, equation.params
+        if primitive == "name" and str(params["name"]).startswith(_BEFORE):
+            path = params["name"].removeprefix(_BEFORE)
+            return [DeviceValue(given[0].axes, frozenset([path]), path, same=True)]
+        if primitive == "name" and str(params["name"]).startswith(_AFTER):
+            path = params["name"].removeprefix(_AFTER)
+            self.after[path] = given[0] | self.after.get(path, given[0])
+        if primitive in _SAME:
+            return given
+        if primitive == "shard_map":
+            inside = [DeviceValue(_named(spec)) for spec in params["in_specs"]]
+            # Outside of it there is one value.
+            return [_EQUAL for _ in self.outputs(jaxpr_of(params["jaxpr"]), inside)]
+        if primitive == "cond":
+            return self._choice(equation, given)
+        if primitive == "while":
+            return self._while(equation, given)
+        if primitive == "scan":
+            body = jaxpr_of(params["jaxpr"])
+            constants, carries = scan_counts(equation, body)
+            return self._looped(body, given, constants, carries)
+        inner = inner_program(equation)
+        if inner is not None:
+            return self.outputs(inner, given)
+        value = DeviceValue()
+        for operand in given:
+            value = DeviceValue(value.axes | operand.axes, value.made_of | operand.made_of)
+        if primitive == "axis_index" or primitive in _COLLECTIVES:
+            over = _axes_of(equation)
+            equal = primitive in _MAKE_EQUAL and params.get("axis_index_groups") is None
+            value = replace(value, axes=value.axes - over if equal else value.axes | over)
+        elif primitive in _ADD:
+            first, others = given[0], given[1:]
+            if primitive in ("add", "add_any") and first.base is None:
+                first, others = given[1], given[:1]
+            # What is the same on all devices is not a part of a sum over them.
+            if not any(first.base in other.made_of for other in others) and any(x.axes for x in others):
+                value = replace(value, base=first.base)
+        elif primitive == "select_n":
+            value = replace(_any_of(given[1:]), axes=value.axes, made_of=value.made_of)
+            if value.base in given[0].made_of:
+                value = value.mixed()
+        return [value] * len(equation.outvars)
+
+    def _choice(self, equation: Any, given: list[DeviceValue]) -> list[DeviceValue]:
+        branches = [jaxpr_of(branch) for branch in equation.params["branches"]]
+        self._check(equation, given[0], branches)
+        results = [self.outputs(branch, given[1:]) for branch in branches]
+        return [_chosen(_any_of(values), given[0]) for values in zip(*results, strict=True)]
+
+    def _while(self, equation: Any, given: list[DeviceValue]) -> list[DeviceValue]:
+        params = equation.params
+        tests = params["cond_nconsts"]
+        test, body = jaxpr_of(params["cond_jaxpr"]), jaxpr_of(params["body_jaxpr"])
+        constants, carried = params["body_nconsts"], given[tests + params["body_nconsts"] :]
+        while True:
+            (goes_on,) = self.outputs(test, [*given[:tests], *carried])
+            results = self.outputs(body, [*given[tests : tests + constants], *carried])
+            joined = [_chosen(old | new, goes_on) for old, new in zip(carried, results, strict=True)]
+            if joined == carried:
+                break
+            carried = joined
+        self._check(equation, goes_on, [test, body])
+        return carried
+
+    def _looped(self, body: Any, given: list[DeviceValue], constants: int, carries: int) -> list[DeviceValue]:
+        inputs, end = list(given), constants + carries
+        while True:
+            results = self.outputs(body, inputs)
+            carried = [old | new for old, new in zip(inputs[constants:end], results[:carries], strict=True)]
+            if carried == inputs[constants:end]:
+                return [*carried, *results[carries:]]
+            inputs[constants:end] = carried
+
+    def _check(self, equation: Any, decides: DeviceValue, programs: Sequence[Any]) -> None:
+        for program in programs if decides.axes else ():
+            for collective, axes in self._sent(program):
+                if axes & decides.axes:
+                    raise ValueError(_refusal(equation, collective, sorted(decides.axes)))
+
+    def _sent(self, jaxpr: Any) -> list[tuple[Any, frozenset[str]]]:
+        """The collectives of a program and of all programs inside, and over which axes each goes."""
+        if id(jaxpr) not in self.sends:
+            found: list[tuple[Any, frozenset[str]]] = []
+            for equation in jaxpr.eqns:
+                if equation.primitive.name in _COLLECTIVES:
+                    found.append((equation, _axes_of(equation)))
+                for value in equation.params.values():
+                    for one in value if isinstance(value, tuple | list) else (value,):
+                        if jaxpr_of(one) is not None:
+                            found += self._sent(jaxpr_of(one))
+            self.sends[id(jaxpr)] = jaxpr, found
+        return self.sends[id(jaxpr)][1]
+
+
+def _any_of(values: Sequence[DeviceValue]) -> DeviceValue:
+    found = values[0]
+    for value in values[1:]:
+        found = found | value
+    return found
+
+
+def _chosen(value: DeviceValue, decides: DeviceValue) -> DeviceValue:
+    """A value that a decision made: where that depends on a variable, so does how much was added to the variable."""
+    base = None if value.base in decides.made_of and not value.same else value.base
+    return DeviceValue(
+        value.axes | (frozenset() if value.same else decides.axes),
+        value.made_of | decides.made_of,
+        base,
+        value.same,
+    )
+
+
+def _axes_of(equation: Any) -> frozenset[str]:
+    names = equation.params.get("axes", equation.params.get("axis_name"))
+    return frozenset(
+        name for name in (names if isinstance(names, tuple) else (names,)) if isinstance(name, str)
+    )
+
+
+def _named(spec: Any) -> frozenset[str]:
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    return frozenset(name for entry in entries for name in entry if name is not None)
+
+
+def _refusal(equation: Any, collective: Any, axes: Sequence[str]) -> str:
+    what = "lax.while_loop" if equation.primitive.name == "while" else "lax.cond"
+    # A unit's collectives have its path as a scope, and then what they do.
+    scopes = str(collective.source_info.name_stack).rstrip("/").split("/")
+    acts = [i for i, scope in enumerate(scopes) if scope in ("gather", "reduce")]
+    unit = "/".join(scopes[: acts[-1]]) if acts else ""
+    inside = (
+        f"unit {unit!r}, whose weights are gathered" if unit else f"{collective.primitive.name}, which waits"
+    )
+    over = axes[0] if len(axes) == 1 else tuple(axes)
+    return (
+        f"{what}{line_of(equation)}: expected a condition that is the same on all devices, since inside of it is "
+        f"{inside} from all devices, got one that depends on rows of the batch or on random numbers of a device: "
+        "devices would wait for each other for ever. Make one condition of all devices', such as "
+        f"jax.lax.psum(jnp.sum(~done), {over!r}) > 0; or decide by an input after the batch; or choose between results "
+        "by jnp.where; or use engine='pjit', where a condition sees all rows"
+    )

@@ -1,0 +1,253 @@
+"""Which tree an optimizer is given: a plan's arrays as they are, or the model's own parameters.
+
+An elementwise optax transformation may run on the arrays of the train state: with the shard_map engine one flat array a
+unit, with the pjit engine ``{path: parameter}``. One that looks at shapes or names of parameters (Muon, a mask by
+``ndim``, a label of one layer) would train as something else there, without a word; ``logical.py`` is for those. Which
+an optimizer is shows in its programs: ``init`` and ``update`` are traced over the engine's arrays and over the model's
+own tree, with all names and the real shapes, and every parameter's update and moments are compared as terms
+(``terms.py``). Branches for later steps are in the programs, so they count from the start::
+
+    model's tree    {"layers": {"0": {"kernel": [3, 4], "bias": [4]}}}      {"layers/0": [17]}    engine's arrays
+                                    | trace                                     | trace
+                                    v                                           v
+                                 terms                equal?                  terms
+
+Nothing is compiled and nothing is run. Time grows with the number of parameters times the operations on each, as that
+of tracing the optimizer itself does: on one core adamw takes 0.7 s for 109 parameters and 2.4 s for 433, Muon, which
+needs a third trace, 3.6 and 15 s. Programs that are equal but do not show it get the model's own parameters: slower,
+and as right.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from jax_impl.optimizer.forms import Form, ModelTree, StoredArray, forms_of, taking_loss
+from jax_impl.optimizer.terms import Owner, Reader, Terms, Value
+
+_AMBIGUOUS = (
+    "optimizer: expected masks and labels that mean the same parameters in nnx.state(model, nnx.Param) and in "
+    "nnx.as_pure of it, got ones that differ: in the first each path ends with '.value', in the second with the "
+    "parameter's own name, and flax's nnx.Optimizer gives both. Compare the names of dictionary keys only: [entry.key "
+    "for entry in path if isinstance(entry, jax.tree_util.DictKey)]"
+)
+# Where a leaf of an optimizer's state is: what comes before and after an array's own keys, and the array.
+Slot = tuple[str, str]
+KeyPath = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an optimizer does to the arrays of one tree.
+
+    ``updates``: by array. ``owned``: of the state's leaves that belong to an array, by slot and array, the value that
+    ``init`` makes and the one that ``update`` does; ``shared``: of all other leaves, by key path.
+    """
+
+    owners: Mapping[str, Owner]
+    updates: Mapping[str, Value]
+    owned: Mapping[tuple[Slot, str], tuple[Value, Value]]
+    shared: Mapping[str, tuple[Value, Value]]
+
+    def equals(self, other: Reading) -> bool:
+        """Whether each array's update and moments are those of all parameters in it in ``other``."""
+        pairs = [(name, path) for name, owner in self.owners.items() for path in owner.paths]
+        slots = {slot for slot, _ in (*self.owned, *other.owned)}
+        return (
+            all(_equal(self.updates[name], other.updates[path], name, path) for name, path in pairs)
+            and all(
+                _equal_pairs(self.owned.get((slot, name)), other.owned.get((slot, path)), name, path)
+                for name, path in pairs
+                for slot in slots
+            )
+            and self.shared.keys() == other.shared.keys()
+            and all(_equal_pairs(pair, other.shared[key], "", "") for key, pair in self.shared.items())
+        )
+
+
+def _equal_pairs(
+    mine: tuple[Value, Value] | None, theirs: tuple[Value, Value] | None, name: str, path: str
+) -> bool:
+    if mine is None or theirs is None:
+        return mine is theirs
+    return all(_equal(own, other, name, path) for own, other in zip(mine, theirs, strict=True))
+
+
+def _equal(mine: Value, theirs: Value, name: str, path: str) -> bool:
+    """Whether array ``name`` has this value where parameter ``path`` has that one."""
+    if mine.owner is None and not mine.filled and name != path:
+        # Elements of a parameter do not lie in such an array as they do in the parameter.
+        return False
+    return mine.term == theirs.term and (mine.owner, theirs.owner) in ((None, None), (name, path))
+
+
+# Several steps of one plan (other microbatches, another loss) need one reading.
+@functools.lru_cache(maxsize=16)
+def chosen_form(
+    optimizer: optax.GradientTransformation,
+    arrays: tuple[StoredArray, ...],
+    models: tuple[ModelTree, ...],
+    flat: bool,
+) -> str | None:
+    """None where the optimizer may run on the engine's arrays; else which of ``forms_of`` it is to be given.
+
+    ``flat``: whether the engine's arrays are flat ones.
+
+    Raises ``ValueError`` for an optimizer that can update neither, and for one whose masks or labels mean other
+    parameters in ``nnx.state(model)`` than in ``nnx.as_pure`` of it.
+    """
+    terms, parameters = Terms(), _owners_of_parameters(arrays)
+    # Parameters are under their units in the pjit engine's arrays, too.
+    forms = forms_of(arrays, models, units=flat)
+
+    @functools.cache
+    def reading(name: str) -> Reading | None:
+        return _tried(terms, optimizer, forms[name], parameters)[0]
+
+    own, failure = _tried(terms, optimizer, None, _owners_of_arrays(arrays, flat))
+    first = next((name for name in forms if reading(name) is not None), None)
+    expected = None if first is None else reading(first)
+    if first is None or expected is None:
+        if own is None:
+            raise ValueError(_cannot(failure, flat)) from failure
+        # The optimizer was made for the engine's arrays.
+        return None
+    boxed = reading("boxed") if "boxed" in forms else None
+    if boxed is not None and not boxed.equals(expected):
+        raise ValueError(_AMBIGUOUS)
+    if own is not None and own.equals(expected):
+        return None
+    # States by name are named alike whatever the model's own tree is, so this form comes before the tree.
+    by_name = reading("name")
+    return "name" if by_name is not None and by_name.equals(expected) else first
+
+
+def _owners_of_arrays(arrays: Sequence[StoredArray], flat: bool) -> dict[str, Owner]:
+    """By names that no parameter has, where arrays are flat."""
+    named = {f"array {array.key}" if flat else array.key: array for array in arrays}
+    return {
+        name: Owner(name, array.key, frozenset(array.paths), array.shape, array.dtypes, array.padded)
+        for name, array in named.items()
+    }
+
+
+def _owners_of_parameters(arrays: Sequence[StoredArray]) -> dict[str, Owner]:
+    return {
+        path: Owner(path, path, frozenset([path]), shape, array.dtypes)
+        for array in arrays
+        for path, shape in zip(array.paths, array.shapes, strict=True)
+    }
+
+
+def _tried(
+    terms: Terms, optimizer: optax.GradientTransformation, form: Form | None, owners: Mapping[str, Owner]
+) -> tuple[Reading | None, Exception | None]:
+    try:
+        return _read(terms, optimizer, form, owners), None
+    except Exception as error:
+        return None, error
+
+
+def _read(
+    terms: Terms, optimizer: optax.GradientTransformation, form: Form | None, owners: Mapping[str, Owner]
+) -> Reading:
+    """``form`` None: of a dictionary of the owners' arrays. Raises what the optimizer raises."""
+
+    def tree(leaf_of: Callable[[Owner], Any]) -> Any:
+        leaves = {owner.key: leaf_of(owner) for owner in owners.values()}
+        return leaves if form is None else form.pack(leaves)
+
+    weights, gradients = (
+        tree(lambda owner, kind=kind: jax.ShapeDtypeStruct(owner.shape, owner.dtypes[kind]))
+        for kind in (0, 1)
+    )
+    names: list[str] = jax.tree.leaves(tree(lambda owner: owner.name))
+    of = [owners[name] for name in names]
+    able = taking_loss(optimizer)
+    loss = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(float))
+
+    def update(gradients: Any, state: Any, weights: Any, loss: Any) -> Any:
+        return able.update(gradients, state, weights, value=loss)
+
+    init, state = jax.make_jaxpr(able.init, return_shape=True)(weights)
+    step, (updated, after) = jax.make_jaxpr(update, return_shape=True)(gradients, state, weights, loss)
+    if [x.shape for x in jax.tree.leaves(updated)] != [owner.shape for owner in of]:
+        raise ValueError("expected updates like the gradients")
+    reader = Reader(terms, owners)
+    paths = [path for path, _ in jax.tree.leaves_with_path(weights)]
+    slots = _slots(dict(zip(paths, names, strict=True)), state)
+    before = [_of_each(terms, "weight", owner) for owner in of]
+    first = reader.outputs(init, before)
+    # Each step finds in padding what the step before left there, so padding that changes is not known.
+    padding = [value.padding for value in first]
+    while True:
+        kept = [
+            _of_slot(terms, slot, owners, leaf, pad)
+            for slot, leaf, pad in zip(slots, jax.tree.leaves(state), padding, strict=True)
+        ]
+        given = [_of_each(terms, "gradient", owner) for owner in of]
+        values = reader.outputs(step, [*given, *kept, *before, Value(terms.number("loss"), filled=True)])
+        updates, last = values[: len(names)], values[len(names) :]
+        if not _same_kinds(state, after):
+            # The steps after the first one are other programs, so this one equals none.
+            last = [Value(terms.number("another state", object())) for _ in first]
+        stays = [pad if pad == value.padding else None for pad, value in zip(padding, last, strict=True)]
+        if stays == padding:
+            break
+        padding = stays
+    owned: dict[tuple[Slot, str], tuple[Value, Value]] = {}
+    shared: dict[str, tuple[Value, Value]] = {}
+    for (slot, name), made, updated in zip(slots, first, last, strict=True):
+        if name is None:
+            shared["".join(slot)] = made, updated
+        else:
+            owned[slot, name] = made, updated
+    return Reading(owners, dict(zip(names, updates, strict=True)), owned, shared)
+
+
+def _of_each(terms: Terms, name: str, owner: Owner) -> Value:
+    return Value(terms.number(name), owner.name, padding="zero" if owner.padded else None)
+
+
+def _of_slot(
+    terms: Terms, place: tuple[Slot, str | None], owners: Mapping[str, Owner], leaf: Any, padding: str | None
+) -> Value:
+    """What a step finds in a leaf of the state."""
+    slot, name = place
+    if name is None:
+        return Value(terms.number("state", slot), filled=leaf.shape == ())
+    if leaf.shape == owners[name].shape:
+        return Value(terms.number("state", slot), name, padding=padding)
+    return Value(terms.number("state", slot, name), filled=leaf.shape == ())
+
+
+def _slots(names: Mapping[KeyPath, str], state: Any) -> list[tuple[Slot, str | None]]:
+    """Where each leaf of a state is, and the array that it belongs to, as its key path has that of the array."""
+    lengths = sorted({len(path) for path in names if path}, reverse=True)
+    found: list[tuple[Slot, str | None]] = []
+    for path, _ in jax.tree.leaves_with_path(state):
+        # The longest path that is known, and of equally long ones the innermost.
+        parts = ((i, i + n) for n in lengths for i in reversed(range(len(path) - n + 1)))
+        first, last = next((part for part in parts if path[slice(*part)] in names), (len(path), len(path)))
+        slot = jax.tree_util.keystr(path[:first]), jax.tree_util.keystr(path[last:])
+        found.append((slot, names.get(path[first:last]) if first < last else None))
+    return found
+
+
+def _same_kinds(before: Any, after: Any) -> bool:
+    kinds = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (before, after)]
+    return kinds[0] == kinds[1] and jax.tree.structure(before) == jax.tree.structure(after)
+
+
+def _cannot(error: BaseException | None, flat: bool) -> str:
+    given = "one flat array a unit, by unit" if flat else "{path: array}"
+    return (
+        f"optimizer: expected a transformation that updates {given}, or the tree of the model's parameters, from "
+        f"gradients, state, weights and the loss alone, got {type(error).__name__}: {str(error)[:500]}"
+    )

@@ -1,0 +1,341 @@
+"""An optimizer's traced programs as terms, so that programs over different trees of the same parameters compare.
+
+A *term* is a number that stands for an expression; equal expressions over one table of terms have equal numbers. The
+arrays of a tree are its *owners*. A value that does the same to each element of one owner has a term that speaks of
+"gradient", "weight" or a slot of the state, and of no name or shape::
+
+    {"w": [3, 4], "b": [4]}     update of w: 0.1 * gradient      update of b: 0.1 * gradient
+    {"layers/0": [17]}          update of layers/0: 0.1 * gradient                              equal terms
+
+A sum over all elements has the set of parameters that it goes over; sums of equal terms are joined. All other
+operations keep names and shapes of the arrays in their terms, so they equal their own likes only. Branches of
+``lax.cond`` are a part of the term, whenever they may run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_impl.modules.seal import inner_program
+from jax_impl.runtime.traced import called
+
+_SAME = frozenset(
+    {"copy", "copy_p", "name", "optimization_barrier", "device_put", "sharding_constraint", "stop_gradient"}
+)
+# Each element of the result depends on one element of each operand.
+_ELEMENTWISE = frozenset(
+    {
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
+        "clamp", "complex", "conj", "convert_element_type", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv",
+        "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log",
+        "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "population_count",
+        "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+        "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
+        "xor",
+    }
+)  # fmt: skip
+_SHAPING = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
+# By reduction: what joins two results, the literal that changes nothing, and what padding must hold to change nothing.
+_REDUCTIONS = {
+    "reduce_sum": ("add", 0, ("zero", "least")),
+    "reduce_and": ("and", 1, ("one",)),
+    "reduce_or": ("or", 0, ("zero", "least")),
+    "reduce_max": ("max", None, ("least",)),
+    "reduce_min": ("min", None, ()),
+}
+_JOINS = {join: reduction for reduction, (join, _, _) in _REDUCTIONS.items()}
+# Of zeros they make a zero.
+_KEEP_ZERO = frozenset(
+    {
+        "add", "add_any", "asinh", "atan", "cbrt", "ceil", "clamp", "conj", "convert_element_type", "erf", "expm1",
+        "floor", "imag", "log1p", "max", "min", "mul", "neg", "or", "real", "reduce_precision", "round", "select_n",
+        "sign", "sin", "sinh", "sqrt", "sub", "tan", "tanh", "and",
+    }
+)  # fmt: skip
+_INFINITE_AT_ZERO = frozenset({"rsqrt", "log", "pow"})
+# Elements of a constant that is compared by its contents; of a larger one it must be the same array.
+_MOST_READ = 1 << 20
+
+
+@dataclass(frozen=True)
+class Value:
+    """``owner``: the array to each of whose elements the term does the same; None where all arrays share the value.
+
+    ``filled``: one number in all elements. ``padding``: what elements hold that belong to no parameter, and a filled
+    value's all: "zero", "least" (a zero, where no element is less), "one", "infinite", or None, which is not known.
+    ``reduced``: a reduction, the term of its elements, and the parameters. ``items``: the numbers of a vector of which
+    each is known.
+    """
+
+    term: int
+    owner: str | None = None
+    filled: bool = False
+    padding: str | None = None
+    reduced: tuple[str, int, frozenset[str]] | None = None
+    items: tuple[Value, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Owner:
+    """An array of a tree. ``key``: of its leaf. ``paths``: of the parameters in it. ``dtypes``: of weights and
+    gradients. ``padded``: whether elements of no parameter follow."""
+
+    name: str
+    key: str
+    paths: frozenset[str]
+    shape: tuple[int, ...]
+    dtypes: tuple[np.dtype, np.dtype]
+    padded: bool = False
+
+
+@dataclass
+class Terms:
+    """The table of terms. Values of two programs compare where both are made with one table."""
+
+    numbers: dict[Any, int] = field(default_factory=dict)
+    # Constants that are known by their identity, which is theirs while they live.
+    kept: dict[int, Any] = field(default_factory=dict)
+
+    def number(self, *expression: Any) -> int:
+        return self.numbers.setdefault(expression, len(self.numbers))
+
+    def literal(self, value: Any) -> Value:
+        """Of a number, or of an array that a program has as a constant."""
+        array: Any = None
+        if not _is_key(value) and np.size(value) <= _MOST_READ:
+            # A number of a program around this one, such as a learning rate, is known by its identity alone.
+            with contextlib.suppress(jax.errors.TracerArrayConversionError):
+                array = np.asarray(value)
+        if array is None:
+            self.kept[id(value)] = value
+            return Value(self.number("constant", id(value)), filled=np.shape(value) == ())
+        contents = array.tobytes()
+        if array.size > 1:
+            # Tables of numbers are made anew in each trace.
+            contents = hashlib.sha256(contents).digest()
+        term = self.number("constant", array.dtype, array.shape, contents)
+        if array.shape != ():
+            return Value(term)
+        return Value(term, filled=True, padding={0: "zero", 1: "one"}.get(array.item()))
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads programs over one tree with these ``owners``, by name."""
+
+    terms: Terms
+    owners: Mapping[str, Owner]
+
+    def outputs(self, program: Any, inputs: Sequence[Value]) -> list[Value]:
+        """The values that a closed jaxpr returns."""
+        jaxpr = program.jaxpr
+        known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        known.update(zip(jaxpr.constvars, map(self.terms.literal, program.consts), strict=True))
+
+        def get(atom: Any) -> Value:
+            return self.terms.literal(atom.val) if hasattr(atom, "val") else known[atom]
+
+        for equation in jaxpr.eqns:
+            values = self._results(equation, [get(atom) for atom in equation.invars])
+            known.update(zip(equation.outvars, values, strict=True))
+        return [get(atom) for atom in jaxpr.outvars]
+
+    def _results(self, equation: Any, given: list[Value]) -> list[Value]:
+        primitive = equation.primitive.name
+        if primitive in _SAME and len(given) == len(equation.outvars):
+            return given
+        if primitive == "cond":
+            return self._choice(equation, given)
+        if primitive not in ("scan", "while") and inner_program(equation) is not None:
+            return self.outputs(called(equation), given)
+        read: Callable[[Any, list[Value]], Value | None] | None = None
+        if primitive in _ELEMENTWISE:
+            read = self._elementwise
+        elif primitive in _SHAPING:
+            read = self._shaped
+        elif primitive == "concatenate":
+            read = self._joined
+        elif primitive in _REDUCTIONS:
+            read = self._reduced
+        elif primitive == "dot_general":
+            read = self._product
+        value = None if read is None else read(equation, given)
+        return self._whole(equation, given) if value is None else [value]
+
+    def _whole(self, equation: Any, given: Sequence[Value]) -> list[Value]:
+        """Any operation: its term has the names and shapes of what it is made of."""
+        made_of = [self._named(value, atom) for value, atom in zip(given, equation.invars, strict=True)]
+        term = self.terms.number(equation.primitive.name, self._parameters(equation), *made_of)
+        return [
+            Value(self.terms.number("result", term, number), filled=variable.aval.shape == ())
+            for number, variable in enumerate(equation.outvars)
+        ]
+
+    def _named(self, value: Value, atom: Any) -> int:
+        if value.owner is not None:
+            return self.terms.number("of", value.owner, value.term)
+        if value.filled or value.items is not None:
+            return self.terms.number("filled", atom.aval.shape, value.term)
+        return value.term
+
+    def _parameters(self, equation: Any, left_out: tuple[str, ...] = ()) -> tuple[Any, ...]:
+        found: list[Any] = []
+        for name, value in sorted(equation.params.items()):
+            if name not in left_out:
+                consts = tuple(self.terms.literal(x).term for x in getattr(value, "consts", ()))
+                found.append((name, str(value), consts))
+        return tuple(found)
+
+    def _elementwise(self, equation: Any, given: list[Value]) -> Value | None:
+        primitive = equation.primitive.name
+        joined = self._sum(primitive, given)
+        if joined is not None:
+            return joined
+        lengths = {len(value.items) for value in given if value.items is not None}
+        if lengths:
+            if len(lengths) > 1 or not all(value.filled or value.items is not None for value in given):
+                return None
+            columns = zip(*(value.items or (value,) * max(lengths) for value in given), strict=True)
+            items = [self._elementwise(equation, list(column)) for column in columns]
+            return None if None in items else self._vector(items)
+        owners = {value.owner for value in given if value.owner is not None}
+        if len(owners) > 1 or not all(value.filled or value.owner is not None for value in given):
+            return None
+        parameters = self._parameters(equation, ("sharding",))
+        term = self.terms.number(primitive, parameters, *(value.term for value in given))
+        owner = next(iter(owners), None)
+        return Value(term, owner, filled=owner is None, padding=_padding(equation, given))
+
+    def _sum(self, primitive: str, given: list[Value]) -> Value | None:
+        """Of two reductions over some parameters one over all of them; None where that is not what is computed."""
+        if primitive not in _JOINS or len(given) != 2 or all(value.reduced is None for value in given):
+            return None
+        neutral = _REDUCTIONS[_JOINS[primitive]][1]
+        for value, other in (given, given[::-1]):
+            if neutral is not None and other.padding == ("zero", "one")[neutral] and other.filled:
+                return value
+        first, second = (value.reduced for value in given)
+        if first is None or second is None or first[:2] != second[:2] or first[2] & second[2]:
+            return None
+        return self._reduction(*first[:2], first[2] | second[2])
+
+    def _reduction(self, name: str, term: int, paths: frozenset[str]) -> Value:
+        number = self.terms.number("reduced", name, term, paths)
+        return Value(number, filled=True, reduced=(name, term, paths))
+
+    def _vector(self, items: Sequence[Any]) -> Value:
+        return Value(self.terms.number("vector", *(item.term for item in items)), items=tuple(items))
+
+    def _shaped(self, equation: Any, given: list[Value]) -> Value | None:
+        (value, *others), shape = given, equation.outvars[0].aval.shape
+        if others or not (value.filled or value.owner is not None):
+            return None
+        if value.owner is None:
+            return value
+        own, size = self.owners[value.owner].shape, (int(np.prod(equation.invars[0].aval.shape)),)
+        return value if equation.primitive.name == "reshape" and shape in (own, size) else None
+
+    def _joined(self, equation: Any, given: list[Value]) -> Value | None:
+        numbers: list[Value] = []
+        for value, atom in zip(given, equation.invars, strict=True):
+            if value.items is None and not (value.filled and atom.aval.shape == (1,)):
+                return None
+            numbers += (value,) if value.items is None else value.items
+        return self._vector(numbers)
+
+    def _reduced(self, equation: Any, given: list[Value]) -> Value | None:
+        (value,), name = given, equation.primitive.name
+        join, _, harmless = _REDUCTIONS[name]
+        if value.items is not None:
+            total = value.items[0]
+            for item in value.items[1:]:
+                joined = self._sum(join, [total, item])
+                if joined is None:
+                    return None
+                total = joined
+            return total
+        if value.owner is None or len(equation.params["axes"]) != equation.invars[0].aval.ndim:
+            return None
+        owner = self.owners[value.owner]
+        if owner.padded and value.padding not in harmless:
+            return None
+        return self._reduction(name, value.term, owner.paths)
+
+    def _product(self, equation: Any, given: list[Value]) -> Value | None:
+        """A sum of products over all elements of one array."""
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        left, right = given
+        if left.owner is None or left.owner != right.owner or equation.outvars[0].aval.shape != ():
+            return None
+        owner = self.owners[left.owner]
+        zeros = ("zero", "least")
+        if tuple(contracted) != tuple(range(equation.invars[0].aval.ndim)) or (
+            owner.padded and not (left.padding in zeros and right.padding in zeros)
+        ):
+            return None
+        parameters = self._parameters(equation, ("dimension_numbers", "out_sharding"))
+        term = self.terms.number("product", parameters, left.term, right.term)
+        return self._reduction("reduce_sum", term, owner.paths)
+
+    def _choice(self, equation: Any, given: list[Value]) -> list[Value]:
+        branches = [self.outputs(branch, given[1:]) for branch in equation.params["branches"]]
+        index = self._named(given[0], equation.invars[0])
+        found = []
+        for number, (variable, *values) in enumerate(zip(equation.outvars, *branches, strict=True)):
+            owners = {value.owner for value in values if value.owner is not None}
+            first = values[0]
+            if all(value == first for value in values):
+                found.append(first)
+            elif len(owners) < 2 and all(value.filled or value.owner is not None for value in values):
+                term = self.terms.number("choice", index, *(value.term for value in values))
+                owner = next(iter(owners), None)
+                same = {_least_known(value.padding) for value in values}
+                padding = same.pop() if len(same) == 1 else None
+                found.append(Value(term, owner, filled=owner is None, padding=padding))
+            else:
+                terms = (
+                    self._named(value, branch.jaxpr.outvars[number])
+                    for value, branch in zip(values, equation.params["branches"], strict=True)
+                )
+                term = self.terms.number("choice", index, *terms)
+                found.append(Value(term, filled=variable.aval.shape == ()))
+        return found
+
+
+def _least_known(padding: str | None) -> str | None:
+    return "zero" if padding == "least" else padding
+
+
+def _padding(equation: Any, given: Sequence[Value]) -> str | None:
+    """What an elementwise operation makes of padding; zero times anything that is known to be finite is zero."""
+    primitive = equation.primitive.name
+    each = [_least_known(value.padding) for value in given]
+    if "infinite" in each:
+        return None if primitive in ("is_finite", "select_n") else "infinite"
+    zeros = [padding == "zero" for padding in each]
+    if (primitive in _INFINITE_AT_ZERO and zeros[0]) or (primitive == "div" and zeros[1]):
+        return "infinite"
+    if primitive in ("abs", "square") and zeros[0]:
+        return "least"
+    if primitive == "is_finite" and zeros[0]:
+        return "one"
+    if primitive == "integer_pow" and zeros[0]:
+        return "zero" if equation.params["y"] > 0 else "infinite"
+    if primitive == "select_n":
+        each, zeros = each[1:], zeros[1:]
+        return each[0] if len(set(each)) == 1 else None
+    if (primitive in ("mul", "and") and any(zeros)) or (primitive == "div" and zeros[0]):
+        return "zero"
+    return "zero" if primitive in _KEEP_ZERO and all(zeros) else None
+
+
+def _is_key(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and bool(jax.dtypes.issubdtype(dtype, jax.dtypes.extended))

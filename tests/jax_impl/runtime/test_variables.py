@@ -1,0 +1,327 @@
+"""Variables that a model changes: one value from several devices', and state that an evaluation gives back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import jax_impl
+from jax_impl import data_parallel_mesh, fully_shard, init_state, make_eval_step, make_train_step, unshard
+
+ENGINES = ("shard_map", "pjit")
+WIDTH = 4
+
+
+class Largest(nnx.Variable[jax.Array]):
+    """A type of a user's own."""
+
+
+class Codebook(nnx.Module):
+    """A model with variables of its own, of which ``change`` changes some."""
+
+    def __init__(self, rngs: nnx.Rngs, change: Any) -> None:
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+        self.counts = nnx.Variable(jnp.ones(3))
+        self.largest = Largest(jnp.zeros(WIDTH))
+        self.average = nnx.Variable(jnp.zeros(WIDTH))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.change = change
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        self.change(self, x, jnp.argmax(x[:, :3], axis=-1))
+        return x
+
+
+def counted(model: Codebook, _: jax.Array, codes: jax.Array) -> None:
+    model.counts[...] = model.counts[...] + jax.nn.one_hot(codes, 3).sum(0)
+    model.calls[...] += 1
+
+
+def scattered(model: Codebook, _: jax.Array, codes: jax.Array) -> None:
+    model.counts[...] = model.counts[...].at[codes].add(1.0)
+
+
+def decayed(model: Codebook, _: jax.Array, codes: jax.Array) -> None:
+    model.counts[...] = 0.9 * model.counts[...] + 0.1 * jax.nn.one_hot(codes, 3).sum(0)
+
+
+def decayed_everywhere(model: Codebook, _: jax.Array, codes: jax.Array) -> None:
+    added = lax.psum(jax.nn.one_hot(codes, 3).sum(0), "dp")
+    model.counts[...] = 0.9 * model.counts[...] + 0.1 * added
+
+
+def counted_with_a_constant(model: Codebook, _: jax.Array, codes: jax.Array) -> None:
+    model.counts[...] = model.counts[...] + jax.nn.one_hot(codes, 3).sum(0) + 1.0
+
+
+def largest(model: Codebook, x: jax.Array, _: jax.Array) -> None:
+    model.largest[...] = jnp.maximum(0.5 * model.largest[...], jnp.abs(x).max(0))
+
+
+def averaged(model: Codebook, x: jax.Array, _: jax.Array) -> None:
+    model.average[...] = 0.9 * model.average[...] + 0.1 * x.mean(0)
+
+
+def rows() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((8, WIDTH)).astype(np.float32) * np.arange(1, 9)[:, None]
+
+
+def loss(model: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean((model(x) - 1) ** 2)
+
+
+def one_step(change: Any, rules: Any, engine: str, microbatches: int = 1) -> dict[str, np.ndarray]:
+    plan, weights = fully_shard(
+        Codebook(nnx.Rngs(0), change), data_parallel_mesh(4), engine=engine, variables=rules
+    )
+    optimizer = optax.sgd(0.1)
+    state = init_state(plan, weights, optimizer)
+    step = make_train_step(plan, loss, optimizer, microbatches=microbatches)
+    state, _ = step(state, rows())
+    return {path: np.asarray(value) for path, value in state.variables.items()}
+
+
+@pytest.mark.fast_cases("counted-rules0-shard_map", "largest-rules3-shard_map", "averaged-rules4-shard_map")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("change", "rules"),
+    [
+        (counted, {"counts": "sum"}),
+        (scattered, {"cou*": "sum"}),
+        (decayed_everywhere, {}),
+        (largest, {Largest: "max"}),
+        (averaged, {"*": "max", "average": "mean"}),
+    ],
+)
+def test_variables_are_those_of_the_unsharded_model(change: Any, rules: Any, engine: str) -> None:
+    if change is decayed_everywhere and engine == "pjit":
+        pytest.skip("has no axis to sum over, and no need to")
+    found = one_step(change, rules, engine)
+    model = Codebook(nnx.Rngs(0), decayed if change is decayed_everywhere else change)
+    model(jnp.asarray(rows()))
+    for path, value in found.items():
+        np.testing.assert_allclose(value, getattr(model, path)[...], rtol=1e-6, err_msg=path)
+
+
+def test_sums_go_over_microbatches_too() -> None:
+    model = Codebook(nnx.Rngs(0), counted)
+    model(jnp.asarray(rows()))
+    found = one_step(counted, {"counts": "sum"}, "shard_map", microbatches=2)
+    np.testing.assert_array_equal(found["counts"], model.counts[...])
+    assert found["calls"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "rules", "message"),
+    [
+        (counted, {}, r"variable 'counts' \(Variable\): expected the same value on all devices, or a rule"),
+        (largest, {}, r"variable 'largest' \(Largest\)"),
+        (decayed, {"counts": "sum"}, r"'sum': expected the value before and what.*psum\(batch_counts"),
+        (counted_with_a_constant, {"counts": "sum"}, "rule 'sum': expected the value before and what"),
+        (counted, {"calls": "sum", "counts": "sum"}, "variable 'calls': rule 'sum'"),
+    ],
+)
+def test_what_no_rule_makes_one_value_of_is_refused(change: Any, rules: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        one_step(change, rules, "shard_map")
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        (
+            {"counts": "average"},
+            ValueError,
+            "expected one of mean, sum, max, rows for 'counts', got 'average'",
+        ),
+        ({"count": "sum"}, ValueError, r"'count' matches none of \['average', 'calls'"),
+        ({"calls": "mean"}, ValueError, "rule 'mean': expected a floating-point variable, got int32"),
+        ({"counts": "rows"}, ValueError, r"that 4 devices divide, got shape \(3,\)"),
+        ({3: "sum"}, TypeError, "expected patterns of paths or types of nnx variables, got 3"),
+    ],
+)
+def test_wrong_rules_are_refused(rules: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        jax_impl.plan_sharding(Codebook(nnx.Rngs(0), counted), data_parallel_mesh(4), variables=rules)
+
+
+class Writer(nnx.Module):
+    """Attention over what came before, one token a call, with flax's own cache."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(11, 8, rngs=rngs)
+        self.blocks = nnx.List(
+            [nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=True, rngs=rngs) for _ in range(2)]
+        )
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.embed.attend(x)
+
+
+def writer(batch: int) -> Writer:
+    model = Writer(nnx.Rngs(0))
+    for block in model.blocks:
+        block.init_cache((batch, 4, 8))
+    return model
+
+
+def last(model: Any, tokens: jax.Array) -> jax.Array:
+    return model(tokens)[:, -1]
+
+
+@pytest.mark.fast_cases("shard_map")
+@pytest.mark.filterwarnings("ignore:pjit engine")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_decode_cache_works_token_by_token(engine: str) -> None:
+    model = writer(8)
+    plan, weights = fully_shard(model, data_parallel_mesh(4), engine=engine)
+    state = init_state(plan, weights, optax.sgd(0.1))
+    decode = make_eval_step(plan, last, mutable=True)
+    tokens = jnp.arange(8)[:, None]
+    for _ in range(3):
+        logits, state = decode(state, tokens)
+        expected = last(model, tokens)
+        np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
+        tokens = expected.argmax(-1)[:, None]
+    cache = state.variables["blocks/0/cached_key"]
+    assert cache.sharding.shard_shape(cache.shape)[0] == 2
+    assert state.variables["blocks/0/cache_index"] == 3
+    again = plan.merge(unshard(plan, state))
+    np.testing.assert_allclose(again.blocks[0].cached_key[...], model.blocks[0].cached_key[...], atol=1e-6)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.attention = nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=True, rngs=rngs)
+        self.attention.init_cache((8, 4, 8))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.attention(x)
+
+
+class StackedWriter(nnx.Module):
+    """The same with layers that are scanned, so that rows of the cache are its second dimension."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(11, 8, rngs=rngs)
+        self.layers = nnx.vmap(Layer, in_axes=(0,), out_axes=0)(rngs.fork(split=3))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def run(layer: Layer, x: jax.Array) -> jax.Array:
+            return layer(x)
+
+        return self.embed.attend(run(self.layers, self.embed(tokens)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:pjit engine")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stacks_cache_works_and_is_saved(engine: str, tmp_path: Path) -> None:
+    model = StackedWriter(nnx.Rngs(0))
+    options: Any = {"units": ["layers/*"], "stacked": ["layers"], "engine": engine}
+    plan, weights = fully_shard(model, data_parallel_mesh(4), **options)
+    state = init_state(plan, weights, optax.sgd(0.1))
+    decode = make_eval_step(plan, last, mutable=True)
+    tokens = jnp.arange(8)[:, None]
+    for _ in range(2):
+        logits, state = decode(state, tokens)
+        np.testing.assert_allclose(logits, last(model, tokens), rtol=1e-5, atol=1e-6)
+        tokens = (tokens * 5 + 3) % 11
+    jax_impl.save_checkpoint(tmp_path / "saved", plan, state, {})
+    loaded = jax_impl.load_checkpoint(tmp_path / "saved", plan, optax.sgd(0.1)).state
+    key = "layers/attention/cached_key"
+    np.testing.assert_array_equal(loaded.variables[key], state.variables[key])
+    assert loaded.variables[key].sharding.spec == (None, "dp")
+
+
+class Normed(nnx.Module):
+    """Batch statistics, dropout and a counter."""
+
+    def __init__(self, rngs: nnx.Rngs, counts: bool = False) -> None:
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.calls, self.counts = nnx.Variable(jnp.zeros((), jnp.int32)), counts
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = self.dropout(layer(x))
+        if self.counts:
+            self.calls[...] += 1
+        return self.norm(x)
+
+
+@pytest.mark.fast_cases("shard_map-True-True", "shard_map-False-True")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("counts", [True, False])
+def test_an_evaluation_that_changes_state_is_refused_by_name(engine: str, trains: bool, counts: bool) -> None:
+    plan, weights = fully_shard(Normed(nnx.Rngs(0), counts), data_parallel_mesh(2), engine=engine)
+    state = init_state(plan, weights, optax.sgd(0.1))
+
+    def run(model: Any, x: jax.Array) -> jax.Array:
+        model.norm.use_running_average = not trains
+        return model(x)
+
+    if not (trains or counts):
+        # Random streams are drawn from, which is no change that a later call must know of.
+        make_eval_step(plan, run)(state, rows())
+        return
+    changed = ["calls"] * counts + ["norm/mean", "norm/var"] * trains
+    with pytest.raises(ValueError, match=rf"changes \[{', '.join(map(repr, changed))}\].*mutable=True"):
+        make_eval_step(plan, run)(state, rows())
+    dropped = make_eval_step(plan, run, mutable=False)(state, rows())
+    kept, after = make_eval_step(plan, run, mutable=True)(state, rows())
+    np.testing.assert_allclose(dropped, kept, rtol=1e-6)
+    assert after.variables["calls"] == counts
+    assert bool(np.any(after.variables["norm/mean"])) == trains
+    assert state.variables["calls"] == 0
+
+
+class Scanned(nnx.Module):
+    """A stack whose layers have statistics, in evaluation."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def layers(rngs: nnx.Rngs) -> nnx.Module:
+            return nnx.Sequential(nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.BatchNorm(WIDTH, rngs=rngs))
+
+        self.layers = layers(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def run(layer: nnx.Module, x: jax.Array) -> jax.Array:
+            return jnp.tanh(layer(x))
+
+        return run(self.layers, x)
+
+
+def test_scanned_layers_that_leave_their_statistics_alone_are_not_refused() -> None:
+    model = Scanned(nnx.Rngs(0))
+    model.eval()
+    plan, weights = fully_shard(model, data_parallel_mesh(2), units=["layers/*"], stacked=["layers"])
+    state = init_state(plan, weights, optax.sgd(0.1))
+    found = make_eval_step(plan, lambda model, x: model(x))(state, rows())
+    np.testing.assert_allclose(found, model(jnp.asarray(rows())), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_that_fill_up_a_batch_may_change_no_state() -> None:
+    plan, weights = fully_shard(Normed(nnx.Rngs(0), True), data_parallel_mesh(4))
+    state = init_state(plan, weights, optax.sgd(0.1))
+    with pytest.raises(ValueError, match="expected a multiple of 4 rows for mutable=True, got 6"):
+        make_eval_step(plan, lambda model, x: model(x), mutable=True)(state, rows()[:6])
