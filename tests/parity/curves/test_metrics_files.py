@@ -90,7 +90,9 @@ def test_errors_name_file_line_and_what_was_expected(tmp_path: Path, name: str, 
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_bytes(b'{"step": 1, "loss": 2}\n{"s\xff": 1}\n')
-    with pytest.raises(MetricsError, match=r"m\.jsonl, line 2: expected lines of metrics in UTF-8, got byte 0xff"):
+    with pytest.raises(
+        MetricsError, match=r"m\.jsonl, line 2: expected lines of metrics in UTF-8, got byte 0xff"
+    ):
         read_metrics(tmp_path / "m.jsonl")
 
 
