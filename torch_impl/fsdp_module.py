@@ -251,11 +251,11 @@ class FSDPModule(Unavailable):
         """
         _check_bool("set_buffer_pool", enabled)
         for unit in self._units(True):
-            unit.pool.enable(enabled)
+            unit.schedule.pool.enable(enabled)
 
     def buffer_plan(self) -> BufferPlan | None:
         """Which buffers of the units below this module's root share memory; None until two steps were alike."""
-        return self._unit.pool.plan
+        return self._unit.schedule.pool.plan
 
     def memory_report(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
         """Bytes that this module and the sharded modules below hold on this rank now; moments need the optimizer."""

@@ -27,8 +27,8 @@ from bridge.checkpoints.summary import manifest_home
 from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, Checksums, Loan, TensorInfo, Wanted
 from bridge.formats.crc32c import extend
+from bridge.formats.files.boxes import ChunkIndex
 from bridge.formats.files.manifest import Manifest, manifest_path, read_manifest
-from bridge.formats.files.mapped import ChunkIndex
 from bridge.formats.joined import JoinedReader
 from bridge.formats.regions import split_box
 from bridge.formats.stores.listing import StorePath

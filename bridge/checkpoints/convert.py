@@ -318,11 +318,9 @@ def planned(
         kinds = carried_kinds(held, outputs.values(), objects, origins)
         beside = Companions.beside(companions_home(home_of(whole))) if options.companions else Companions()
         unread = left_alone(whole)
-        beside = dataclasses.replace(beside, dequantized=options.dequantize).without(
-            {ADAPTER_CONFIG: "the adapter that it describes is not read"}
-            if any(name.startswith(ADAPTER) for name in unread)
-            else {}
-        )
+        adapter = {ADAPTER_CONFIG: "the adapter that it describes is not read"}
+        without = adapter if any(name.startswith(ADAPTER) for name in unread) else {}
+        beside = dataclasses.replace(beside, dequantized=options.dequantize).without(without)
         conversion = Conversion(
             place_of(source),
             reader.format,

@@ -21,7 +21,7 @@ from bridge.checkpoints.ulp import Tolerance
 from bridge.checkpoints.workers import large_buffers_returned
 from bridge.formats import items_of_each, open_checkpoint
 from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, is_whole
-from bridge.formats.files.source_files import changed, stamps
+from bridge.formats.files.file_stamps import changed, stamps
 from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.left_alone import left_alone
 from bridge.formats.quantized import DequantizedReader

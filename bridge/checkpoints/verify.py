@@ -32,72 +32,25 @@ from bridge.checkpoints.manifest_problems import (
     structure_problems,
 )
 from bridge.checkpoints.summary import manifest_home
+from bridge.checkpoints.verify_report import NotFinite, VerifyReport, joined
 from bridge.checkpoints.workers import batches, default_workers, each, large_buffers_returned, ordered
 from bridge.formats import open_checkpoint
 from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, unreadable
 from bridge.formats.composite import parts_of
+from bridge.formats.files.file_stamps import changed, stamps
 from bridge.formats.files.manifest import (
     Manifest,
     ManifestTensor,
     manifest_path,
     read_manifest,
 )
-from bridge.formats.files.source_files import changed, stamps
 from bridge.formats.left_alone import left_alone, left_alone_by_parts
 from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
 from bridge.formats.step_paths import Step, at_step
 from bridge.formats.stores.hub import hub_hint
 from bridge.formats.stores.listing import Listing
 from bridge.formats.stores.store import is_url
-
-
-@dataclass(frozen=True)
-class NotFinite:
-    """A tensor with elements that are no numbers or infinite; the parts of complex ones count as two."""
-
-    name: str
-    nan: int
-    infinite: int
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """The findings. ``bytes`` are those of the tensors' elements.
-
-    opened: whether the checkpoint could be opened at all; if not, only files were compared with the manifest, and
-    error is what opening it has raised.
-    manifest: whether there is one. protected: bytes that a checksum of the manifest or of the format covers; None where
-    the format does not say. unread: names of tensors whose elements cannot be read, and so were not looked at. damaged:
-    names of tensors of which not every chunk could be read and is what was written; the others are whole. left_alone:
-    why files beside the checkpoint, which look like weights, were not looked at; this is no problem. As a truth value
-    it is `good`.
-    """
-
-    path: Path | str
-    format: str
-    opened: bool
-    manifest: bool
-    tensors: int
-    chunks: int
-    objects: int
-    bytes: int
-    protected: int | None
-    problems: tuple[Problem, ...]
-    not_finite: tuple[NotFinite, ...]
-    unread: tuple[str, ...]
-    seconds: float
-    error: Exception | None = None
-    damaged: tuple[str, ...] = ()
-    left_alone: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def good(self) -> bool:
-        """Whether no problem was found."""
-        return self.opened and not self.problems
-
-    def __bool__(self) -> bool:
-        return self.good
 
 
 def verify(
@@ -148,7 +101,7 @@ def _verify(
             next(iter(reports.values())).format,
             {name: report.left_alone for name, report in reports.items()},
         )
-        return dataclasses.replace(_joined(place, reports, time.perf_counter() - started), left_alone=left)
+        return dataclasses.replace(joined(place, reports, time.perf_counter() - started), left_alone=left)
     if parts:
         (place,) = parts.values()
     home = manifest_home(place)
@@ -222,35 +175,6 @@ def _verify(
             damaged=damaged,
             left_alone=left_alone(reader),
         )
-
-
-def _joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) -> VerifyReport:
-    """The report of several items that are one tree."""
-    found = list(reports.values())
-    protected = [report.protected for report in found]
-    return VerifyReport(
-        place,
-        found[0].format,
-        all(report.opened for report in found),
-        all(report.manifest for report in found),
-        sum(report.tensors for report in found),
-        sum(report.chunks for report in found),
-        sum(report.objects for report in found),
-        sum(report.bytes for report in found),
-        None if None in protected else sum(p for p in protected if p is not None),
-        tuple(
-            Problem(f"{name}/{p.where}", p.text) for name, report in reports.items() for p in report.problems
-        ),
-        tuple(
-            NotFinite(f"{name}/{one.name}", one.nan, one.infinite)
-            for name, report in reports.items()
-            for one in report.not_finite
-        ),
-        tuple(f"{name}/{one}" for name, report in reports.items() for one in report.unread),
-        seconds,
-        next((report.error for report in found if report.error is not None), None),
-        tuple(f"{name}/{one}" for name, report in reports.items() for one in report.damaged),
-    )
 
 
 def _objects_problems(reader: CheckpointReader, manifest: Manifest | None) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.mapped import MAX_SMALL_FILE, regular_file, small_file
+from bridge.formats.files.regular_files import MAX_SMALL_FILE, regular_file, small_file
 from bridge.formats.orbax.item import STEP_FILE, TREE_FILE
 from bridge.formats.pipeline import PIPELINE_FILE, pipeline_companions
 from bridge.formats.stores.upload_path import UploadPath

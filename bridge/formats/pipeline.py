@@ -16,7 +16,7 @@ from typing import Final
 from bridge.formats.base import CheckpointError
 from bridge.formats.dcp.metadata import metadata_files
 from bridge.formats.files.manifest import MANIFEST_FILE
-from bridge.formats.files.mapped import MAX_SMALL_FILE, is_plain_name, regular_file, small_file
+from bridge.formats.files.regular_files import MAX_SMALL_FILE, is_plain_name, regular_file, small_file
 from bridge.formats.files.weight_index import INDEX_END
 from bridge.formats.orbax.item import TREE_FILE
 from bridge.formats.read_only import directory_format

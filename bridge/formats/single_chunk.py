@@ -16,12 +16,9 @@ import numpy as np
 
 from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, Wanted, require_tensor
-from bridge.formats.files.mapped import (
-    array_for,
-    box_of,
-    regular_file,
-)
+from bridge.formats.files.boxes import array_for, box_of
 from bridge.formats.files.model_files import FileKind
+from bridge.formats.files.regular_files import regular_file
 from bridge.formats.files.source_files import FileArray, SourceFiles
 from bridge.formats.stores.listing import StorePath
 from bridge.formats.wrapping import ClosedAtEnd

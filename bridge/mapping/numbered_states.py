@@ -30,7 +30,7 @@ from bridge.formats.base import (
     TreePath,
     Wanted,
 )
-from bridge.formats.files.mapped import small_file
+from bridge.formats.files.regular_files import small_file
 from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
 
 _WEIGHTS: Final = ("model", "state_dict", "model_state_dict", "module", "weights", "params", "net")

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo
 from bridge.formats.companions import companions_home
-from bridge.formats.files.mapped import small_file
+from bridge.formats.files.regular_files import small_file
 from bridge.formats.leaf_names import separator_of
 from bridge.formats.stores.reader import home_of
 from bridge.mapping.entries import HALF, PAIR, ZEROS

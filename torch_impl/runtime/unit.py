@@ -35,7 +35,6 @@ from torch_impl.runtime.context import UnitContext
 from torch_impl.runtime.group import ParameterGroup, Shown
 from torch_impl.runtime.outputs import copy_weights_in, shows_weights
 from torch_impl.runtime.phase import Event, Phase
-from torch_impl.runtime.pool import BufferPool
 from torch_impl.runtime.precision import MixedPrecisionPolicy, input_dtype
 from torch_impl.runtime.schedule import Schedule, ScheduledUnit
 from torch_impl.runtime.transforms import outside_transforms
@@ -109,11 +108,6 @@ class Unit:
     def schedule(self) -> Schedule:
         """What this unit shares with the others below its root; its own until a root runs forward."""
         return self._context.schedule
-
-    @property
-    def pool(self) -> BufferPool:
-        """Memory that the units below one root use in turn."""
-        return self.schedule.pool
 
     @property
     def phase(self) -> Phase:
@@ -224,7 +218,7 @@ class Unit:
         if self.schedule is not schedule:
             self.schedule.reductions.finish()
             # It may have been turned off in any unit, before a forward told which of them share one.
-            if not self.pool.enabled:
+            if not self.schedule.pool.enabled:
                 schedule.pool.enable(False)
         self._context.schedule, self._context.name = schedule, name or "root"
         schedule.add(self)
@@ -328,8 +322,8 @@ class Unit:
             self._drop_backward()
         self._backwards.join(task, self.schedule.join_backward(self, task))
         # A backward through what this one computes reads several units' weights by turns.
-        if torch.is_grad_enabled() and self.pool.enabled:
-            self.pool.enable(False)
+        if torch.is_grad_enabled() and self.schedule.pool.enabled:
+            self.schedule.pool.enable(False)
         stays = self._calls or self.phase in (Phase.REST, Phase.KEPT)
         self._enter(Event.JOINS_BACKWARD, self.phase if stays else Phase.BACKWARD)
         self.gradients.expose()

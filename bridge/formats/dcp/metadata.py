@@ -37,7 +37,7 @@ from bridge.formats.dcp.class_names import (
 from bridge.formats.dcp.dtypes import torch_dtype
 from bridge.formats.dcp.pickle import read_pickle
 from bridge.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary, is_index
-from bridge.formats.files.mapped import is_plain_name
+from bridge.formats.files.regular_files import is_plain_name
 from bridge.formats.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path
 
 METADATA_FILE: Final = ".metadata"

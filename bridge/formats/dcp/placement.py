@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.dcp.metadata import DcpMetadata, Extent
-from bridge.formats.files.mapped import regular_file
+from bridge.formats.files.regular_files import regular_file
 
 _Place: TypeAlias = tuple[str, int, int, int, str]
 """An extent (file, offset, length), the bytes of elements that it is to hold, and whose these are."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from isal import isal_zlib
@@ -44,14 +44,16 @@ from bridge.formats.dcp.metadata import (
     require_metadata_of_all,
 )
 from bridge.formats.dcp.placement import data_files_of
+from bridge.formats.dcp.stored_chunk import StoredChunk
+from bridge.formats.files.boxes import ChunkIndex, array_for, box_of
 from bridge.formats.files.manifest import object_checksum
-from bridge.formats.files.mapped import ChunkIndex, array_for, box_of, small_file
-from bridge.formats.files.source_files import BLOCK, FileArray, FileView, Piece, SourceFiles
+from bridge.formats.files.read_memory import BLOCK
+from bridge.formats.files.regular_files import small_file
+from bridge.formats.files.source_files import FileArray, FileView, Piece, SourceFiles
 from bridge.formats.regions import split_box
 from bridge.formats.safetensors.header import (
     LENGTH_BYTES,
     Header,
-    StoredArray,
     header_length,
     looks_like_header,
     read_header,
@@ -63,20 +65,6 @@ from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
 _FILES_AT_ONCE: Final = 16
 _MAX_KEPT: Final = 1 << 16
 """Archives whose parsed headers are kept in memory, some 500 bytes each; those of others are parsed at each read."""
-
-
-class _Stored(NamedTuple):
-    """A chunk in a file: how its elements lie, the byte they begin at, and their checksum if there is one."""
-
-    layout: StoredArray | StoredTensor
-    start: int
-    record: Record | None
-
-    def array(self, file: str, what: str) -> FileArray:
-        """All of its elements. what: whose they are, for errors."""
-        dtype, shape = self.layout.dtype, self.layout.shape
-        steps = tuple([step * dtype.itemsize for step in self.layout.strides])
-        return FileArray(file, self.start, shape, steps, dtype, what)
 
 
 class DcpReader(ClosedAtEnd):
@@ -303,7 +291,7 @@ class DcpReader(ClosedAtEnd):
         stored = self._find(info, chunk, extent)
         source = stored.array(extent.file, self._of_chunk(info, chunk)).within(common, chunk)
         if not self._verify or extent in self._verified:
-            return source, _nothing
+            return source, lambda elements: None
         record = stored.record
 
         def verified() -> None:
@@ -322,7 +310,7 @@ class DcpReader(ClosedAtEnd):
                 return source, compare
             verify_record(self._files, extent.file, record, what)
         verified()
-        return source, _nothing
+        return source, lambda elements: None
 
     def _of_chunk(self, info: TensorInfo, chunk: Box) -> str:
         return f"tensor {info.name!r}, chunk at {chunk.offsets}"
@@ -330,12 +318,14 @@ class DcpReader(ClosedAtEnd):
     def _what(self, info: TensorInfo, chunk: Box, extent: Extent) -> str:
         return f"{self._names[extent.file]}: {self._of_chunk(info, chunk)}"
 
-    def _find(self, info: TensorInfo, chunk: Box, extent: Extent) -> _Stored:
+    def _find(self, info: TensorInfo, chunk: Box, extent: Extent) -> StoredChunk:
         tensor = self._archives.get(extent)
         if tensor is None:
             found = self._parsed(info, chunk, extent)
         else:
-            found = _Stored(tensor, tensor.record.start + tensor.first * tensor.dtype.itemsize, tensor.record)
+            found = StoredChunk(
+                tensor, tensor.record.start + tensor.first * tensor.dtype.itemsize, tensor.record
+            )
         dtype, shape = found.layout.dtype, found.layout.shape
         if (dtype is not info.dtype and dtype != info.dtype) or shape != chunk.sizes:
             raise CheckpointError(
@@ -351,7 +341,7 @@ class DcpReader(ClosedAtEnd):
             self._archives[extent] = tensor
         return tensor
 
-    def _parsed(self, info: TensorInfo, chunk: Box, extent: Extent) -> _Stored:
+    def _parsed(self, info: TensorInfo, chunk: Box, extent: Extent) -> StoredChunk:
         what = self._what(info, chunk, extent)
         if self._is_safetensors(extent):
             array = self._header(extent, what).arrays.get(info.name)
@@ -365,12 +355,12 @@ class DcpReader(ClosedAtEnd):
                     f"{what}: expected the chunk that .metadata says, got the one at {offsets}: this way of saving "
                     "keeps one chunk of a tensor in a file, and the others are lost"
                 )
-            return _Stored(array, array.start, None)
+            return StoredChunk(array, array.start, None)
         file = self._files.view(extent.file, *around(extent.offset, extent.length))
         tensor = self._forms.find(file, extent.offset, extent.length, what)
         if len(self._archives) < _MAX_KEPT:
             self._archives[extent] = tensor
-        return _Stored(tensor, tensor.record.start + tensor.first * tensor.dtype.itemsize, tensor.record)
+        return StoredChunk(tensor, tensor.record.start + tensor.first * tensor.dtype.itemsize, tensor.record)
 
     def _header(self, extent: Extent, what: str) -> Header:
         key = (extent.file, extent.offset)
@@ -383,12 +373,12 @@ class DcpReader(ClosedAtEnd):
             return self._headers[key]
 
     def _require_same(
-        self, info: TensorInfo, chunk: Box, extent: Extent, stored: _Stored, copy: Extent
+        self, info: TensorInfo, chunk: Box, extent: Extent, stored: StoredChunk, copy: Extent
     ) -> None:
         other = self._find(info, chunk, copy)
         checksums = [s.record.crc if s.record is not None else None for s in (stored, other)]
         alike = stored.layout.strides == other.layout.strides and stored.layout.shape == chunk.sizes
-        if alike and None not in checksums and _fill(stored) == _fill(other):
+        if alike and None not in checksums and stored.fill() == other.fill():
             same = checksums[0] == checksums[1]
         else:
             what, whole = self._of_chunk(info, chunk), Box.whole(chunk.sizes)
@@ -408,13 +398,3 @@ class DcpReader(ClosedAtEnd):
         found = as_integers(np.empty(source.shape, source.dtype))
         self._files.copy(found, source)
         return found
-
-
-def _nothing(elements: np.ndarray) -> None:
-    """What is verified already."""
-
-
-def _fill(stored: _Stored) -> tuple[int, int]:
-    """How a chunk lies in its record: only records that are filled alike can be compared by checksum."""
-    assert stored.record is not None
-    return stored.start - stored.record.start, stored.record.size

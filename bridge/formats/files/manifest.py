@@ -35,7 +35,7 @@ import google_crc32c
 from bridge.formats.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
 from bridge.formats.crc32c import extend
 from bridge.formats.files.atomic import sidecar_of
-from bridge.formats.files.mapped import small_file
+from bridge.formats.files.regular_files import small_file
 from bridge.formats.files.source_files import FileView
 from bridge.formats.stores.listing import StorePath
 from bridge.formats.stores.upload_path import UploadPath

@@ -17,8 +17,7 @@ import resource
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import mul, sub
 from pathlib import Path
@@ -27,13 +26,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from bridge.formats.base import COPY_AGAIN, Box, CheckpointError, Loan
+from bridge.formats.files.file_stamps import Stamp, change
+from bridge.formats.files.read_memory import BLOCK, SCAN, SCRATCH, LoanBuffers
 from bridge.formats.stores.listing import StorePath
-
-BLOCK = 8 << 20
-"""Bytes of a file that are looked at in one go, so that little of the file is in memory."""
-
-_SCAN: Final = 1 << 20
-"""Bytes that are read at a time where a checksum is all that is wanted: the processor's cache holds them."""
 
 _PAGE_BEFORE: Final = 1 << 10
 _PAGE: Final = 4 << 10
@@ -41,10 +36,6 @@ _PAGE: Final = 4 << 10
 begins, within."""
 
 _MAX_OPEN_FILES = 64
-_POOLED: Final = 1 << 20
-"""Loans from so many bytes on use buffers again: the system clears new memory page by page, which takes longer than the
-read. So many buffers are kept at most:"""
-_MAX_BUFFERS: Final = 8
 
 _GAP = 16 << 10
 """Bytes between two pieces that are read with them."""
@@ -104,46 +95,6 @@ class FileArray(NamedTuple):
         return True
 
 
-class Stamp(NamedTuple):
-    """What tells that a file was not changed: its bytes, and when it was last written to, in nanoseconds."""
-
-    size: int
-    written: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Stamp:
-        return cls(status.st_size, status.st_mtime_ns)
-
-
-def stamps(files: Iterable[Path]) -> Mapping[Path, Stamp]:
-    """Of files of this machine that are there."""
-    found = {}
-    for file in files:
-        with suppress(OSError):
-            if not isinstance(file, StorePath):
-                found[file] = Stamp.of(file.stat())
-    return found
-
-
-def changed(before: Mapping[Path, Stamp]) -> Iterator[tuple[Path, str]]:
-    """Files that are not as their stamps say, and a sentence about each."""
-    for file, stamp in before.items():
-        try:
-            now = Stamp.of(file.stat())
-        except OSError as error:
-            yield file, f"{file} cannot be found any more: {error.strerror}"
-            continue
-        if now != stamp:
-            yield file, _change(file, stamp, now)
-
-
-def _change(path: object, before: Stamp, now: Stamp) -> str:
-    sizes = (
-        f"it had {before.size} bytes, and has {now.size}" if before.size != now.size else "it was written to"
-    )
-    return f"{path} was changed while it was read: {sizes}; try again when nothing writes to the checkpoint"
-
-
 class OpenFile:
     """A file that is open for reading, until nobody has this any more."""
 
@@ -157,54 +108,6 @@ class OpenFile:
             os.close(self.number)
 
 
-class _Scratch(threading.local):
-    """Memory of each thread for what is looked at or copied on."""
-
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-
-    def take(self, nbytes: int) -> np.ndarray:
-        """So many bytes, until the next call. A larger buffer than BLOCK is not kept."""
-        if nbytes > BLOCK:
-            return np.empty(nbytes, np.uint8)
-        if nbytes > self._memory.size:
-            self._memory = np.empty(min(BLOCK, max(nbytes, _SCAN)), np.uint8)
-        return self._memory[:nbytes]
-
-
-_SCRATCH = _Scratch()
-
-
-class _Buffers:
-    """Memory for loans, used again when a loan is given back. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._free: list[np.ndarray] = []
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> np.ndarray:
-        """A buffer of at least so many bytes; MemoryError if there is none."""
-        if nbytes < _POOLED:
-            return np.empty(nbytes, np.uint8)
-        with self._lock:
-            fitting = [index for index, buffer in enumerate(self._free) if buffer.size >= nbytes]
-            if fitting:
-                return self._free.pop(min(fitting, key=lambda index: self._free[index].size))
-            if self._free:
-                self._free.pop(0)  # too small, or soon to be: memory stays that of the loans at a time
-        return np.empty(-(-nbytes // _POOLED) * _POOLED, np.uint8)
-
-    def give_back(self, buffer: np.ndarray) -> None:
-        if buffer.size >= _POOLED:
-            with self._lock:
-                if len(self._free) < _MAX_BUFFERS:
-                    self._free.append(buffer)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._free.clear()
-
-
 class SourceFiles:
     """A directory's files, here or in a store, the most recently used ones kept open. Thread-safe.
 
@@ -216,7 +119,7 @@ class SourceFiles:
         self.directory = directory
         self._opened: OrderedDict[str, OpenFile] = OrderedDict()
         self._stamps: dict[str, Stamp] = {}
-        self._buffers = _Buffers()
+        self._buffers = LoanBuffers()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -256,7 +159,7 @@ class SourceFiles:
                 ) from error
             stamp = self._stamps.setdefault(name, file.stamp)
             if stamp != file.stamp:
-                raise CheckpointError(_change(self._path(name, what), stamp, file.stamp))
+                raise CheckpointError(change(self._path(name, what), stamp, file.stamp))
             self._opened[name] = file
             # Dropped, not closed: another thread may still read from it.
             if len(self._opened) > _most_open():
@@ -297,8 +200,8 @@ class SourceFiles:
 
     def scan(self, name: str, start: int, stop: int, what: str = "") -> Iterator[memoryview]:
         """Bytes [start, stop) of a file in parts, each until the next is asked for; the thread's scratch memory."""
-        for first in range(start, stop, _SCAN):
-            part = memoryview(_SCRATCH.take(min(_SCAN, stop - first)))
+        for first in range(start, stop, SCAN):
+            part = memoryview(SCRATCH.take(min(SCAN, stop - first)))
             self.fill(name, first, part, what)
             yield part
 
@@ -312,7 +215,7 @@ class SourceFiles:
         span = source.span
         # A store is asked for all at once: its blocks come by several requests.
         if span <= BLOCK or isinstance(self.directory, StorePath):
-            memory = _SCRATCH.take(span)
+            memory = SCRATCH.take(span)
             self.fill(source.file, source.start, memoryview(memory), source.what)
             target[...] = np.ndarray(source.shape, target.dtype, memory, 0, source.strides)
             return
@@ -409,7 +312,7 @@ class SourceFiles:
     def _require_same(self, name: str, file: OpenFile, what: str) -> None:
         status = os.fstat(file.number)
         if (status.st_size, status.st_mtime_ns) != file.stamp:
-            raise CheckpointError(_change(self._path(name, what), file.stamp, Stamp.of(status)))
+            raise CheckpointError(change(self._path(name, what), file.stamp, Stamp.of(status)))
 
     def _ended(self, name: str, file: OpenFile, stop: int, what: str) -> CheckpointError:
         return CheckpointError(

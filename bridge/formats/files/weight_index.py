@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.mapped import is_plain_name, small_file
+from bridge.formats.files.regular_files import is_plain_name, small_file
 
 INDEX_END: Final = ".index.json"
 _MAX_INDEX: Final = 64 << 20

@@ -15,7 +15,8 @@ import numpy as np
 from bridge.formats.arrays import strides_of
 from bridge.formats.base import COPY_AGAIN, Box, CheckpointError, TensorInfo, TreePath
 from bridge.formats.files.flat import copy_flat
-from bridge.formats.files.source_files import BLOCK, FileArray
+from bridge.formats.files.read_memory import BLOCK
+from bridge.formats.files.source_files import FileArray
 from bridge.formats.files.weight_index import check_index
 from bridge.formats.flax_msgpack.parser import parse
 from bridge.formats.flax_msgpack.tree import Pieces, leaves

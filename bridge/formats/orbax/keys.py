@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.mapped import small_file
+from bridge.formats.files.regular_files import small_file
 from bridge.formats.orbax.arrays import ArrayLayout
 
 _FOLDER = "array_metadatas"

@@ -26,11 +26,7 @@ import tensorstore as ts
 from bridge.callers import warn_caller
 from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, Checksums, Loan, TensorInfo, TreePath, Wanted
-from bridge.formats.files.mapped import (
-    files_below,
-    regular_file,
-    small_file,
-)
+from bridge.formats.files.regular_files import files_below, regular_file, small_file
 from bridge.formats.leaf_kinds import key_kind
 from bridge.formats.orbax.arrays import (
     MANIFEST,

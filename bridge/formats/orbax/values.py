@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import tensorstore as ts
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.mapped import is_kept_by_content
+from bridge.formats.files.regular_files import is_kept_by_content
 from bridge.formats.files.source_files import FileView, Piece, SourceFiles
 from bridge.formats.orbax.ocdbt import MANIFEST, NodeBudget
 from bridge.formats.stores.listing import StorePath

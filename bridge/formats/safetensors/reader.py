@@ -28,13 +28,9 @@ from bridge.formats.base import (
     require_tensor,
 )
 from bridge.formats.coverage import check_coverage
-from bridge.formats.files.mapped import (
-    ChunkIndex,
-    array_for,
-    box_of,
-    regular_file,
-)
+from bridge.formats.files.boxes import ChunkIndex, array_for, box_of
 from bridge.formats.files.model_files import ModelFiles
+from bridge.formats.files.regular_files import regular_file
 from bridge.formats.files.source_files import FileArray, Piece, SourceFiles
 from bridge.formats.files.weight_index import check_index
 from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, parse_extras

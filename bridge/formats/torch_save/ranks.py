@@ -23,8 +23,8 @@ from bridge.formats.base import (
     require_tensor,
 )
 from bridge.formats.coverage import check_coverage
+from bridge.formats.files.boxes import array_for, box_of
 from bridge.formats.files.manifest import object_checksum
-from bridge.formats.files.mapped import array_for, box_of
 from bridge.formats.files.model_files import ModelFiles
 from bridge.formats.torch_save.files import TORCH_FILES
 from bridge.formats.torch_save.reader import PIECE, TorchSaveReader

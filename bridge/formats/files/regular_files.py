@@ -1,4 +1,4 @@
-"""Which files of a checkpoint may be read, small ones read whole, and which chunks and memory a box needs."""
+"""Which files of a checkpoint may be read, and small ones read whole."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import re
 import stat
 from pathlib import Path
 
-import numpy as np
-
-from bridge.formats.base import Box, CheckpointError, TensorInfo
+from bridge.formats.base import CheckpointError
 from bridge.formats.stores.listing import StorePath
 
 MAX_SMALL_FILE = 256 << 20
@@ -95,42 +93,3 @@ def files_below(directory: Path) -> list[Path]:
         return list(directory.files())
     found = [Path(place, name) for place, _, names in os.walk(directory) for name in names]
     return [path for path in found if path.is_file()]
-
-
-class ChunkIndex:
-    """Which chunks of a tensor a box touches, by array arithmetic: there may be 100,000 of them."""
-
-    def __init__(self) -> None:
-        self._bounds: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-
-    def touching(self, info: TensorInfo, box: Box) -> list[int]:
-        """Positions in `info.chunks` of those that share elements with the box."""
-        if not box.numel or len(info.chunks) == 1:
-            return list(range(len(info.chunks))) if box.numel else []
-        if info.name not in self._bounds:
-            starts = np.array([c.offsets for c in info.chunks], np.int64).T.copy()
-            sizes = np.array([c.sizes for c in info.chunks], np.int64).T
-            self._bounds[info.name] = (starts, starts + sizes)
-        hits = np.ones(len(info.chunks), np.bool_)
-        for start, stop, low, high in zip(*self._bounds[info.name], box.offsets, box.stops, strict=True):
-            hits &= (start < high) & (stop > low)
-        return [int(index) for index in np.flatnonzero(hits)]
-
-
-def box_of(info: TensorInfo, box: Box | None) -> Box:
-    """The box to be read, all of the tensor if None. ValueError when it is not inside."""
-    if box is None:
-        return Box.whole(info.shape)
-    if not box.inside(info.shape):
-        raise ValueError(f"tensor {info.name!r}: expected a box inside shape {info.shape}, got {box}")
-    return box
-
-
-def array_for(info: TensorInfo, box: Box, what: object) -> np.ndarray:
-    """Memory for a box of a tensor. CheckpointError, beginning with `what`, when there is not enough."""
-    try:
-        return np.empty(box.sizes, info.dtype)
-    except (MemoryError, ValueError) as error:
-        raise CheckpointError(
-            f"{what}: no memory for {box.numel} elements of tensor {info.name!r}, shape {info.shape}: {error}"
-        ) from error

@@ -1,0 +1,86 @@
+"""What a verification found, and the findings in several items as one report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bridge.checkpoints.manifest_problems import Problem
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """A tensor with elements that are no numbers or infinite; the parts of complex ones count as two."""
+
+    name: str
+    nan: int
+    infinite: int
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The findings. ``bytes`` are those of the tensors' elements.
+
+    opened: whether the checkpoint could be opened at all; if not, only files were compared with the manifest, and
+    error is what opening it has raised.
+    manifest: whether there is one. protected: bytes that a checksum of the manifest or of the format covers; None where
+    the format does not say. unread: names of tensors whose elements cannot be read, and so were not looked at. damaged:
+    names of tensors of which not every chunk could be read and is what was written; the others are whole. left_alone:
+    why files beside the checkpoint, which look like weights, were not looked at; this is no problem. As a truth value
+    it is `good`.
+    """
+
+    path: Path | str
+    format: str
+    opened: bool
+    manifest: bool
+    tensors: int
+    chunks: int
+    objects: int
+    bytes: int
+    protected: int | None
+    problems: tuple[Problem, ...]
+    not_finite: tuple[NotFinite, ...]
+    unread: tuple[str, ...]
+    seconds: float
+    error: Exception | None = None
+    damaged: tuple[str, ...] = ()
+    left_alone: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def good(self) -> bool:
+        """Whether no problem was found."""
+        return self.opened and not self.problems
+
+    def __bool__(self) -> bool:
+        return self.good
+
+
+def joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) -> VerifyReport:
+    """The report of several items that are one tree."""
+    found = list(reports.values())
+    protected = [report.protected for report in found]
+    return VerifyReport(
+        place,
+        found[0].format,
+        all(report.opened for report in found),
+        all(report.manifest for report in found),
+        sum(report.tensors for report in found),
+        sum(report.chunks for report in found),
+        sum(report.objects for report in found),
+        sum(report.bytes for report in found),
+        None if None in protected else sum(p for p in protected if p is not None),
+        tuple(
+            Problem(f"{name}/{p.where}", p.text) for name, report in reports.items() for p in report.problems
+        ),
+        tuple(
+            NotFinite(f"{name}/{one.name}", one.nan, one.infinite)
+            for name, report in reports.items()
+            for one in report.not_finite
+        ),
+        tuple(f"{name}/{one}" for name, report in reports.items() for one in report.unread),
+        seconds,
+        next((report.error for report in found if report.error is not None), None),
+        tuple(f"{name}/{one}" for name, report in reports.items() for one in report.damaged),
+    )

@@ -1,0 +1,28 @@
+"""Where a chunk of a DCP checkpoint lies in a file."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bridge.formats.dcp.archive import Record, StoredTensor
+from bridge.formats.files.source_files import FileArray
+from bridge.formats.safetensors.header import StoredArray
+
+
+class StoredChunk(NamedTuple):
+    """A chunk in a file: how its elements lie, the byte they begin at, and their checksum if there is one."""
+
+    layout: StoredArray | StoredTensor
+    start: int
+    record: Record | None
+
+    def array(self, file: str, what: str) -> FileArray:
+        """All of its elements. what: whose they are, for errors."""
+        dtype, shape = self.layout.dtype, self.layout.shape
+        steps = tuple([step * dtype.itemsize for step in self.layout.strides])
+        return FileArray(file, self.start, shape, steps, dtype, what)
+
+    def fill(self) -> tuple[int, int]:
+        """How a chunk lies in its record: only records that are filled alike can be compared by checksum."""
+        assert self.record is not None
+        return self.start - self.record.start, self.record.size

@@ -1,0 +1,68 @@
+"""Memory that the bytes of files are read into, used again from read to read."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+import numpy as np
+
+BLOCK = 8 << 20
+"""Bytes of a file that are looked at in one go, so that little of the file is in memory."""
+
+SCAN: Final = 1 << 20
+"""Bytes that are read at a time where a checksum is all that is wanted: the processor's cache holds them."""
+
+_POOLED: Final = 1 << 20
+"""Loans of at least this many bytes use buffers again: the system clears new memory page by page, which takes longer
+than the read."""
+_MAX_BUFFERS: Final = 8
+"""Buffers that are kept at most."""
+
+
+class Scratch(threading.local):
+    """Memory of each thread for what is looked at or copied on."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """So many bytes, until the next call. A larger buffer than BLOCK is not kept."""
+        if nbytes > BLOCK:
+            return np.empty(nbytes, np.uint8)
+        if nbytes > self._memory.size:
+            self._memory = np.empty(min(BLOCK, max(nbytes, SCAN)), np.uint8)
+        return self._memory[:nbytes]
+
+
+SCRATCH = Scratch()
+
+
+class LoanBuffers:
+    """Memory for loans, used again when a loan is given back. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """A buffer of at least so many bytes; MemoryError if there is none."""
+        if nbytes < _POOLED:
+            return np.empty(nbytes, np.uint8)
+        with self._lock:
+            fitting = [index for index, buffer in enumerate(self._free) if buffer.size >= nbytes]
+            if fitting:
+                return self._free.pop(min(fitting, key=lambda index: self._free[index].size))
+            if self._free:
+                self._free.pop(0)  # too small, or soon to be: memory stays that of the loans at a time
+        return np.empty(-(-nbytes // _POOLED) * _POOLED, np.uint8)
+
+    def give_back(self, buffer: np.ndarray) -> None:
+        if buffer.size >= _POOLED:
+            with self._lock:
+                if len(self._free) < _MAX_BUFFERS:
+                    self._free.append(buffer)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._free.clear()
