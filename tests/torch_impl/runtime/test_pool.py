@@ -45,7 +45,7 @@ def slots_in_use(model: Tower) -> int:
 
 def assert_no_memory_at_rest(model: Tower) -> None:
     assert_at_rest(model)
-    for slot in model._unit.pool._slots.values():
+    for slot in model._unit.schedule.pool._slots.values():
         assert slot.storage.nbytes() == 0
     assert model.memory_report().compute_weights == 0
 
@@ -217,7 +217,7 @@ def live_bytes(model: Tower, gradients: Sequence[weakref.ref[torch.Tensor]]) -> 
     """Of compute weights, gradient buffers and slots."""
     storages = [unit.groups[0].weights.compute.flat.untyped_storage() for unit in model._units(True)]
     storages += [flat.untyped_storage() for ref in gradients if (flat := ref()) is not None]
-    storages += [slot.storage for slot in model._unit.pool._slots.values()]
+    storages += [slot.storage for slot in model._unit.schedule.pool._slots.values()]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
@@ -276,7 +276,7 @@ def delete_model() -> None:
     try:
         model, optimizer = warmed_up()
         loss = loss_of(model, data(9)[dist.get_rank(), 0])
-        pool = model._unit.pool
+        pool = model._unit.schedule.pool
         watched = [weakref.ref(one) for one in (pool, *pool._slots.values())]
         assert len(watched) > BLOCKS
         del pool, model, optimizer, loss

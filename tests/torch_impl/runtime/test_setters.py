@@ -188,7 +188,7 @@ def summary(model: Net, grads: dict[str, torch.Tensor], seen: dict[str, Any]) ->
         **seen,
         "partial": is_partial(grads["head.weight"]),
         "after backward": model.blocks[0]._unit.groups[0].weights.compute.allocated,
-        "pooled": model._unit.pool.enabled,
+        "pooled": model._unit.schedule.pool.enabled,
     }
 
 
