@@ -163,10 +163,8 @@ def _read(
         leaves = {owner.key: leaf_of(owner) for owner in owners.values()}
         return leaves if form is None else form.pack(leaves)
 
-    weights, gradients = (
-        tree(lambda owner, kind=kind: jax.ShapeDtypeStruct(owner.shape, owner.dtypes[kind]))
-        for kind in (0, 1)
-    )
+    weights = tree(lambda owner: jax.ShapeDtypeStruct(owner.shape, owner.dtypes[0]))
+    gradients = tree(lambda owner: jax.ShapeDtypeStruct(owner.shape, owner.dtypes[1]))
     names: list[str] = jax.tree.leaves(tree(lambda owner: owner.name))
     of = [owners[name] for name in names]
     able = taking_loss(optimizer)
@@ -242,7 +240,8 @@ def _slots(names: Mapping[KeyPath, str], state: Any) -> list[tuple[Slot, str | N
 
 def _same_kinds(before: Any, after: Any) -> bool:
     kinds = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (before, after)]
-    return kinds[0] == kinds[1] and jax.tree.structure(before) == jax.tree.structure(after)
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (before, after)]
+    return kinds[0] == kinds[1] and bool(structures[0] == structures[1])
 
 
 def _cannot(error: BaseException | None, flat: bool) -> str:

@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -87,7 +87,9 @@ def trees_of(plan: ShardingPlan) -> tuple[ModelTree, ...]:
     "tree": the given pytree; of an nnx model ``nnx.as_pure(nnx.state(model, nnx.Param))``, which flax's optimizer
     updates. "boxed" and "dictionary", of nnx models: the state with its variables, and ``nnx.to_pure_dict`` of it.
     """
-    model = as_given(plan.model.merge(plan.model.parameters, plan.model.variables, {}))
+    # The paths themselves in place of arrays.
+    parameters, variables = cast(Any, (plan.model.parameters, plan.model.variables))
+    model = as_given(plan.model.merge(parameters, variables, {}))
     trees = {"tree": model}
     if isinstance(model, nnx.Module):
         state = nnx.state(model, nnx.Param)

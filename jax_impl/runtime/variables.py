@@ -50,9 +50,9 @@ def with_rules(infos: Infos, asked: Rules, stacks: Sequence[str], ranks: int) ->
     ``TypeError`` for a key that is neither pattern nor type.
     """
     chosen: dict[str, str] = {}
-    for key, rule in asked.items():
-        if rule not in RULES:
-            raise ValueError(f"variables: expected one of {', '.join(RULES)} for {key!r}, got {rule!r}")
+    for key, name in asked.items():
+        if name not in RULES:
+            raise ValueError(f"variables: expected one of {', '.join(RULES)} for {key!r}, got {name!r}")
         if not isinstance(key, str | type):
             raise TypeError(f"variables: expected patterns of paths or types of nnx variables, got {key!r}")
         matching = [path for path, info in infos.items() if _matches(path, info, key)]
@@ -61,7 +61,7 @@ def with_rules(infos: Infos, asked: Rules, stacks: Sequence[str], ranks: int) ->
                 f"variables: expected patterns of variables' paths or their types, but {key!r} matches none of "
                 f"{list(infos)[:12]}"
             )
-        chosen.update(dict.fromkeys(matching, rule))
+        chosen.update(dict.fromkeys(matching, name))
     found = {}
     for path, info in infos.items():
         rows = int(any(path == stack or path.startswith(f"{stack}/") for stack in stacks))

@@ -382,9 +382,9 @@ class DcpReader(ClosedAtEnd):
             same = checksums[0] == checksums[1]
         else:
             what, whole = self._of_chunk(info, chunk), Box.whole(chunk.sizes)
-            both = (stored.array(extent.file, what), other.array(copy.file, what))
+            ours, theirs = stored.array(extent.file, what), other.array(copy.file, what)
             same = all(
-                np.array_equal(*[self._elements(array.within(part, whole)) for array in both])
+                np.array_equal(self._elements(ours, part, whole), self._elements(theirs, part, whole))
                 for part in split_box(whole, info.dtype.itemsize, BLOCK)
             )
         if not same:
@@ -393,8 +393,8 @@ class DcpReader(ClosedAtEnd):
                 f"stored its own; a conversion can leave the tensor out ({drop_options([info.name])})"
             )
 
-    def _elements(self, source: FileArray) -> np.ndarray:
+    def _elements(self, chunk: FileArray, part: Box, whole: Box) -> np.ndarray:
         """A part of a chunk as unsigned integers, in memory of its own."""
-        found = as_integers(np.empty(source.shape, source.dtype))
-        self._files.copy(found, source)
-        return found
+        elements = as_integers(np.empty(part.sizes, chunk.dtype))
+        self._files.copy(elements, chunk.within(part, whole))
+        return elements

@@ -201,7 +201,7 @@ class SourceFiles:
     def scan(self, name: str, start: int, stop: int, what: str = "") -> Iterator[memoryview]:
         """Bytes [start, stop) of a file in parts, each until the next is asked for; the thread's scratch memory."""
         for first in range(start, stop, SCAN):
-            part = memoryview(SCRATCH.take(min(SCAN, stop - first)))
+            part = SCRATCH.take(min(SCAN, stop - first)).data
             self.fill(name, first, part, what)
             yield part
 
@@ -210,13 +210,13 @@ class SourceFiles:
         if not source.nbytes:
             return
         if source.row_major and target.flags.c_contiguous:
-            self.fill(source.file, source.start, memoryview(target.reshape(-1).view(np.uint8)), source.what)
+            self.fill(source.file, source.start, target.reshape(-1).view(np.uint8).data, source.what)
             return
         span = source.span
         # A store is asked for all at once: its blocks come by several requests.
         if span <= BLOCK or isinstance(self.directory, StorePath):
             memory = SCRATCH.take(span)
-            self.fill(source.file, source.start, memoryview(memory), source.what)
+            self.fill(source.file, source.start, memory.data, source.what)
             target[...] = np.ndarray(source.shape, target.dtype, memory, 0, source.strides)
             return
         # Halves along the longest stride, until little of the file is in memory.
@@ -241,7 +241,7 @@ class SourceFiles:
             raise CheckpointError(
                 f"{self._path(source.file, source.what)}: no memory for {nbytes} bytes"
             ) from error
-        self.fill(source.file, source.start, memoryview(buffer)[:nbytes], source.what)
+        self.fill(source.file, source.start, buffer[:nbytes].data, source.what)
         array = buffer[:nbytes].view(source.dtype).reshape(source.shape)
         array.flags.writeable = False
         return Loan(array, partial(self._buffers.give_back, buffer))
