@@ -364,11 +364,11 @@ class Model(eqx.Module):
             y = layer(x)
             x = x + y if layer.residual else y
             if type(layer) is Layer and layer.name() == "Layer" and isinstance(layer, eqx.Module):
-                x = x * layer.width * layer.linear.weight.shape[0]
+                x = x * layer.width / layer.linear.weight.shape[1]
             if layer.bias is not None and eqx.is_array(layer.bias):
                 x = x * 2
             names = [field.name for field in dataclasses.fields(layer)]
-            x = x * len(names) * layer.scale * (1 + layer.linear.use_bias) * callable(layer)
+            x = x * len(names) / 5 * layer.scale * (1 + layer.linear.use_bias) * callable(layer)
         return x @ self.out
 
 
