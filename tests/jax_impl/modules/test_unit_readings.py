@@ -460,6 +460,39 @@ def test_plain_arrays_of_modules_are_constants(engine, remat):
     assert_trains(WithTables(nnx.Rngs(0), remat), mean_square, engine)
 
 
+class Router(nnx.Module):
+    """Leaves the loss of its choices in a variable, as it is custom for experts."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.gate, self.calls = linear(rngs), linear(rngs, 3), nnx.Variable(jnp.zeros((), jnp.int32))
+        self.balance = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        chances = jax.nn.softmax(self.gate(x))
+        self.balance[...], self.calls[...] = jnp.mean(chances**2), self.calls[...] + 1
+        return x + jnp.tanh(self.up(x)) * chances.max(-1, keepdims=True)
+
+
+class Routed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks, self.out = nnx.List([Router(rngs) for _ in range(2)]), linear(rngs, 1)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+@pytest.mark.fast_cases("False-shard_map", "True-pjit")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_units_leave_in_variables_has_gradients(engine, recompute):
+    def loss(model: Routed, x: jax.Array) -> jax.Array:
+        return mean_square(model, x) + 3 * sum(block.balance[...] for block in model.blocks)
+
+    assert_trains(Routed(nnx.Rngs(0)), loss, engine, variables={"*/balance": "mean"}, recompute=recompute)
+
+
 def test_plain_arrays_are_not_saved_and_are_there_after_a_load(tmp_path):
     model, optimizer = WithTables(nnx.Rngs(0)), optax.adam(0.1)
     plan, weights = fully_shard(model, data_parallel_mesh(2))
