@@ -75,16 +75,18 @@ def test_the_explicit_axes_that_make_mesh_gives_by_default_are_accepted():
 
 
 def mean_square(tree, x):
-    return jnp.mean(jax_impl.call_unit(lambda w, x: jnp.tanh(x @ w), tree["w"], x) ** 2)
+    return jnp.mean(jnp.tanh(x @ tree["w"]) ** 2)
 
 
 # By name of the entry point, a use of it with a plan, weights, a state, a step and rows.
 USES = {
-    "fully_shard": lambda plan, weights, state, step, x: jax_impl.fully_shard({"w": jnp.eye(4)}, plan.mesh),
+    "fully_shard": lambda plan, weights, state, step, x: jax_impl.fully_shard(
+        {"w": jnp.eye(4)}, plan.mesh, units=[]
+    ),
     "plan_sharding": lambda plan, weights, state, step, x: jax_impl.plan_sharding(
         {"w": jnp.eye(4)}, plan.mesh
     ),
-    "init_sharded": lambda plan, *_: jax_impl.init_sharded(lambda: {"w": jnp.eye(4)}, plan.mesh),
+    "init_sharded": lambda plan, *_: jax_impl.init_sharded(lambda: {"w": jnp.eye(4)}, plan.mesh, units=[]),
     "init_state": lambda plan, weights, *_: jax_impl.init_state(plan, weights, optax.sgd(0.1)),
     "train step": lambda plan, weights, state, step, x: step(state, x),
     "gradients": lambda plan, weights, state, step, x: step.gradients(weights, x),
@@ -96,7 +98,7 @@ USES = {
 @pytest.fixture(scope="module")
 def trained_outside():
     # The mesh of jax.make_mesh, outside of jax.set_mesh.
-    plan, weights = jax_impl.fully_shard({"w": jnp.eye(4)}, jax.make_mesh((2,), ("dp",)))
+    plan, weights = jax_impl.fully_shard({"w": jnp.eye(4)}, jax.make_mesh((2,), ("dp",)), units=[])
     step = jax_impl.make_train_step(plan, mean_square, optax.sgd(0.1))
     x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     state = jax_impl.init_state(plan, weights, optax.sgd(0.1))
@@ -120,7 +122,7 @@ def test_meshes_of_make_mesh_train_outside_of_set_mesh_and_auto_axes_train_insid
     plan, _, state, step, x, loss = trained_outside
     tree, losses = {"w": jnp.eye(4)}, []
     for _ in range(2):
-        value, slopes = jax.value_and_grad(lambda tree: jnp.mean(jnp.tanh(x @ tree["w"]) ** 2))(tree)
+        value, slopes = jax.value_and_grad(lambda tree: mean_square(tree, x))(tree)
         tree = jax.tree.map(lambda w, g: w - 0.1 * g, tree, slopes)
         losses.append(value)
     with jax.set_mesh(data_parallel_mesh(2)):
