@@ -84,7 +84,7 @@ USES = {
         {"w": jnp.eye(4)}, plan.mesh, units=[]
     ),
     "plan_sharding": lambda plan, weights, state, step, x: jax_impl.plan_sharding(
-        {"w": jnp.eye(4)}, plan.mesh
+        {"w": jnp.eye(4)}, plan.mesh, units=[]
     ),
     "init_sharded": lambda plan, *_: jax_impl.init_sharded(lambda: {"w": jnp.eye(4)}, plan.mesh, units=[]),
     "init_state": lambda plan, weights, *_: jax_impl.init_state(plan, weights, optax.sgd(0.1)),
