@@ -49,9 +49,10 @@ class _Comes(Flag):
 _KEEPS = frozenset(
     {
         "add", "sub", "mul", "neg", "max", "min", "clamp", "select_n", "convert_element_type", "broadcast_in_dim",
-        "reshape", "squeeze", "expand_dims", "copy", "copy_p", "name", "reduce_precision",
+        "reshape", "squeeze", "expand_dims", "copy", "copy_p", "name", "reduce_precision", "stop_gradient",
     }
 )  # fmt: skip
+_POWERS = frozenset({"integer_pow", "pow"})
 _SUMS = frozenset({"reduce_sum", "dot_general", "scan", "while"})
 
 
@@ -152,7 +153,11 @@ def _form(equation: Any, primitive: str, source: _Comes, given: list[_Comes], va
     if primitive == "div":
         if _Comes.COUNT in given[1]:
             return _Comes.QUOTIENT
-        return given[0] & _Comes.QUOTIENT if source else _Comes.NOTHING
+        # A mean of a mask, which is its sum by a constant, counts as the sum does.
+        return given[0] & (_Comes.QUOTIENT if given[1] & _SOURCES else _Comes.QUOTIENT | _Comes.COUNT)
+    if primitive in _POWERS and _Comes.COUNT in given[0]:
+        exponent = equation.params.get("y", getattr(equation.invars[-1], "val", -1))
+        return _Comes.QUOTIENT if exponent < 0 else _Comes.COUNT
     if primitive in _SUMS and source == _Comes.ROWS and variable.aval.shape == ():
         return _Comes.COUNT
     # What a choice is made by does not matter: where(n > 0, n, 1).

@@ -342,6 +342,7 @@ def _static(node: nnx.Pytree) -> dict[str, Any]:
 def not_as_sharded(path: str, new: Iterable[Iterable[Any]], gone: Iterable[Iterable[Any]]) -> str:
     new, gone = (sorted("/".join(map(str, place)) for place in places)[:5] for places in (new, gone))
     return (
-        f"unit {path!r}: expected the variables that it had when it was sharded, got new ones {new}, and not {gone}, "
-        "after its call: what is sown or created there cannot be read outside, so choose units without it"
+        f"unit {path!r}: expected the same variables after its call as when it was sharded, got new ones {new}, and "
+        f"{gone} are missing: nothing outside of the unit can read what is sown or created in it. Create the variable "
+        "in __init__ (nnx.Variable), or choose units without it"
     )

@@ -163,7 +163,8 @@ def _call_unit(
         changed[:] = [i for i, value in enumerate(after) if value is not given[0][i]]
         # Outside of the model everything is an array.
         results, rebuilding[0] = (output, None) if path == ROOT else _split_output(path, output)
-        return results, jax.lax.stop_gradient([after[i] for i in changed])
+        # With their gradients: a loss may add what units leave in variables, such as losses of routers.
+        return results, [after[i] for i in changed]
 
     changed: list[int] = []
     rebuilding: list[Any] = [None]

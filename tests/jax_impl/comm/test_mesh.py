@@ -6,10 +6,13 @@ import textwrap
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+import jax_impl
 from bridge.sharding.mesh_axes import MODEL_AXES, REFUSED_AXES
 from jax_impl.comm.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh, simulate_devices
 from jax_impl.runtime.model_axes import ModelAxes
@@ -69,6 +72,64 @@ def test_two_axes_have_neighbouring_devices_on_the_inner_one():
 def test_the_explicit_axes_that_make_mesh_gives_by_default_are_accepted():
     mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Explicit,))
     assert checked_mesh(mesh).axis_types == (AxisType.Auto,)
+
+
+def mean_square(tree, x):
+    return jnp.mean(jnp.tanh(x @ tree["w"]) ** 2)
+
+
+# By name of the entry point, a use of it with a plan, weights, a state, a step and rows.
+USES = {
+    "fully_shard": lambda plan, weights, state, step, x: jax_impl.fully_shard(
+        {"w": jnp.eye(4)}, plan.mesh, units=[]
+    ),
+    "plan_sharding": lambda plan, weights, state, step, x: jax_impl.plan_sharding(
+        {"w": jnp.eye(4)}, plan.mesh, units=[]
+    ),
+    "init_sharded": lambda plan, *_: jax_impl.init_sharded(lambda: {"w": jnp.eye(4)}, plan.mesh, units=[]),
+    "init_state": lambda plan, weights, *_: jax_impl.init_state(plan, weights, optax.sgd(0.1)),
+    "train step": lambda plan, weights, state, step, x: step(state, x),
+    "gradients": lambda plan, weights, state, step, x: step.gradients(weights, x),
+    "eval step": lambda plan, weights, state, step, x: jax_impl.make_eval_step(plan, mean_square)(state, x),
+    "unshard": lambda plan, weights, state, *_: jax_impl.unshard(plan, state),
+}
+
+
+@pytest.fixture(scope="module")
+def trained_outside():
+    # The mesh of jax.make_mesh, outside of jax.set_mesh.
+    plan, weights = jax_impl.fully_shard({"w": jnp.eye(4)}, jax.make_mesh((2,), ("dp",)), units=[])
+    step = jax_impl.make_train_step(plan, mean_square, optax.sgd(0.1))
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    state = jax_impl.init_state(plan, weights, optax.sgd(0.1))
+    state, metrics = step(state, x)
+    return plan, jax.tree.map(jnp.copy, state.weights), state, step, x, metrics["loss"]
+
+
+@pytest.mark.parametrize("name", USES)
+def test_entry_points_refuse_explicit_axes_of_set_mesh_in_words(name, trained_outside):
+    *given, _ = trained_outside
+    with (
+        jax.set_mesh(jax.make_mesh((2,), ("dp",))),
+        pytest.raises(
+            ValueError, match=r"jax.set_mesh: expected a mesh with Auto axes.*Explicit axes \['dp'\]"
+        ),
+    ):
+        USES[name](*given)
+
+
+def test_meshes_of_make_mesh_train_outside_of_set_mesh_and_auto_axes_train_inside(trained_outside):
+    plan, _, state, step, x, loss = trained_outside
+    tree, losses = {"w": jnp.eye(4)}, []
+    for _ in range(2):
+        value, slopes = jax.value_and_grad(lambda tree: mean_square(tree, x))(tree)
+        tree = jax.tree.map(lambda w, g: w - 0.1 * g, tree, slopes)
+        losses.append(value)
+    with jax.set_mesh(data_parallel_mesh(2)):
+        after, metrics = step(jax.tree.map(jnp.copy, state), x)
+        found = jax_impl.unshard(plan, after)
+    np.testing.assert_allclose([loss, metrics["loss"]], losses, rtol=1e-6)
+    np.testing.assert_allclose(found["w"], tree["w"], rtol=1e-5)
 
 
 def test_simulated_devices_without_the_flags_that_keep_order_are_warned_about(monkeypatch):

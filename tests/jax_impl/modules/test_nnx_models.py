@@ -409,7 +409,7 @@ def test_variables_that_appear_in_a_unit_are_refused_and_at_the_root_a_loss_may_
     np.testing.assert_allclose(found, value, rtol=1e-5)
     assert_close(gradients, expected)
     sharded(Sowing(nnx.Rngs(0)), mean_square, batch, units=["linear"])
-    with pytest.raises(ValueError, match=r"unit 'inner': expected the variables .*new ones \['seen'\]"):
+    with pytest.raises(ValueError, match=r"unit 'inner': expected the same variables .*new ones \['seen'\]"):
         sharded(Holding(nnx.Rngs(0)), mean_square, batch, units=["inner"])
 
 

@@ -83,8 +83,21 @@ def chunked(tree: Any, rows: Any) -> jax.Array:
     return total / count
 
 
+def stopped(tree: Any, rows: Any) -> jax.Array:
+    return jnp.sum(losses(tree, rows) * rows["mask"]) / lax.stop_gradient(jnp.sum(rows["mask"]))
+
+
+def mean_by_mean(tree: Any, rows: Any) -> jax.Array:
+    return jnp.mean(losses(tree, rows) * rows["mask"]) / jnp.mean(rows["mask"])
+
+
+def to_the_power(tree: Any, rows: Any) -> jax.Array:
+    return jnp.sum(losses(tree, rows) * rows["mask"]) * jnp.sum(rows["mask"]) ** -1
+
+
 QUOTIENTS = [
     quotient, at_least_one, where_mean, average, inverse, weights_first, guarded, branched, chunked, jax.jit(quotient),
+    stopped, mean_by_mean, to_the_power,
 ]  # fmt: skip
 
 

@@ -364,11 +364,11 @@ class Model(eqx.Module):
             y = layer(x)
             x = x + y if layer.residual else y
             if type(layer) is Layer and layer.name() == "Layer" and isinstance(layer, eqx.Module):
-                x = x * layer.width * layer.linear.weight.shape[0]
+                x = x * layer.width / layer.linear.weight.shape[1]
             if layer.bias is not None and eqx.is_array(layer.bias):
                 x = x * 2
             names = [field.name for field in dataclasses.fields(layer)]
-            x = x * len(names) * layer.scale * (1 + layer.linear.use_bias) * callable(layer)
+            x = x * len(names) / 5 * layer.scale * (1 + layer.linear.use_bias) * callable(layer)
         return x @ self.out
 
 
@@ -458,6 +458,39 @@ def mean_square(model: Any, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_plain_arrays_of_modules_are_constants(engine, remat):
     assert_trains(WithTables(nnx.Rngs(0), remat), mean_square, engine)
+
+
+class Router(nnx.Module):
+    """Leaves the loss of its choices in a variable, as it is custom for experts."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.gate, self.calls = linear(rngs), linear(rngs, 3), nnx.Variable(jnp.zeros((), jnp.int32))
+        self.balance = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        chances = jax.nn.softmax(self.gate(x))
+        self.balance[...], self.calls[...] = jnp.mean(chances**2), self.calls[...] + 1
+        return x + jnp.tanh(self.up(x)) * chances.max(-1, keepdims=True)
+
+
+class Routed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks, self.out = nnx.List([Router(rngs) for _ in range(2)]), linear(rngs, 1)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+@pytest.mark.fast_cases("False-shard_map", "True-pjit")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_units_leave_in_variables_has_gradients(engine, recompute):
+    def loss(model: Routed, x: jax.Array) -> jax.Array:
+        return mean_square(model, x) + 3 * sum(block.balance[...] for block in model.blocks)
+
+    assert_trains(Routed(nnx.Rngs(0)), loss, engine, variables={"*/balance": "mean"}, recompute=recompute)
 
 
 def test_plain_arrays_are_not_saved_and_are_there_after_a_load(tmp_path):

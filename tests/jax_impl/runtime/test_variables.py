@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec
 
 import jax_impl
 from jax_impl import data_parallel_mesh, fully_shard, init_state, make_eval_step, make_train_step, unshard
@@ -245,7 +246,7 @@ def test_a_stacks_cache_works_and_is_saved(engine: str, tmp_path: Path) -> None:
     loaded = jax_impl.load_checkpoint(tmp_path / "saved", plan, optax.sgd(0.1)).state
     key = "layers/attention/cached_key"
     np.testing.assert_array_equal(loaded.variables[key], state.variables[key])
-    assert loaded.variables[key].sharding.spec == (None, "dp")
+    assert loaded.variables[key].sharding.spec == PartitionSpec(None, "dp")
 
 
 class Normed(nnx.Module):
