@@ -45,6 +45,7 @@ from bridge.formats.files.manifest import (
     manifest_path,
     read_manifest,
 )
+from bridge.formats.damaged_parts import damage_noted
 from bridge.formats.left_alone import left_alone, left_alone_by_parts
 from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
 from bridge.formats.step_paths import Step, at_step
@@ -113,9 +114,14 @@ def _verify(
     if manifest is not None:
         problems += file_problems(home, manifest)
     try:
-        reader = open_checkpoint(place)
+        with damage_noted() as damage:
+            reader = open_checkpoint(place)
+        if damage and not (reader.tensors or reader.objects):
+            reader.close()
+            raise next(iter(damage.values()))
     except (CheckpointError, OSError) as error:
-        problems.append(Problem(str(place), f"cannot be opened: {error}"))
+        others = [Problem(part, str(said)) for part, said in damage.items() if said is not error]
+        problems += [*others, Problem(str(place), f"cannot be opened: {error}")]
         seconds = time.perf_counter() - started
         found = manifest.format if manifest else ""
         return VerifyReport(
@@ -134,6 +140,7 @@ def _verify(
             seconds,
             error,
         )
+    problems += [Problem(part, str(said)) for part, said in damage.items()]
     with large_buffers_returned(), reader:
         before = stamps(reader.files())
         if manifest is not None:
