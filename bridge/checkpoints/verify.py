@@ -97,12 +97,11 @@ def _verify(
         reports = {
             name: _verify(part, finite, workers, progress, (), started) for name, part in parts.items()
         }
+        report = joined(place, reports, time.perf_counter() - started)
         left = left_alone_by_parts(
-            [*parts.values()],
-            next(iter(reports.values())).format,
-            {name: report.left_alone for name, report in reports.items()},
+            [*parts.values()], report.format, {name: part.left_alone for name, part in reports.items()}
         )
-        return dataclasses.replace(joined(place, reports, time.perf_counter() - started), left_alone=left)
+        return dataclasses.replace(report, left_alone=left)
     if parts:
         (place,) = parts.values()
     home = manifest_home(place)

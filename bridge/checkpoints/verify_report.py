@@ -60,11 +60,12 @@ class VerifyReport:
 def joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) -> VerifyReport:
     """The report of several items that are one tree."""
     found = list(reports.values())
-    protected = [report.protected for report in found]
+    opened = [report for report in found if report.opened]
+    protected = [report.protected for report in opened]
     return VerifyReport(
         place,
-        found[0].format,
-        any(report.opened for report in found),
+        next((report.format for report in found if report.format), ""),
+        bool(opened),
         all(report.manifest for report in found),
         sum(report.tensors for report in found),
         sum(report.chunks for report in found),
@@ -72,7 +73,9 @@ def joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) -> 
         sum(report.bytes for report in found),
         None if None in protected else sum(p for p in protected if p is not None),
         tuple(
-            Problem(f"{name}/{p.where}", p.text) for name, report in reports.items() for p in report.problems
+            Problem(name if p.where == str(report.path) else f"{name}/{p.where}", p.text)
+            for name, report in reports.items()
+            for p in report.problems
         ),
         tuple(
             NotFinite(f"{name}/{one.name}", one.nan, one.infinite)
@@ -81,6 +84,6 @@ def joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) -> 
         ),
         tuple(f"{name}/{one}" for name, report in reports.items() for one in report.unread),
         seconds,
-        None if any(report.opened for report in found) else found[0].error,
+        None if opened else found[0].error,
         tuple(f"{name}/{one}" for name, report in reports.items() for one in report.damaged),
     )

@@ -1,9 +1,9 @@
 """Opening a checkpoint of which parts are damaged: everyone stops at the first, `verify` goes on with the others.
 
-    with damage_noted() as damage:            in `verify`
-        reader = open_checkpoint(path)        has what could be opened; `damage` says what could not
+with damage_noted() as damage:            in `verify`
+    reader = open_checkpoint(path)        has what could be opened; `damage` says what could not
 
-    with one_part("model-00002.safetensors"):     in a reader, around what concerns that part alone
+with one_part("model-00002.safetensors"):     in a reader, around what concerns that part alone
 """
 
 from __future__ import annotations

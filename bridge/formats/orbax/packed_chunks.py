@@ -79,9 +79,7 @@ class Packing:
             return 0, 0  # tensorstore says what is wrong
 
 
-def packing(
-    codecs: Sequence[Mapping[str, Any]], chunk: Sequence[int], itemsize: int
-) -> Packing | None:
+def packing(codecs: Sequence[Mapping[str, Any]], chunk: Sequence[int], itemsize: int) -> Packing | None:
     """How zarr3's codecs compress chunks of this shape; None if no compressor asks for memory by its first bytes.
 
     ValueError where blosc is so far inside that its first bytes are not in the file as they are.
