@@ -21,6 +21,7 @@ MAX_TOML: Final = 4 << 20
 MAX_JSON: Final = 64 << 20
 _MAX_SHOWN: Final = 200
 _MAX_PARTS: Final = 1000
+_MAX_DIGITS: Final = 4300  # of a number, as Python's `int` has it
 """Dots in a key: Python's parser needs time by their square."""
 
 MakeError = Callable[[str], Exception]
@@ -77,7 +78,7 @@ def parse_toml(text: str, what: str, error: MakeError, expected: str = "a TOML f
     except RecursionError:
         raise error(f"{what}: expected {expected}, got brackets nested too deeply{_deepest(text)}") from None
     except ValueError as failure:
-        # Python refuses numbers of more than 4300 digits, without saying where.
+        # Python refuses longer numbers without saying where.
         runs = re.finditer(r"[0-9_]++", text) if type(failure) is ValueError else iter(())
         long = next((run for run in runs if run.end() - run.start() > _MAX_DIGITS), None)
         where = f" in line {text.count(chr(10), 0, long.start()) + 1}" if long else ""

@@ -38,6 +38,7 @@ from bridge.formats import open_checkpoint
 from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, unreadable
 from bridge.formats.composite import parts_of
+from bridge.formats.damaged_parts import damage_noted
 from bridge.formats.files.file_stamps import changed, stamps
 from bridge.formats.files.manifest import (
     Manifest,
@@ -45,7 +46,6 @@ from bridge.formats.files.manifest import (
     manifest_path,
     read_manifest,
 )
-from bridge.formats.damaged_parts import damage_noted
 from bridge.formats.left_alone import left_alone, left_alone_by_parts
 from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
 from bridge.formats.step_paths import Step, at_step

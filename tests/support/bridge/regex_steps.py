@@ -5,6 +5,7 @@ Python's own matcher walks the same tree in the same order, with shortcuts; what
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,13 @@ from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
 Node = tuple[Any, Any]
+_MOST_STEPS = 40_000
+
+
+class TooManySteps(Exception):
+    """More than any linear pattern takes on texts of this size."""
+
+
 _REPEATS = (op.MAX_REPEAT, op.MIN_REPEAT, op.POSSESSIVE_REPEAT)
 _UNBOUNDED = 50  # as much as makes a bounded repetition worth an attack
 _CLASSES = {
@@ -29,7 +37,11 @@ _SAMPLE = " ,0_aAx1L'\"\\\n[](){}=:.-#%\x00\x94h*<" + "".join(map(chr, range(33,
 def tree(pattern: re.Pattern[Any]) -> list[Node]:
     """A compiled pattern as nodes, bytes as the text of the same numbers."""
     text = pattern.pattern if isinstance(pattern.pattern, str) else pattern.pattern.decode("latin-1")
-    return list(_parser.parse(text, pattern.flags & ~re.UNICODE if isinstance(pattern.pattern, bytes) else pattern.flags))
+    return list(
+        _parser.parse(
+            text, pattern.flags & ~re.UNICODE if isinstance(pattern.pattern, bytes) else pattern.flags
+        )
+    )
 
 
 class Counted:
@@ -54,13 +66,15 @@ class Counted:
 
     def _one(self, name: Any, value: Any, at: int) -> Iterator[int]:
         self.steps += 1
+        if self.steps > _MOST_STEPS:
+            raise TooManySteps
         if name in (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN):
             if at < len(self.text) and _fits(name, value, self.text[at]):
                 yield at + 1
         elif name in _REPEATS:
             low, high, body = value
             found = self._repeat(list(body), low, high, at, lazy=name is op.MIN_REPEAT)
-            yield from ([next(found)] if name is op.POSSESSIVE_REPEAT and (found := iter(list(found))) else found)
+            yield from itertools.islice(found, 1) if name is op.POSSESSIVE_REPEAT else found
         elif name is op.BRANCH:
             for branch in value[1]:
                 yield from self.ends(list(branch), at)
@@ -75,7 +89,11 @@ class Counted:
                 yield at
         elif name is op.AT:
             ends = value in (op.AT_END, op.AT_END_STRING)
-            if at == len(self.text) if ends else at == 0 or value not in (op.AT_BEGINNING, op.AT_BEGINNING_STRING):
+            if (
+                at == len(self.text)
+                if ends
+                else at == 0 or value not in (op.AT_BEGINNING, op.AT_BEGINNING_STRING)
+            ):
                 yield at
         else:
             raise NotImplementedError(name)
@@ -113,7 +131,9 @@ def witness(nodes: Sequence[Node], *, least: int = 0) -> str:
     parts = []
     for name, value in nodes:
         if name in (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN):
-            parts.append(chr(value) if name is op.LITERAL else next(c for c in _SAMPLE if _fits(name, value, c)))
+            parts.append(
+                chr(value) if name is op.LITERAL else next(c for c in _SAMPLE if _fits(name, value, c))
+            )
         elif name in _REPEATS:
             parts.append(witness(list(value[2]), least=least) * max(value[0], min(least, value[1])))
         elif name is op.BRANCH:
@@ -154,7 +174,10 @@ def growth(pattern: re.Pattern[Any], *, search: bool = False, full: bool = True,
             steps = []
             for count in (size, 2 * size):
                 counted = Counted(before + again * count + end)
-                counted.match(nodes, search=search, full=full)
+                try:
+                    counted.match(nodes, search=search, full=full)
+                except TooManySteps:
+                    return float("inf")
                 steps.append(counted.steps)
             worst = max(worst, steps[1] / steps[0])
     return worst
