@@ -34,14 +34,14 @@ class Packing:
     """How the chunks of an array are compressed.
 
     compressor: the one whose first bytes ask for memory. nbytes: decoded size of a chunk, an inner one in a shard.
-    inner: inner chunks of a shard, None if chunks are no shards. index: dtype of the numbers in the shard's index.
+    inner: inner chunks of a shard, None if chunks are no shards. index: type of the numbers in the shard's index.
     index_size: bytes of the index, with its checksum. index_first: whether the index is at the shard's start.
     """
 
     compressor: str
     nbytes: int
     inner: int | None = None
-    index: np.dtype = np.dtype("<u8")
+    index: str = "<u8"
     index_size: int = 0
     index_first: bool = False
 
@@ -54,8 +54,8 @@ class Packing:
             asked, most = self._asked(read(start, min(size, start + HEAD)))
             if asked > most:
                 raise CheckpointError(
-                    f"{what}: expected a chunk of {self.nbytes} bytes, but its {self.compressor} header asks for {asked} "
-                    f"bytes of memory, more than {most}: the chunk is damaged or not what the array's metadata says"
+                    f"{what}: expected a chunk of {self.nbytes} bytes, but its {self.compressor} header asks for "
+                    f"{asked} bytes of memory, more than {most}: the chunk is damaged or not what the array's metadata says"
                 )
 
     def _starts(self, read: Callable[[int, int], bytes], size: int) -> Iterator[int]:
@@ -102,7 +102,7 @@ def packing(codecs: Sequence[Mapping[str, Any]], chunk: Sequence[int], itemsize:
                 inner.compressor,
                 inner.nbytes,
                 count,
-                np.dtype(">u8" if big else "<u8"),
+                ">u8" if big else "<u8",
                 16 * count + 4 * len(checks),
                 shard.get("index_location", "end") == "start",
             )

@@ -1,4 +1,4 @@
-"""Compressed chunks and indexes are read as they are, and refused when they ask for more memory than belongs to them."""
+"""Compressed chunks and indexes are refused when they ask for more memory than belongs to them, and else read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The steps of a backtracking search for a pattern, counted, and the inputs on which a pattern with two ways is slow.
 
-Python's own matcher walks the same tree in the same order, with shortcuts; what is quadratic here may be quadratic there.
+Python's own matcher walks the same tree in the same order, with shortcuts: quadratic here may be quadratic there.
 """
 
 from __future__ import annotations
