@@ -55,7 +55,7 @@ class Packing:
             if asked > most:
                 raise CheckpointError(
                     f"{what}: expected a chunk of {self.nbytes} bytes, but its {self.compressor} header asks for "
-                    f"{asked} bytes of memory, more than {most}: the chunk is damaged or not what the array's metadata says"
+                    f"{asked} bytes of memory, more than {most}: the chunk is damaged or of another array"
                 )
 
     def _starts(self, read: Callable[[int, int], bytes], size: int) -> Iterator[int]:
