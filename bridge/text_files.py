@@ -21,6 +21,7 @@ MAX_TOML: Final = 4 << 20
 MAX_JSON: Final = 64 << 20
 _MAX_SHOWN: Final = 200
 _MAX_PARTS: Final = 1000
+_MAX_DIGITS: Final = 4300  # of a number, as Python's `int` has it
 """Dots in a key: Python's parser needs time by their square."""
 
 MakeError = Callable[[str], Exception]
@@ -77,8 +78,9 @@ def parse_toml(text: str, what: str, error: MakeError, expected: str = "a TOML f
     except RecursionError:
         raise error(f"{what}: expected {expected}, got brackets nested too deeply{_deepest(text)}") from None
     except ValueError as failure:
-        # Python refuses numbers of more than 4300 digits, without saying where.
-        long = re.search(r"[0-9_]{4300}", text) if type(failure) is ValueError else None
+        # Python refuses longer numbers without saying where.
+        runs = re.finditer(r"[0-9_]++", text) if type(failure) is ValueError else iter(())
+        long = next((run for run in runs if run.end() - run.start() > _MAX_DIGITS), None)
         where = f" in line {text.count(chr(10), 0, long.start()) + 1}" if long else ""
         raise error(f"{what}: expected {expected}, got {_said(failure)}{where}") from None
 

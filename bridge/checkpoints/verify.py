@@ -38,6 +38,7 @@ from bridge.formats import open_checkpoint
 from bridge.formats.arrays import array_checksum
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, unreadable
 from bridge.formats.composite import parts_of
+from bridge.formats.damaged_parts import damage_noted
 from bridge.formats.files.file_stamps import changed, stamps
 from bridge.formats.files.manifest import (
     Manifest,
@@ -96,12 +97,11 @@ def _verify(
         reports = {
             name: _verify(part, finite, workers, progress, (), started) for name, part in parts.items()
         }
+        report = joined(place, reports, time.perf_counter() - started)
         left = left_alone_by_parts(
-            [*parts.values()],
-            next(iter(reports.values())).format,
-            {name: report.left_alone for name, report in reports.items()},
+            [*parts.values()], report.format, {name: part.left_alone for name, part in reports.items()}
         )
-        return dataclasses.replace(joined(place, reports, time.perf_counter() - started), left_alone=left)
+        return dataclasses.replace(report, left_alone=left)
     if parts:
         (place,) = parts.values()
     home = manifest_home(place)
@@ -113,9 +113,14 @@ def _verify(
     if manifest is not None:
         problems += file_problems(home, manifest)
     try:
-        reader = open_checkpoint(place)
+        with damage_noted() as damage:
+            reader = open_checkpoint(place)
+        if damage and not (reader.tensors or reader.objects):
+            reader.close()
+            raise next(iter(damage.values()))
     except (CheckpointError, OSError) as error:
-        problems.append(Problem(str(place), f"cannot be opened: {error}"))
+        others = [Problem(part, str(said)) for part, said in damage.items() if said is not error]
+        problems += [*others, Problem(str(place), f"cannot be opened: {error}")]
         seconds = time.perf_counter() - started
         found = manifest.format if manifest else ""
         return VerifyReport(
@@ -134,6 +139,7 @@ def _verify(
             seconds,
             error,
         )
+    problems += [Problem(part, str(said)) for part, said in damage.items()]
     with large_buffers_returned(), reader:
         before = stamps(reader.files())
         if manifest is not None:

@@ -22,8 +22,8 @@ class NotFinite:
 class VerifyReport:
     """The findings. ``bytes`` are those of the tensors' elements.
 
-    opened: whether the checkpoint could be opened at all; if not, only files were compared with the manifest, and
-    error is what opening it has raised.
+    opened: whether the checkpoint, or a part of it, could be opened; if not, only files were compared with the
+    manifest, and error is what opening it has raised.
     manifest: whether there is one. protected: bytes that a checksum of the manifest or of the format covers; None where
     the format does not say. unread: names of tensors whose elements cannot be read, and so were not looked at. damaged:
     names of tensors of which not every chunk could be read and is what was written; the others are whole. left_alone:
@@ -60,11 +60,12 @@ class VerifyReport:
 def joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) -> VerifyReport:
     """The report of several items that are one tree."""
     found = list(reports.values())
-    protected = [report.protected for report in found]
+    opened = [report for report in found if report.opened]
+    protected = [report.protected for report in opened]
     return VerifyReport(
         place,
-        found[0].format,
-        all(report.opened for report in found),
+        next((report.format for report in found if report.format), ""),
+        bool(opened),
         all(report.manifest for report in found),
         sum(report.tensors for report in found),
         sum(report.chunks for report in found),
@@ -72,7 +73,9 @@ def joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) -> 
         sum(report.bytes for report in found),
         None if None in protected else sum(p for p in protected if p is not None),
         tuple(
-            Problem(f"{name}/{p.where}", p.text) for name, report in reports.items() for p in report.problems
+            Problem(name if p.where == str(report.path) else f"{name}/{p.where}", p.text)
+            for name, report in reports.items()
+            for p in report.problems
         ),
         tuple(
             NotFinite(f"{name}/{one.name}", one.nan, one.infinite)
@@ -81,6 +84,6 @@ def joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) -> 
         ),
         tuple(f"{name}/{one}" for name, report in reports.items() for one in report.unread),
         seconds,
-        next((report.error for report in found if report.error is not None), None),
+        None if opened else found[0].error,
         tuple(f"{name}/{one}" for name, report in reports.items() for one in report.damaged),
     )

@@ -40,6 +40,11 @@ class PathPattern:
         indices = tuple("{" + name + "}" for name in parts[1::2])
         if len(indices) != len(set(indices)):
             raise MappingError(f"expected each index once in path {self.text!r}")
+        if any(not between or between.isdecimal() for between in parts[2:-2:2]):
+            raise MappingError(
+                f"expected indices with more than digits between them, got path {self.text!r}, where one number can be "
+                "split in several ways"
+            )
         if not self.text or re.search(r"[\s{}]", "".join(parts[::2])):
             raise MappingError(f"expected a path such as layers.{{i}}.weight, got {self.text!r}")
         regex = "".join(

@@ -27,7 +27,7 @@ from bridge.mapping.relation import Block, TensorView, elements
 
 _OPERATION = re.compile(r"(times|plus)\((?:([^()]*)|bfloat16\(([^()]*)\))\)")
 _NUMBER = r"-?\d+(?:\.\d+)?"
-_TERM = re.compile(rf"\s*(?P<base>{_NUMBER}|[A-Za-z_]\w*)\s*(?:\*\*\s*(?P<exponent>{_NUMBER}))?\s*")
+_TERM = re.compile(rf"\s*+(?P<base>{_NUMBER}|[A-Za-z_]\w*+)\s*+(?:\*\*\s*(?P<exponent>{_NUMBER}))?\s*")
 
 _ROUNDED_ONCE = frozenset({np.float64, np.float32, np.float16, np.complex128, np.complex64})
 

@@ -16,7 +16,7 @@ _UNITS = {
 
 def parse_bytes(text: str) -> int:
     """``"80GB"``, ``"79.5 GiB"`` or ``"1000B"``; parts of a byte are dropped. Raises ``PlanError`` otherwise."""
-    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*+([A-Za-z]*)\s*+", text)
     if match is not None and not match[2]:
         raise PlanError(
             f"memory: expected an amount with its unit, got {text!r}; write {match[1]}GB (or {match[1]}B for bytes)"
@@ -31,7 +31,7 @@ def parse_bytes(text: str) -> int:
 
 def parse_share(text: str) -> Fraction:
     """``"10%"``, ``"7.5 %"`` or ``"0"``, from 0 to below 1. Raises ``PlanError`` otherwise."""
-    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(%?)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*+(%?)\s*+", text)
     if match is None:
         raise PlanError(f"reserve: expected a share of the memory such as 10%, or 0, got {text!r}")
     share = Fraction(match[1]) / 100

@@ -13,11 +13,15 @@ from contextlib import contextmanager
 
 import pytest
 
+from bridge.commands import grouping
 from bridge.formats.base import CheckpointError
 from bridge.formats.dcp.metadata import _RANK_FILE
 from bridge.formats.files import manifest
 from bridge.formats.npz.header import _DESCR, _ORDER, _SHAPE, read_npy_header
 from bridge.formats.safetensors import header as safetensors
+from bridge.mapping import entries, expression, operations
+from bridge.mapping.errors import MappingError
+from tests.support.bridge.regex_steps import growth
 
 _SIZE = 1 << 20
 _SPENT = 10.0
@@ -125,3 +129,25 @@ def test_a_manifest_of_quotes_and_brackets_is_refused_at_once() -> None:
         data = head + seed * (_SIZE // len(seed)) + b'}, "objects": {}, "files": {}}'
         with bounded(), pytest.raises(CheckpointError, match="manifest"):
             manifest.parse_manifest(data, "m")
+
+
+COUNTED = (
+    *(_SHAPE, _ORDER, _DESCR, safetensors._KEY, safetensors._FIELD, _RANK_FILE, operations._TERM),
+    *(entries._CHOICE, entries._PADDING, expression._TOKEN, grouping._NUMBER, grouping._NUMBERS),
+)
+
+
+@pytest.mark.parametrize("pattern", COUNTED, ids=[pattern.pattern[:20] for pattern in COUNTED])
+def test_twice_the_text_takes_twice_the_steps(pattern: re.Pattern[str]) -> None:
+    assert growth(pattern) < 2.6
+
+
+@pytest.mark.parametrize("pattern", [r"a\s*b?\s*", r"(a|aa)*", r"(\d+)*x", r"a\w*\d*:"])
+def test_patterns_with_two_ways_are_seen_by_their_steps(pattern: str) -> None:
+    assert growth(re.compile(pattern)) > 3
+
+
+@pytest.mark.parametrize("path", ["a.{i}{j}", "a.{i}0{j}.w"])
+def test_indices_without_anything_between_them_are_refused(path: str) -> None:
+    with pytest.raises(MappingError, match="one number can be split in several ways"):
+        entries.PathPattern(path)

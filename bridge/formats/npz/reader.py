@@ -23,6 +23,7 @@ from isal import isal_zlib
 
 from bridge.formats.arrays import strides_of
 from bridge.formats.base import Box, CheckpointError, TensorInfo
+from bridge.formats.damaged_parts import one_part
 from bridge.formats.dcp.archive import Record, verify_record
 from bridge.formats.files.flat import copy_flat
 from bridge.formats.files.source_files import FileArray
@@ -73,12 +74,13 @@ class NpzReader(SingleChunkReader):
         self._lock = threading.Lock()
         self._stored: dict[str, _Stored] = {}
         for member in read_directory(self._files, self._name, "an archive of NumPy (.npz)").values():
-            name, stored = self._find(member)
-            header = stored.header
-            if header.unreadable is not None:
-                self._unreadable[name] = header.unreadable
-            self._stored[name] = stored
-            self._add_tensor(name, tuple(name.split("/")), header.shape, header.native)
+            with one_part(member.name):
+                name, stored = self._find(member)
+                header = stored.header
+                if header.unreadable is not None:
+                    self._unreadable[name] = header.unreadable
+                self._stored[name] = stored
+                self._add_tensor(name, tuple(name.split("/")), header.shape, header.native)
 
     def files(self) -> Sequence[Path]:
         """The file."""

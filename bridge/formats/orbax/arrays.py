@@ -29,6 +29,7 @@ import numpy as np
 import tensorstore as ts
 
 from bridge.formats.base import Box, CheckpointError, dtype_from_name, dtype_name, is_whole
+from bridge.formats.orbax.packed_chunks import PACKERS, Packing, packing
 
 MANIFEST = "manifest.ocdbt"
 Spec: TypeAlias = dict[str, Any]
@@ -91,7 +92,7 @@ class ArrayLayout:
 
     stored_chunk: shape of the block that one key holds. chunk: shape of the block that is decoded on its own, which is
     the reader's chunk; the two differ only for shards with several inner chunks. raw, checksum: see the head of the
-    module.
+    module. packing: the compression of chunks that ask for memory by their first bytes.
     """
 
     key: str
@@ -102,6 +103,7 @@ class ArrayLayout:
     zarr3: bool
     raw: Raw = None
     checksum: bool = False
+    packing: Packing | None = None
 
     def __post_init__(self) -> None:
         for chunk in (self.stored_chunk, self.chunk):
@@ -266,7 +268,11 @@ def _parse_zarr2(key: str, data: Mapping[str, Any]) -> ArrayLayout:
         and not data.get("filters")
         and data.get("order") == "C"
     )
-    return ArrayLayout(key, shape, dtype, chunk, chunk, zarr3=False, raw="plain" if plain else None)
+    name = (data.get("compressor") or {}).get("id")
+    packed = Packing(name, math.prod(chunk) * dtype.itemsize) if name in PACKERS else None
+    return ArrayLayout(
+        key, shape, dtype, chunk, chunk, zarr3=False, raw="plain" if plain else None, packing=packed
+    )
 
 
 def _parse_zarr3(key: str, data: Mapping[str, Any], most_inner: int) -> ArrayLayout:
@@ -289,7 +295,10 @@ def _parse_zarr3(key: str, data: Mapping[str, Any], most_inner: int) -> ArrayLay
             raw = "shard" if plain and shard.get("index_location", "end") == "end" else None
         elif math.prod(_grid(shape, inner)) <= most_inner:
             chunk = inner
-    return ArrayLayout(key, shape, dtype, stored, chunk, zarr3=True, raw=raw, checksum=checksum)
+    packed = None if raw else packing(codecs, stored, dtype.itemsize)
+    return ArrayLayout(
+        key, shape, dtype, stored, chunk, zarr3=True, raw=raw, checksum=checksum, packing=packed
+    )
 
 
 def _plain_codecs(codecs: list[Mapping[str, Any]]) -> tuple[bool, bool]:

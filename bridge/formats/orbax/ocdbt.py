@@ -23,6 +23,7 @@ import secrets
 import struct
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -233,7 +234,7 @@ def entries_and_keys(node: bytes, most: int, what: str) -> tuple[int, int]:
         compressed = numbers.next(1)
         body = numbers.left.tobytes()
         if compressed:
-            body = _decompressed(body)
+            body = _decompressed(body, _FREE_BODY + _BODY_PER_BYTE * len(body))
         numbers = _Numbers(np.frombuffer(body, np.uint8)[1:])
         files = _counted(numbers, most, "files")
         numbers.next(files - 1)  # what each name shares with the one before
@@ -253,14 +254,34 @@ def _counted(numbers: _Numbers, most: int, kind: str) -> int:
     return count
 
 
-def _decompressed(data: bytes) -> bytes:
-    most = _FREE_BODY + _BODY_PER_BYTE * len(data)
+def require_bounded_manifest(manifest: bytes, most: int, what: str) -> None:
+    """CheckpointError, beginning with `what`, for a compressed manifest of more than `most` bytes.
+
+    tensorstore decompresses a manifest whatever the size is.
+    """
+    with suppress(IndexError, ValueError, zstandard.ZstdError):  # tensorstore says what is wrong
+        numbers = _Numbers(np.frombuffer(manifest, np.uint8)[_HEADER:-_CRC])
+        numbers.next(1)  # version
+        if numbers.next(1):
+            try:
+                _decompressed(numbers.left.tobytes(), most)
+            except _TooLargeError as error:
+                raise CheckpointError(f"{what}: the index {MANIFEST}: {error}") from error
+
+
+class _TooLargeError(ValueError):
+    """More bytes than expected come out of compressed ones."""
+
+
+def _decompressed(data: bytes, most: int) -> bytes:
     body = bytearray()
     with zstandard.ZstdDecompressor().stream_reader(data) as reader:
         while part := reader.read(_PART):
             body += part
             if len(body) > most:
-                raise ValueError(f"expected at most {most} bytes in {len(data)} compressed ones, got more")
+                raise _TooLargeError(
+                    f"expected at most {most} bytes in {len(data)} compressed ones, got more"
+                )
     return bytes(body)
 
 

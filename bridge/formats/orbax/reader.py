@@ -26,6 +26,7 @@ import tensorstore as ts
 from bridge.callers import warn_caller
 from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, Checksums, Loan, TensorInfo, TreePath, Wanted
+from bridge.formats.damaged_parts import one_part
 from bridge.formats.files.regular_files import files_below, regular_file, small_file
 from bridge.formats.leaf_kinds import key_kind
 from bridge.formats.orbax.arrays import (
@@ -41,6 +42,7 @@ from bridge.formats.orbax.arrays import (
 from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE, find_item, is_committed, items_beside
 from bridge.formats.orbax.keys import read_keys
 from bridge.formats.orbax.memory_arrays import MemoryArrays
+from bridge.formats.orbax.packed_chunks import Packing
 from bridge.formats.orbax.raw_chunks import RawChunks
 from bridge.formats.orbax.strings import STRINGS_FILE, find_strings
 from bridge.formats.orbax.tree import Tree, leaf_name, parse_tree, storage_key
@@ -100,6 +102,7 @@ class OrbaxReader(ClosedAtEnd):
         self._lock = threading.Lock()
         self._decoded: tuple[tuple[str, tuple[int, ...]], np.ndarray] | None = None
         self._arrays: dict[str, ts.TensorStore] = {}
+        self._bounded: set[str] = set()
         self._places: dict[str, Place] = {}
         self._inline: dict[str, bytes] = {}
         self._closed = False
@@ -110,8 +113,10 @@ class OrbaxReader(ClosedAtEnd):
         self._layouts = self._read_layouts(tree, names)
         self._values = self._find_values()
         self._raw = RawChunks(self._item, self._values, self._layouts, verify)
+        paths = [path for name, path in zip(names, tree.arrays, strict=True) if name in self._layouts]
+        infos = _infos(self._layouts, paths, self._layouts.values())
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
-            dict(zip(names, _infos(names, tree.arrays, self._layouts.values()), strict=True))
+            dict(zip(self._layouts, infos, strict=True))
         )
         typed = read_keys(self._item)
         keys = {path: typed.get(storage_key(path)) for path in tree.arrays} if typed else {}
@@ -217,12 +222,27 @@ class OrbaxReader(ClosedAtEnd):
         # tensorstore ends the process when it gets no memory; NumPy raises.
         layout = self._layouts[name]
         np.empty(layout.chunk_bytes, np.uint8)
+        if layout.packing is not None:
+            keys = {key for box in boxes for key in layout.keys_of(box)}
+            for key in keys - self._bounded:
+                self._require_bounded(layout.packing, name, key)
         if self._decoder is not None:
             return self._decoder.open(layout, boxes, self._value)
         if name not in self._arrays:
             spec = layout.read_spec(self._spec)
             self._arrays[name] = ts.open(spec, read=True, open=True, context=self._context).result()
         return self._arrays[name]
+
+    def _require_bounded(self, packing: Packing, name: str, key: str) -> None:
+        def read(start: int, stop: int) -> bytes:
+            if place is None:
+                return self._inline[key][start:stop]
+            return self._values.files.read(place.file, place.start + start, place.start + stop, what)
+
+        place, what = self._values.find(key), f"tensor {name!r}, chunk {key!r}"
+        size = len(self._inline[key]) if place is None else place.size
+        packing.require_bounded(read, size, f"{self._item}: {what}")
+        self._bounded.add(key)
 
     def _value(self, key: str) -> bytes:
         """A whole value of the store, wherever it is."""
@@ -275,42 +295,47 @@ class OrbaxReader(ClosedAtEnd):
         alike: dict[bytes, ArrayLayout] = {}
         inner = MAX_INNER_CHUNKS
         for name, key, metadata in zip(names, stored_as, described, strict=True):
-            what = f"{self._item}: tensor {name!r}"
-            value = values.get(metadata)
-            if value is None:
-                raise CheckpointError(f"{what}: expected its metadata under {metadata!r}, found none")
-            if (like := alike.get(value)) is not None:
-                layout = like.named(key)
-            else:
-                data = _parse_json(value, f"{what}: {metadata}")
-                layout = parse_array(key, data, zarr3=tree.use_zarr3, what=what, inner=inner)
-                # Whether inner chunks are read one by one depends on how many the arrays before have.
-                if not layout.num_inner:
-                    alike[value] = layout
-            inner -= layout.num_inner
-            # Counted first: a hostile shape may have more chunks than can be listed.
-            missing = (
-                next((chunk for chunk in layout.stored_keys() if chunk.encode() not in present), None)
-                if layout.num_stored <= len(present)
-                else f"one of {layout.num_stored}"
-            )
-            if missing is not None:
-                raise CheckpointError(
-                    f"{what}: expected {layout.num_stored} stored chunks, but chunk {missing} is missing"
+            with one_part(name):
+                what = f"{self._item}: tensor {name!r}"
+                value = values.get(metadata)
+                if value is None:
+                    raise CheckpointError(f"{what}: expected its metadata under {metadata!r}, found none")
+                if (like := alike.get(value)) is not None:
+                    layout = like.named(key)
+                else:
+                    data = _parse_json(value, f"{what}: {metadata}")
+                    layout = parse_array(key, data, zarr3=tree.use_zarr3, what=what, inner=inner)
+                    # Whether inner chunks are read one by one depends on how many the arrays before have.
+                    if not layout.num_inner:
+                        alike[value] = layout
+                inner -= layout.num_inner
+                # Counted first: a hostile shape may have more chunks than can be listed.
+                missing = (
+                    next((chunk for chunk in layout.stored_keys() if chunk.encode() not in present), None)
+                    if layout.num_stored <= len(present)
+                    else f"one of {layout.num_stored}"
                 )
-            if not layout.raw:
-                most = _FREE_CHUNK + _STORED_PER_BYTE * layout.stored_bytes
-                for chunk, size in stored_sizes(self._item, layout.stored_keys(), places):
-                    if size > most:
-                        raise CheckpointError(
-                            f"{what}: expected at most {most} bytes in the stored chunk {chunk!r}, got {size}"
-                        )
-            layouts[name] = layout
+                if missing is not None:
+                    raise CheckpointError(
+                        f"{what}: expected {layout.num_stored} stored chunks, but chunk {missing} is missing"
+                    )
+                if not layout.raw:
+                    most = _FREE_CHUNK + _STORED_PER_BYTE * layout.stored_bytes
+                    for chunk, size in stored_sizes(self._item, layout.stored_keys(), places):
+                        if size > most:
+                            raise CheckpointError(
+                                f"{what}: expected at most {most} bytes in the stored chunk {chunk!r}, got {size}"
+                            )
+                layouts[name] = layout
         return layouts
 
     def _find_values(self) -> StoredValues:
-        """Where raw chunks are."""
-        mapped = [layout for layout in self._layouts.values() if layout.raw or self._decoder is not None]
+        """Where the chunks are that are read here, at least in part."""
+        mapped = [
+            layout
+            for layout in self._layouts.values()
+            if layout.raw or layout.packing is not None or self._decoder is not None
+        ]
         places = self._places
         with explain(f"{self._item}: cannot find the stored chunks"):
             if mapped and not self._ocdbt:

@@ -19,12 +19,14 @@ from urllib.parse import unquote
 import tensorstore as ts
 
 from bridge.formats.base import CheckpointError
+from bridge.formats.damaged_parts import one_part
 from bridge.formats.files.regular_files import is_kept_by_content
 from bridge.formats.files.source_files import FileView, Piece, SourceFiles
-from bridge.formats.orbax.ocdbt import MANIFEST, NodeBudget
+from bridge.formats.orbax.ocdbt import MANIFEST, NodeBudget, require_bounded_manifest
 from bridge.formats.stores.listing import StorePath
 
 _MAX_DEPTH = 16
+_MAX_DECODED_MANIFEST = 16 << 20  # 16 versions, of some 100 bytes each, in stores of Orbax
 
 
 class Place(NamedTuple):
@@ -46,12 +48,15 @@ class StoredValues:
         home = item.resolve()
         for key, place in places.items():
             if place.file not in sizes:
-                sizes[place.file] = _size_of(item, home, place.file, key)
-            if place.start + place.size > sizes[place.file]:
-                raise CheckpointError(
-                    f"{item / place.file} is truncated: expected at least {place.start + place.size} bytes (for "
-                    f"{key!r}), got {sizes[place.file]}"
-                )
+                with one_part(place.file):
+                    sizes[place.file] = _size_of(item, home, place.file, key)
+            end = place.start + place.size
+            if end > sizes.setdefault(place.file, end):
+                with one_part(place.file):
+                    raise CheckpointError(
+                        f"{item / place.file} is truncated: expected at least {end} bytes (for {key!r}), got "
+                        f"{sizes[place.file]}"
+                    )
 
     def __contains__(self, key: str) -> bool:
         return key in self._places
@@ -110,7 +115,9 @@ def values_in_ocdbt(item: Path, what: str) -> tuple[dict[str, Place], dict[str, 
     """
     # Of one node at a time: tensorstore would go to the files by itself, and those may be in another store.
     memory = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
-    memory.write(MANIFEST, (item / MANIFEST).read_bytes()).result()
+    stored = (item / MANIFEST).read_bytes()
+    require_bounded_manifest(stored, _MAX_DECODED_MANIFEST, what)
+    memory.write(MANIFEST, stored).result()
     manifest = ts.ocdbt.dump(memory).result()
     places: dict[str, Place] = {}
     inline: dict[str, bytes] = {}

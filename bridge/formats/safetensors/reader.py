@@ -28,6 +28,7 @@ from bridge.formats.base import (
     require_tensor,
 )
 from bridge.formats.coverage import check_coverage
+from bridge.formats.damaged_parts import one_part
 from bridge.formats.files.boxes import ChunkIndex, array_for, box_of
 from bridge.formats.files.model_files import ModelFiles
 from bridge.formats.files.regular_files import regular_file
@@ -85,7 +86,10 @@ class SafetensorsReader(ClosedAtEnd):
         fileset = find_files(self.path)
         self._files = SourceFiles(fileset.directory)
         self._fileset = fileset
-        headers = {name: self._header(name) for name in fileset.names}
+        headers: dict[str, Header] = {}
+        for name in fileset.names:
+            with one_part(name):
+                headers[name] = self._header(name)
         extras = {
             name: parse_extras(header.metadata[EXTRAS_KEY], str(fileset.directory / name))
             for name, header in headers.items()
@@ -93,7 +97,9 @@ class SafetensorsReader(ClosedAtEnd):
         }
         if fileset.weight_map is not None:
             stored = ((name, file) for file, header in headers.items() for name in header.arrays)
-            check_index(fileset.directory, fileset.weight_map, stored)
+            listed = {name: file for name, file in fileset.weight_map.items() if file in headers}
+            with one_part(fileset.index or ""):
+                check_index(fileset.directory, listed, stored)
         self._pieces = self._find_pieces(fileset, headers)
         paths = {name: path for extra in extras.values() for name, path in extra.paths.items()}
         self._tensors = self._infos(paths)
@@ -217,9 +223,10 @@ class SafetensorsReader(ClosedAtEnd):
             one = len(pieces) == 1 and not any(first.box.offsets)
             like = alike.get((first.array.shape, first.array.dtype)) if one else None
             if like is None:
-                infos[name] = self._info(name, path)
-                if one:
-                    alike[first.array.shape, first.array.dtype] = infos[name]
+                with one_part(name):
+                    infos[name] = self._info(name, path)
+                    if one:
+                        alike[first.array.shape, first.array.dtype] = infos[name]
             else:
                 infos[name] = like.named(name, path)
                 pieces[:] = pieces if like.chunks else []

@@ -22,6 +22,7 @@ from isal import isal_zlib
 
 from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, TensorInfo
+from bridge.formats.damaged_parts import one_part
 from bridge.formats.dcp.archive import Record, StoredTensor, compare_record, describe_tensor, verify_record
 from bridge.formats.dcp.pickle import read_pickle
 from bridge.formats.dcp.pickle_records import Vocabulary
@@ -76,13 +77,18 @@ class TorchSaveReader(SingleChunkReader):
         self.pieces: dict[str, LocalPiece] = {}
         """Of DTensors, by name, what the file has; their shape in `tensors` is that of the whole."""
         owners: dict[str, str] = {}
+        whole: set[str] = set()
         for file in self._fileset.names:
-            for name, reason in self._read_file(file):
-                owners[name] = file
-                if reason is not None:
-                    self._unreadable[name] = reason
+            with one_part(file):
+                for name, reason in self._read_file(file):
+                    owners[name] = file
+                    if reason is not None:
+                        self._unreadable[name] = reason
+                whole.add(file)
         if self._fileset.weight_map is not None:
-            check_index(self._fileset.directory, self._fileset.weight_map, owners.items())
+            listed = {name: file for name, file in self._fileset.weight_map.items() if file in whole}
+            with one_part(self._fileset.index or ""):
+                check_index(self._fileset.directory, listed, owners.items())
 
     @property
     def objects(self) -> Mapping[str, object]:
