@@ -61,7 +61,11 @@ def heading(finding: Finding) -> str:
             "and measure, or compile it with --target"
         )
     needed = ", ".join(f"{one.runtime} {_devices(one)}" for one in nearest.fewest)
-    fits = "fits; the fewest bytes at rest are" if nearest.bound == "lower" else "is known to fit; the lowest peak is"
+    fits = (
+        "fits; the fewest bytes at rest are"
+        if nearest.bound == "lower"
+        else "is known to fit; the lowest peak is"
+    )
     return f"{where}: no set of changes {fits} {lowest}, which needs more devices: {needed}"
 
 

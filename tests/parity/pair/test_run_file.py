@@ -75,8 +75,14 @@ def document(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_two_models_that_are_the_same(folder: Path) -> None:
-    done = parity(folder)
+AS_TABLE = (
+    f"{RUN.replace('mapping = "small.toml"', '')}[mapping]{MAPPING.replace('[[rule]]', '[[mapping.rule]]')}"
+)
+
+
+@pytest.mark.parametrize("text", [RUN, AS_TABLE], ids=["file", "table"])
+def test_two_models_that_are_the_same(folder: Path, text: str) -> None:
+    done = parity(folder, text)
     assert done.exit_code == 0, done.output
     assert "The two models are the same: 6 weights, 4 forward, 1 loss" in done.stdout
     report = document(folder)
@@ -232,6 +238,8 @@ MISUSES = {
         "expected a torch.nn.Module",
     ),
     "no mapping": (replaced('"small.toml"', '"smal.toml"'), "smal.toml"),
+    "a mapping that is a number": (replaced('"small.toml"', "3"), "expected a text or a table for mapping"),
+    "a mapping without rules": (f"{replaced('mapping = "small.toml"', '')}[mapping]\nname = 'm'", "rule"),
     "a mapping that does not fit": (replaced('"small.toml"', '"llama"'), "the torch model"),
     "no batch file": (replaced("batch.npz", "batches.npz"), "[batch] file: expected arrays in"),
     "a batch that the model refuses": (
