@@ -77,6 +77,6 @@ def statistics_cause(
         return ""
     return (
         f"torch keeps the unbiased variance, {round(count)} / {round(count) - 1} times the batch's, and flax the "
-        "biased one; that is the libraries' convention and no fault of the port: compare in eval mode, or list this buffer "
-        "under drop"
+        "biased one; that is the libraries' convention and no fault of the port: compare in eval mode, or list this "
+        "buffer under drop"
     )
