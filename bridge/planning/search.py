@@ -79,9 +79,7 @@ class Nearest:
     """The changes with the lowest peak, where none is known to fit.
 
     ``bound``: "upper" for a peak, which a device may stay below; "lower" for bytes at rest, where not all of the peak
-    is counted.
-
-    fewest: on how many devices the changed policy fits.
+    is counted. fewest: on how many devices the changed policy fits.
     """
 
     changes: tuple[str, ...]

@@ -66,7 +66,7 @@ def heading(finding: Finding) -> str:
         if nearest.bound == "lower"
         else "is known to fit; the lowest peak is"
     )
-    return f"{where}: no set of changes {fits} {lowest}, which needs more devices: {needed}"
+    return f"{where}: no set of changes {fits} {lowest}; devices that are enough: {needed}"
 
 
 def _counted(ways: Sequence[Way]) -> str:
