@@ -35,13 +35,15 @@ _FUSED = {
 class _Mixing:
     """What one side's own code of an attention gets and makes: projections' outputs, module inputs, what is mixed.
 
-    ``projected``: query, key and value, or all three in one. ``length``: of the queries' sequence.
+    ``projected``: query, key and value, or all three in one. ``length``: of the queries' sequence. ``exchanged``:
+    whether query, key and value are others than names or the order of calls say.
     """
 
     projected: tuple[np.ndarray, ...]
     mixed: np.ndarray
     given: Leaves
     length: int
+    exchanged: bool
 
 
 def attention_in_module(pair: CallPair, inner: Children, found: Leaves, given: Mapping[int, Leaves]) -> str:
@@ -51,8 +53,10 @@ def attention_in_module(pair: CallPair, inner: Children, found: Leaves, given: M
         for torch, jax in _mixings(pair, inner, found, given)
         if max(one.size for side in (torch, jax) for one in (*side.projected, side.mixed)) <= LARGEST
     ]
-    # The usual formulas refute a wrong size or order cheaply.
+    # The usual formulas refute a wrong size or order cheaply; the others try orders themselves.
     for usual, (torch, jax) in itertools.product((True, False), mixings):
+        if torch.exchanged and not usual:
+            continue
         sides = (("torch's", torch), ("JAX's", jax))
         known = {f"{owner} {name}": one for owner, side in sides for name, one in _tables(side)}
         masks = {f"{owner} {name}": one for owner, side in sides for name, one in _masks(side)}
@@ -109,12 +113,12 @@ def _sides(
     if len(ends) == 3 and {one and one[1] for one in roles} == {"q", "k", "v"}:
         ends = [ends[[one and one[1] for one in roles].index(role)] for role in "qkv"]
     # Values decide which one is the query, not names: a side's own result must follow from it.
-    for ordered in itertools.permutations(ends) if len(ends) in (1, 3) else ():
+    for number, ordered in enumerate(itertools.permutations(ends) if len(ends) in (1, 3) else ()):
         ours = tuple(output for _, output, _ in ordered)
         theirs = tuple(way.to_jax(output) for _, output, way in ordered)
         yield (
-            _Mixing(ours, torch, pair.torch.inputs, length),
-            _Mixing(theirs, jax, pair.jax.inputs, length),
+            _Mixing(ours, torch, pair.torch.inputs, length, number > 0),
+            _Mixing(theirs, jax, pair.jax.inputs, length, number > 0),
         )
 
 
