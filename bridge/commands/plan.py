@@ -156,8 +156,8 @@ def plan(
 
     With --memory, the command names the cheapest policy that fits, for each number of devices. A policy fits when its
     peak is within the memory less --reserve. The cheapest policy is the one whose devices send the fewest bytes in a
-    step. A policy does not fit where the bytes at rest are above the memory; between these and a peak that XLA may stay
-    below the answer is unknown. The exit status is 1 when no policy is known to fit.
+    step. A policy does not fit where the bytes at rest are above the memory. Between these and the peak, which a device
+    may stay below, the answer is unknown. The exit status is 1 when no policy is known to fit.
 
     With --search, the command also finds the largest batch, the fewest devices, and for a policy that does not fit the
     fewest changes that make it fit, as a policy file for both runtimes. The search is by planning: nothing is compiled.

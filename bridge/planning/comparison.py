@@ -10,8 +10,8 @@ what a peak leaves out (see ``peak``): fragmentation, and the buffers of the fra
 
 A peak without activations is not the whole one: such a plan is never known to fit, and is never the cheapest. A peak on
 a mesh with model axes, or of a model with frozen layers, counts activations that are not there, and is an upper bound.
-A peak in JAX is what ``jax_impl`` permits, and XLA may hold less. Such plans are known not to fit only where the bytes
-at rest do not; between these and the peak the answer is unknown (``Plan.least``).
+Any other peak is an estimate: kernels and XLA may hold less. So a plan is known not to fit only where its bytes at rest
+do not; between these and the peak the answer is unknown (``Plan.least``).
 """
 
 from __future__ import annotations

@@ -173,14 +173,9 @@ class Plan:
         return (self.mesh.model_ranks > 1 or frozen) and self.peak.complete
 
     @property
-    def may_need_less(self) -> bool:
-        """Whether a device may need less than the peak: it counts what may not be there, or XLA chooses what is."""
-        return self.runtime == "jax" or not self.peak.complete or self.peak_is_upper_bound
-
-    @property
     def least(self) -> int:
-        """Bytes that a device needs for sure: those at rest, where it ``may_need_less`` than the peak."""
-        return self.at_rest.total if self.may_need_less else self.peak.total
+        """Bytes that a device needs for sure: those at rest. Kernels and compilers choose what else of the peak is."""
+        return self.at_rest.total
 
     def _together(self, paths: Collection[str]) -> Collection[int]:
         """How many of equal units are one in JAX: those of a stack's layers."""

@@ -16,7 +16,7 @@ plans         a list, one for each policy, number of devices, workload and runti
   host          bytes of moments in CPU memory, not in ``at_rest``
   peak          "moment", "total", "terms" (bytes), "activations_known"; "lower_bound": whether ``total`` lacks
                 something; "upper_bound": whether it counts activations that are not there (model axes, frozen layers);
-                "least": bytes that a device needs for sure, those at rest where it may need less than the total
+                "least": bytes that a device needs for sure, those at rest
   traffic       a list by kind and axis: calls, bytes (whole buffers) and wire_bytes (sent by a device) in a step
   model_axes_counted  whether ``traffic`` has what model axes send; true where there are none
   other         all-reduces of the loss alone, not in ``traffic``
@@ -37,7 +37,7 @@ compiled      of --compile, a list: policy, devices, lines (what, planned, compi
 search        of --search, or null; a list, one for each policy, number of devices and workload:
   policy, devices, workload, fits (null where unknown)
   largest_batch   by runtime: sequences a device and microbatch, 0 where one is too many, null where unknown
-  more_may_fit    by runtime: whether more sequences may fit, since the peak is an upper bound
+  more_may_fit    by runtime: whether more sequences may fit; false where none does
   fewest_devices  by runtime: devices (null where none of those tried is known to be enough), not_below (null, or the
                   fewest of which that is unknown)
   ways            policies with the fewest changes that fit in all runtimes, fewest bytes sent first: changes, peak,

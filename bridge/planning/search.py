@@ -8,9 +8,8 @@ Nothing is compiled: a search plans. Each answer is one that trying all of its s
     fewest changes    ``changes.variants``        those with fewer changes first; of the first number of changes with
                                                   which something fits all are tried, and are listed by bytes sent
 
-A peak of which something is not counted never answers yes, and one that a device may stay below, as with XLA, never no:
-the bytes at rest do. Then an answer is open: a
-larger batch may fit than the one that is known to, and fewer devices may be enough.
+A peak of which something is not counted never answers yes. No peak answers no, since a device may stay below it: the
+bytes at rest do. So a larger batch may fit than the one that is known to, and fewer devices may be enough.
 """
 
 from __future__ import annotations
@@ -40,14 +39,12 @@ Planner = Callable[[str, ShardingPolicy, int, Workload], Plan]
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """``batch``: sequences per device and microbatch, 0 where not even one fits; None where that is unknown.
-
-    at_least: whether more may fit.
+    """``batch``: sequences per device and microbatch that are known to fit, 0 where not even one does; None where that
+    is unknown.
     """
 
     runtime: str
     batch: int | None
-    at_least: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,10 +76,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Nearest:
-    """The changes with the lowest peak, where none is known to fit. ``bound``: "lower", "upper" or "", none. A lower
-    bound is of the bytes at rest.
+    """The changes with the lowest peak, where none is known to fit.
 
-    fewest: on how many devices the changed policy fits.
+    ``bound``: "upper" for a peak, which a device may stay below; "lower" for bytes at rest, where not all of the peak
+    is counted. fewest: on how many devices the changed policy fits.
     """
 
     changes: tuple[str, ...]
@@ -167,7 +164,7 @@ def largest_batch(plan: Plan, usable: int) -> LargestBatch:
         slope = (found - first) / (batch - 1)
         ahead = int((usable - first) / slope) + 1 if slope and turn < _BY_SLOPE else (low + high) // 2
         batch = min(max(ahead, low + 1), high - 1)
-    return LargestBatch(plan.runtime, low, at_least=plan.may_need_less)
+    return LargestBatch(plan.runtime, low)
 
 
 def fewest_devices(
@@ -225,7 +222,7 @@ def _with_ways(
             sent = max(plan.traffic.wire_bytes() for plan in plans)
             counted = all(plan.exchanges is not None for plan in plans)
             ways.append(Way(variant.changes, variant.policy, peak, sent, _batches(plans, usable), counted))
-        bound = _bound(plans)
+        bound = "upper" if all(plan.peak.complete for plan in plans) else "lower"
         lowest = least if bound == "lower" else peak
         if nearest is None or lowest < nearest.peak:
             nearest = Nearest(variant.changes, variant.policy, lowest, bound)
@@ -237,12 +234,6 @@ def _with_ways(
         )
         nearest = replace(nearest, fewest=fewest, above=nearest.peak > usable)
     return replace(finding, nearest=nearest)
-
-
-def _bound(plans: Sequence[Plan]) -> str:
-    if not all(plan.peak.complete for plan in plans):
-        return "lower"
-    return "upper" if any(plan.may_need_less for plan in plans) else ""
 
 
 def _batches(plans: Sequence[Plan], usable: int) -> tuple[LargestBatch, ...]:

@@ -31,7 +31,7 @@ def answers(findings: Sequence[Finding]) -> tuple[Row, list[Row]]:
 def _batch(found: LargestBatch) -> str:
     if found.batch is None:
         return "unknown"
-    return f"{found.batch} or more" if found.at_least else str(found.batch) if found.batch else "none"
+    return f"{found.batch} or more" if found.batch else "none"
 
 
 def _devices(found: FewestDevices) -> str:
@@ -61,12 +61,12 @@ def heading(finding: Finding) -> str:
             "and measure, or compile it with --target"
         )
     needed = ", ".join(f"{one.runtime} {_devices(one)}" for one in nearest.fewest)
-    fits = {
-        "lower": "fits; the fewest bytes at rest",
-        "upper": "is known to fit; the lowest peak",
-    }.get(nearest.bound, "fits; the lowest peak")
-    are = "are" if nearest.bound == "lower" else "is"
-    return f"{where}: no set of changes {fits} {are} {lowest}, which needs more devices: {needed}"
+    fits = (
+        "fits; the fewest bytes at rest are"
+        if nearest.bound == "lower"
+        else "is known to fit; the lowest peak is"
+    )
+    return f"{where}: no set of changes {fits} {lowest}; devices that are enough: {needed}"
 
 
 def _counted(ways: Sequence[Way]) -> str:
@@ -122,7 +122,7 @@ def as_json(findings: Sequence[Finding], model: str) -> list[dict[str, Any]]:
             "workload": vars(one.workload),
             "fits": one.fits,
             "largest_batch": {batch.runtime: batch.batch for batch in one.batches},
-            "more_may_fit": {batch.runtime: batch.at_least for batch in one.batches},
+            "more_may_fit": {batch.runtime: bool(batch.batch) for batch in one.batches},
             "fewest_devices": _fewest(one.fewest),
             "ways": [
                 {

@@ -152,7 +152,7 @@ def families(weights: Mapping[str, TensorInfo], separator: str, *, automatic: bo
     grouped: dict[tuple[tuple[str, ...], tuple[int, ...], np.dtype], dict[tuple[int, ...], TensorInfo]] = {}
     present = {part for name in weights for part in name.split(separator)}
     for name, info in weights.items():
-        pattern, numbers = _pattern(name.split(separator), automatic)
+        pattern, numbers = pattern_of(name.split(separator), automatic)
         key = (pattern, info.shape, info.dtype)
         grouped.setdefault(key, {})[numbers] = info
     shapes = Counter(pattern for pattern, _, _ in grouped)
@@ -161,7 +161,7 @@ def families(weights: Mapping[str, TensorInfo], separator: str, *, automatic: bo
         if shapes[pattern] > 1:
             # Numbers with shapes of their own are no family: each tensor is a family by itself.
             for numbers, info in members.items():
-                parts = _filled(pattern, numbers)
+                parts = filled(pattern, numbers)
                 found.append(Family(separator.join(parts), {(): info}, _words_of(parts, present), parts[-1]))
         else:
             words = _words_of(pattern, present)
@@ -179,7 +179,13 @@ def _weigh(words: Iterable[str]) -> float:
     return sum(_LIGHT if word in ("weight", "bias") else 1.0 for word in words)
 
 
-def _pattern(parts: Sequence[str], automatic: bool) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def leaf_word(leaf: str) -> str:
+    """What a tensor is in its layer: `kernel` and `weight` are one word."""
+    return _WORDS.get(leaf.lower(), leaf)
+
+
+def pattern_of(parts: Sequence[str], automatic: bool) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The parts of a name with INDEX_NAMES for the numbers of layers, and these; automatic: see `families`."""
     pattern: list[str] = []
     numbers: list[int] = []
     for part in parts:
@@ -195,7 +201,8 @@ def _pattern(parts: Sequence[str], automatic: bool) -> tuple[tuple[str, ...], tu
     return tuple(pattern), tuple(numbers)
 
 
-def _filled(pattern: Sequence[str], numbers: Sequence[int]) -> tuple[str, ...]:
+def filled(pattern: Sequence[str], numbers: Sequence[int]) -> tuple[str, ...]:
+    """The parts of a name with the numbers of its layers."""
     values = dict(zip(INDEX_NAMES, map(str, numbers), strict=False))
     return tuple(re.sub(r"\{\w\}", lambda match: values[match.group()], part) for part in pattern)
 

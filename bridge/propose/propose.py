@@ -27,13 +27,8 @@ from bridge.mapping.conventions import WEIGHT
 from bridge.mapping.rules import parse_mapping
 from bridge.propose.axes import Fit, fits, fused_fits
 from bridge.propose.names import FUSED_WORDS, Family, families, similarity
-from bridge.propose.own_modules import (
-    COUNTER,
-    FLIPPED,
-    in_usual_order,
-    is_known_layout,
-    may_be_flipped,
-)
+from bridge.propose.numbered import BY_ORDER, BY_SIZES, by_order, numbered_alike
+from bridge.propose.own_modules import COUNTER, FLIPPED, in_usual_order, is_known_layout, may_be_flipped
 from bridge.propose.places import Places, places_in
 from bridge.propose.text import Namer, ProposedRule, conventions, render, writable
 from bridge.propose.uneven import settled
@@ -103,8 +98,9 @@ def propose(
         for side, other in ((0, right), (1, left)):
             named, _ = _weights((reader_a, reader_b)[side], automatic=True)
             # Numbers that the other side has, too, are those of layers; others may be those of unlike modules.
-            if _numbered_alike(named, other):
+            if numbered_alike(named, other):
                 left, right = (named, right) if side == 0 else (left, named)
+        left, right = by_order(left, right)
         # Only torch's norms count their batches.
         counted = [any(family.leaf == COUNTER for family in side) for side in (left, right)]
         drop = [f"*{COUNTER}"] if counted[0] != counted[1] else []
@@ -198,8 +194,10 @@ class _Matcher:
             if not likeness and rivals and not agreed:
                 continue
             fit, doubts = self._settle(self._fits[x.path, y.path])
-            if rivals and not self._same_name(x, y):
-                doubts.append(f"by name only: {_some(rivals)} would fit as well")
+            ordered = any(word.startswith(BY_ORDER) for word in x.words & y.words)
+            only = any(word.startswith(BY_SIZES) for word in x.words & y.words)
+            if rivals and not only and not self._same_name(x, y):
+                doubts.append(f"by {'order' if ordered else 'name'} only: {_some(rivals)} would fit as well")
             elif not likeness and not agreed:
                 doubts.append("by shape only: the names have nothing in common")
             choices.append(self._take(fit, doubts))
@@ -355,12 +353,6 @@ class _Matcher:
 
 def _leaves(fit: Fit) -> tuple[str, str]:
     return fit.a[0].family.leaf, fit.b[0].family.leaf
-
-
-def _numbered_alike(grouped: Sequence[Family], others: Sequence[Family]) -> bool:
-    """Whether the other side has layers of the numbers of a family."""
-    known = {numbers for family in others for numbers in family.numbers if len(numbers) > 1}
-    return any(numbers in known for family in grouped for numbers in family.numbers)
 
 
 def _fused(whole: Family, parts: Sequence[Family], swapped: bool) -> list[Fit]:

@@ -15,6 +15,10 @@ from bridge.propose.names import INDEX_NAMES, Family
 from bridge.propose.places import Places
 
 _LETTERS = "nfpqstuvwxyz"
+_TWO_BIASES = (
+    "# torch adds bias_ih and bias_hh where flax has one bias, and no rule adds tensors: store their sum in the one "
+    "that a rule names and zeros in the other, and name that under drop"
+)
 
 
 class Namer:
@@ -134,6 +138,7 @@ def render(
     ]
     for key, left in zip(keys, (left_a, left_b), strict=True):
         lines += [f"# unmatched in {key}: {_comment(path)}" for path in left]
+        lines += [_TWO_BIASES] if any(re.search(r"\bbias_[ih]h(_|$)", path) for path in left) else []
     lines += ["", 'name = "proposed"', *([f"drop = {json.dumps(drop)}"] if drop else [])]
     if {*keys} != {"torch", "jax"} or any(place.entries for place in places):
         for key, place in zip(keys, places, strict=True):

@@ -413,12 +413,13 @@ def test_a_search_says_no_where_even_lower_bounds_are_above_the_memory() -> None
     ("runtime", "model", "more"),
     [
         ("jax", "decoder:quick", ()),
+        ("torch", "decoder:quick", ()),
         ("torch", "tests.commands.test_plan:own_model", ()),
         ("torch", "decoder:quick", ("--frozen", "layers.0.*")),
         ("jax", "decoder:quick", ("--optimizer", "muon")),
     ],
 )
-def test_between_the_bytes_at_rest_and_a_peak_that_may_be_less_the_answer_is_unknown(
+def test_between_the_bytes_at_rest_and_the_peak_the_answer_is_unknown(
     runtime: str, model: str, more: tuple[str, ...]
 ) -> None:
     """Table, text, JSON and exit status say one thing: a device may hold less."""

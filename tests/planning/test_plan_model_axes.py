@@ -213,11 +213,10 @@ def test_a_published_shape_on_data_and_tensor_parallel_axes() -> None:
     assert [one["model_axes_counted"] for one in found] == [True, False, True, True]
 
 
-def test_an_upper_bound_answers_yes_or_unknown_and_no_only_without_activations() -> None:
+def test_an_upper_bound_answers_yes_or_unknown_and_no_only_below_the_bytes_at_rest() -> None:
     model, policy = shipped_model("llama3-8b"), fsdp_tp(dp=4, tp=2)
     plan = make_plan(model, policy, 8, "torch", Workload())
-    total = plan.peak.total
-    least = total - plan.peak.terms["activations"] - plan.peak.terms["segment"]
+    total, least = plan.peak.total, plan.at_rest.total
     for memory, answer in ((total, True), (total - 1, None), (least, None), (least - 1, False)):
         comparison = compare({"torch": model}, [policy], [8], Workload(), memory, reserve=0)
         assert comparison.fits(comparison.plans[0]) is answer

@@ -127,7 +127,7 @@ def test_the_fewest_changes_are_those_that_trying_all_finds(
     if expected and expected[0][0] == 0:
         assert (found.fits, found.ways, found.nearest) == (True, (), None)
         return
-    # XLA may hold less than a peak in JAX.
+    # A device may hold less than a peak.
     plans = [planned(runtime, parse_policy(text(*base), "mine.toml"), devices, WORK) for runtime in runtimes]
     assert found.fits is (False if any(plan.least > usable for plan in plans) else None)
     least = [one for one in expected if one[0] == expected[0][0]]
@@ -325,10 +325,9 @@ def test_an_upper_bound_never_answers_no() -> None:
     assert found.ways[0].peak <= usable
     more = searched(policy, 16, 2 * plan.peak.total, {"torch": model}, work=Workload())
     (batch,) = more.batches
-    assert batch.at_least
     assert batch.batch is not None
     assert batch.batch >= 1
     nothing = searched(policy, 16, plan.at_rest.main_weights.allocated * 4, {"torch": model}, work=Workload())
     assert nothing.nearest is not None
     assert nothing.nearest.bound == "upper"
-    assert "no set of changes is known to fit; the lowest upper bound of a peak" in heading(nothing)
+    assert "no set of changes is known to fit; the lowest peak is" in heading(nothing)

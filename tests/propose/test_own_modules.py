@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,7 @@ def test_gates_are_in_torchs_order_and_directions_are_not_exchanged(tmp_path: Pa
     assert found.doubts == 0
     # flax's cells have one bias for torch's two.
     assert found.left_a == ("rnn.bias_ih_l0", "rnn.bias_ih_l0_reverse")
+    assert "store their sum in the one that a rule names" in found.text
 
 
 def test_a_gru_has_gates_of_its_own_and_a_fused_twin(tmp_path: Path) -> None:
@@ -161,3 +163,64 @@ def test_automatic_names_of_linen_are_layers_where_the_other_side_has_as_many(tm
     named = {f"{name}.weight": (n, 4) for n, name in enumerate(("a", "b", "c"), 3)}
     shapes = {f"Dense_{n - 3}/kernel": (4, n) for n in (3, 4, 5)}
     assert len(proposed(folders[1], named, shapes).rules) == 3
+
+
+def sequential(sizes: tuple[int, ...], step: int = 2, stem: str = "net") -> Shapes:
+    """Linear layers of torch with other modules between, which have no tensors."""
+    found: Shapes = {}
+    for number, (size, out) in enumerate(itertools.pairwise(sizes)):
+        found |= {f"{stem}.{step * number}.weight": (out, size), f"{stem}.{step * number}.bias": (out,)}
+    return found
+
+
+def dense(sizes: tuple[int, ...], first: int = 0, name: str = "Dense") -> Shapes:
+    """Linear layers with linen's automatic names."""
+    found: Shapes = {}
+    for number, (size, out) in enumerate(itertools.pairwise(sizes), first):
+        found |= {f"{name}_{number}/kernel": (size, out), f"{name}_{number}/bias": (out,)}
+    return found
+
+
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("sizes", [(4, 8, 16, 3), (4, 8, 8, 8, 3), (8, 8, 8, 8)], ids=str)
+def test_layers_that_linen_counts_otherwise_are_paired_in_order(
+    tmp_path: Path, sizes: tuple[int, ...], step: int
+) -> None:
+    found = proposed(tmp_path, sequential(sizes, step), dense(sizes))
+    assert rules(found) == {
+        f"net.{step * number}.{leaf}": (f"Dense_{number}/{twin}",)
+        for number in range(len(sizes) - 1)
+        for leaf, twin in (("weight", "kernel"), ("bias", "bias"))
+    }
+    doubted = {rule.a[0].partition(" : ")[0] for rule in found.rules if rule.doubts}
+    # Layers of the same sizes may have been exchanged: order alone says which is which.
+    layers = list(itertools.pairwise(sizes))
+    assert doubted == {
+        f"net.{step * number}.{leaf}"
+        for number, layer in enumerate(layers)
+        for leaf in ("weight", "bias")
+        if layers.count(layer) > 1
+    }
+    assert all("by order only" in doubt for rule in found.rules for doubt in rule.doubts)
+    assert found.certain is (not doubted)
+
+
+def test_norms_between_layers_are_counted_apart(tmp_path: Path) -> None:
+    norms = {
+        f"net.{number}.{leaf}": (size,) for number, size in ((1, 8), (4, 16)) for leaf in ("weight", "bias")
+    }
+    theirs = {f"LayerNorm_{n}/{leaf}": (size,) for n, size in ((0, 8), (1, 16)) for leaf in ("scale", "bias")}
+    found = rules(proposed(tmp_path, sequential((4, 8, 16), 3) | norms, dense((4, 8, 16)) | theirs))
+    assert found["net.3.weight"] == ("Dense_1/kernel",)
+    assert found["net.3.bias"] == ("Dense_1/bias",)
+    assert (found["net.1.weight"], found["net.1.bias"]) == (("LayerNorm_0/scale",), ("LayerNorm_0/bias",))
+    assert (found["net.4.weight"], found["net.4.bias"]) == (("LayerNorm_1/scale",), ("LayerNorm_1/bias",))
+
+
+def test_layers_that_may_be_those_of_another_series_are_not_certain(tmp_path: Path) -> None:
+    """Two stacks on one side, one count of all layers on the other: nothing says which come first."""
+    sizes = (4, 8, 16, 3)
+    ours = sequential(sizes) | sequential(sizes, stem="head")
+    found = proposed(tmp_path, ours, dense(sizes) | dense(sizes, first=3))
+    assert not found.certain
+    assert not any("by order only" in doubt for rule in found.rules for doubt in rule.doubts)

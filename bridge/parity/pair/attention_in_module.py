@@ -21,6 +21,7 @@ from bridge.parity.pair.recording import Leaves
 from bridge.parity.pair.runs import CallPair, Children
 
 _ROLE = re.compile(r"(?:^|_|w)(q|k|v)(?:uery|ey|alue)?s?(?:$|_)")
+"""In names of modules: which order of three projections is tried first."""
 _SIZES = (64, 128, 96, 32, 80, 256, 16, 8)
 """Of an attention's heads, where neither an array nor a module says it; tried before other divisors of the width."""
 _MOST_OTHERS = 24
@@ -34,19 +35,27 @@ _FUSED = {
 class _Mixing:
     """What one side's own code of an attention gets and makes: projections' outputs, module inputs, what is mixed.
 
-    ``projected``: query, key and value, or all three in one. ``length``: of the queries' sequence.
+    ``projected``: query, key and value, or all three in one. ``length``: of the queries' sequence. ``exchanged``:
+    whether query, key and value are others than names or the order of calls say.
     """
 
     projected: tuple[np.ndarray, ...]
     mixed: np.ndarray
     given: Leaves
     length: int
+    exchanged: bool
 
 
 def attention_in_module(pair: CallPair, inner: Children, found: Leaves, given: Mapping[int, Leaves]) -> str:
     """Of what the own code of an attention makes of query, key and value."""
-    for torch, jax in _mixings(pair, inner, found, given):
-        if max(one.size for side in (torch, jax) for one in (*side.projected, side.mixed)) > LARGEST:
+    mixings = [
+        (torch, jax)
+        for torch, jax in _mixings(pair, inner, found, given)
+        if max(one.size for side in (torch, jax) for one in (*side.projected, side.mixed)) <= LARGEST
+    ]
+    # The usual formulas refute a wrong size or order cheaply; the others try orders themselves.
+    for usual, (torch, jax) in itertools.product((True, False), mixings):
+        if torch.exchanged and not usual:
             continue
         sides = (("torch's", torch), ("JAX's", jax))
         known = {f"{owner} {name}": one for owner, side in sides for name, one in _tables(side)}
@@ -54,11 +63,7 @@ def attention_in_module(pair: CallPair, inner: Children, found: Leaves, given: M
         ways = _FUSED if len(torch.projected) == 1 else ("",)
         fused = sorted(itertools.product(ways, ways), key=lambda both: both[0] != both[1])
         sizes, others = _sizes(pair, torch, jax, known)
-        # The usual formulas refute a wrong size cheaply.
-        tried = itertools.chain(
-            itertools.product((True,), (*sizes, *others), fused), itertools.product((False,), sizes, fused)
-        )
-        for usual, size, both in tried:
+        for size, both in itertools.product((*sizes, *others) if usual else sizes, fused):
             ours, theirs = (
                 _inputs(side, size, way, known, masks) for side, way in zip((torch, jax), both, strict=True)
             )
@@ -107,12 +112,13 @@ def _sides(
     roles = [_ROLE.search(child.modules.torch.rpartition(".")[2]) for child, _, _ in ends]
     if len(ends) == 3 and {one and one[1] for one in roles} == {"q", "k", "v"}:
         ends = [ends[[one and one[1] for one in roles].index(role)] for role in "qkv"]
-    if len(ends) in (1, 3):
-        ours = tuple(output for _, output, _ in ends)
-        theirs = tuple(way.to_jax(output) for _, output, way in ends)
+    # Values decide which one is the query, not names: a side's own result must follow from it.
+    for number, ordered in enumerate(itertools.permutations(ends) if len(ends) in (1, 3) else ()):
+        ours = tuple(output for _, output, _ in ordered)
+        theirs = tuple(way.to_jax(output) for _, output, way in ordered)
         yield (
-            _Mixing(ours, torch, pair.torch.inputs, length),
-            _Mixing(theirs, jax, pair.jax.inputs, length),
+            _Mixing(ours, torch, pair.torch.inputs, length, number > 0),
+            _Mixing(theirs, jax, pair.jax.inputs, length, number > 0),
         )
 
 

@@ -76,6 +76,7 @@ def statistics_cause(
     if count < 1.5 or abs(count - round(count)) > 1e-3 * count or not 0 <= kept / part < 1:
         return ""
     return (
-        f"torch's running variance is the unbiased one, {round(count)} / {round(count) - 1} times the batch's, and "
-        "JAX's the biased one, as flax has it"
+        f"torch keeps the unbiased variance, {round(count)} / {round(count) - 1} times the batch's, and flax the "
+        "biased one; that is the libraries' convention and no fault of the port: compare in eval mode, or list this "
+        "buffer under drop"
     )

@@ -151,7 +151,7 @@ def loss_rows(runs: Runs, least: float) -> Iterator[Row]:
 def update_rows(
     torch: Side, jax: Side, batch: Any, weights: WeightMap, dtype: str, steps: int
 ) -> Iterator[Row]:
-    """What the first step of the optimizers changes, and losses, weights and buffers after all steps."""
+    """What the first step of the optimizers changes, losses and weights after all steps, and buffers after each."""
     batches = [batch] * steps
     ours, begin = ({**side.weights(), **side.buffers()} for side in (torch, jax))
     start = weights.to_jax(Store().leaves(ours))
@@ -162,26 +162,37 @@ def update_rows(
             run = model.train(batches, one)
             give_back()
             losses[side, one] = run.losses
-            reached = [run.first, run.last] if steps > 1 else [run.first]
+            reached = [run.first, *run.between, run.last] if steps > 1 else [run.first]
             ends[side, one] = [weights.to_jax(leaves) for leaves in reached] if side == "torch" else reached
-    stages: tuple[Stage, ...] = ("update", "steps")
-    for place, stage in enumerate(stages[: 1 if steps < 2 else 2]):
-        for name in ends["jax", "float64"][place]:
-            if name in start and name in begin:
-                before = {"torch": start[name].astype(np.float64), "jax": begin[name].astype(np.float64)}
-                high, low, change, change_low = (
-                    # What rounding does is known well enough in float32.
-                    (ends[side, one][place][name] - before[side]).astype(
-                        np.float64 if one == "float64" else np.float32
-                    )
-                    for side in ("torch", "jax")
-                    for one in ("float64", dtype)
-                )
-                # A change is a difference of weights, so a rounding of the weights is the least that it can be off.
-                least = noise(None, before["jax"], dtype)
-                floor = max(noise(low, high, dtype), noise(change_low, change, dtype), least)
-                names = weights.owners(name), name
-                yield row_of(stage, names, high, change, floor, dtype=dtype, kind=weights.kind_of(name))
+
+    def row(step: int, name: str) -> Row:
+        before = {"torch": start[name].astype(np.float64), "jax": begin[name].astype(np.float64)}
+        high, low, change, change_low = (
+            # What rounding does is known well enough in float32.
+            (ends[side, one][step][name] - before[side]).astype(
+                np.float64 if one == "float64" else np.float32
+            )
+            for side in ("torch", "jax")
+            for one in ("float64", dtype)
+        )
+        # A change is a difference of weights, so a rounding of the weights is the least that it can be off.
+        least = noise(None, before["jax"], dtype)
+        floor = max(noise(low, high, dtype), noise(change_low, change, dtype), least)
+        names = weights.owners(name), name
+        stage: Stage = "update" if step == 0 else "steps"
+        return row_of(stage, names, high, change, floor, dtype=dtype, kind=weights.kind_of(name))
+
+    known = [name for name in ends["jax", "float64"][0] if name in start and name in begin]
+    count = len(ends["jax", "float64"])
+    for name in known:
+        held = (step for step in range(count) if all(name in reached[step] for reached in ends.values()))
+        rows = {step: row(step, name) for step in held}
+        yield rows[0]
+        if count > 1:
+            largest = max((one for step, one in rows.items() if step), key=lambda one: one.ratio)
+            differs = [step + 1 for step, one in rows.items() if one.counts]
+            note = f"first differs after step {differs[0]}" if largest.kind and differs else ""
+            yield dataclasses.replace(largest, note=note)
     yield from _training_losses(losses, dtype)
 
 

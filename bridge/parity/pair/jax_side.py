@@ -248,13 +248,13 @@ class JaxSide:
             moments = _unshared(self._optimizer.init(trained), parameters.values())
             losses: list[float] = []
             store = Store()
-            first: Leaves = {}
-            for batch in batches:
+            reached: list[Leaves] = []
+            for number, batch in enumerate(batches):
                 parameters, state, moments, value = step(parameters, state, moments, as_batch(batch, dtype))
                 losses.append(float(value))
-                first = first or _stored({**parameters, **instance.buffers(state)}, store)
-            last = _stored({**parameters, **instance.buffers(state)}, store)
-            return Training(tuple(losses), first, last)
+                whole = parameters if number in (0, len(batches) - 1) else {}
+                reached.append(_stored({**whole, **instance.buffers(state)}, store))
+            return Training(tuple(losses), reached[0], reached[-1], tuple(reached[1:-1]))
 
     def _scalar(
         self,

@@ -121,11 +121,15 @@ class Rerun:
 
 @dataclass(frozen=True)
 class Training:
-    """``steps`` of an optimizer: losses before each step; weights and buffers after the first and after the last."""
+    """``steps`` of an optimizer: losses before each step; weights and buffers after the first and after the last.
+
+    ``between``: buffers after each of the other steps.
+    """
 
     losses: tuple[float, ...]
     first: Leaves
     last: Leaves
+    between: tuple[Leaves, ...] = ()
 
 
 Replacements = Mapping[tuple[str, int], Leaves]

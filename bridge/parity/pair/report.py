@@ -141,7 +141,9 @@ class ParityReport:
             "update": f"The {of} after the first training step differ: {where}"
             if first.kind
             else f"The optimizers' first update differs: {where}",
-            "steps": f"The trainings differ: {where}",
+            "steps": f"The buffers differ in training: {where}, {first.note}"
+            if first.kind == BUFFER
+            else f"The trainings differ: {where}",
         }[first.stage]
         ratio = first.local if not math.isnan(first.local) else first.ratio
         cause = f": {first.cause}" if first.cause else ""

@@ -1,6 +1,6 @@
 """A comparison as a TOML file, for ``twinshard parity RUN.toml``.
 
-    mapping = "llama"                       # a family, or a TOML file beside this one
+    mapping = "llama"                       # a family, or a TOML file beside this one; or its content as [mapping]
     loss = "next_token"                     # or [loss] with torch and jax: "package.module:function"; or left out
     dtype = "float32"                       # the compute dtype under test
     steps = 3                               # of training
@@ -69,7 +69,7 @@ class RunFile:
     """A validated run file; see the module's docstring. ``folder``: where relative paths begin."""
 
     folder: Path
-    mapping: str
+    mapping: str | Mapping[str, object]
     torch: ModelSource
     jax: ModelSource
     batch: Mapping[str, Any]
@@ -191,9 +191,11 @@ def _arrays_of(path: Path) -> Any:
     return arrays["arr_0"] if set(arrays) == {"arr_0"} else arrays
 
 
-def _mapping(value: object, file: Path) -> str:
+def _mapping(value: object, file: Path) -> str | Mapping[str, object]:
+    if isinstance(value, dict):
+        return value
     if not isinstance(value, str):
-        raise RunFileError(f"{file}: expected a text for mapping, got {value!r}")
+        raise RunFileError(f"{file}: expected a text or a table for mapping, got {value!r}")
     return value if value in family_names() else str(file.resolve().parent / value)
 
 

@@ -205,18 +205,18 @@ class ShardedTorchSide:
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
         model = self._models[dtype]
         losses: list[float] = []
-        first: Leaves = {}
+        reached: list[Leaves] = []
         with _unchanged(model), running(model, dtype):
             optimizer = self._optimizer(model.parameters())
-            for batch in batches:
+            for step, batch in enumerate(batches):
                 loss = self._scalar(model, as_tensors(batch, getattr(torch, dtype), device_of(model)))
                 losses.append(self._ranks.mean(float(loss.detach())))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                first = first or self._state(model)
-            last = self._state(model)
-        return Training(tuple(losses), first, last)
+                whole = step in (0, len(batches) - 1)
+                reached.append(self._state(model) if whole else self._whole("buffer", model.named_buffers()))
+        return Training(tuple(losses), reached[0], reached[-1], tuple(reached[1:-1]))
 
     def _scalar(self, model: nn.Module, batch: Any) -> torch.Tensor:
         try:

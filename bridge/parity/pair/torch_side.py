@@ -305,19 +305,19 @@ class TorchSide:
             )
         model = copy_in(self._model, dtype)
         losses: list[float] = []
-        first: Leaves = {}
+        reached: list[Leaves] = []
         store = Store()
         with running(model, dtype):
             optimizer = self._optimizer(model.parameters())
-            for batch in batches:
+            for step, batch in enumerate(batches):
                 loss = self._scalar(model, as_tensors(batch, getattr(torch, dtype), device_of(model)))
                 losses.append(float(loss.detach()))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                first = first or _stored(state_of(model), store)
-            last = _stored(state_of(model), store)
-        return Training(tuple(losses), first, last)
+                whole = step in (0, len(batches) - 1)
+                reached.append(_stored(state_of(model) if whole else buffers_of(model), store))
+        return Training(tuple(losses), reached[0], reached[-1], tuple(reached[1:-1]))
 
     def _scalar(self, model: nn.Module, batch: Any, loss_of: Loss | None = None) -> torch.Tensor:
         try:

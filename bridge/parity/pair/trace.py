@@ -116,7 +116,8 @@ class Taken:
         for one in dtypes if steps else ():
             training = side.train([batch] * steps, one)
             trained[one] = list(training.losses)
-            for when, leaves in (("first", training.first), ("last", training.last)):
+            between = ((f"step {step}", leaves) for step, leaves in enumerate(training.between, 2))
+            for when, leaves in (("first", training.first), *between, ("last", training.last)):
                 found.update({f"{one}:{when}:{name}": array for name, array in leaves.items()})
         numbers.update((name, statistics(array)) for name, array in found.items() if name not in numbers)
         header: dict[str, Any] = {
@@ -284,12 +285,19 @@ class TraceSide:
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
         """The recorded training. See ``has_float64``."""
         recorded = self._recorded(dtype, "trained")
-        names = (*self.header["weights"], *self.header.get("buffers", ()))
+        buffers = self.header.get("buffers", ())
+        names = (*self.header["weights"], *buffers)
         first, last = (
             self._leaves({name: f"{recorded}:{when}:{name}" for name in names}, dtype)
             for when in ("first", "last")
         )
-        return Training(tuple(map(float, self.header["trained"][recorded])), first, last)
+        losses = tuple(map(float, self.header["trained"][recorded]))
+        between = (
+            {name: f"{recorded}:step {step}:{name}" for name in buffers} for step in range(2, len(losses))
+        )
+        # Traces of older versions hold no buffers of steps between.
+        kept = [{name: key for name, key in keys.items() if key in self.arrays} for keys in between]
+        return Training(losses, first, last, tuple(self._leaves(keys, dtype) for keys in kept))
 
     def _recorded(self, dtype: str, what: str) -> str:
         """The dtype of the recorded run that is the one in ``dtype``, or stands for it."""

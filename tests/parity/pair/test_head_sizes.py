@@ -18,19 +18,23 @@ from bridge.parity.pair.recording import heads_of
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, says: str) -> None:
+    """``order``: in which query, key and value are called for."""
+
+    def __init__(self, width: int, heads: int, says: str, names: str = "qkvo", order: str = "012") -> None:
         super().__init__()
-        self.parts = [heads]
+        self.parts, self.names, self.order = [heads], names, order
         if says == "number":
             self.n_heads = heads
         elif says == "size":
             self.head_dim = width // heads
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        for name in names:
+            setattr(self, name, nn.Linear(width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (f(x).unflatten(-1, (self.parts[0], -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        made = {one: getattr(self, self.names[int(one)])(x) for one in self.order}
+        q, k, v = (made[one].unflatten(-1, (self.parts[0], -1)).transpose(1, 2) for one in "012")
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(mixed.transpose(1, 2).flatten(2))
+        return getattr(self, self.names[3])(mixed.transpose(1, 2).flatten(2))
 
 
 class JaxAttention(nnx.Module):
@@ -48,16 +52,29 @@ class JaxAttention(nnx.Module):
         return self.o(jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v).reshape(x.shape))
 
 
-@pytest.mark.parametrize(("size", "says"), [(6, "number"), (72, "size"), (5, "nothing")])
-def test_a_wrong_mask_is_named_whatever_the_size(size: int, says: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "says", "names", "order"),
+    [
+        (6, "number", "qkvo", "012"),
+        (72, "size", "qkvo", "012"),
+        (5, "nothing", "qkvo", "012"),
+        # Names that say nothing, or the wrong thing, and another order of calls.
+        (6, "number", "abco", "210"),
+        (6, "number", "abco", "120"),
+        (6, "number", "vqko", "012"),
+    ],
+)
+def test_a_wrong_mask_is_named_whatever_the_size_and_the_names(
+    size: int, says: str, names: str, order: str
+) -> None:
     torch.manual_seed(0)
     rules = [
-        {"torch": f"{name}.{kind}", "jax": f"{name}/{twin}"}
-        for name in "qkvo"
+        {"torch": f"{name}.{kind}", "jax": f"{twin_name}/{twin}"}
+        for name, twin_name in zip(names, "qkvo", strict=True)
         for kind, twin in (("weight : o i_", "kernel : i_ o"), ("bias", "bias"))
     ]
     x = np.random.default_rng(0).normal(size=(3, 7, 2 * size)).astype(np.float32)
-    ours, theirs = Attention(2 * size, 2, says), JaxAttention(2 * size, 2)
+    ours, theirs = Attention(2 * size, 2, says, names, order), JaxAttention(2 * size, 2)
     found = parity(ours, theirs, x, mapping={"rule": rules}, weights="torch", steps=0, scale=4)
     assert not found
     assert "JAX: causal mask that lets the next token through" in found.summary()

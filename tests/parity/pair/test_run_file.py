@@ -75,8 +75,9 @@ def document(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_two_models_that_are_the_same(folder: Path) -> None:
-    done = parity(folder)
+@pytest.mark.parametrize("table", [False, True])
+def test_two_models_that_are_the_same(folder: Path, table: bool) -> None:
+    done = parity(folder, AS_TABLE if table else RUN)
     assert done.exit_code == 0, done.output
     assert "The two models are the same: 6 weights, 4 forward, 1 loss" in done.stdout
     report = document(folder)
@@ -209,6 +210,9 @@ def replaced(old: str, new: str) -> str:
     return RUN.replace(old, new)
 
 
+WITHOUT_MAPPING = replaced('mapping = "small.toml"', "")
+AS_TABLE = f"{WITHOUT_MAPPING}[mapping]{MAPPING.replace('[[rule]]', '[[mapping.rule]]')}"
+
 MISUSES = {
     "a key that is none": (with_table(RUN, "", "step = 3"), "got step"),
     "no jax": (replaced('[jax]\nmodel = "my_models.twins:JaxMLP"\n', ""), "expected jax, got none"),
@@ -232,6 +236,8 @@ MISUSES = {
         "expected a torch.nn.Module",
     ),
     "no mapping": (replaced('"small.toml"', '"smal.toml"'), "smal.toml"),
+    "a mapping that is a number": (replaced('"small.toml"', "3"), "expected a text or a table for mapping"),
+    "a mapping without rules": (f"{WITHOUT_MAPPING}[mapping]\nname = 'm'", "rule"),
     "a mapping that does not fit": (replaced('"small.toml"', '"llama"'), "the torch model"),
     "no batch file": (replaced("batch.npz", "batches.npz"), "[batch] file: expected arrays in"),
     "a batch that the model refuses": (
