@@ -8,8 +8,9 @@
 The first text that `config.json` can answer gives the size: a number, a field, or a quotient of a field and another one
 or a number, with "//" rounded down; with "if", where that field is true or a text, with "if not", where the field is
 there and false, and with "if ... is", where it is one of these texts. "unclear" ends the search without a size. The
-size counts only where the mapping's [axes] gives none, and the caller's must be the same. A mapping that is for some models (`model_types.py`) refuses the others. What the file says
-of tied embeddings is held against the weights (`tied.py`).
+size counts only where the mapping's [axes] gives none, and the caller's must be the same. A mapping that is for some
+models (`model_types.py`) refuses the others. What the file says of tied embeddings is held against the weights
+(`tied.py`).
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class _Planner:
         unequal = refused(self.reader, self.object_paths, found, self.target, self.moments_index)
         for text in unequal.problems:
             self.problems.append(text)
-        unmatched, carried = [], []
+        unmatched, carried, numbered = [], [], set[TreePath]()
         for info in found.others.values():
             if info.name in unequal.names:
                 continue
@@ -137,8 +137,9 @@ class _Planner:
                 carried.append("/".join(map(str, info.path)))
             elif not is_numbered(info.path):
                 unmatched.append(info.name)
-        if any(is_numbered(info.path) for info in found.others.values()):
-            self.problems.append(unnamed(self.reader) or "")
+            elif info.path[:-3] not in numbered:
+                numbered.add(info.path[:-3])
+                self.problems.append(unnamed(self.reader, info.path[:-3]))
         under_first_names(self.mapping, found)
         sections = merged(found, self.problems)
         twice = self._try(lambda: one_of_two(self.reader, self.mapping, found, self.target, self._axes)) or []
@@ -191,7 +192,11 @@ class _Planner:
         if self.to == "dcp":
             paths = {name: beside_weights.object_path(path) for name, path in paths.items()}
         plan = _collect(self.reader, self.to, planned, paths, dropped, values | empty | self._noted(empty))
-        told = () if self.target.name in self.notes else remarks(found, self.target, carried)
+        told = (
+            ()
+            if self.target.name in self.notes
+            else remarks(self.reader, self.object_paths, found, self.target, carried)
+        )
         said = (*told, *([chain] if chain else []))
         return replace(plan, conventions=(self.source.name, self.target.name), remarks=said)
 
