@@ -11,6 +11,7 @@ reason: the formulas were read in the sources of torch 2.13 and optax 0.2.8. `RE
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -141,6 +142,11 @@ _USUAL = {"maximize": False, "bias_correction": True, "correct_bias": True}
 _OWN_DEPTH = 2
 """Keys before a weight in the state of our own optimizers: ``opt_state/trace/<weight>``."""
 
+_OF_MEGATRON = re.compile(
+    r"optimizer\.distributed\.|optimizer\.state\.(?:exp_avg|exp_avg_sq|fp32_param|param)\."
+)
+"""Names in Megatron's torch_dist: by buckets, or the key before the weight."""
+
 CARRIED = frozenset({"acc_grads", "grad_acc", "ema", "found_nan"})
 """What optax keeps beside an optimizer's state: sums of gradients, averages. It comes back as it was."""
 
@@ -166,6 +172,12 @@ def refused(
     """
     tree = found.convention.is_tree
     crossing = tree != target.is_tree
+    if megatron := [info.name for info in found.others.values() if _OF_MEGATRON.search(info.name)]:
+        text = (
+            f"{reader.path} has the state of Megatron's distributed optimizer ({some(megatron)}), which is cut into "
+            "buckets, or has all layers in one tensor, and is not translated. Leave it out (--drop '*optimizer.*')"
+        )
+        return Refused((text,), frozenset(megatron))
     kept = [*_from_sections(found, crossing)]
     others = ((info.name, info.path) for info in found.others.values())
     if tree:
