@@ -400,3 +400,23 @@ def test_what_is_taken_for_granted_is_said() -> None:
     assert make_plan(trace, "dcp", table()).remarks == (
         "trace (opt_state/0/trace/*) read as that of optax.sgd, of gradients without the learning rate",
     )
+
+
+def test_notes_leave_out_empty_parts_alone() -> None:
+    reader = adam_with()
+    objects = {
+        ("opt_state", 1): None,
+        ("opt_state", 2): 0.5,
+        ("twinshard", "places"): {
+            "torch": {
+                "weights": "model.{w}",
+                "states": [],
+                "format": "dcp",
+                "added": ["opt_state/1", "opt_state/2"],
+            }
+        },
+    }
+    plan = make_plan(reader, "orbax", table())
+    tree = MemoryReader("orbax", contents(plan, reader), objects)
+    kept = {path for path, _ in make_plan(tree, "dcp", table()).objects.values()}
+    assert kept == {("opt_state", 2)}
