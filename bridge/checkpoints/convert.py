@@ -299,7 +299,7 @@ def planned(
         left_out: Sequence[str] = ()
         if table is not None:
             table = with_config(table, whole)
-            reader = held = with_named_states(with_step_tensors(held), options.optimizer_order)
+            reader = held = with_named_states(with_step_tensors(held), table, options.optimizer_order)
         if not options.selection.everything:
             reader = selected = SelectedReader(held, options.selection)
             left_out = selected.left_out

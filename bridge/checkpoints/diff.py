@@ -94,7 +94,8 @@ def diff(
             whole_a = DequantizedReader(whole_a)
         if table is not None:
             whole_a, whole_b = (
-                with_named_states(with_step_tensors(whole), optimizer_order) for whole in (whole_a, whole_b)
+                with_named_states(with_step_tensors(whole), table, optimizer_order)
+                for whole in (whole_a, whole_b)
             )
         reader_a, reader_b = selected_pair(whole_a, whole_b, selection)
         target: str | Convention | None = into

@@ -16,11 +16,11 @@ from collections.abc import Collection, Sequence
 from bridge.formats.base import TreePath
 from bridge.mapping.conventions import Convention, Section
 
-_BEHIND: tuple[tuple[Section, str, int], ...] = (
-    ("exp_avg", "optax.adamw", 2),
-    ("momentum_buffer", "optax.sgd with momentum", 1),
+_BEHIND: tuple[tuple[Section, str, int, str], ...] = (
+    ("exp_avg", "optax.adamw", 2, "mu, nu and count into the ScaleByAdamState"),
+    ("momentum_buffer", "optax.sgd with momentum", 1, "trace into the TraceState"),
 )
-"""Moment, optimizer, and how many parts stand behind its state: weight decay, and the learning rate."""
+"""Moment, optimizer, how many parts stand behind its state (weight decay, the learning rate), and what goes where."""
 
 
 def completed(
@@ -30,26 +30,31 @@ def completed(
 
     sections: what of an optimizer is written. taken: the paths that have something.
     """
-    written = [(section, name, behind) for section, name, behind in _BEHIND if section in sections]
+    written = [entry for entry in _BEHIND if entry[0] in sections]
     if not written:
         return {}, ""
-    section, name, behind = written[0]
+    section, _, behind, _ = written[0]
     path = target.path_of(section)
     node = path[: max(k for k, key in enumerate(path) if key in ("mu", "trace"))]
     shown = "/".join(map(str, node))
+    optimizers = " and ".join(name for _, name, _, _ in written)
+    by_hand = (
+        f"restore {node[0]} without a target, and put {' and '.join(moved for *_, moved in written)} of "
+        "optimizer.init(params)"
+    )
     if len(written) > 1:
-        return (
-            {},
-            f"{shown} has the states of {' and '.join(name for _, name, _ in written)}, as no chain of optax has",
+        return {}, (
+            f"{shown} has the states of {optimizers}, as no chain of optax has, so that stock Orbax restores it for "
+            f"none: {by_hand}"
         )
     wrapper = next((key for key in node[1:] if isinstance(key, str)), None)
     if wrapper is not None:
         return {}, (
-            f"{shown} is inside of {wrapper}, whose other values torch does not have: stock Orbax restores this "
-            "opt_state only with partial_restore=True"
+            f"{shown} has the state of {optimizers} inside of {wrapper}, whose other values torch does not have, so "
+            f"that stock Orbax restores it for no optimizer: {by_hand}"
         )
     if len(node) == 1:
-        return {}, f"{shown} has the state of {name} alone, and nothing of a chain"
+        return {}, f"{shown} has the state of {optimizers} alone, and nothing of a chain"
     empty = [(*node[:k], part) for k in range(1, len(node)) for part in range(int(node[k]))]
     empty += [(*node[:-1], int(node[-1]) + part) for part in range(1, behind + 1)]
     free = [part for part in empty if not any(path[: len(part)] == part for path in taken)]
@@ -59,6 +64,7 @@ def completed(
     front = ", behind parts without a state" if any(node[1:-1]) else ""
     count = "/".join(map(str, (*empty[-1], "count")))
     return dict.fromkeys(free), (
-        f"opt_state is that of {name} with a constant rate{front}: stock Orbax restores it for no other chain, such as "
-        f"one with a schedule, which has {count}, too"
+        f"{node[0]} is that of {optimizers} with a constant rate{front}, and stock Orbax restores it for that chain "
+        f"alone. For another one, such as with a schedule, which has {count}, too: {by_hand}, and the same count into "
+        "the schedule's state"
     )

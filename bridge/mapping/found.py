@@ -236,7 +236,7 @@ def _candidates(name: str, convention: Convention) -> Iterator[_Seen]:
                 node, _, inner = f"/{before}".rpartition(f"/{words[-1]}/")
                 node = f"{node}/".removeprefix("/")
                 yield _Seen(name[start:stop], _INSIDE[words[-1]], before, after, node, inner)
-            elif before.partition(separator)[0] not in _OPTIMIZER:
+            elif before.partition(separator)[0] not in _OPTIMIZER and "optimizer.state." not in before:
                 yield _Seen(name[start:stop], "weights", before, after)
 
 

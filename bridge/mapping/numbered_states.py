@@ -13,6 +13,7 @@ Then the user says the order, or the states stay numbers, which no mapping takes
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,10 @@ from bridge.formats.base import (
     Wanted,
 )
 from bridge.formats.files.regular_files import small_file
+from bridge.formats.regions import split_box
 from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
+from bridge.mapping.beside_weights import is_carried
+from bridge.mapping.table import MappingTable
 
 _WEIGHTS: Final = ("model", "state_dict", "model_state_dict", "module", "weights", "params", "net")
 _BUFFERS: Final = ("running_mean", "running_var", "num_batches_tracked")
@@ -44,34 +48,39 @@ _MAX_ORDER_BYTES: Final = 16 << 20
 _SHOWN: Final = 3
 
 _Shape = tuple[int, ...]
+_Groups = Sequence[Sequence[tuple[int, _Shape | None]]]
+_Weights = Sequence[tuple[str, _Shape]]
+"""Names and shapes. Of numbers in groups the shape is None where no state tells."""
 
 
-def with_named_states(reader: CheckpointReader, order: str | None = None) -> CheckpointReader:
+def with_named_states(
+    reader: CheckpointReader, mapping: MappingTable, order: str | None = None
+) -> CheckpointReader:
     """``reader`` with names for numbers in its optimizer states, as far as these are known; else ``reader`` itself.
 
-    order: "model", where in each group the weights follow each other as in the model; or a text file with the name of a
-    weight on each line, in the order of the numbers; None: as `param_names` and shapes tell. Raises CheckpointError for
-    a file that does not fit.
+    mapping: tells which weight may be another one under a second name, for which an optimizer has one number. order:
+    "model", where in each group the weights follow each other as in the model; or a text file with the name of a weight
+    on each line, in the order of the numbers, of several optimizers one after the other; None: as `param_names` and
+    shapes tell. Raises CheckpointError for a file that does not fit.
     """
-    lines = None if order in (None, MODEL_ORDER) else _lines(Path(order or ""))
+    prefixes = _prefixes(reader)
+    if not prefixes:
+        return reader
+    if order not in (None, MODEL_ORDER):
+        return NamedStates(reader, _listed(reader, prefixes, _lines(Path(order or ""))))
     names: dict[TreePath, dict[int, str]] = {}
-    for prefix in _prefixes(reader):
-        found = (
-            _names(reader, prefix, order == MODEL_ORDER) if lines is None else _listed(reader, prefix, lines)
-        )
+    for prefix in prefixes:
+        found = _names(reader, prefix, mapping, order == MODEL_ORDER)
         if found is not None:
             names[prefix] = found
     return NamedStates(reader, names) if names else reader
 
 
-def unnamed(reader: CheckpointReader) -> str | None:
-    """What would tell the weights that numbers in optimizer states stand for; None where there are no such numbers."""
-    prefixes = _prefixes(reader)
-    if not prefixes:
-        return None
-    shapes = _shapes(reader, prefixes[0])
+def unnamed(reader: CheckpointReader, prefix: TreePath) -> str:
+    """What would tell the weights that numbers in the states of the optimizer at ``prefix`` stand for."""
+    shapes = _shapes(reader, prefix)
     alike: dict[_Shape, list[str]] = {}
-    for weights in _weights(reader, prefixes[0])[:1]:
+    for weights in _weights(reader, prefix)[:1]:
         for name, shape in weights:
             alike.setdefault(shape, []).append(name)
     names = next((names for shape, names in alike.items() if len(names) > 1 and shape in shapes.values()), [])
@@ -81,7 +90,7 @@ def unnamed(reader: CheckpointReader) -> str | None:
         else ""
     )
     return (
-        f"{'.'.join(map(str, (*prefixes[0], _STATE)))} of {reader.path} numbers its {len(shapes)} weights, and "
+        f"{'.'.join(map(str, (*prefix, _STATE)))} of {reader.path} numbers its {len(shapes)} weights, and "
         f"nothing tells which number is whose{such}. If the optimizer was made of model.parameters(), or of groups "
         "that each follow the model's order, say so (--optimizer-order model). Else give a file with the name of a "
         "weight on each line, in the order of the optimizer (--optimizer-order FILE), or save the optimizer with names "
@@ -137,10 +146,13 @@ def is_numbered(path: TreePath) -> bool:
 
 def _prefixes(reader: CheckpointReader) -> list[TreePath]:
     """The places of the optimizers that number their weights."""
-    return [*dict.fromkeys(info.path[:-3] for info in reader.tensors.values() if is_numbered(info.path))]
+    numbered = (info for info in reader.tensors.values() if is_numbered(info.path))
+    return [*dict.fromkeys(info.path[:-3] for info in numbered if not is_carried(info, between_trees=False))]
 
 
-def _names(reader: CheckpointReader, prefix: TreePath, in_model_order: bool) -> dict[int, str] | None:
+def _names(
+    reader: CheckpointReader, prefix: TreePath, mapping: MappingTable, in_model_order: bool
+) -> dict[int, str] | None:
     groups = _groups(reader, prefix)
     if groups is None:
         return None
@@ -149,22 +161,58 @@ def _names(reader: CheckpointReader, prefix: TreePath, in_model_order: bool) -> 
         return dict(pairs) if len({name for _, name in pairs}) == len(pairs) else None
     shapes = _shapes(reader, prefix)
     wanted = [[(number, shapes.get(number)) for number in numbers] for numbers, _ in groups]
+    assign = _in_order if in_model_order else _only_assignment
     for weights in _weights(reader, prefix):
-        if not in_model_order:
-            numbers = [pair for group in wanted for pair in group]
-            if _fits([shape for _, shape in numbers], [shape for _, shape in weights]):
-                return _only_assignment(numbers, weights)
-            continue
-        found: dict[int, str] = {}
-        for group in wanted:
-            places = _only_way([shape for _, shape in group], [shape for _, shape in weights])
-            if places is None:
-                break
-            found |= {number: weights[place][0] for (number, _), place in zip(group, places, strict=True)}
-        else:
-            if len(set(found.values())) == len(found):
-                return found
+        if _fits(wanted, weights):
+            once = _without_second_names(reader, weights, mapping)
+            return assign(wanted, weights) or (assign(wanted, once) if _fits(wanted, once) else None)
     return None
+
+
+def _fits(groups: _Groups, weights: _Weights) -> bool:
+    """Whether weights of these shapes are there, one for each number. None fits all."""
+    numbers = [pair for group in groups for pair in group]
+    have = Counter(shape for _, shape in weights)
+    need = Counter(shape for _, shape in numbers if shape is not None)
+    return len(numbers) <= len(weights) and all(need[shape] <= have[shape] for shape in need)
+
+
+def _in_order(groups: _Groups, weights: _Weights) -> dict[int, str] | None:
+    """A weight for each number, which in each group follow each other; None unless there is exactly one way."""
+    found: dict[int, str] = {}
+    for group in groups:
+        places = _only_way([shape for _, shape in group], [shape for _, shape in weights])
+        if places is None:
+            return None
+        found |= {number: weights[place][0] for (number, _), place in zip(group, places, strict=True)}
+    return found if len(set(found.values())) == len(found) else None
+
+
+def _without_second_names(
+    reader: CheckpointReader, weights: _Weights, mapping: MappingTable
+) -> list[tuple[str, _Shape]]:
+    """``weights`` without those that have the bits of the one that ``mapping`` ties them to."""
+    shapes = dict(weights)
+    names = {str(info.path[-1]): name for name, info in reader.tensors.items() if not is_numbered(info.path)}
+    second = set()
+    for rule in mapping.rules:
+        first = mapping.rule_of(rule.tied_to) if rule.tied_to else rule
+        for convention in rule.sides if first is not rule else ():
+            ends = [[entry.path.text for entry in side.entries(convention)] for side in (rule, first)]
+            for end, other in itertools.product(*ends):
+                for name in (n for n in shapes if f".{n}".endswith(f".{end}")):
+                    same = name.removesuffix(end) + other
+                    if shapes.get(same) == shapes[name] and _alike(reader, names[name], names[same]):
+                        second.add(name)
+    return [pair for pair in weights if pair[0] not in second]
+
+
+def _alike(reader: CheckpointReader, first: str, second: str) -> bool:
+    info = reader.tensors[first]
+    return info.dtype == reader.tensors[second].dtype and all(
+        reader.read(first, box).tobytes() == reader.read(second, box).tobytes()
+        for box in split_box(Box.whole(info.shape), info.dtype.itemsize)
+    )
 
 
 def _lines(file: Path) -> list[str]:
@@ -176,41 +224,42 @@ def _lines(file: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-def _listed(reader: CheckpointReader, prefix: TreePath, lines: Sequence[str]) -> dict[int, str]:
+def _listed(
+    reader: CheckpointReader, prefixes: Sequence[TreePath], lines: Sequence[str]
+) -> dict[TreePath, dict[int, str]]:
     """The name on the line of each number. CheckpointError unless the names are those of weights of these shapes."""
-    groups = _groups(reader, prefix) or []
-    shapes = _shapes(reader, prefix)
-    numbers = sorted({number for group, _ in groups for number in group} | shapes.keys())
-    where = ".".join(map(str, (*prefix, _STATE)))
+    shapes = {
+        (prefix, number): shape for prefix in prefixes for number, shape in _shapes(reader, prefix).items()
+    }
+    numbers: list[tuple[TreePath, int]] = []
+    for prefix in prefixes:
+        groups = _groups(reader, prefix) or []
+        own = {number for group, _ in groups for number in group} | {n for p, n in shapes if p == prefix}
+        numbers += [(prefix, number) for number in sorted(own)]
+    where = " and ".join(".".join(map(str, (*prefix, _STATE))) for prefix in prefixes)
     if len(lines) != len(numbers) or len(set(lines)) != len(lines):
         raise CheckpointError(
             f"expected {len(numbers)} different names for the numbers of {where} in {reader.path}, got {len(lines)} "
             f"names, of which {len(set(lines))} differ"
         )
-    weights = next((w for w in map(dict, _weights(reader, prefix)) if w.keys() >= set(lines)), None)
+    there = [dict(weights) for weights in _weights(reader, prefixes[0])]
+    weights = next((w for w in there if w.keys() >= set(lines)), None)
     if weights is None:
-        known = dict(_weights(reader, prefix)[0]) if _weights(reader, prefix) else {}
-        other = next(line for line in lines if line not in known)
+        other = next(line for line in lines if line not in (there[0] if there else {}))
         raise CheckpointError(f"expected names of weights of {reader.path} for {where}, got {other!r:.200}")
-    for number, name in zip(numbers, lines, strict=True):
-        if number in shapes and shapes[number] != weights[name]:
+    for (prefix, number), name in zip(numbers, lines, strict=True):
+        if shapes.get((prefix, number), weights[name]) != weights[name]:
             raise CheckpointError(
-                f"{where}.{number} of {reader.path} is given to {name}: expected a state of its shape "
-                f"{weights[name]}, found {shapes[number]}"
+                f"{'.'.join(map(str, (*prefix, _STATE)))}.{number} of {reader.path} is given to {name}: expected a "
+                f"state of its shape {weights[name]}, found {shapes[prefix, number]}"
             )
-    return dict(zip(numbers, lines, strict=True))
+    given = dict(zip(numbers, lines, strict=True))
+    return {prefix: {n: name for (p, n), name in given.items() if p == prefix} for prefix in prefixes}
 
 
-def _fits(wanted: Sequence[_Shape | None], there: Sequence[_Shape]) -> bool:
-    """Whether weights of these shapes are there, one for each. None fits all."""
-    have, need = Counter(there), Counter(shape for shape in wanted if shape is not None)
-    return len(wanted) <= len(there) and all(need[shape] <= have[shape] for shape in need)
-
-
-def _only_assignment(
-    numbers: Sequence[tuple[int, _Shape | None]], weights: Sequence[tuple[str, _Shape]]
-) -> dict[int, str] | None:
-    """A weight for each number; None where that is possible in several ways."""
+def _only_assignment(groups: _Groups, weights: _Weights) -> dict[int, str] | None:
+    """A weight for each number; None where that is possible in several ways. There are weights of all shapes."""
+    numbers = [pair for group in groups for pair in group]
     by_shape: dict[_Shape, list[str]] = {}
     for name, shape in weights:
         by_shape.setdefault(shape, []).append(name)

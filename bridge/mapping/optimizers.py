@@ -11,6 +11,7 @@ reason: the formulas were read in the sources of torch 2.13 and optax 0.2.8. `RE
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -53,6 +54,14 @@ TORCH: tuple[Optimizer, ...] = (
     _optimizer("Rprop", "prev step_size", "the two forget the gradient after a change of sign in other ways"),
     _optimizer("ASGD", "ax eta", "optax has no such optimizer"),
     _optimizer(
+        "an 8-bit optimizer or another one of bitsandbytes",
+        "state1 state2 qmap1 qmap2 absmax1 absmax2 max1 max2 new_max1 new_max2 gnorm_vec unorm_vec",
+        "its moments are numbers of a table for blocks of a weight",
+    ),
+    _optimizer(
+        "a schedule-free optimizer", "z", "torch's Adam and SGD read its weights wrongly, as optax's do"
+    ),
+    _optimizer(
         "LBFGS", "old_dirs old_stps H_diag prev_flat_grad", "torch keeps it for all weights in one vector"
     ),
     _optimizer(
@@ -61,7 +70,7 @@ TORCH: tuple[Optimizer, ...] = (
         "the two factor a weight along other axes",
     ),
 )
-"""By the state's names in torch.optim and, for Adafactor, in transformers."""
+"""By the state's names in torch.optim, for Adafactor also in transformers, and in libraries that are named."""
 
 OPTAX: tuple[Optimizer, ...] = (
     _optimizer("optax.amsgrad", "nu_max", _AMSGRAD),
@@ -81,6 +90,11 @@ OPTAX: tuple[Optimizer, ...] = (
 _OPTAX_WORDS = frozenset(word for optimizer in OPTAX for word in optimizer.words)
 
 _ALONE: Mapping[str, Optimizer] = {
+    "exp_avg": _optimizer(
+        "Lion or another optimizer with one moment",
+        "exp_avg",
+        "there is no exp_avg_sq, and nothing tells how exp_avg was made",
+    ),
     "nu": _optimizer(
         "optax.rmsprop (nu without mu)", "nu", f"{_NO_STEP}; its trace contains past learning rates"
     ),
@@ -96,17 +110,42 @@ _READ_AS: tuple[tuple[Section, str, str], ...] = (
     (
         "exp_avg_sq",
         "mu, nu and count",
-        "those of optax.adam, adamw or radam; adamax, nadam, yogi and adabelief keep other numbers under these names",
+        "those of optax.adam, adamw or radam; adamax, yogi and adabelief keep other numbers under these names, and "
+        "nadam makes other updates of them",
     ),
     ("momentum_buffer", "trace", "that of optax.sgd, of gradients without the learning rate"),
 )
 
-_SUMS_OTHERWISE = {
-    "dampening": "momentum_buffer then sums 1 - dampening of each gradient, and optax.trace whole ones",
-    "ns_steps": "Muon's momentum_buffer is a mean of gradients, and optax.contrib.muon keeps it as mu, with a count",
+_MUON = "Muon's momentum_buffer is a mean of gradients, and optax.contrib.muon keeps it as mu, with a count"
+_ADOPT = "ADOPT's exp_avg is a mean of gradients that are divided by the root of exp_avg_sq, and optax.adam's mu is not"
+_GROUPS = "param_groups"
+_OTHERWISE: Mapping[Section, Mapping[str, str]] = {
+    "momentum_buffer": {
+        "dampening": "momentum_buffer then sums 1 - dampening of each gradient, and optax.trace whole ones",
+        "ns_steps": _MUON,
+        "backend_steps": _MUON,
+        "use_muon": _MUON,
+        "trust_coeff": "LARS sums scaled gradients in momentum_buffer, and optax.lars in trace also learning rates",
+    },
+    "exp_avg": {"clip_exp": _ADOPT, "clip_lambda": _ADOPT},
 }
+"""By moment: keys of a group of weights that say that the moment is no equal of optax's, and why."""
+
+_PLAIN = frozenset(
+    {"params", "param_names", "name", "step", "lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad"}
+    | {"decoupled_weight_decay", "momentum", "dampening", "nesterov", "foreach", "capturable", "fused"}
+    | {"differentiable"}
+)
+_USUAL = {"maximize": False, "bias_correction": True, "correct_bias": True}
+"""Keys of groups of torch's Adam, AdamW, RAdam and SGD, and such that change nothing at this value."""
+
 _OWN_DEPTH = 2
 """Keys before a weight in the state of our own optimizers: ``opt_state/trace/<weight>``."""
+
+_OF_MEGATRON = re.compile(
+    r"optimizer\.distributed\.|optimizer\.state\.(?:exp_avg|exp_avg_sq|fp32_param|param)\."
+)
+"""Names in Megatron's torch_dist: by buckets, or the key before the weight."""
 
 CARRIED = frozenset({"acc_grads", "grad_acc", "ema", "found_nan"})
 """What optax keeps beside an optimizer's state: sums of gradients, averages. It comes back as it was."""
@@ -132,30 +171,59 @@ def refused(
     paths: of the source's objects. index: knows the weights' names.
     """
     tree = found.convention.is_tree
-    kept = [*_from_sections(found, crossing=tree != target.is_tree)]
+    crossing = tree != target.is_tree
+    if megatron := [info.name for info in found.others.values() if _OF_MEGATRON.search(info.name)]:
+        text = (
+            f"{reader.path} has the state of Megatron's distributed optimizer ({some(megatron)}), which is cut into "
+            "buckets, or has all layers in one tensor, and is not translated. Leave it out (--drop '*optimizer.*')"
+        )
+        return Refused((text,), frozenset(megatron))
+    kept = [*_from_sections(found, crossing)]
     others = ((info.name, info.path) for info in found.others.values())
     if tree:
         kept += _from_tree(others, index)
     else:
-        kept += _from_state_dict((*others, *((name, path) for name, path in paths.items())))
+        kept += _from_state_dict((*others, *paths.items()), index, paths.values())
+        if crossing and not kept:
+            alone = (s.sections.get("exp_avg", ()) for s in found.states if not s.sections.get("exp_avg_sq"))
+            kept = [(_ALONE["exp_avg"], "exp_avg", weight, "") for weights in alone for weight in weights]
     weights: dict[Optimizer, dict[str, None]] = {}
-    for optimizer, weight, _ in kept:
+    words: dict[Optimizer, dict[str, None]] = {}
+    for optimizer, word, weight, _ in kept:
         weights.setdefault(optimizer, {})[weight] = None
+        words.setdefault(optimizer, {})[word] = None
     problems = [
-        f"{reader.path} has the state of {optimizer.name} ({', '.join(sorted(optimizer.words))} of "
-        f"{some([*names])}), which has no equal in {target.name}: {optimizer.reason}. Leave the optimizer's state out "
-        f"(--weights-only){_without(optimizer, tree)}"
+        f"{reader.path} has the state of {optimizer.name} ({', '.join(sorted(words[optimizer]))} of "
+        f"{some([*names])}), which has no equal in {target.name}"
+        f"{f': {optimizer.reason}' if crossing else ''}. Leave the optimizer's state out (--weights-only)"
+        f"{_without(optimizer, tree)}"
         for optimizer, names in weights.items()
     ]
-    if target.is_tree and not tree and any("momentum_buffer" in state.sections for state in found.states):
-        problems += _of_groups(reader, paths, own=len(target.path_of("momentum_buffer")) == _OWN_DEPTH)
-    return Refused(tuple(problems), frozenset(name for _, _, name in kept if name))
+    if crossing and not tree:
+        problems += _of_groups(reader, paths, found, own=len(target.path_of("momentum_buffer")) == _OWN_DEPTH)
+    return Refused(tuple(problems), frozenset(name for *_, name in kept if name))
 
 
-def remarks(found: Found, target: Convention, kept: Iterable[str]) -> Iterator[str]:
-    """What a translation from optax takes for granted. kept: names of tensors that go along under their own names."""
+def remarks(
+    reader: CheckpointReader,
+    paths: Mapping[str, TreePath],
+    found: Found,
+    target: Convention,
+    kept: Iterable[str],
+) -> Iterator[str]:
+    """What a translation between torch and optax takes for granted.
+
+    paths: of the source's objects. kept: names of tensors that go along under their own names.
+    """
     source = found.convention
-    if not source.is_tree or target.is_tree:
+    if source.is_tree == target.is_tree:
+        return
+    if not source.is_tree:
+        if found.states and (shown := [f"{name} = {value!r:.20}" for name, value in _unusual(reader, paths)]):
+            yield (
+                "the optimizer has options that torch's Adam, AdamW, RAdam and SGD do not have by default "
+                f"({some(shown)}): its state is read as theirs"
+            )
         return
     for section, words, meaning in _READ_AS:
         nodes = [n for n, state in enumerate(found.states) if section in state.sections]
@@ -175,23 +243,24 @@ def _without(optimizer: Optimizer, tree: bool) -> str:
     return f", or the maximum alone, to go on as Adam (--drop '{f'*/{word}/*' if tree else f'*.{word}'}')"
 
 
-def _from_sections(found: Found, crossing: bool) -> Iterator[tuple[Optimizer, str, str]]:
-    """Optimizer, weight and "" for each state among those that have the names of translated ones."""
+_Kept = tuple[Optimizer, str, str, str]
+"""An optimizer, a word of its state, the weight, and the tensor's or object's name; "" where that is translated."""
+
+
+def _from_sections(found: Found, crossing: bool) -> Iterator[_Kept]:
+    """The optimizers of states that have the names of translated ones."""
+    tree = found.convention.is_tree
     for state in found.states:
         if crossing:
-            optimizer = (OPTAX if found.convention.is_tree else TORCH)[0]
-            yield from ((optimizer, weight, "") for weight in state.sections.get("max_exp_avg_sq", ()))
-        if not found.convention.is_tree:
-            continue
+            optimizer, word = (OPTAX[0], "nu_max") if tree else (TORCH[0], "max_exp_avg_sq")
+            yield from ((optimizer, word, weight, "") for weight in state.sections.get("max_exp_avg_sq", ()))
         first, second = (state.sections.get(section, {}) for section in ("exp_avg", "exp_avg_sq"))
-        if not first or not second:
+        if tree and not (first and second):
             word = "mu" if first else "nu"
-            yield from ((_ALONE[word], weight, "") for weight in (*first, *second))
+            yield from ((_ALONE[word], word, weight, "") for weight in (*first, *second))
 
 
-def _from_tree(
-    others: Iterable[tuple[str, TreePath]], index: NameIndex
-) -> Iterator[tuple[Optimizer, str, str]]:
+def _from_tree(others: Iterable[tuple[str, TreePath]], index: NameIndex) -> Iterator[_Kept]:
     for name, path in others:
         if path[0] not in OPTIMIZER_KEYS:
             continue
@@ -201,52 +270,85 @@ def _from_tree(
             continue
         # A tree of weights may have a root of its own below the word: v_row/params/...
         word = next((key for key in keys[1:start] if key in _OPTAX_WORDS), keys[start - 1])
-        yield _named(OPTAX, word, "optax"), "/".join(keys[start:]), name
+        yield _named(OPTAX, word, "optax"), word, "/".join(keys[start:]), name
 
 
 def _knows(index: NameIndex, keys: list[str]) -> bool:
     return index.knows("/".join(keys)) or (keys[-1] == "value" and index.knows("/".join(keys[:-1])))
 
 
-def _from_state_dict(others: Iterable[tuple[str, TreePath]]) -> Iterator[tuple[Optimizer, str, str]]:
+def _from_state_dict(
+    others: Iterable[tuple[str, TreePath]], index: NameIndex, objects: Iterable[TreePath]
+) -> Iterator[_Kept]:
+    """objects: the paths of all objects, among which an optimizer that numbers its weights has groups."""
+    with_groups = {path[:-3] for path in objects if path[-3:-2] == (_GROUPS,)}
     for name, path in others:
         keys = [str(key) for key in path]
+        numbered = False
         if "state" in keys[1:-2]:
             place = keys.index("state", 1)
             weight, word = keys[place + 1], keys[place + 2]
+            numbered = weight.isdecimal() and path[:place] in with_groups
         else:
             before, _, word = ".".join(keys).rpartition(".")
-            _, state, weight = f".{before}".rpartition(".state.")
-            if not state:
-                continue
-        if word not in SECTIONS:
-            yield _named(TORCH, word, "torch"), weight, name
+            _, _, weight = f".{before}".rpartition(".state.")
+        # Loaders of data and schedulers have a state, too.
+        parts = weight.split(".")
+        known = numbered or any(index.knows(".".join(parts[k:])) for k in range(len(parts)))
+        if known and f".state.{weight}.{word}" in f".{'.'.join(keys)}" and word not in SECTIONS:
+            yield _named(TORCH, word, "torch"), word, weight, name
 
 
 def _named(known: tuple[Optimizer, ...], word: str, library: str) -> Optimizer:
-    unknown = _optimizer(
-        "another optimizer", word, f"{word} is no name that Adam, AdamW, RAdam or SGD of {library} give"
-    )
+    names = "Adam, AdamW, RAdam or SGD" if library == "torch" else "adam, adamw, radam or sgd"
+    unknown = Optimizer("another optimizer", frozenset(), f"{names} of {library} do not keep such values")
     return next((optimizer for optimizer in known if word in optimizer.words), unknown)
 
 
-def _of_groups(reader: CheckpointReader, paths: Mapping[str, TreePath], own: bool) -> Iterator[str]:
-    """Problems of groups of weights whose momentum_buffer is no sum of gradients, as optax.trace is.
+def _in_groups(paths: Mapping[str, TreePath]) -> Iterator[tuple[str, str]]:
+    """Names of the values in groups of weights, and their keys."""
+    for name, path in paths.items():
+        if any(_GROUPS in str(part) for part in path):
+            yield name, str(path[-1]).rpartition(".")[2]
+
+
+def _of_groups(
+    reader: CheckpointReader, paths: Mapping[str, TreePath], found: Found, own: bool
+) -> Iterator[str]:
+    """Problems of groups of weights whose moments are others than those of optax under these names.
 
     own: the target's state is that of our own optimizers, which have no chain, and keep Muon's as torch does.
     """
-    for name, path in paths.items():
-        key = str(path[-1]).rpartition(".")[2]
-        if key not in _SUMS_OTHERWISE or not any("param_groups" in str(part) for part in path):
-            continue
-        if key == "ns_steps" and own:
-            continue
-        try:
-            value = reader.objects[name]
-        except CheckpointError:
-            continue
-        if value:
+    reasons = {
+        key: reason
+        for section, reasons in _OTHERWISE.items()
+        if any(section in state.sections for state in found.states)
+        for key, reason in reasons.items()
+        if not (own and reason == _MUON)
+    }
+    for name, key in _in_groups(paths):
+        if key in reasons and (value := _value(reader, name)):
             yield (
-                f"{name} is {value!r:.20}: {_SUMS_OTHERWISE[key]}. Leave the optimizer's state out (--weights-only)"
+                f"{name} is {value!r:.20}: {reasons[key]}. Leave the optimizer's state out (--weights-only)"
             )
             return
+
+
+def _unusual(reader: CheckpointReader, paths: Mapping[str, TreePath]) -> Iterator[tuple[str, object]]:
+    """The first value of each kind that groups of torch's own optimizers do not have."""
+    seen = set()
+    for name, key in _in_groups(paths):
+        if key in _PLAIN or key in seen:
+            continue
+        value = _value(reader, name)
+        if value is not None and value is not _USUAL.get(key):
+            seen.add(key)
+            yield name, value
+
+
+def _value(reader: CheckpointReader, name: str) -> object:
+    """None where the value cannot be read."""
+    try:
+        return reader.objects[name]
+    except CheckpointError:
+        return None

@@ -77,6 +77,14 @@ def misfit(
             f"{count} tensors match no rule of mapping {mapping.name}, whose rules are for plain "
             f"weights: {remedy}, or leave the mapping out to keep names and bytes"
         )
+    paths = [entry.path.text for rule in rules for entry in rule.entries(side)]
+    stacked = {path.replace(".{i}.", "."): path for path in paths if ".{i}." in path}
+    if (name := next((name for name in unmatched if name in stacked), None)) is not None:
+        return (
+            f"{name} of {reader.path} has all layers in one tensor, as Megatron's format torch_dist has, and {side} of "
+            f"mapping {mapping.name} has one for each layer ({stacked[name]}): convert the checkpoint first "
+            f"(Megatron-LM: --ckpt-convert-format torch), or write rules with the layers as an axis ({name} : {{i}} m)"
+        )
     lines = [f"mapping {mapping.name} does not fit {reader.path}; is this another model?"]
     if len(mapping.conventions) > 2:
         lines.append(f"Of its conventions ({', '.join(mapping.conventions)}) {side} is the nearest.")
@@ -86,8 +94,7 @@ def misfit(
         texts = [" & ".join(e.path.text for e in rule.entries(side)) for rule in unused]
         lines.append(f"{len(unused)} of {len(rules)} rules found no tensor: {_first(texts)}.")
     else:
-        known = [e.path.text for rule in rules for e in rule.entries(side)]
-        lines.append(f"Mapping {mapping.name} knows {_first(known)}.")
+        lines.append(f"Mapping {mapping.name} knows {_first(paths)}.")
     lines.append(
         "Add rules, list the tensors to leave out under drop, or leave the mapping out to keep the names."
     )

@@ -23,12 +23,14 @@ import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, TreePath, Wanted
 from bridge.mapping.found import find
+from bridge.mapping.numbered_states import with_named_states
 from bridge.mapping.operations import Change, ChangedView
 from bridge.mapping.padding import PaddedView
 from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.relation import Block, Ranges, TensorView, dense_pieces, elements
 from bridge.mapping.rules import mapping_table
 from bridge.mapping.sizes import require_model, with_config, with_config_fields
+from bridge.mapping.step_values import with_step_tensors
 from bridge.mapping.table import MappingTable
 from bridge.mapping.translation import make_plan
 
@@ -216,6 +218,7 @@ class LoadedAs:
         assert table is not None
         table = with_config(table, reader)
         table = _with_own_config(table, state, config or {})
+        reader = with_named_states(with_step_tensors(reader), table)
         run = find(state.tensors.values(), table, None, state.where)
         self._reader = reader
         self._plan: Plan = make_plan(reader, state.format, table, into=run.convention, wanted=run.weights)

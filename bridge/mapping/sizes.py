@@ -3,12 +3,14 @@
     from scalars of the checkpoint     [axes]    vocab = "train/vocab_size"
     from `config.json` beside it       [config]  d = ["head_dim", "text_config.head_dim", "hidden_size / num_heads"]
                                                  r = ["num_heads / num_kv_heads if grouped", "1 if not multi_query"]
+                                                 choice = ["1 if kind is a|b", "unclear if kind", "0"]
 
 The first text that `config.json` can answer gives the size: a number, a field, or a quotient of a field and another one
-or a number, with "//" rounded down; with "if", where that field is true, with "if not", where the field is there and
-false, and with "if ... is", where it is this text. The size counts only where the mapping's [axes] gives none, and the
-caller's must be the same. A mapping that is for some models (`model_types.py`) refuses the others. What the file says
-of tied embeddings is held against the weights (`tied.py`).
+or a number, with "//" rounded down; with "if", where that field is true or a text, with "if not", where the field is
+there and false, and with "if ... is", where it is one of these texts. "unclear" ends the search without a size. The
+size counts only where the mapping's [axes] gives none, and the caller's must be the same. A mapping that is for some
+models (`model_types.py`) refuses the others. What the file says of tied embeddings is held against the weights
+(`tied.py`).
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ from bridge.mapping.table import MappingTable
 CONFIG_FILE = "config.json"
 _MAX_BYTES = 1 << 20
 _TIES = "tie_word_embeddings"
+_UNCLEAR = -1
 _FIELD = r"[A-Za-z_][\w.]*"
 _SIZE = re.compile(
-    rf"\s*(?:(?P<number>\d+)|(?P<over>{_FIELD})(?:\s*(?P<sign>//?)\s*(?P<under>{_FIELD}|\d+))?)"
-    rf"(?:\s+if(?P<no>\s+not)?\s+(?P<condition>(?!not\b){_FIELD})(?:\s+is\s+(?P<text>\w+))?)?\s*"
+    rf"\s*(?:(?P<number>\d+|unclear\b)|(?P<over>{_FIELD})(?:\s*(?P<sign>//?)\s*(?P<under>{_FIELD}|\d+))?)"
+    rf"(?:\s+if(?P<no>\s+not)?\s+(?P<condition>(?!not\b){_FIELD})(?:\s+is\s+(?P<text>\w+(?:\|\w+)*))?)?\s*"
 )
 
 
@@ -160,8 +163,8 @@ def with_config_fields(table: MappingTable, fields: Mapping[str, object], where:
         if axis in table.axes and axis not in checked:
             continue
         found = ((text, _config_value(text, fields, where)) for text in table.config[axis])
-        text, size_ = next((pair for pair in found if pair[1] is not None), ("", None))
-        if size_ is None:
+        text, size_ = next((pair for pair in found if pair[1] is not None), ("", _UNCLEAR))
+        if size_ == _UNCLEAR:
             continue
         if axis in checked and size_ != table.axes[axis]:
             raise MappingError(
@@ -176,7 +179,10 @@ def with_config_fields(table: MappingTable, fields: Mapping[str, object], where:
 
 
 def _config_value(text: str, fields: Mapping[str, object], file: str) -> int | None:
-    """The size that a text of [config] stands for; None where a field is missing or null, or the condition fails."""
+    """The size that a text of [config] stands for; None where a field is missing or null, or the condition fails.
+
+    -1 where the text says that the fields do not tell.
+    """
     match = _SIZE.fullmatch(text)
     if match is None or (match["no"] and match["text"]):
         raise MappingError(
@@ -184,16 +190,16 @@ def _config_value(text: str, fields: Mapping[str, object], file: str) -> int | N
             f"with or without a condition such as 'if grouped' or 'if not grouped', got {text!r}"
         )
     condition = match["condition"]
-    if match["text"] is not None and field_of(fields, condition) != match["text"]:
-        return None
-    if (
-        match["text"] is None
-        and condition is not None
-        and field_of(fields, condition) is not (match["no"] is None)
-    ):
-        return None
-    if match["number"] is not None:
-        return int(match["number"])
+    if condition is not None:
+        value = field_of(fields, condition)
+        if match["text"] is not None:
+            holds = value in match["text"].split("|")
+        else:
+            holds = value is False if match["no"] else value is True or isinstance(value, str)
+        if not holds:
+            return None
+    if (number := match["number"]) is not None:
+        return _UNCLEAR if number == "unclear" else int(number)
     names = [name for name in (match["over"], match["under"]) if name is not None]
     numbers = [int(name) if name.isdigit() else field_of(fields, name) for name in names]
     if None in numbers:

@@ -112,9 +112,9 @@ class MappingTable:
             if value not in (0, 1):
                 raise MappingError(
                     f"mapping {self.name}: convention {name} has rotary rows side by side where {choice} is 1, and in "
-                    f"halves where it is 0: expected a config.json beside {where} that tells "
-                    f"({'; '.join(self.config.get(choice, ()))}), or --axis {choice}=1 or --axis {choice}=0 (in a "
-                    f"program with_axes({{{choice!r}: 1}})), got {'neither' if value is None else value}"
+                    f"halves where it is 0: expected --axis {choice}=1 or --axis {choice}=0 (in a program "
+                    f"with_axes({{{choice!r}: 1}})), since no config.json beside {where} tells, got "
+                    f"{'neither' if value is None else value}"
                 )
         choices = {choice: cast(int, self.axes[choice]) for choice in open_choices}
         if not choices:

@@ -127,7 +127,7 @@ class _Planner:
         unequal = refused(self.reader, self.object_paths, found, self.target, self.moments_index)
         for text in unequal.problems:
             self.problems.append(text)
-        unmatched, carried = [], []
+        unmatched, carried, numbered = [], [], set[TreePath]()
         for info in found.others.values():
             if info.name in unequal.names:
                 continue
@@ -137,8 +137,9 @@ class _Planner:
                 carried.append("/".join(map(str, info.path)))
             elif not is_numbered(info.path):
                 unmatched.append(info.name)
-        if any(is_numbered(info.path) for info in found.others.values()):
-            self.problems.append(unnamed(self.reader) or "")
+            elif info.path[:-3] not in numbered:
+                numbered.add(info.path[:-3])
+                self.problems.append(unnamed(self.reader, info.path[:-3]))
         under_first_names(self.mapping, found)
         sections = merged(found, self.problems)
         twice = self._try(lambda: one_of_two(self.reader, self.mapping, found, self.target, self._axes)) or []
@@ -178,8 +179,11 @@ class _Planner:
         planned += [self._tensor("weights", weight, view) for weight, view in weights.items()]
         states = StatePlan(self.reader, found, self.target, outputs, self.kept)
         planned += [self._tensor(s, w, content, k) for s, w, k, content in states.tensors(self.problems)]
-        added = added_parts(self.notes, self.target) | {"/".join(map(str, PLACES))}
-        paths = {n: path for n, path in self.object_paths.items() if "/".join(map(str, path)) not in added}
+        added = added_parts(self.notes, self.target)
+        shown = {name: "/".join(map(str, path)) for name, path in self.object_paths.items() if path != PLACES}
+        # What an edited checkpoint has there is no empty part.
+        empty_there = {n for n, path in shown.items() if path in added and self.reader.objects[n] is None}
+        paths = {name: self.object_paths[name] for name in shown if name not in empty_there}
         follow = partial(followed, self.reader, paths, self.mapping, self.target, weights)
         paths, values = self._try(follow) or ({}, {})
         empty, chain = self._chain(outputs, [*(tensor.path for tensor in planned), *paths.values()])
@@ -191,7 +195,11 @@ class _Planner:
         if self.to == "dcp":
             paths = {name: beside_weights.object_path(path) for name, path in paths.items()}
         plan = _collect(self.reader, self.to, planned, paths, dropped, values | empty | self._noted(empty))
-        told = () if self.target.name in self.notes else remarks(found, self.target, carried)
+        told = (
+            ()
+            if self.target.name in self.notes
+            else remarks(self.reader, self.object_paths, found, self.target, carried)
+        )
         said = (*told, *([chain] if chain else []))
         return replace(plan, conventions=(self.source.name, self.target.name), remarks=said)
 

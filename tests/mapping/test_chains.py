@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -76,24 +77,58 @@ def test_stock_orbax_restores_the_chain_that_is_named(tmp_path: Path, kind: str)
     assert np.array_equal(restored["params"]["a"]["kernel"].T, arrays["model.a.weight"])
 
 
+OTHERS: dict[str, tuple[str, optax.GradientTransformation]] = {
+    "schedule": ("opt_state/0/", optax.adamw(lambda _: 0.1)),
+    "MultiSteps": ("opt_state/inner_opt_state/0/", optax.MultiSteps(optax.adamw(0.1), 2)),
+    "hyperparameters": ("opt_state/inner_state/0/", optax.inject_hyperparams(optax.adamw)(0.1)),
+}
+
+
+@pytest.mark.fast_cases("MultiSteps")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_the_note_on_other_chains_says_what_works(tmp_path: Path, kind: str) -> None:
+    node, optimizer = OTHERS[kind]
+    arrays = torch_state(*ADAM)
+    params = {"a": {"kernel": jnp.zeros(SHAPE[::-1])}}
+    (remark,) = convert(written(tmp_path / "a", arrays), tmp_path / "b", mapping=table(node)).remarks
+    assert "restore opt_state without a target, and put mu, nu and count into the ScaleByAdamState" in remark
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "b")["opt_state"]
+    for key in node.split("/")[1:-1]:
+        found = found[int(key) if key.isdecimal() else key]
+
+    def is_adam(state: Any) -> bool:
+        return isinstance(state, optax.ScaleByAdamState)
+
+    state = jax.tree.map(
+        lambda s: optax.ScaleByAdamState(found["count"], found["mu"], found["nu"]) if is_adam(s) else s,
+        optimizer.init(params),
+        is_leaf=is_adam,
+    )
+    assert jax.tree.structure(state) == jax.tree.structure(optimizer.init(params))
+    (mu,) = (s.mu for s in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(s))
+    assert np.array_equal(mu["a"]["kernel"].T, arrays["optimizer.state.a.weight.exp_avg"])
+
+
 @pytest.mark.parametrize(
     ("words", "node", "said"),
     [
         (
             ADAM,
             "opt_state/0/",
-            r"no other chain, such as one with a schedule, which has opt_state/2/count, too",
+            r"for that chain alone\. For another one, .* schedule, which has opt_state/2/count, too: restore opt_state "
+            r"without a target, and put mu, nu and count into the ScaleByAdamState of optimizer\.init\(params\)",
         ),
         (
             ADAM,
             "opt_state/inner_opt_state/0/",
-            r"inside of inner_opt_state, .* only with partial_restore=True",
+            r"optax\.adamw inside of inner_opt_state, .* for no optimizer: restore .* put mu, nu and count into",
         ),
         (ADAM, "opt_state/'a'/inner_state/0/", r"inside of a, "),
         (
             (*ADAM, *MOMENTUM),
             "opt_state/0/",
-            r"the states of optax\.adamw and optax\.sgd .*, as no chain of optax",
+            r"the states of optax\.adamw and optax\.sgd .*, as no chain of optax .* and trace into the TraceState of",
         ),
     ],
 )

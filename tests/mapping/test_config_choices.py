@@ -25,6 +25,7 @@ ROWS: dict[str, tuple[dict[str, Any], bool]] = {
     "Llama 2": ({"rope_scaling": None}, False),
     "Llama 2, transformers 5": ({"rope_parameters": {"rope_type": "default"}}, False),
     "linear": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, False),
+    "dynamic": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, False),
     "Mistral": ({"model_type": "mistral", "sliding_window": None}, False),
 }
 
@@ -98,6 +99,25 @@ def test_the_type_of_rotary_positions_decides_about_maxtexts_rows(
     convert(tmp_path / "out", tmp_path / "back", to="safetensors", mapping="llama")
     name = "model.layers.0.self_attn.k_proj.weight"
     assert np.array_equal(weights(tmp_path / "back")[name], weights(source)[name])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "longrope"}},
+        {"rope_parameters": {"rope_type": "yarn"}, "model_type": "mistral", "sliding_window": None},
+    ],
+)
+def test_a_type_that_maxtext_has_in_two_ways_is_asked_for(tmp_path: Path, config: dict[str, Any]) -> None:
+    source = llama(tmp_path / "hf", config)
+    with pytest.raises(MappingError, match=re.escape("--axis llama3_rope=1 or --axis llama3_rope=0")):
+        convert(source, tmp_path / "out", to="orbax", mapping="llama", into="maxtext")
+    axes = {"llama3_rope": 1}
+    convert(source, tmp_path / "out", to="orbax", mapping="llama", into="maxtext", axes=axes)
+    assert np.array_equal(keys_of(tmp_path / "out", True), side_by_side(source))
+    # Where neither side has such rows, nothing is asked.
+    convert(source, tmp_path / "flax", to="orbax", mapping="llama")
 
 
 def test_without_a_configuration_both_directions_ask(tmp_path: Path) -> None:

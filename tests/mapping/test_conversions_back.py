@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from bridge.checkpoints.convert import convert
 from bridge.checkpoints.diff import diff
+from bridge.checkpoints.selection import Selection
 from bridge.commands.main import app
 from bridge.formats import open_checkpoint
+from bridge.mapping import MappingError
 from tests.mapping.test_config_choices import HEAD, llama, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -185,3 +187,42 @@ def test_megatrons_stacked_layers(tmp_path: Path) -> None:
         theirs = {n.removeprefix("model."): reader.read(n) for n in reader.tensors}
     assert theirs.keys() == stacked(source).keys()
     assert all(np.array_equal(theirs[n], a.numpy()) for n, a in stacked(source).items())
+
+
+MEGATRONS = {
+    "by layers": lambda w: {
+        f"optimizer.state.{m}.{n}": a for n, a in w.items() for m in ("exp_avg", "fp32_param")
+    },
+    "several": lambda w: {f"chained_0.optimizer.state.exp_avg_sq.{n}": a for n, a in w.items()},
+    "buckets": lambda _: {
+        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)"
+        f".bucket_idx_0.{word}": torch.zeros(9)
+        for word in ("exp_avg", "param")
+    },
+}
+
+
+@pytest.mark.fast_cases("several")
+@pytest.mark.parametrize("kind", MEGATRONS)
+def test_the_state_of_megatrons_distributed_optimizer_is_named(tmp_path: Path, kind: str) -> None:
+    w = stacked(llama(tmp_path / "hub", {}))
+    dcp.save(w | MEGATRONS[kind](w), checkpoint_id=tmp_path / "dist", no_dist=True)
+    axes, out = {"d": HEAD, "r": 2}, tmp_path / "hf"
+    with pytest.raises(
+        MappingError, match=r"state of Megatron's distributed optimizer .*--drop '\*optimizer\.\*'"
+    ):
+        convert(tmp_path / "dist", out, to="safetensors", mapping="megatron", into="hf", axes=axes)
+    without = Selection(drop=("*optimizer.*",))
+    convert(
+        tmp_path / "dist", out, to="safetensors", mapping="megatron", into="hf", axes=axes, selection=without
+    )
+    assert names(out) == names(tmp_path / "hub")
+
+
+def test_layers_in_one_tensor_are_named_where_the_mapping_has_one_for_each(tmp_path: Path) -> None:
+    w = stacked(llama(tmp_path / "hub", {}))
+    dcp.save(w, checkpoint_id=tmp_path / "dist", no_dist=True)
+    with pytest.raises(
+        MappingError, match=r"linear_qkv.* of .* has all layers in one tensor, .*--ckpt-convert-format"
+    ):
+        convert(tmp_path / "dist", tmp_path / "hf", mapping="qwen3_moe", into="hf", axes={"d": HEAD, "r": 2})

@@ -49,7 +49,7 @@ def saved(path: Path, net: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
 def names(path: Path, order: str | None = None) -> set[str]:
     """Those of the weights that states are for; all tensors still have their bytes."""
     with open_checkpoint(path) as reader:
-        named = with_named_states(reader, order)
+        named = with_named_states(reader, MappingTable("any", ()), order)
         assert {named.read(n).tobytes() for n in named.tensors} == {
             reader.read(n).tobytes() for n in reader.tensors
         }
@@ -175,3 +175,66 @@ def test_momentum_alone_tells_shapes_too(tmp_path: Path) -> None:
     net = nn.ModuleDict({"a": nn.Linear(2, 3, bias=False), "b": nn.Linear(3, 2, bias=False)})
     optimizer = torch.optim.SGD(list(net.parameters())[::-1], 0.1, momentum=0.9)
     assert names(saved(tmp_path / "a.pt", net, optimizer)) == {"a.weight", "b.weight"}
+
+
+TIED = """
+[[rule]]
+torch = "embed.weight : v m"
+jax = "embed/kernel : v m"
+[[rule]]
+torch = "head.weight : v m"
+jax = "head/kernel : m v"
+optional = true
+tied_to = "embed.weight"
+[[rule]]
+torch = "a.weight : o m"
+jax = "a/kernel : m o"
+"""
+
+
+@pytest.mark.parametrize("root", ["", "module."])
+def test_a_tied_head_has_no_number_of_its_own(tmp_path: Path, root: str) -> None:
+    layers = {
+        "embed": nn.Embedding(7, 4),
+        "a": nn.Linear(4, 5, bias=False),
+        "head": nn.Linear(4, 7, bias=False),
+    }
+    net = nn.ModuleDict(layers)
+    net["head"].weight = net["embed"].weight
+    optimizer = torch.optim.AdamW(net.parameters())
+    saved(tmp_path / "a.pt", net, optimizer)
+    mapping = parse_mapping(TIED, "tied.toml")
+
+    def named(head: torch.Tensor) -> set[str]:
+        model = {root + name: w for name, w in {**net.state_dict(), "head.weight": head}.items()}
+        torch.save({"model": model, "optimizer": optimizer.state_dict()}, tmp_path / "b.pt")
+        with open_checkpoint(tmp_path / "b.pt") as reader:
+            named = with_named_states(reader, mapping)
+            return {n.removeprefix("optimizer.state.") for n in named.tensors if n.endswith(".exp_avg")}
+
+    weight = net["embed"].weight.detach()
+    assert named(weight) == {f"{root}embed.weight.exp_avg", f"{root}a.weight.exp_avg"}
+    # Another weight, or one that has a number of its own.
+    assert named(weight + 1) == {"0.exp_avg", "1.exp_avg"}
+    optimizer = torch.optim.AdamW([*net.parameters(), nn.Parameter(weight.clone())])
+    for own in optimizer.param_groups[0]["params"]:
+        own.grad = torch.ones_like(own)
+    optimizer.step()
+    assert named(weight) == {"0.exp_avg", "1.exp_avg", "2.exp_avg"}
+
+
+def test_a_file_names_the_weights_of_several_optimizers(tmp_path: Path) -> None:
+    net = towers()
+    first = torch.optim.AdamW([*net["second"].parameters(), *net["head"].parameters()])
+    second = torch.optim.AdamW(net["first"].parameters())
+    saved(tmp_path / "a.pt", net, first)
+    saved(tmp_path / "a.pt", net, second)
+    both = {"model": net.state_dict(), "optimizer": [first.state_dict(), second.state_dict()]}
+    torch.save(both, tmp_path / "a.pt")
+    lines = [f"{name}.{leaf}" for name in ("second", "head", "first") for leaf in ("weight", "bias")]
+    (tmp_path / "order.txt").write_text("\n".join(lines))
+    convert(
+        tmp_path / "a.pt", tmp_path / "out", mapping=rules(net), optimizer_order=str(tmp_path / "order.txt")
+    )
+    first.state |= second.state
+    assert_right(tmp_path / "out", net, first)

@@ -209,8 +209,90 @@ def test_lbfgs_and_optimizers_of_others_are_refused() -> None:
         MappingError, match=r"the state of another optimizer \(hessian of a\.weight, b\.weight\)"
     ):
         make_plan(MemoryReader("dcp", lion | sophia), "orbax", table())
-    with pytest.raises(MappingError, match=r"expected the whole optimizer state"):
+    with pytest.raises(MappingError, match=r"the state of Lion .* \(exp_avg of a\.weight, b\.weight\)"):
         make_plan(MemoryReader("dcp", lion), "orbax", table())
+
+
+STATES: dict[str, tuple[str, str]] = {
+    "bitsandbytes": (
+        "state1 qmap1 absmax1",
+        r"8-bit optimizer .* \(absmax1, qmap1, state1 of a\.weight, b\.weight\)",
+    ),
+    "schedule-free": ("z exp_avg_sq", r"a schedule-free optimizer \(z of"),
+    "others": ("exp_avg exp_avg_diff neg_pre_grad", r"another optimizer \(exp_avg_diff, neg_pre_grad of a"),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_states_of_other_libraries_are_one_sentence(kind: str) -> None:
+    words, message = STATES[kind]
+    arrays = {f"model.{n}.weight": np.zeros(shape, np.float32) for n, shape in SHAPES.items()}
+    arrays |= {
+        f"optimizer.state.{n}.weight.{word}": np.zeros(shape, np.float32)
+        for n, shape in SHAPES.items()
+        for word in words.split()
+    }
+    with pytest.raises(MappingError, match=message) as error:
+        make_plan(MemoryReader("dcp", arrays), "orbax", table())
+    assert "\n" not in str(error.value)
+    # Among state dicts nothing is said of optax.
+    with pytest.raises(MappingError, match=r"has no equal in hf\. Leave"):
+        make_plan(MemoryReader("dcp", arrays), "dcp", table(third="hf"), into="hf")
+
+
+def adam_with(**options: object) -> MemoryReader:
+    weights = torch_weights()
+    optimizer = torch.optim.Adam(weights.values())
+    torch_steps(optimizer, weights, 0, 2)
+    optimizer.param_groups[0] |= options
+    return torch_reader(optimizer, weights)
+
+
+def test_an_option_that_makes_another_moment_refuses_the_state() -> None:
+    with pytest.raises(MappingError, match=r"param_groups\.0\.clip_exp is 0\.333: ADOPT's exp_avg is a mean"):
+        make_plan(adam_with(clip_exp=0.333), "orbax", table())
+    weights = torch_weights()
+    optimizer = torch.optim.SGD(weights.values(), RATE, momentum=0.9)
+    torch_steps(optimizer, weights, 0, 2)
+    for option, reason in {"use_muon": "Muon", "trust_coeff": "LARS"}.items():
+        reader = torch_reader(optimizer, weights)
+        reader.object_paths["x"], reader.objects["x"] = ("optimizer", "param_groups", 0, option), 0.5
+        with pytest.raises(MappingError, match=reason):
+            make_plan(reader, "orbax", table())
+    # Where the option is off, or is one of the other moment, nothing is said.
+    assert (
+        len(make_plan(adam_with(use_muon=False, trust_coeff=None, dampening=0.5), "orbax", table()).remarks)
+        == 2
+    )
+    assert len(make_plan(adam_with(trust_coeff=None), "orbax", table()).remarks) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"maximize": True}, "optimizer.param_groups.0.maximize = True"),
+        ({"bias_correction": False}, "optimizer.param_groups.0.bias_correction = False"),
+        ({"caution": True, "lr_mult": 1.0}, "caution = True, optimizer.param_groups.0.lr_mult = 1.0"),
+        ({"bias_correction": True, "fused": True, "initial_lr": 0.1, "param_names": ["a"]}, ""),
+    ],
+)
+def test_options_that_adam_does_not_have_are_said(options: dict[str, object], told: str) -> None:
+    said = [r for r in make_plan(adam_with(**options), "orbax", table()).remarks if "options" in r]
+    assert [told in remark for remark in said] == ([True] if told else [])
+
+
+def test_states_of_loaders_and_schedulers_are_no_optimizers() -> None:
+    reader = adam_with()
+    objects = {
+        ("dataloader", "state", "worker_0", "epoch"): 3,
+        ("lr_scheduler", "state", "0", "last_epoch"): 3,
+        ("trainer", "state", "best", "loss"): 0.5,
+    }
+    everything = {tuple(path): reader.objects[n] for n, path in reader.object_paths.items()} | objects
+    arrays = reader.arrays | {"dataloader.state.0.order": np.arange(3)}
+    plan = make_plan(MemoryReader("dcp", arrays, everything), "orbax", table())
+    assert "dataloader/state/0/order" in plan.tensors
+    assert {path for path, _ in plan.objects.values()} >= objects.keys()
 
 
 def test_momentum_with_dampening_is_refused() -> None:
@@ -249,7 +331,10 @@ REFUSED_OPTAX: dict[str, tuple[str, Callable[[], Any]]] = {
     "lion": (r"optax\.lion or optax\.contrib\.muon", lambda: optax.lion(RATE)),
     "rprop": (r"optax\.rprop", lambda: optax.rprop(RATE)),
     "schedule-free": (r"schedule_free", lambda: optax.contrib.schedule_free_adamw(RATE)),
-    "prodigy": (r"another optimizer \(exp_avg of a/kernel", lambda: optax.contrib.prodigy(RATE)),
+    "prodigy": (
+        r"another optimizer \(exp_avg, exp_avg_sq, grad_sum, params0 of a/kernel",
+        lambda: optax.contrib.prodigy(RATE),
+    ),
     "adan": (r"another optimizer \(g of a/kernel", lambda: optax.adan(RATE)),
 }
 
@@ -315,3 +400,23 @@ def test_what_is_taken_for_granted_is_said() -> None:
     assert make_plan(trace, "dcp", table()).remarks == (
         "trace (opt_state/0/trace/*) read as that of optax.sgd, of gradients without the learning rate",
     )
+
+
+def test_notes_leave_out_empty_parts_alone() -> None:
+    reader = adam_with()
+    objects = {
+        ("opt_state", 1): None,
+        ("opt_state", 2): 0.5,
+        ("twinshard", "places"): {
+            "torch": {
+                "weights": "model.{w}",
+                "states": [],
+                "format": "dcp",
+                "added": ["opt_state/1", "opt_state/2"],
+            }
+        },
+    }
+    plan = make_plan(reader, "orbax", table())
+    tree = MemoryReader("orbax", contents(plan, reader), objects)
+    kept = {path for path, _ in make_plan(tree, "dcp", table()).objects.values()}
+    assert kept == {("opt_state", 2)}

@@ -13,7 +13,9 @@ import torch.distributed.checkpoint as dcp
 from bridge.checkpoints.convert import convert
 from bridge.checkpoints.selection import Selection
 from bridge.formats import open_checkpoint
+from bridge.formats.base import Box, TensorInfo
 from bridge.mapping import MappingError, MappingTable, parse_mapping
+from bridge.mapping.running import LoadedAs, RunState
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
@@ -97,3 +99,16 @@ def test_what_is_no_count_is_refused(tmp_path: Path, step: object) -> None:
     with pytest.raises(MappingError, match=r"expected a whole number of steps|a\.weight\.step"):
         convert(tmp_path / "a.pt", tmp_path / "out", mapping=rules())
     convert(tmp_path / "a.pt", tmp_path / "w", mapping=rules(), selection=Selection(weights_only=True))
+
+
+def test_a_load_through_a_mapping_reads_numbers_and_names_as_a_conversion_does(tmp_path: Path) -> None:
+    torch.save(state_dict(3, numbered=True), tmp_path / "a.pt")
+    sizes = {f"params/{n}/kernel": shape[::-1] for n, shape in SHAPES.items()}
+    own = {
+        name: TensorInfo(name, tuple(name.split("/")), shape, np.dtype(np.float32), (Box.whole(shape),))
+        for name, shape in sizes.items()
+    }
+    run = RunState("orbax", "the run", own, {}, {}, lambda _: None)
+    with LoadedAs(open_checkpoint(tmp_path / "a.pt"), run, rules()) as loaded:
+        assert int(loaded.read("opt_state/count")) == 3
+        assert np.array_equal(loaded.read("opt_state/nu/b/kernel"), np.full((5, 4), 2.0))
