@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from enum import Enum, auto
 
 import torch
 from torch import nn
@@ -39,16 +38,7 @@ from torch_impl.runtime.group_weights import GroupSpec, GroupWeights, Version
 from torch_impl.runtime.ownership import OwnedParameter
 from torch_impl.runtime.pool import PooledGradient
 from torch_impl.runtime.reduction import GroupReduction
-
-
-class Shown(Enum):
-    """Which weights modules show."""
-
-    MAIN = auto()
-    WHOLE = auto()
-    """The compute weights."""
-    ATTRIBUTES = auto()
-    """The compute weights as ``module.weight``, the main weights in ``parameters()`` and ``named_parameters()``."""
+from torch_impl.runtime.shown import Shown, register, show
 
 
 class ParameterGroup:
@@ -266,12 +256,8 @@ class ParameterGroup:
                 if whole.requires_grad != sharded.requires_grad:
                     whole.requires_grad_(sharded.requires_grad)
             self._shown_trainable = [whole.requires_grad for whole in self.unsharded]
-        self._register(self.params if shown is Shown.MAIN else self.unsharded)
-        if shown is Shown.ATTRIBUTES:
-            for index, module, attr in self.places():
-                module._parameters[attr] = self.params[index]
-                # Found before what nn.Module looks up in its parameters.
-                vars(module)[attr] = self.unsharded[index]
+        for index, module, attr in self.places():
+            show(module, attr, self.params[index], self.unsharded[index], shown)
         self._shown = shown
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -296,7 +282,7 @@ class ParameterGroup:
 
     def _register(self, params: Sequence[nn.Parameter]) -> None:
         for index, module, attr in self.places():
-            _set_parameter(module, attr, params[index])
+            register(module, attr, params[index])
 
     def _check_registered(self) -> None:
         """RuntimeError for weights without memory, and for a sharded parameter that someone replaced."""
@@ -340,12 +326,3 @@ class ParameterGroup:
                     "unfreeze it before fully_shard, or train frozen parameters in the dtype in which they were given "
                     "by MixedPrecisionPolicy(main_dtype=None)"
                 )
-
-
-def _set_parameter(module: nn.Module, attr: str, param: nn.Parameter) -> None:
-    # Only modules that watch assignments (RNNs cache their weights) need the slow way.
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        vars(module).pop(attr, None)
-        module._parameters[attr] = param
-    else:
-        setattr(module, attr, param)
