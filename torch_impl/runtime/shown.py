@@ -1,8 +1,8 @@
 """Which weights a module shows, and how it shows two kinds at once.
 
 After a forward that does not reshard, ``module.weight`` is whole, while ``parameters()`` yields sharded main weights.
-``nn.Module`` looks up attributes in its dictionary of parameters by key. All else reads the items of the dictionary, also
-copies and pickles of the module. So a dictionary that gives whole weights by key serves both.
+``nn.Module`` looks up attributes in its dictionary of parameters by key. All else reads the items of the dictionary,
+also copies and pickles of the module. So a dictionary that gives whole weights by key serves both.
 """
 
 from __future__ import annotations
