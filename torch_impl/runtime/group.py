@@ -40,6 +40,9 @@ from torch_impl.runtime.pool import PooledGradient
 from torch_impl.runtime.reduction import GroupReduction
 from torch_impl.runtime.shown import Shown, register, show
 
+# Parameters in an error.
+_NAMED = 8
+
 
 class ParameterGroup:
     """Parameters of one group, which are ``owned`` in the order of ``spec.names``, and what works on their weights.
@@ -66,6 +69,8 @@ class ParameterGroup:
         self._divisor, self.all_reduce_hook = Divisor(divisor), AllReduceHook()
         self._shown = Shown.MAIN
         self._shown_trainable: list[bool] = []
+        # Which parameters train: what all ranks have been found to have alike, as fully_shard compares it.
+        self._agreed_trainable = {tuple(one.param.requires_grad for one in owned)}
         # Weakly, as above.
         self._finish = autograd.weakly(self._finish_transfer)
         weights.allocate(device, [(one.param, one.local) for one in owned], self._finish)
@@ -176,6 +181,7 @@ class ParameterGroup:
         resident = self._kept_version is not None and keeps_shard(self.strategy)
         if changed and not self._due and (kept or resident):
             self._require_change_everywhere()
+        self._require_same_trainable()
         self._due = False
         self._gathered_version = None  # until it has succeeded
         if not current:
@@ -198,6 +204,21 @@ class ParameterGroup:
                 "a change outside of a training step must be made on all ranks, also where rows are empty: write to "
                 "the DTensor, or to to_local() without a condition on its size or values",
             )
+
+    def _require_same_trainable(self) -> None:
+        """RuntimeError if only some ranks have frozen parameters since, and would not reduce what others reduce."""
+        trainable = tuple(param.requires_grad for param in self.params)
+        if trainable in self._agreed_trainable or self.mesh.size == 1:
+            return
+        frozen = [name for name, trains in zip(self.names, trainable, strict=True) if not trains]
+        unit = self._group_spec.context.name
+        require_all_ranks(
+            f"{len(frozen)} of {len(self.names)} parameters of unit {unit} are frozen "
+            f"({', '.join(frozen[:_NAMED])}{', ...' if len(frozen) > _NAMED else ''})",
+            self.mesh,
+            "call requires_grad_() with the same value for a parameter on all ranks, before the same forward",
+        )
+        self._agreed_trainable.add(trainable)
 
     def unshard(self, refresh: bool) -> None:
         """Fill the compute weights, see ``start_unshard``, and wait for them. Collective."""
