@@ -65,8 +65,8 @@ def show(module: nn.Module, attr: str, main: nn.Parameter, whole: nn.Parameter, 
     if registered is not main and registered is not whole:
         return
     if shown is Shown.ATTRIBUTES:
-        both = module._parameters
-        both = both if isinstance(both, _WholeByKey) else _WholeByKey(both)
+        given = module._parameters
+        both = given if isinstance(given, _WholeByKey) else _WholeByKey(given)
         dict.__setitem__(both, attr, main)
         both.whole[attr] = main, whole
         vars(module)["_parameters"] = both
