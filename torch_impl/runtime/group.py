@@ -327,6 +327,9 @@ class ParameterGroup:
                     "to_empty() on a sharded module"
                 )
         for index, module, attr in self.places():
+            # torch.func.functional_call puts back whole weights that it has read, also after these were hidden.
+            if module._parameters.get(attr) is self.unsharded[index]:
+                register(module, attr, self.params[index])
             if module._parameters.get(attr) is not self.params[index]:
                 raise RuntimeError(
                     f"parameter {self.names[index]!r} was replaced after fully_shard: expected the sharded parameter, "
