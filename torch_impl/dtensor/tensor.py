@@ -346,15 +346,15 @@ def distribute(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor on every rank, plain and without history; collective over the mesh unless it is replicated.
 
-    Raises TypeError for all else, such as the plain weights that modules show in forward and backward, and between both
-    where they do not reshard.
+    Raises TypeError for all else, such as the plain weights that modules show in forward and backward, and as
+    attributes between both where they do not reshard.
     """
     if not isinstance(tensor, DTensor):
         shape = f" of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else ""
         raise TypeError(
             f"full_tensor: expected a sharded parameter or a DTensor, got a plain {type(tensor).__name__}{shape}; "
-            "a module that was not resharded after its forward shows whole weights in the compute dtype: call its "
-            "reshard() and take the parameter anew, or take it from model.state_dict()"
+            "module.weight is whole already in a forward, after unshard(), and after a forward that does not reshard: "
+            "take the sharded parameter from named_parameters() after the forward, or after reshard()"
         )
     return checked_dtensor(tensor.detach()).full_tensor()
 

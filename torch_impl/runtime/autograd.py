@@ -46,11 +46,15 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def reaches(leaf: torch.Tensor) -> bool:
-    """Whether the backward that runs now computes a gradient for ``leaf``; True where that cannot be asked."""
+    """Whether the backward that runs now adds to the gradient of ``leaf``; True where that cannot be asked."""
     # Not every class that wraps tensors can be viewed.
     if not isinstance(leaf, DTensor) and is_traceable_wrapper_subclass(leaf):
         return True
-    return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:
+        # ``torch.autograd.grad`` returns the gradient of this leaf, and adds to none.
+        return False
 
 
 class WatchedInputs:

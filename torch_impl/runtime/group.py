@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from enum import Enum, auto
 
 import torch
 from torch import nn
@@ -39,16 +38,10 @@ from torch_impl.runtime.group_weights import GroupSpec, GroupWeights, Version
 from torch_impl.runtime.ownership import OwnedParameter
 from torch_impl.runtime.pool import PooledGradient
 from torch_impl.runtime.reduction import GroupReduction
+from torch_impl.runtime.shown import Shown, register, show
 
-
-class Shown(Enum):
-    """Which weights modules show."""
-
-    MAIN = auto()
-    WHOLE = auto()
-    """The compute weights."""
-    ATTRIBUTES = auto()
-    """The compute weights as ``module.weight``, the main weights in ``parameters()`` and ``named_parameters()``."""
+# Parameters in an error.
+_NAMED = 8
 
 
 class ParameterGroup:
@@ -76,6 +69,8 @@ class ParameterGroup:
         self._divisor, self.all_reduce_hook = Divisor(divisor), AllReduceHook()
         self._shown = Shown.MAIN
         self._shown_trainable: list[bool] = []
+        # Which parameters train: what all ranks have been found to have alike, as fully_shard compares it.
+        self._agreed_trainable = {tuple(one.param.requires_grad for one in owned)}
         # Weakly, as above.
         self._finish = autograd.weakly(self._finish_transfer)
         weights.allocate(device, [(one.param, one.local) for one in owned], self._finish)
@@ -186,6 +181,7 @@ class ParameterGroup:
         resident = self._kept_version is not None and keeps_shard(self.strategy)
         if changed and not self._due and (kept or resident):
             self._require_change_everywhere()
+        self._require_same_trainable()
         self._due = False
         self._gathered_version = None  # until it has succeeded
         if not current:
@@ -208,6 +204,21 @@ class ParameterGroup:
                 "a change outside of a training step must be made on all ranks, also where rows are empty: write to "
                 "the DTensor, or to to_local() without a condition on its size or values",
             )
+
+    def _require_same_trainable(self) -> None:
+        """RuntimeError if only some ranks have frozen parameters since, and would not reduce what others reduce."""
+        trainable = tuple(param.requires_grad for param in self.params)
+        if trainable in self._agreed_trainable or self.mesh.size == 1:
+            return
+        frozen = [name for name, trains in zip(self.names, trainable, strict=True) if not trains]
+        unit = self._group_spec.context.name
+        require_all_ranks(
+            f"{len(frozen)} of {len(self.names)} parameters of unit {unit} are frozen "
+            f"({', '.join(frozen[:_NAMED])}{', ...' if len(frozen) > _NAMED else ''})",
+            self.mesh,
+            "call requires_grad_() with the same value for a parameter on all ranks, before the same forward",
+        )
+        self._agreed_trainable.add(trainable)
 
     def unshard(self, refresh: bool) -> None:
         """Fill the compute weights, see ``start_unshard``, and wait for them. Collective."""
@@ -266,12 +277,8 @@ class ParameterGroup:
                 if whole.requires_grad != sharded.requires_grad:
                     whole.requires_grad_(sharded.requires_grad)
             self._shown_trainable = [whole.requires_grad for whole in self.unsharded]
-        self._register(self.params if shown is Shown.MAIN else self.unsharded)
-        if shown is Shown.ATTRIBUTES:
-            for index, module, attr in self.places():
-                module._parameters[attr] = self.params[index]
-                # Found before what nn.Module looks up in its parameters.
-                vars(module)[attr] = self.unsharded[index]
+        for index, module, attr in self.places():
+            show(module, attr, self.params[index], self.unsharded[index], shown)
         self._shown = shown
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -296,7 +303,7 @@ class ParameterGroup:
 
     def _register(self, params: Sequence[nn.Parameter]) -> None:
         for index, module, attr in self.places():
-            _set_parameter(module, attr, params[index])
+            register(module, attr, params[index])
 
     def _check_registered(self) -> None:
         """RuntimeError for weights without memory, and for a sharded parameter that someone replaced."""
@@ -320,6 +327,9 @@ class ParameterGroup:
                     "to_empty() on a sharded module"
                 )
         for index, module, attr in self.places():
+            # torch.func.functional_call puts back whole weights that it has read, also after these were hidden.
+            if module._parameters.get(attr) is self.unsharded[index]:
+                register(module, attr, self.params[index])
             if module._parameters.get(attr) is not self.params[index]:
                 raise RuntimeError(
                     f"parameter {self.names[index]!r} was replaced after fully_shard: expected the sharded parameter, "
@@ -340,12 +350,3 @@ class ParameterGroup:
                     "unfreeze it before fully_shard, or train frozen parameters in the dtype in which they were given "
                     "by MixedPrecisionPolicy(main_dtype=None)"
                 )
-
-
-def _set_parameter(module: nn.Module, attr: str, param: nn.Parameter) -> None:
-    # Only modules that watch assignments (RNNs cache their weights) need the slow way.
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        vars(module).pop(attr, None)
-        module._parameters[attr] = param
-    else:
-        setattr(module, attr, param)

@@ -32,11 +32,12 @@ from torch import nn
 
 from torch_impl.runtime import autograd, late_backward
 from torch_impl.runtime.context import UnitContext
-from torch_impl.runtime.group import ParameterGroup, Shown
+from torch_impl.runtime.group import ParameterGroup
 from torch_impl.runtime.outputs import copy_weights_in, shows_weights
 from torch_impl.runtime.phase import Event, Phase
 from torch_impl.runtime.precision import MixedPrecisionPolicy, input_dtype
 from torch_impl.runtime.schedule import Schedule, ScheduledUnit
+from torch_impl.runtime.shown import Shown
 from torch_impl.runtime.transforms import outside_transforms
 from torch_impl.runtime.unit_backwards import UnitBackwards
 from torch_impl.runtime.unit_gradients import UnitGradients

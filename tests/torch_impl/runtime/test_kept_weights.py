@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from types import ModuleType
 from typing import Any
 
@@ -264,6 +267,67 @@ def between(path: str) -> None:
 
 def test_what_programs_do_before_the_backward(ranks: RankGroup, tmp_path: Any) -> None:
     ranks.run(2, between, str(tmp_path / "saved"))
+
+
+def loaded(module: nn.Module) -> nn.Module:
+    stream = io.BytesIO()
+    torch.save(module, stream)
+    stream.seek(0)
+    read: nn.Module = torch.load(stream, weights_only=False)
+    return read
+
+
+def replaced(model: Model, how: str) -> None:
+    if how == "assigned":
+        model.output.weight = nn.Parameter(torch.zeros(7, 5))
+    elif how == "deleted":
+        del model.output.weight
+    elif how == "weight_norm":
+        nn.utils.parametrizations.weight_norm(model.output)
+    elif how == "load_state_dict":
+        model.output.load_state_dict({"weight": torch.zeros(7, 5)}, assign=True)
+
+
+def read_while_shown(strategy: str) -> None:
+    x = rank_inputs()[dist.get_rank()]
+    model = sharded(strategy=strategy)
+    loss = fused(model, x)
+    for duplicate in (copy.deepcopy, loaded, lambda module: pickle.loads(pickle.dumps(module))):
+        made = duplicate(model.output)
+        (param,) = made.parameters()
+        assert made.weight is param
+        assert isinstance(param, DTensor)
+        torch.testing.assert_close(whole(param), model.output.weight.detach())
+    # What a program gives instead is what the module computes with, and it ends with the call.
+    given = {"weight": torch.randn(7, 5, requires_grad=True)}
+    weight, hidden = model.output.weight, torch.randn(2, 5)
+    output = torch.func.functional_call(model.output, given, (hidden,))
+    torch.testing.assert_close(output, functional.linear(hidden, given["weight"]))
+    assert model.output.weight is weight
+    assert shown(model) == ["output.weight"]
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    own = dict(model.output.named_parameters())
+    torch.testing.assert_close(
+        torch.func.functional_call(model.output, own, (hidden,)), functional.linear(hidden, weight)
+    )
+    # A program may ask for this rank's gradient of whole weights, as losses that balance their parts do.
+    (gradient,) = torch.autograd.grad(loss, model.output.weight, retain_graph=True)
+    loss.backward()
+    assert_at_rest(model)
+    dist.all_reduce(gradient)
+    torch.testing.assert_close(whole(model.output.weight.grad), gradient / dist.get_world_size())
+
+    for how in ("assigned", "deleted", "load_state_dict", "weight_norm"):
+        model = sharded(strategy=strategy)
+        model(x)
+        replaced(model, how)
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"'output\.weight' was replaced"):
+            model(x)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_what_reads_a_module_between_forward_and_backward(ranks: RankGroup, strategy: str) -> None:
+    ranks.run(2, read_while_shown, strategy)
 
 
 class Box:

@@ -125,6 +125,46 @@ def edited_alone(strategy: str) -> str:
     return ""
 
 
+def frozen_alone(strategy: str) -> str:
+    """What a rank says that is the only one to freeze a parameter after sharding; then it trains as the others."""
+    model = sharded(strategy)
+    group = dist.group.WORLD
+    assert group is not None
+    group.get_group_store().set_timeout(timedelta(seconds=2))
+    rank, said = dist.get_rank(), ""
+    for step in range(2):
+        # On all ranks: frozen and thawed again, as a program with two losses does.
+        model.first.weight.requires_grad_(step == 1)
+        model(data(step, rank)).sum().backward()
+        assert (model.first.weight.grad is not None) == (step == 1)
+        model.zero_grad()
+    if rank == 1:
+        model.first.weight.requires_grad_(False)
+        model.first.bias.requires_grad_(False)
+        try:
+            model(data(2, rank))
+        except RuntimeError as error:
+            said = str(error)
+        model.first.requires_grad_(True)
+    model(data(2, rank)).sum().backward()
+    assert model.first.weight.grad is not None
+    return said
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@pytest.mark.each_value
+def test_a_rank_that_alone_freezes_parameters_is_named(ranks: RankGroup, strategy: str) -> None:
+    said = ranks.run(3, frozen_alone, strategy, timeout=60)
+    assert said[0] == said[2] == ""
+    for part in (
+        "of unit first are frozen (",
+        "bias",
+        "on rank 1, but not on ranks [0, 2]",
+        "requires_grad_()",
+    ):
+        assert part in said[1]
+
+
 def test_a_rank_that_alone_changes_weights_between_forwards_is_named(ranks: RankGroup) -> None:
     said = ranks.run(3, edited_alone, "optim", timeout=60)
     assert said[0] == said[2] == ""
