@@ -164,7 +164,7 @@ def with_config_fields(table: MappingTable, fields: Mapping[str, object], where:
             continue
         found = ((text, _config_value(text, fields, where)) for text in table.config[axis])
         text, size_ = next((pair for pair in found if pair[1] is not None), ("", _UNCLEAR))
-        if size_ == _UNCLEAR:
+        if size_ is None or size_ == _UNCLEAR:
             continue
         if axis in checked and size_ != table.axes[axis]:
             raise MappingError(

@@ -180,10 +180,12 @@ class _Planner:
         states = StatePlan(self.reader, found, self.target, outputs, self.kept)
         planned += [self._tensor(s, w, content, k) for s, w, k, content in states.tensors(self.problems)]
         added = added_parts(self.notes, self.target)
-        shown = {name: "/".join(map(str, path)) for name, path in self.object_paths.items() if path != PLACES}
+        written = {
+            name: "/".join(map(str, path)) for name, path in self.object_paths.items() if path != PLACES
+        }
         # What an edited checkpoint has there is no empty part.
-        empty_there = {n for n, path in shown.items() if path in added and self.reader.objects[n] is None}
-        paths = {name: self.object_paths[name] for name in shown if name not in empty_there}
+        empty_there = {n for n, path in written.items() if path in added and self.reader.objects[n] is None}
+        paths = {name: self.object_paths[name] for name in written if name not in empty_there}
         follow = partial(followed, self.reader, paths, self.mapping, self.target, weights)
         paths, values = self._try(follow) or ({}, {})
         empty, chain = self._chain(outputs, [*(tensor.path for tensor in planned), *paths.values()])

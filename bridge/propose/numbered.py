@@ -74,11 +74,11 @@ def _series(families: Sequence[Family]) -> Iterator[_Series]:
             kinds.setdefault(
                 tuple(sorted((word, len(sizes)) for word, (_, sizes) in layer.items())), []
             ).append(number)
-        for numbers in kinds.values():
-            chosen = [by_number[number] for number in numbers]
+        for alike in kinds.values():
+            chosen = [by_number[number] for number in alike]
             if len(chosen) > 1:
                 yield _Series(
-                    tuple(numbers),
+                    tuple(alike),
                     tuple(tuple(sorted((word, sizes) for word, (_, sizes) in one.items())) for one in chosen),
                     tuple(tuple(name for name, _ in one.values()) for one in chosen),
                 )

@@ -86,6 +86,7 @@ def packing(codecs: Sequence[Mapping[str, Any]], chunk: Sequence[int], itemsize:
     """
     serializer, *packers = [c for c in codecs if c["name"] not in ("crc32c", "transpose")]
     found = None
+    inside: tuple[Any, ...] = ()
     if packers:
         name = packers[-1]["name"]
         found = Packing(name, math.prod(chunk) * itemsize) if name in PACKERS else None
@@ -106,8 +107,6 @@ def packing(codecs: Sequence[Mapping[str, Any]], chunk: Sequence[int], itemsize:
                 16 * count + 4 * len(checks),
                 shard.get("index_location", "end") == "start",
             )
-    else:
-        inside = ()
     if '"blosc"' in json.dumps(inside):
         raise ValueError("expected blosc as the last compression of a chunk, got it inside of another")
     return found
