@@ -81,9 +81,9 @@ def misfit(
     stacked = {path.replace(".{i}.", "."): path for path in paths if ".{i}." in path}
     if (layers := next((name for name in unmatched if name in stacked), None)) is not None:
         return (
-            f"{layers} of {reader.path} has all layers in one tensor, as Megatron's format torch_dist has, and {side} of "
+            f"{layers} of {reader.path} has all layers in one tensor, as in Megatron's torch_dist, and {side} of "
             f"mapping {mapping.name} has one for each layer ({stacked[layers]}): convert the checkpoint first "
-            f"(Megatron-LM: --ckpt-convert-format torch), or write rules with the layers as an axis ({layers} : {{i}} m)"
+            f"(Megatron-LM: --ckpt-convert-format torch), or write rules with layers as an axis ({layers} : {{i}} m)"
         )
     lines = [f"mapping {mapping.name} does not fit {reader.path}; is this another model?"]
     if len(mapping.conventions) > 2:
