@@ -160,8 +160,12 @@ class ParameterGroup:
         self._started_version: Version | None = None
 
     def step_may_follow(self) -> None:
-        """A backward left gradients that are reduced: rows on any rank may change until the next forward."""
-        self._due = self.strategy.optimizer > 0 and self.mesh.size > 1
+        """A backward left gradients that are reduced: rows on any rank may change until the next forward.
+
+        No optimizer changes a group that is frozen, see ``_require_same_trainable``.
+        """
+        trains = any(param.requires_grad for param in (*self.params, *self.unsharded))
+        self._due |= trains and self.strategy.optimizer > 0 and self.mesh.size > 1
 
     def start_unshard(self, refresh: bool) -> bool:
         """Begin to fill the compute weights if they are freed or, with ``refresh``, older than the main weights.
