@@ -20,8 +20,8 @@ MAX_TOML: Final = 4 << 20
 
 MAX_JSON: Final = 64 << 20
 _MAX_SHOWN: Final = 200
-_MAX_PARTS: Final = 1000
 _MAX_DIGITS: Final = 4300  # of a number, as Python's `int` has it
+_MAX_PARTS: Final = 1000
 """Dots in a key: Python's parser needs time by their square."""
 
 MakeError = Callable[[str], Exception]

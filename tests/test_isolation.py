@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import bridge.dtype_names
-
 ROOT = Path(__file__).parents[1]
 TORCH = {"torch", "torch_impl"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "jax_impl"}
@@ -26,6 +24,8 @@ RUNTIME_LEGS = {
 }
 # These call a framework in the process of a leg, and are imported without it.
 RUNTIME_CALLS = {"compilers.py"}
+# What sharding may import: names of dtypes, and the limits that every text file is read with.
+BELOW = {"bridge.dtype_names", "bridge.text_files"}
 # These hold one framework's side of a pair of models.
 PAIR = ROOT / "bridge" / "parity" / "pair"
 RUNTIME_SIDES = {
@@ -72,7 +72,7 @@ def test_a_side_of_a_pair_imports_its_own_runtime_at_most() -> None:
         assert not imported(PAIR / name) & (TORCH | JAX) - own, name
 
 
-def test_sharding_imports_the_standard_library_numpy_itself_and_names_of_dtypes_only() -> None:
+def test_sharding_imports_the_standard_library_numpy_itself_and_what_is_below_only() -> None:
     paths = modules("bridge/sharding")
     assert len(paths) > 10
     for path in paths:
@@ -81,9 +81,10 @@ def test_sharding_imports_the_standard_library_numpy_itself_and_names_of_dtypes_
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            ours = [name for name in names if name.startswith("bridge") and name != "bridge.dtype_names"]
+            ours = [name for name in names if name.startswith("bridge") and name not in BELOW]
             assert all(name.startswith("bridge.sharding") for name in ours), path
-    assert imported(Path(bridge.dtype_names.__file__)) <= set(sys.stdlib_module_names)
+    for name in sorted(BELOW):
+        assert imported(ROOT / f"{name.replace('.', '/')}.py") <= set(sys.stdlib_module_names), name
 
 
 def test_the_second_planner_shares_no_code_with_the_first() -> None:

@@ -161,7 +161,9 @@ def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: b
         raise FileNotFoundError(
             f"{path} does not exist: expected a layout file or a checkpoint directory there{hub_hint(path)}"
         )
-    text = read_text(path, CheckpointError, most=MAX_JSON, expected="a layout file (JSON)")
+    text = read_text(
+        path, lambda text: CheckpointError(f"layout file {text}"), most=MAX_JSON, expected="JSON"
+    )
     try:
         layout = Layout.from_json(text)
     except ValueError as error:

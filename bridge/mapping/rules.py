@@ -80,6 +80,7 @@ from bridge.mapping.table import MappingTable, Tied, convention_of_rules
 from bridge.text import did_you_mean
 from bridge.text_files import MAX_TOML, parse_toml, read_text
 
+_EXPECTED = "a mapping file (TOML)"
 _ROTARY = re.compile(r"interleaved\(\s*(\w+)\s*[,)]")
 
 
@@ -113,7 +114,7 @@ def load_mapping(name_or_path: str | Path) -> MappingTable:
             f"{text}: expected a mapping file on this machine, got a URL: copy the file here first"
         )
     try:
-        content = read_text(path, MappingError, most=MAX_TOML, expected="a mapping file (TOML)")
+        content = read_text(path, MappingError, most=MAX_TOML, expected=_EXPECTED)
     except (OSError, ValueError) as error:
         raise MappingError(f"cannot read the mapping file {path}: {error}") from error
     return parse_mapping(content, str(path))
@@ -158,7 +159,7 @@ def mapping_table(
 
 def parse_mapping(content: str, origin: str) -> MappingTable:
     """A mapping from TOML text; ``origin`` names it in errors. Raises MappingError."""
-    return mapping_of(parse_toml(content, f"mapping {origin}", MappingError, "valid TOML"), origin)
+    return mapping_of(parse_toml(content, f"mapping {origin}", MappingError, _EXPECTED), origin)
 
 
 def mapping_of(table: Mapping[str, Any], origin: str) -> MappingTable:

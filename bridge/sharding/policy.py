@@ -141,7 +141,7 @@ class ShardingPolicy:
     @classmethod
     def parse(cls, text: str, source: str = "policy") -> Self:
         """The policy that ``text``, the content of a file, describes."""
-        content = parse_toml(text, source, PolicyError, "TOML")
+        content = parse_toml(text, source, PolicyError)
         with at(source):
             options = read_tables(content)
         return cls(**options, source=source)

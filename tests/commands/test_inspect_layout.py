@@ -180,7 +180,7 @@ def test_the_numbers_of_a_layout_as_json(layout_file: Path) -> None:
         ("", "expected JSON, got a text that does not parse"),
         (json.dumps(LAYOUT)[:-20], "expected JSON, got a text that does not parse"),
         ("[" * 100_000, "expected JSON, got a text that does not parse"),
-        ("\udcff", "expected JSON, got a text that does not parse"),
+        ("\udcff", "line 1: expected JSON in UTF-8, got byte 0xff"),
         ("9" * 5000, "expected JSON, got a text that does not parse"),
         (
             json.dumps({**LAYOUT, "slots": [{**SLOTS[0], "shape": [2**62] * 300}]}),
@@ -234,7 +234,7 @@ def test_a_file_that_is_no_layout_is_named_with_what_was_expected(
     (tmp_path / "bad.json").write_text(text, errors="surrogateescape")
     result = call("inspect", tmp_path / "bad.json", "--layout", "--picture", tmp_path / "new.png")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"error: layout file {tmp_path / 'bad.json'}: ")
+    assert result.stderr.startswith(f"error: layout file {tmp_path / 'bad.json'}")
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["bad.json"]

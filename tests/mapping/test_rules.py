@@ -129,7 +129,7 @@ def test_a_bad_rule_is_named_with_its_mistake(rule: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[[rule", "expected valid TOML, got an error at: "),
+        ("[[rule", "expected a mapping file (TOML), got an error at: "),
         ("", "expected [[rule]] tables"),
         ("colour = 1", "got colour"),
         ("drop = 'x'\n[[rule]]\ntorch='a'\njax='b'", "a list of tensor names for drop"),

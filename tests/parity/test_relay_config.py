@@ -207,10 +207,16 @@ def test_a_leg_says_its_policy_in_one_way(keys: dict[str, Any], message: str) ->
         RelayConfig.of(with_leg(**keys))
 
 
-@pytest.mark.parametrize("text", [b"[mesh\n", b"\xff"])
-def test_a_policy_file_that_is_not_toml_is_named(tmp_path: Path, text: bytes) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"[mesh\n", ": expected a TOML file, got an error at: "),
+        (b"\xff", ", line 1: expected a TOML file in UTF-8, got byte 0xff"),
+    ],
+)
+def test_a_policy_file_that_is_not_toml_is_named(tmp_path: Path, text: bytes, message: str) -> None:
     (tmp_path / "bad.toml").write_bytes(text)
-    with pytest.raises(ConfigError, match=rf"'bad.toml': {tmp_path}/bad.toml: expected a TOML file, got: "):
+    with pytest.raises(ConfigError, match=rf"'bad.toml': {tmp_path}/bad.toml{message}"):
         RelayConfig.of(with_leg(policy="bad.toml"), tmp_path)
 
 
@@ -239,7 +245,7 @@ def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
         RelayConfig.load(tmp_path / "no.toml")
     bad = tmp_path / "bad.toml"
     bad.write_text("[model\n")
-    with pytest.raises(ConfigError, match="not a TOML file"):
+    with pytest.raises(ConfigError, match=f"{bad}: expected a TOML file, got an error at: .*line 1"):
         RelayConfig.load(bad)
 
 

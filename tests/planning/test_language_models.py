@@ -63,7 +63,7 @@ def test_attention_can_be_chosen_where_the_family_is_counted(tmp_path: Path) -> 
 def test_a_config_that_cannot_be_built_is_one_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for content, message in (
-        ("{", "config.json: Expecting"),
+        ("{", "config.json: expected JSON, .*, got an error at: Expecting"),
         ("[]", "config.json: "),
         (json.dumps({**CONFIGS["llama"], "rope_scaling": {"rope_type": "yarn"}}), "rope_type"),
         (json.dumps({**CONFIGS["llama"], "model_type": "bert"}), "'model_type': expected one of"),

@@ -96,7 +96,7 @@ def test_an_unknown_model_is_one_clear_error(name: str, message: str) -> None:
     [
         ("x = 1", r"expected a table \[model\], got None"),
         ("[model]\nlayers = 3", "layers"),
-        ("[model", "not a TOML file"),
+        ("[model", "bad.toml: expected a TOML file, got an error at: "),
     ],
 )
 def test_a_bad_decoder_file_is_one_clear_error(tmp_path: Path, table: str, message: str) -> None:

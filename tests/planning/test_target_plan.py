@@ -392,7 +392,7 @@ def test_options_that_contradict_are_one_message(arguments: tuple[str, ...], mes
             "expected one or more arrays of the same first dimension",
         ),
         ("", "expected one or more arrays"),
-        ("x = ", "not a TOML file"),
+        ("x = ", "batch.toml: expected a TOML file, got an error at: "),
     ],
 )
 def test_batch_shapes_are_checked(tmp_path: Path, text: str, message: str) -> None:

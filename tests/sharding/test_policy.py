@@ -167,7 +167,7 @@ def test_what_cannot_be_read_is_an_error_that_names_the_examples(tmp_path: Path)
             ShardingPolicy.load(given_)
         assert str(caught.value).startswith(f"{given_}: ")
     (tmp_path / "bytes.toml").write_bytes(b"# \xe9")
-    with pytest.raises(PolicyError, match="expected a TOML file, got other bytes than UTF-8"):
+    with pytest.raises(PolicyError, match="line 1: expected a TOML file in UTF-8, got byte 0xe9"):
         ShardingPolicy.load(tmp_path / "bytes.toml")
 
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from bridge.checkpoints.verify import verify
 from bridge.formats import CheckpointError, open_checkpoint
 from bridge.formats.base import DTYPES, Box
 from bridge.formats.dcp import metadata as dcp_metadata
@@ -148,13 +149,18 @@ def test_data_that_is_not_what_metadata_says_is_refused_among_alike_tensors(tmp_
             entry.chunks[0].sizes = torch.Size((3, 4))
 
     edit_metadata(tmp_path / "c", change)
-    with (
-        DcpReader(tmp_path / "c") as reader,
-        pytest.raises(
-            CheckpointError, match=r"tensor 'w150', chunk at \(0, 0\): expected float32 \(3, 4\) as"
-        ),
-    ):
-        reader.data_ranges()
+    with DcpReader(tmp_path / "c") as reader:
+        # The whole of both archives is looked at by reading alone, which refuses them.
+        assert sum(map(len, reader.data_ranges().values())) == 198
+        for name in ("w150", "w151"):
+            message = rf"tensor '{name}', chunk at \(0, 0\): expected float32 \(3, 4\) as"
+            with pytest.raises(CheckpointError, match=message):
+                reader.read(name)
+            with pytest.raises(CheckpointError, match=message):
+                reader.lend(name, Box.whole((3, 4)))
+    report = verify(tmp_path / "c")
+    assert not report.good
+    assert all(any(name in fault for fault in map(str, report.problems)) for name in ("'w150'", "'w151'"))
 
 
 def test_a_checkpoint_that_python_before_3_11_4_wrote_is_read(

@@ -257,5 +257,7 @@ def test_an_index_of_archives_is_refused(tmp_path: Path) -> None:
         np.savez(tmp_path / f"{name}.npz", **{name: np.ones(2)})
     index = tmp_path / "all.npz.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "a.npz", "b": "b.npz"}}))
-    with pytest.raises(CheckpointError, match=r"expected one archive of NumPy .*found an index of 2"):
+    with pytest.raises(
+        CheckpointError, match=r"all.npz.index.json: expected one archive of NumPy .*, found 2"
+    ):
         NpzReader(index)
