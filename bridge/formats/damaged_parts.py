@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import TracebackType
 
 from bridge.formats.base import CheckpointError
 
@@ -28,13 +29,22 @@ def damage_noted() -> Iterator[dict[str, CheckpointError]]:
         _DAMAGE.reset(token)
 
 
-@contextmanager
-def one_part(name: str) -> Iterator[None]:
-    """What concerns one file, array or member of a checkpoint, whose CheckpointError may leave the others whole."""
-    try:
-        yield
-    except CheckpointError as error:
-        damage = _DAMAGE.get()
-        if damage is None:
-            raise
-        damage[name] = error
+class one_part:  # named as a function is, as those of contextlib are
+    """What concerns one file, array or member of a checkpoint, whose CheckpointError may leave the others whole.
+
+    A class, since readers enter it for each array: a generator costs twice the calls.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, CheckpointError) or (damage := _DAMAGE.get()) is None:
+            return False
+        damage[self._name] = error
+        return True

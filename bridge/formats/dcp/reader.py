@@ -166,7 +166,7 @@ class DcpReader(ClosedAtEnd):
 
     def _whole_record(self, name: str, nbytes: int) -> tuple[Extent, Record] | None:
         """Where a tensor lies that is all of a record of so many bytes, in row-major order."""
-        info, extents = self.tensors[name], self._metadata.extents[name]
+        info, extents = self._metadata.tensors[name], self._metadata.extents[name]
         if len(extents) != 1 or (name, 0) in self._metadata.copies or name in self.unreadable:
             return None
         (chunk,), (extent,) = info.chunks, extents

@@ -146,11 +146,11 @@ class SourceFiles:
     def open(self, name: str, what: str = "") -> OpenFile:
         """A file that was opened, perhaps before."""
         with self._lock:
-            self._require_open()
             file = self._opened.get(name)
             if file is not None:
                 self._opened.move_to_end(name)
                 return file
+            self._require_open()  # closed files are none of the opened ones
             try:
                 file = self._new(name)
             except OSError as error:
