@@ -35,9 +35,6 @@ from torch_impl.dtensor.tensor import RowDTensor, make_partial, wrap_like
 from torch_impl.runtime.gradient_spec import GradientSpec
 from torch_impl.runtime.pool import PooledGradient
 
-# Sets of parameters, such as those of microbatches that take different ways.
-_REMEMBERED = 16
-
 
 class Reductions:
     """The reductions under way, of one unit of all below a root: so two units' buffers are in use at most."""
@@ -98,8 +95,6 @@ class GroupReduction:
         # Whether to look at every .grad after a backward, which costs too much to be done always.
         self._left_partial = False
         self._under_way: _UnderWay | None = None
-        # Flags on the device, by the parameters whose they are: a copy there makes the program wait.
-        self._flags_of: dict[frozenset[int], torch.Tensor] = {}
         # torch refuses a .grad of another dtype than the parameter's, unless the parameter names that dtype.
         for param in spec.params:
             if spec.dtypes.grad != param.dtype:
@@ -122,8 +117,8 @@ class GroupReduction:
         """
         levels = self._group_spec.levels
         last = last or self._group_spec.strategy.gradients == levels.axes
-        flags = levels.flags(0, values)
-        flags.copy_(self._flags(used, like=flags))
+        flags = levels.flags(0, values).zero_()
+        _add_flags(flags, used)
         steps, sums = self._steps(values, last)
         self._under_way = _UnderWay(self._host.streams.start(steps), sums, last, used)
         # Nobody but the backend holds the buffer then.
@@ -142,16 +137,6 @@ class GroupReduction:
                 self._publish_reduced(done.sums, used)
             else:
                 self._publish_partial(done.sums, used)
-
-    def _flags(self, used: frozenset[int], like: torch.Tensor) -> torch.Tensor:
-        """1 for each parameter that was used, else 0: ``[parameters]``, for the columns of ``like``."""
-        known = self._flags_of.get(used)
-        if known is None or (known.dtype, known.device) != (like.dtype, like.device):
-            # A program that uses others each time is not to fill the memory.
-            if len(self._flags_of) > _REMEMBERED:
-                self._flags_of.clear()
-            known = self._flags_of[used] = _flags(used, like)
-        return known
 
     def _used_anywhere(self, done: _UnderWay) -> frozenset[int]:
         """The parameters that were used on any of the ranks that ``done`` has reduced over."""
@@ -307,8 +292,7 @@ class GroupReduction:
                 view.add_(waiting, alpha=1 / spec.divisor.value if spec.divides_first else 1)
                 waited.add(index)
         if waited:
-            flags = spec.levels.flags(level, values)
-            flags.add_(self._flags(frozenset(waited), like=flags))
+            _add_flags(spec.levels.flags(level, values), waited)
 
     def _publish_partial(self, sums: torch.Tensor, used: frozenset[int]) -> None:
         sums = sums.to(self._group_spec.dtypes.grad)
@@ -346,8 +330,17 @@ class GroupReduction:
             _run_hooks(param)
 
 
-def _flags(used: Collection[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([float(index in used) for index in range(like.shape[1])]).to(like)
+def _add_flags(flags: torch.Tensor, used: Collection[int]) -> None:
+    """Add 1 to the columns of ``flags`` (shards, parameters) of the parameters that are ``used``.
+
+    Each run of neighbours is one kernel: a copy of flags from the CPU would make the program wait for the device.
+    """
+    ordered = sorted(used)
+    first = 0
+    for position, index in enumerate(ordered, start=1):
+        if position == len(ordered) or ordered[position] != index + 1:
+            flags[:, ordered[first] : index + 1].add_(1)
+            first = position
 
 
 def _run_hooks(param: nn.Parameter) -> None:

@@ -139,7 +139,6 @@ ITEMS = [
             (
                 "p.t()",
                 "p @ p.T",
-                "p.std()",
                 "p.tolist()",
                 "torch.linalg.svdvals(p)",
                 "p[8:11] + p[9:12]",

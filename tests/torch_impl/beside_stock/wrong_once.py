@@ -180,12 +180,23 @@ ITEMS = [
         "setters before and after to_empty, and between microbatches",
         setters,
         {
-            f"plain weights after the backward, set {moment}": Design(
-                "set_reshard_after_backward(False) keeps the weights in memory; modules show sharded parameters, which "
-                "have the gradients",
-                "^False$",
-            )
-            for moment in MOMENTS
+            **{
+                f"plain weights after the backward, set {moment}": Design(
+                    "set_reshard_after_backward(False) keeps the weights in memory; modules show sharded parameters, "
+                    "which have the gradients",
+                    "^False$",
+                )
+                for moment in MOMENTS
+            },
+            **{
+                f"set_reshard_after_backward(False) {moment}": Design(
+                    "a backward that reduces over all axes may be followed by a step, which on some ranks may change "
+                    "no rows: all ranks gather kept weights again, no rank asks its own version counters; within "
+                    "no_sync() nothing is gathered again",
+                    r"^-0.954638, 8, 4$",
+                )
+                for moment in MOMENTS[:2]
+            },
         },
     ),
     Item(2, "a whole state dict into a model on the meta device", loaded_on_meta),
