@@ -87,6 +87,9 @@ Behave otherwise than in FSDP2:
 * After a forward that does not reshard, and after any backward, ``parameters()`` and ``named_parameters()`` show
   sharded parameters, which have the gradients, also with ``set_reshard_after_backward(False)``; FSDP2 then shows whole
   weights without gradients. Until the backward has ended ``module.weight`` is the whole weight, as in FSDP2.
+* Weights that are kept after a backward which reduced gradients over all axes are gathered again by the next forward,
+  since a step may lie between. FSDP2 keeps them until ``reshard()``, and so gathers less between microbatches that are
+  all reduced.
 * ``backward(inputs=...)`` takes sharded parameters, whose gradients are reduced. FSDP2 leaves ``.grad`` None.
 * A backward that reaches weights which modules show after a forward, and no output, reduces their gradients at its
   end: a loss that is computed in parts calls ``set_requires_gradient_sync(False)`` around all parts but the last.

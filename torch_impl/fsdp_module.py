@@ -156,7 +156,11 @@ class FSDPModule(Unavailable):
             unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """With False, compute weights stay after backward, for the next microbatch; at the cost of their memory."""
+        """With False, compute weights stay after backward, for the next microbatch; at the cost of their memory.
+
+        After a backward that reduced gradients over all axes the next forward gathers again, since a step may lie
+        between: microbatches save the gather within ``no_sync()``.
+        """
         _check_bool("reshard_after_backward", reshard_after_backward)
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward

@@ -7,12 +7,12 @@ Where the weights lie is the business of ``flat_weights`` or ``extended_weights`
 buffers: main weights, resident shard, compute weights, collected gradient, gradient.
 
 Compute weights that are kept (parameters that are not sharded, or ``reshard_after_forward=False``) are gathered
-again by the first forward after a backward that reduced gradients over all axes, whether this rank's main weights
-have changed or not: an optimizer may pass over rows that are empty or have no gradient, on some ranks only. Other
-changes (a loaded state dict, an edit between two forwards) are known from the version counter that torch keeps for the
-buffer. Every change through a DTensor, an optimizer or ``to_local()`` counts on every rank that makes it, also on ranks
-whose rows of the tensor are empty; ``tensor.to_local().data`` hides changes from the counter. Ranks whose counters
-disagree get an error that names them, see ``require_all_ranks``.
+again by the first forward after a backward that reduced gradients over all axes, unless all of the group is frozen.
+Whether this rank's main weights have changed does not matter there: an optimizer may pass over rows that are empty or
+have no gradient, on some ranks only. Other changes (a loaded state dict, an edit between two forwards) are known from
+the version counter that torch keeps for the buffer. Every change through a DTensor, an optimizer or ``to_local()``
+counts on every rank that makes it, also on ranks whose rows of the tensor are empty; ``tensor.to_local().data`` hides
+changes from the counter. Ranks whose counters disagree get an error that names them, see ``require_all_ranks``.
 
 A gather after a change also counts as an in-place change of the compute weights, so a backward through a forward that
 used the older weights raises autograd's error instead of yielding wrong gradients.
