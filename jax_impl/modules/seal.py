@@ -110,17 +110,25 @@ def witnessed_constants(output: T, arrays: Mapping[str, jax.Array]) -> T:
 
 def witness(zeros: jax.Array) -> jax.Array:
     """No elements of a sealed parameter, for ``witnessed``: a program shows by it what became of the parameter."""
-    if zeros.ndim == 0:
-        return lax.broadcast_in_dim(zeros, (0,), ())
-    return lax.slice(zeros, (0,) * zeros.ndim, (0,) * zeros.ndim)
+    return _once(no_elements(zeros))
+
+
+def no_elements(array: jax.Array) -> jax.Array:
+    """A witness of arrays that JAX may differentiate by, which have no gradient."""
+    if array.ndim == 0:
+        return lax.broadcast_in_dim(array, (0,), ())
+    return lax.slice(array, (0,) * array.ndim, (0,) * array.ndim)
 
 
 def witnessed(arrays: T, witnesses: Sequence[jax.Array]) -> T:
-    """The same sealed arrays, in a program that has ``witnesses`` of the parameters that the arrays are."""
-    leaves, structure = jax.tree.flatten(arrays)
-    if leaves and witnesses:
-        leaves[0] = _witnessed(leaves[0], *_once(tuple(witnesses)))
-    return jax.tree.unflatten(structure, leaves)
+    """The same arrays, in a program that has ``witnesses`` of the parameters and constants that they come from."""
+
+    def shown(x: jax.Array) -> jax.Array:
+        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+        return x if is_key else _witnessed(x, *witnesses)
+
+    # Every array, since a program need not use them all.
+    return jax.tree.map(shown, arrays) if witnesses else arrays
 
 
 def open_sealed(arrays: T) -> T:

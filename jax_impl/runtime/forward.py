@@ -13,7 +13,7 @@ from jax_impl.comm.collectives import fence
 from jax_impl.comm.mesh import is_gpu, is_simulated
 from jax_impl.diagnostics.outputs import layer_numbers, look_at_output, watching
 from jax_impl.modules.module_tree import ROOT
-from jax_impl.modules.seal import seal, witnessed, witnessed_constants
+from jax_impl.modules.seal import no_elements, seal, witnessed, witnessed_constants
 from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.uneven_means import mark_rows
 from jax_impl.modules.unit_methods import caught_calls
@@ -142,6 +142,7 @@ def _call_unit(
     held: Mapping[str, tuple[Collectors, Sources]],
     run: Run,
     arguments: Arguments,
+    witnesses: Sequence[jax.Array] = (),
 ) -> tuple[Any, Sequence[Any]]:
     """``run`` with the parameters of unit ``path``; ``held`` of it and all units inside."""
     unit = plan.units[path]
@@ -152,7 +153,7 @@ def _call_unit(
         leaves: Sequence[Sequence[jax.Array]], inner: Mapping[str, Any], arrays: Any, layer: Any
     ) -> Any:
         given = rebuild(arrays)
-        fixed = {below: (mine, _without_gradient(plan, below, its)) for below, (mine, its) in inner.items()}
+        fixed = {below: (mine, _without_gradient(below, its)) for below, (mine, its) in inner.items()}
         runs = {below: _unit_run(plan, order, below, fixed) for below in unit.module.inner}
         own = _in_model_order(unit.groups, leaves, unit.module.parameters)
         # Here, since backward may come back to it when the model is done.
@@ -174,7 +175,7 @@ def _call_unit(
     ((layer,),) = sources[len(unit.groups) :] or ((np.int32(-1),),)
     derives = not is_simulated(plan.mesh)
     call = UnitCall(scope_of(path), apply, unit.groups, unit.recompute, order, derives)
-    output, values = call(collectors, sources[: len(unit.groups)], inner, arrays, layer)
+    output, values = witnessed(call(collectors, sources[: len(unit.groups)], inner, arrays, layer), witnesses)
     # What a unit only reads stays the same object: in a loop around the call nnx forbids to set it.
     after = list(arguments[0])
     for i, value in zip(changed, values, strict=True):
@@ -182,12 +183,13 @@ def _call_unit(
     return output if rebuilding[0] is None else rebuilding[0](output), after
 
 
-def _without_gradient(plan: ShardingPlan, path: str, sources: Sources) -> Sources:
-    # Of arrays that a loop is over, JAX makes zero gradients on the device, wherever the arrays lie.
-    stopped = jax.tree.map(lambda x: x if is_on_device(x) else jax.lax.stop_gradient(x), sources)
-    groups = len(plan.units[path].groups)
-    # Sealed anew: what a loss stops is another matter.
-    return (*seal(path, stopped[:groups]), *stopped[groups:])
+def _without_gradient(path: str, sources: Sources) -> Sources:
+    def stopped(x: jax.Array) -> jax.Array:
+        # Of arrays that a loop is over, JAX makes zero gradients on the device, wherever the arrays lie. These are
+        # sealed anew, since a loss may stop gradients for another reason; a seal on others would be a copy to save.
+        return x if is_on_device(x) else seal(path, jax.lax.stop_gradient(x))
+
+    return jax.tree.map(stopped, sources)
 
 
 def _in_model_order(
@@ -210,10 +212,11 @@ def _unit_run(
     def call(
         run: Run, arrays: Sequence[jax.Array], witnesses: Sequence[jax.Array], arguments: Arguments
     ) -> tuple[Any, Sequence[Any]]:
-        given = jax.tree.unflatten(tree, arrays)
-        sources = witnessed({below: its for below, (_, its) in given.items()}, witnesses)
-        own = {below: (mine, sources[below]) for below, (mine, _) in given.items()}
-        return _call_unit(plan, order, path, own, run, arguments)
+        own = jax.tree.unflatten(tree, arrays)
+        weights = [own[below][1][: len(plan.units[below].groups)] for below in own]
+        # Of the results, since sources that pass a call are new arrays, which loops would save for backward.
+        whole = [*map(no_elements, jax.tree.leaves(weights)[:1]), *witnesses]
+        return _call_unit(plan, order, path, own, run, arguments, whole)
 
     return UnitRun(path, plan.units[path].module.layers, arrays, call)
 
