@@ -179,7 +179,7 @@ def _read(
         raise ValueError("expected updates like the gradients")
     reader = Reader(terms, owners)
     paths = [path for path, _ in jax.tree.leaves_with_path(weights)]
-    slots = _slots(dict(zip(paths, names, strict=True)), state)
+    slots = _slots(dict(zip(paths, names, strict=True)), {name: owners[name].shape for name in names}, state)
     before = [_of_each(terms, "weight", owner) for owner in of]
     first = reader.outputs(init, before)
     # Each step finds in padding what the step before left there, so padding that changes is not known.
@@ -225,17 +225,52 @@ def _of_slot(
     return Value(terms.number("state", slot, name), filled=leaf.shape == ())
 
 
-def _slots(names: Mapping[KeyPath, str], state: Any) -> list[tuple[Slot, str | None]]:
-    """Where each leaf of a state is, and the array that it belongs to, as its key path has that of the array."""
+def _slots(
+    names: Mapping[KeyPath, str], shapes: Mapping[str, Any], state: Any
+) -> list[tuple[Slot, str | None]]:
+    """Where each leaf of a state is, and the array that it belongs to.
+
+    It belongs to the array whose key path is in its own; of a state that is a list, to the array in whose turn it
+    comes. A wrong guess does no harm: programs that differ for it are not equal.
+    """
     lengths = sorted({len(path) for path in names if path}, reverse=True)
     found: list[tuple[Slot, str | None]] = []
-    for path, _ in jax.tree.leaves_with_path(state):
+    leaves = jax.tree.leaves_with_path(state)
+    for path, leaf in leaves:
         # The longest path that is known, and of equally long ones the innermost.
         parts = ((i, i + n) for n in lengths for i in reversed(range(len(path) - n + 1)))
         first, last = next((part for part in parts if path[slice(*part)] in names), (len(path), len(path)))
+        name = names.get(path[first:last]) if first < last else None
         slot = jax.tree_util.keystr(path[:first]), jax.tree_util.keystr(path[last:])
-        found.append((slot, names.get(path[first:last]) if first < last else None))
+        if name is None:
+            slot, name = _scattered(names, shapes, path, leaf)
+        found.append((slot, name))
+    runs = 0
+    for start in range(len(leaves) - len(names) + 1):
+        run = slice(start, start + len(names))
+        in_turn = zip(found[run], leaves[run], names.values(), strict=True)
+        if names and all(name is None and x.shape == shapes[own] for (_, name), (_, x), own in in_turn):
+            found[run] = [(("in turn", str(runs)), own) for own in names.values()]
+            runs += 1
     return found
+
+
+def _scattered(
+    names: Mapping[KeyPath, str], shapes: Mapping[str, Any], path: KeyPath, leaf: Any
+) -> tuple[Slot, str | None]:
+    """The slot of a leaf whose path has an array's keys with others between them; of no array's, its own path."""
+    for known in sorted(names, key=len, reverse=True):
+        rest, keys = [], list(known)
+        for entry in path:
+            if keys and entry == keys[0]:
+                keys.pop(0)
+            else:
+                rest.append(entry)
+        if not keys and len(known) > 1 and leaf.shape == shapes[names[known]]:
+            return ("", jax.tree_util.keystr(tuple(rest))), names[known]
+    # In nnx.State and in nnx.as_pure of it this is the same place.
+    own = path[:-1] if path[-1:] == (jax.tree_util.GetAttrKey("value"),) else path
+    return (jax.tree_util.keystr(own), ""), None
 
 
 def _same_kinds(before: Any, after: Any) -> bool:

@@ -64,21 +64,24 @@ _INFINITE_AT_ZERO = frozenset({"rsqrt", "log", "pow"})
 _MOST_READ = 1 << 20
 
 
+Parts = frozenset[tuple[int, frozenset[str]]]
+
+
 @dataclass(frozen=True)
 class Value:
     """``owner``: the array to each of whose elements the term does the same; None where all arrays share the value.
 
     ``filled``: one number in all elements. ``padding``: what elements hold that belong to no parameter, and a filled
     value's all: "zero", "least" (a zero, where no element is less), "one", "infinite", or None, which is not known.
-    ``reduced``: a reduction, the term of its elements, and the parameters. ``items``: the numbers of a vector of which
-    each is known.
+    ``reduced``: a reduction, and of each term of its elements the parameters. ``items``: the numbers of a vector of
+    which each is known.
     """
 
     term: int
     owner: str | None = None
     filled: bool = False
     padding: str | None = None
-    reduced: tuple[str, int, frozenset[str]] | None = None
+    reduced: tuple[str, Parts] | None = None
     items: tuple[Value, ...] | None = None
 
 
@@ -195,7 +198,7 @@ class Reader:
 
     def _elementwise(self, equation: Any, given: list[Value]) -> Value | None:
         primitive = equation.primitive.name
-        joined = self._sum(primitive, given)
+        joined = self._converted(equation, given[0]) or self._sum(primitive, given)
         if joined is not None:
             return joined
         lengths = {len(value.items) for value in given if value.items is not None}
@@ -222,13 +225,31 @@ class Reader:
             if neutral is not None and other.padding == ("zero", "one")[neutral] and other.filled:
                 return value
         first, second = (value.reduced for value in given)
-        if first is None or second is None or first[:2] != second[:2] or first[2] & second[2]:
+        if first is None or second is None or first[0] != second[0]:
             return None
-        return self._reduction(*first[:2], first[2] | second[2])
+        # Arrays of another dtype have other terms, and are in the same sum.
+        parts = dict(first[1])
+        for term, paths in second[1]:
+            if paths & parts.get(term, frozenset()):
+                return None
+            parts[term] = parts.get(term, frozenset()) | paths
+        return self._reduction(first[0], frozenset(parts.items()))
 
-    def _reduction(self, name: str, term: int, paths: frozenset[str]) -> Value:
-        number = self.terms.number("reduced", name, term, paths)
-        return Value(number, filled=True, reduced=(name, term, paths))
+    def _converted(self, equation: Any, value: Value) -> Value | None:
+        """A reduction in another float dtype; what widens it does not change it."""
+        if equation.primitive.name != "convert_element_type" or value.reduced is None:
+            return None
+        old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+        if not all(jax.dtypes.issubdtype(dtype, np.floating) for dtype in (old, new)):
+            return None
+        name, parts = value.reduced
+        if np.promote_types(old, new) != new:
+            parts = frozenset((self.terms.number("rounded", str(new), term), paths) for term, paths in parts)
+        return self._reduction(name, parts)
+
+    def _reduction(self, name: str, parts: Parts) -> Value:
+        number = self.terms.number("reduced", name, parts)
+        return Value(number, filled=True, reduced=(name, parts))
 
     def _vector(self, items: Sequence[Any]) -> Value:
         return Value(self.terms.number("vector", *(item.term for item in items)), items=tuple(items))
@@ -266,7 +287,7 @@ class Reader:
         owner = self.owners[value.owner]
         if owner.padded and value.padding not in harmless:
             return None
-        return self._reduction(name, value.term, owner.paths)
+        return self._reduction(name, frozenset({(value.term, owner.paths)}))
 
     def _product(self, equation: Any, given: list[Value]) -> Value | None:
         """A sum of products over all elements of one array."""
@@ -282,7 +303,7 @@ class Reader:
             return None
         parameters = self._parameters(equation, ("dimension_numbers", "out_sharding"))
         term = self.terms.number("product", parameters, left.term, right.term)
-        return self._reduction("reduce_sum", term, owner.paths)
+        return self._reduction("reduce_sum", frozenset({(term, owner.paths)}))
 
     def _choice(self, equation: Any, given: list[Value]) -> list[Value]:
         branches = [self.outputs(branch, given[1:]) for branch in equation.params["branches"]]
