@@ -266,7 +266,7 @@ class Normed(nnx.Module):
         return self.norm(x)
 
 
-@pytest.mark.fast_cases("shard_map-True-True", "shard_map-False-True")
+@pytest.mark.fast_cases("True-True-shard_map", "True-False-shard_map")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("counts", [True, False])
