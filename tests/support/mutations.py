@@ -727,8 +727,8 @@ JAX = [
     M(
         "sums over some parameters count as sums over all",
         "jax_impl/optimizer/terms.py",
-        'self.terms.number("reduced", name, term, paths)',
-        'self.terms.number("reduced", name, term)',
+        'self.terms.number("reduced", name, parts)',
+        'self.terms.number("reduced", name, frozenset(term for term, _ in parts))',
         "jax_impl/optimizer/test_chosen_form.py",
     ),
     M(
