@@ -27,6 +27,7 @@ from jax_impl.batch import Batch, pad_batch, place_shared, shard_batch
 from jax_impl.modules.device_values import mark_after, mark_before, variables_after
 from jax_impl.modules.seal import check_seals
 from jax_impl.modules.uneven_means import check_means
+from jax_impl.modules.unit_parameter import unit_parameters
 from jax_impl.runtime.divisors import Divisors
 from jax_impl.runtime.forward import call_model, collectors, hold, ways_of
 from jax_impl.runtime.gradients import Shared
@@ -178,6 +179,8 @@ class EvalStep:
         returned, after = call(weights, batch, variables, shared)
         if self._has_aux or is_loss(returned):
             return as_parts(returned, self._has_aux), None, after
+        for parameter in unit_parameters(returned):
+            raise ValueError(f"fn: expected results, got unit's weights: {parameter!r}")
         rows = jax.tree.leaves(batch)[0].shape[0]
         wrong = {
             jax.tree_util.keystr(path): jnp.shape(leaf)

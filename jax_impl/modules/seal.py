@@ -15,6 +15,7 @@ takes a witness of each, without elements: one that was computed with, replaced,
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -301,11 +302,19 @@ def _refusal(path: str, use: str) -> str:
     )
 
 
+def line_in(error: Exception) -> str:
+    """Where the user's code last was when ``error`` was raised."""
+    names = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    package = f"{Path(__file__).parents[1]}{os.sep}"
+    own = [at for at in names if not at[0].startswith((*_LIBRARIES, package))]
+    return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
+
+
 def line_of(*around: Any) -> str:
     """Where the user's code asked for the last of some equations, or for those around it, as far as JAX knows."""
     for equation in reversed(around):
-        traceback = equation.source_info.traceback
-        for frame in traceback.frames if traceback is not None else ():
+        known = equation.source_info.traceback
+        for frame in known.frames if known is not None else ():
             if not frame.file_name.startswith(_LIBRARIES):
                 return f" at {frame.file_name}:{frame.line_num}"
     return ""

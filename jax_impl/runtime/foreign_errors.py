@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jax_impl.modules.seal import line_in
 from jax_impl.modules.stack_lengths import unnamed_stack
 from jax_impl.runtime.sharding_plan import ShardingPlan
 
@@ -22,7 +23,7 @@ def explained(error: Exception, plan: ShardingPlan) -> str | None:
     if "Triggering __jax_array__() during abstractification" in message:
         return (
             "loss: expected parameters of a unit inside of the unit only: call the unit, a method of it or "
-            f"jax_impl.call_unit(function, unit, ...) ({error})"
+            f"jax_impl.call_unit(function, unit, ...), got another use{line_in(error)} ({error})"
         )
     if any(part in message for part in _DERIVATIVES):
         units = [path for path in plan.units if path][:3]

@@ -89,8 +89,10 @@ def test_units_that_a_mask_leaves_out_have_no_moments_anywhere(tmp_path: Path, s
 
 
 def _steps_of_each_unit() -> optax.GradientTransformation:
+    """It needs the engine's flat arrays: on a tree by names it would get the model's own parameters."""
     return optax.GradientTransformation(
-        lambda weights: {"steps": dict.fromkeys(weights, jnp.int32(0))}, lambda g, state, _: (g, state)
+        lambda weights: {"steps": {unit: jnp.int32(flat.ndim) for unit, flat in weights.items()}},
+        lambda g, state, _: (g, state),
     )
 
 
