@@ -175,6 +175,12 @@ def _read(
 
     init, state = jax.make_jaxpr(able.init, return_shape=True)(weights)
     step, (updated, after) = jax.make_jaxpr(update, return_shape=True)(gradients, state, weights, loss)
+    steps = [step]
+    if not _same_kinds(state, after):
+        # Moments may become float32 in the first step, which the steps after it are given.
+        again, (_, later) = jax.make_jaxpr(update, return_shape=True)(gradients, after, weights, loss)
+        alike = [x.shape for x in jax.tree.leaves(state)] == [x.shape for x in jax.tree.leaves(after)]
+        steps += [again] if alike and _same_kinds(after, later) else [None]
     if [x.shape for x in jax.tree.leaves(updated)] != [owner.shape for owner in of]:
         raise ValueError("expected updates like the gradients")
     reader = Reader(terms, owners)
@@ -190,11 +196,13 @@ def _read(
             for slot, leaf, pad in zip(slots, jax.tree.leaves(state), padding, strict=True)
         ]
         given = [_of_each(terms, "gradient", owner) for owner in of]
-        values = reader.outputs(step, [*given, *kept, *before, Value(terms.number("loss"), filled=True)])
+        inputs = [*given, *kept, *before, Value(terms.number("loss"), filled=True)]
+        values = reader.outputs(step, inputs)
+        for later_step in steps[1:]:
+            # A state that becomes another one in each step is read no further, and equals none.
+            after_it = [None] * len(values) if later_step is None else reader.outputs(later_step, inputs)
+            values = [_and_then(terms, *pair) for pair in zip(values, after_it, strict=True)]
         updates, last = values[: len(names)], values[len(names) :]
-        if not _same_kinds(state, after):
-            # The steps after the first one are other programs, so this one equals none.
-            last = [Value(terms.number("another state", object())) for _ in first]
         stays = [pad if pad == value.padding else None for pad, value in zip(padding, last, strict=True)]
         if stays == padding:
             break
@@ -207,6 +215,14 @@ def _read(
         else:
             owned[slot, name] = made, updated
     return Reading(owners, dict(zip(names, updates, strict=True)), owned, shared)
+
+
+def _and_then(terms: Terms, first: Value, later: Value | None) -> Value:
+    """What the first step makes, and what the later ones make."""
+    if later is None or (first.owner, first.filled) != (later.owner, later.filled):
+        return Value(terms.number("another state", object()))
+    padding = first.padding if first.padding == later.padding else None
+    return Value(terms.number("then", first.term, later.term), first.owner, first.filled, padding)
 
 
 def _of_each(terms: Terms, name: str, owner: Owner) -> Value:
