@@ -229,7 +229,7 @@ def test_a_damaged_description_is_refused_even_where_it_still_makes_sense(tmp_pa
 def test_data_of_many_blocks_is_verified_to_its_last_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_files, "_SCAN", 64)
+    monkeypatch.setattr(source_files, "SCAN", 64)
     data = stock_archive(BASE)
     start = find_tensor(viewed(tmp_path / "f", data), 0, len(data), "w").record.start
     assert same_bits(read(viewed(tmp_path / "f", data), 0, len(data)), array_of(BASE))

@@ -108,7 +108,7 @@ def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Once as it is, when everything in a test is small; once so that byte ranges and kept chunks are used."""
     if request.param == "slow paths":
         monkeypatch.setattr("bridge.formats.orbax.reader._IN_FLIGHT", 16)
-        monkeypatch.setattr("bridge.formats.files.source_files._SCAN", 40)
+        monkeypatch.setattr("bridge.formats.files.source_files.SCAN", 40)
         monkeypatch.setattr("bridge.formats.files.source_files.BLOCK", 40)
 
 
@@ -326,7 +326,7 @@ def test_a_chunk_that_vanishes_after_opening_is_an_error(tmp_path: Path) -> None
     SAVES["files zarr2"](tmp_path / "c", {"w": sharded(value, "a", "b")})
     with OrbaxReader(tmp_path / "c") as reader:
         (tmp_path / "c" / "w" / "1.2").unlink()
-        with pytest.raises(CheckpointError, match="'w': cannot read"):
+        with pytest.raises(CheckpointError, match="'w'.*cannot be opened"):
             reader.read("w")
 
 
@@ -374,7 +374,7 @@ def test_large_raw_chunks_are_verified_before_bytes_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bridge.formats.orbax.reader._IN_FLIGHT", 16)
-    monkeypatch.setattr("bridge.formats.files.source_files._SCAN", 100)
+    monkeypatch.setattr("bridge.formats.files.source_files.SCAN", 100)
     monkeypatch.setattr("bridge.formats.files.source_files.BLOCK", 100)
     value = random_bits((64, 32), F32, 1)
     write(tmp_path / "c", {"w": value}, {"w": (32, 32)})
