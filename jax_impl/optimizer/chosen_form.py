@@ -175,7 +175,8 @@ def _read(
 
     init, state = jax.make_jaxpr(able.init, return_shape=True)(weights)
     step, (updated, after) = jax.make_jaxpr(update, return_shape=True)(gradients, state, weights, loss)
-    steps = [step]
+    # None: a later step that cannot be read.
+    steps: list[Any] = [step]
     if not _same_kinds(state, after):
         # Moments may become float32 in the first step, which the steps after it are given.
         again, (_, later) = jax.make_jaxpr(update, return_shape=True)(gradients, after, weights, loss)
