@@ -326,7 +326,7 @@ def test_a_chunk_that_vanishes_after_opening_is_an_error(tmp_path: Path) -> None
     SAVES["files zarr2"](tmp_path / "c", {"w": sharded(value, "a", "b")})
     with OrbaxReader(tmp_path / "c") as reader:
         (tmp_path / "c" / "w" / "1.2").unlink()
-        with pytest.raises(CheckpointError, match="'w'.*cannot be opened"):
+        with pytest.raises(CheckpointError, match=r"'w'.*cannot be opened"):
             reader.read("w")
 
 
