@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, Final
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.stores.composed import ComposedParts, composes, objects_from, remove_objects
+from bridge.formats.stores.composed import ComposedParts, composes, objects_from, put_object, remove_objects
 from bridge.formats.stores.parts import FinishedParts, OrderedParts, Parts, S3Parts, retried, s3_uploads
 from bridge.formats.stores.store import (
     cannot_be_reached,
@@ -317,7 +317,7 @@ class StoreFolder:
         with store_errors(f"cannot write {self.url}/{name}"):
             if not self._in_bucket:
                 self._system.makedirs(stored.rpartition("/")[0], exist_ok=True)
-            retried(lambda: self._system.pipe_file(stored, data))
+            put_object(self._system, stored, data)
 
     def _exists(self, name: str) -> bool:
         self._system.invalidate_cache()

@@ -22,6 +22,7 @@ from bridge.formats import open_checkpoint
 from bridge.formats.base import CheckpointError
 from bridge.formats.stores import composed, parts, upload
 from bridge.formats.stores.folder import CLAIM
+from bridge.formats.stores.store import open_store
 from tests.formats.stores.test_s3 import FORMATS, ROOT, require_same, source
 from tests.support.buckets import Proxy, Request, free_port, kill_at, server
 
@@ -129,6 +130,13 @@ def test_from_bucket_to_bucket(
         convert(local, bucket.url("a"), to=format, resume=True)
     with pytest.raises(FileNotFoundError, match="found no bucket 'no-such-bucket'"):
         convert(local, "gs://no-such-bucket/x")
+
+
+@pytest.mark.parametrize("data", [b"", b"a\r", b"\r", b"a\n--==0==--b", b"a\n", b"a\r\n"], ids=repr)
+def test_objects_keep_bytes_that_look_like_the_end_of_a_mime_part(bucket: Bucket, data: bytes) -> None:
+    system = open_store(bucket.url("object"))[0]
+    composed.put_object(system, f"{bucket.name}/object", data)
+    assert bucket.direct.cat_file(f"{bucket.name}/object") == data
 
 
 def test_an_upload_that_fails_is_resumed_with_the_parts_that_are_there(

@@ -458,7 +458,7 @@ def whole_tensors_of_shown_weights() -> None:
     model(torch.arange(4))
     with pytest.raises(
         TypeError,
-        match=r"got a plain Parameter of shape \(1, 5\); a module that was not resharded .* reshard\(\)",
+        match=r"got a plain Parameter of shape \(1, 5\); module.weight is whole already .* after reshard\(\)",
     ):
         torch_impl.full_tensor(model.head.weight)
     assert torch.equal(torch_impl.full_tensor(model.state_dict()["head.weight"]), wanted)
