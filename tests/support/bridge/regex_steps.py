@@ -167,8 +167,17 @@ def attacks(nodes: Sequence[Node], before: str = "") -> Iterator[tuple[str, str]
 
 def growth(pattern: re.Pattern[Any], *, search: bool = False, full: bool = True, size: int = 40) -> float:
     """The largest ratio of steps on a text of twice the size to those on the text: 2 where a pattern is linear."""
-    nodes, worst = tree(pattern), 0.0
-    sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
+    nodes, limit = tree(pattern), sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 20_000))
+    try:
+        return _growth(nodes, search=search, full=full, size=size)
+    finally:
+        # Later tests of the process need Python's own limit.
+        sys.setrecursionlimit(limit)
+
+
+def _growth(nodes: list[Any], *, search: bool, full: bool, size: int) -> float:
+    worst = 0.0
     for before, again in dict.fromkeys(attacks(nodes)):
         for end in ("", "\x7f"):
             steps = []
