@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -87,6 +88,15 @@ def small_file(
         return file.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """A descriptor to read from. OSError for what is no regular file: a named pipe would be waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
 
 
 def files_below(directory: Path) -> list[Path]:

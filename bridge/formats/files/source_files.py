@@ -28,6 +28,7 @@ import numpy as np
 from bridge.formats.base import COPY_AGAIN, Box, CheckpointError, Loan
 from bridge.formats.files.file_stamps import Stamp, change
 from bridge.formats.files.read_memory import BLOCK, SCAN, SCRATCH, LoanBuffers
+from bridge.formats.files.regular_files import open_regular
 from bridge.formats.stores.listing import StorePath
 
 _PAGE_BEFORE: Final = 1 << 10
@@ -100,7 +101,7 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self.number = -1
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.number = open_regular(path)
         self.stamp = Stamp.of(os.fstat(self.number))
 
     def __del__(self) -> None:
