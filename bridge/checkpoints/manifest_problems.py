@@ -99,7 +99,7 @@ def rest_problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> I
                 view = reader.view(name) if isinstance(reader, _ShowsFiles) and held else None
                 if (crc := rest_checksum(path, held, view)) != expected:
                     yield Problem(
-                        name, f"damaged beside its data: expected CRC-32C {expected:08x}, got {crc:08x}"
+                        name, f"damaged outside of its data: expected CRC-32C {expected:08x}, got {crc:08x}"
                     )
             except (CheckpointError, OSError) as error:
                 yield Problem(name, str(error))

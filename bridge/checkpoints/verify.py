@@ -151,9 +151,9 @@ def _verify(
         problems += [problem for found in tensors for problem in found.problems]
         damaged = tuple(found.name for found in tensors if found.problems)
         problems += [Problem(Path(file).name, text) for file, text in changed(before)]
-        left: Mapping[str, str] = {}
+        unlisted: Mapping[str, str] = {}
         try:
-            left = left_alone(reader)
+            unlisted = left_alone(reader)
         except OSError as error:
             problems.append(Problem(str(place), f"cannot be listed: {error}"))
         not_finite = tuple(
@@ -184,7 +184,7 @@ def _verify(
             tuple(unreadable(reader)),
             time.perf_counter() - started,
             damaged=damaged,
-            left_alone=left,
+            left_alone=unlisted,
         )
 
 

@@ -71,7 +71,7 @@ def require_whole(found: Found, usual: Convention, where: str, problems: Problem
         ]
         if source.one_step and with_adam and state.count is None:
             name = source.name_of("step", state=number)
-            problems.append(f"expected {name} beside the moments in {where}, found none")
+            problems.append(f"expected {name} with the moments in {where}, found none")
     missing = list(dict.fromkeys(missing))
     if missing:
         some = ", ".join(missing[:_SHOWN]) + (
@@ -83,7 +83,7 @@ def require_whole(found: Found, usual: Convention, where: str, problems: Problem
         )
     if source.one_step and not found.states and (count := usual.name_of("step")) in found.others:
         moments = " and ".join(usual.name_of(section, "*") for section in ADAM)
-        problems.append(f"expected moments ({moments}) beside the {count} in {where}, found none")
+        problems.append(f"expected moments ({moments}) with the {count} in {where}, found none")
 
 
 def like_source(source: Convention, target: Convention) -> Convention:

@@ -26,8 +26,8 @@ from bridge.formats.stores.store import place_of
 from bridge.mapping.conventions import WEIGHT
 from bridge.mapping.rules import parse_mapping
 from bridge.propose.axes import Fit, fits, fused_fits
+from bridge.propose.layer_series import BY_ORDER, BY_SIZES, by_order, numbered_alike
 from bridge.propose.names import FUSED_WORDS, Family, families, similarity
-from bridge.propose.numbered import BY_ORDER, BY_SIZES, by_order, numbered_alike
 from bridge.propose.own_modules import COUNTER, FLIPPED, in_usual_order, is_known_layout, may_be_flipped
 from bridge.propose.places import Places, places_in
 from bridge.propose.text import Namer, ProposedRule, conventions, render, writable
@@ -311,9 +311,9 @@ class _Matcher:
                         break
         return choices
 
-    def _take_fused(self, found: list[Fit], order: str) -> _Choice:
+    def _take_fused(self, joints: list[Fit], order: str) -> _Choice:
         """``order``: what that of the parts is taken from; empty where the module's code says it."""
-        fit, doubts = self._settle(found)
+        fit, doubts = self._settle(joints)
         entries = fit.b if len(fit.b) > 1 else fit.a
         shapes = [entry.family.shape for entry in entries]
         agreed = self._evidence is not None and self._evidence.agrees(fit)
@@ -339,10 +339,10 @@ class _Matcher:
                 continue
             for whole in list(wholes.values()):
                 several = [
-                    found
+                    joints
                     for count in (2, 3)
                     for chosen in itertools.combinations(parts.values(), count)
-                    if (found := self._concatenations(whole, chosen, turned))
+                    if (joints := self._concatenations(whole, chosen, turned))
                 ]
                 if len(several) == 1:
                     choice = self._take_fused(several[0], "names")

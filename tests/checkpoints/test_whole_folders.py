@@ -16,7 +16,7 @@ from bridge.checkpoints.convert import ConvertOptions, convert, planned
 from bridge.checkpoints.summary import inspect
 from bridge.checkpoints.verify import verify
 from bridge.formats import CheckpointError, open_checkpoint
-from bridge.formats.files.numbered import numbered_sets
+from bridge.formats.files.numbered_files import numbered_sets
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -188,7 +188,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
         objects = deque(sorted(self._objects.values(), key=itemgetter(1)))
         parts: list[bytes] = []
         crc = 0
-        # Not read back: a few hundred bytes beside small elements would cost as much as all of these.
+        # Not read back: a few hundred bytes next to small elements would cost as much as all of these.
         for offset, frame in self._sink.frames(self._record.infos):
             while objects and objects[0].offset < offset:
                 extent = objects.popleft()

@@ -56,7 +56,7 @@ _ENTRY = re.compile(
     re.ASCII,
 ).findall
 _BESIDE = len('"": 01234567"]]}, ')
-"""Characters of an entry beside its name and what `_ENTRY` has in its second group."""
+"""Characters of an entry besides its name and what `_ENTRY` has in its second group."""
 _AFTER_TENSORS = '}, "objects": {'
 _HEX = re.compile("[0-9a-f]{8}").fullmatch
 

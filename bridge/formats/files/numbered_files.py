@@ -102,10 +102,10 @@ def _set(members: dict[str, tuple[int, ...]], count: int | None, *, of_ranks: bo
 
     def wanted() -> Iterator[tuple[int, ...]]:
         # `itertools.product` would list each range, which a name can make as long as it likes.
-        for place in range(math.prod(sizes)):
+        for rank in range(math.prod(sizes)):
             digits = []
             for size in reversed(sizes):
-                place, digit = divmod(place, size)
+                rank, digit = divmod(rank, size)
                 digits.append(first + digit)
             yield tuple(reversed(digits))
 
