@@ -45,6 +45,12 @@ class _SaysWhereDataIs(Protocol):
 
 
 @runtime_checkable
+class _HasCopies(Protocol):
+    def damaged_copies(self) -> Iterator[tuple[str, CheckpointError]]:
+        """Tensors with a damaged copy that is not read, since another file has the same, and what is wrong with it."""
+
+
+@runtime_checkable
 class _ShowsFiles(Protocol):
     def view(self, file: str) -> FileView | None:
         """A file of the checkpoint, to look at between its chunks; None where it is in a store."""
@@ -83,6 +89,12 @@ def _file_crc(path: Path) -> int:
         while block := file.read(_FILE_BLOCK):
             crc = extend(crc, block)
     return crc
+
+
+def copy_problems(reader: CheckpointReader) -> Iterator[Problem]:
+    """Of copies of chunks that several ranks have written, of which reading takes one."""
+    if isinstance(reader, _HasCopies):
+        yield from (Problem(name, str(error)) for name, error in reader.damaged_copies())
 
 
 def rest_problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> Iterator[Problem]:

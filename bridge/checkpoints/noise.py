@@ -1,4 +1,4 @@
-"""A third checkpoint beside two compared ones: another run of the same thing, which shows how far runs are apart."""
+"""A third checkpoint for a comparison of two: another run of the same thing, which shows how far runs are apart."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Final
 
 from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
-from bridge.formats.files.regular_files import small_file
 from bridge.formats.wrapping import AlteredReader, ReadWhenAsked
 from bridge.mapping.beside_weights import is_carried
 from bridge.mapping.relation import identity
 from bridge.mapping.table import MappingTable
 from bridge.mapping.tied import alike
+from bridge.text_files import read_text
 
 _WEIGHTS: Final = ("model", "state_dict", "model_state_dict", "module", "weights", "params", "net")
 _BUFFERS: Final = ("running_mean", "running_var", "num_batches_tracked")
@@ -192,12 +192,12 @@ def _without_second_names(
 
 
 def _lines(file: Path) -> list[str]:
-    data = small_file(file.parent, file.name, "the order of an optimizer's weights", most=_MAX_ORDER_BYTES)
+    expected = "a text file with the order of an optimizer's weights"
     try:
-        lines = [line.strip() for line in data.decode().splitlines()]
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{file}: expected names in UTF-8: {error}") from error
-    return [line for line in lines if line]
+        text = read_text(file, CheckpointError, most=_MAX_ORDER_BYTES, expected=expected)
+    except OSError as error:
+        raise CheckpointError(f"{file}: expected {expected}: {error.strerror}") from error
+    return [line for line in map(str.strip, text.splitlines()) if line]
 
 
 def _listed(

@@ -6,7 +6,7 @@ each piece belongs. What is no DTensor must be the same in all files, or nothing
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +41,7 @@ class RanksReader(SingleChunkReader):
         super().__init__(path, TORCH_FILES)
         self._ranks: list[TorchSaveReader] = []
         self._pieces: dict[str, list[tuple[Box, TorchSaveReader]]] = {}
+        self._copies: list[tuple[str, TorchSaveReader]] = []
         try:
             self._ranks += (TorchSaveReader(file, verify) for file in self._fileset.paths)
             self._join()
@@ -59,6 +60,14 @@ class RanksReader(SingleChunkReader):
     def checksummed(self, name: str) -> bool:
         """Whether each piece's storage has a CRC-32, which reading verifies."""
         return name not in self._unreadable and all(rank.checksummed(name) for _, rank in self._pieces[name])
+
+    def damaged_copies(self) -> Iterator[tuple[str, CheckpointError]]:
+        """Tensors with a damaged piece in a file, where another file has the piece, too, and what is wrong with it."""
+        for name, rank in self._copies:
+            try:
+                rank.check_stored(name)
+            except CheckpointError as error:
+                yield name, error
 
     def close(self) -> None:
         """Release the files. Arrays already read stay valid."""
@@ -107,9 +116,12 @@ class RanksReader(SingleChunkReader):
                 continue
             placed: dict[Box, TorchSaveReader] = {}
             for box, rank in zip(boxes, having, strict=True):
-                if placed.setdefault(box, rank) is not rank and not rank.holds_the_same(name, placed[box]):
+                if placed.setdefault(box, rank) is rank:
+                    continue
+                if not rank.holds_the_same(name, placed[box]):
                     differing.append(name)
                     break
+                self._copies.append((name, rank))
             else:
                 check_coverage(first.shape, placed, f"{self.path}: tensor {name!r:.200}")
             self._pieces[name] = [(box, rank) for box, rank in placed.items() if box.numel]

@@ -110,6 +110,11 @@ class TorchSaveReader(SingleChunkReader):
         info = self._tensors[name]
         (self._copy if self._in_place(info) else self._fill)(info, box, target)
 
+    def check_stored(self, name: str) -> None:
+        """CheckpointError where what the file has of a tensor is not what its checksum says."""
+        if self._in_place(self._tensors[name]):
+            self._part(self._tensors[name], Box.whole(self.stored_shape(name)))
+
     def holds_the_same(self, name: str, other: TorchSaveReader) -> bool:
         """Whether another file has the same elements of a tensor, by checksums where both have some."""
         mine, theirs = self._stored[name], other._stored[name]

@@ -170,3 +170,20 @@ def test_what_cannot_be_joined_is_named(ranks: RankGroup, tmp_path: Path) -> Non
             reader.objects["seen"]
     with pytest.raises(CheckpointError, match=r"weights that can be read.*'w'.*DTensor"):
         convert(tmp_path / "partial", tmp_path / "o", selection=Selection(weights_only=True))
+
+
+def test_verify_reads_the_copies_that_other_ranks_have(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"w": torch.arange(100.0), "v": torch.ones(2)}, tmp_path / NAME.format(2, rank))
+    assert verify(tmp_path)
+    file = tmp_path / NAME.format(2, 1)
+    data = bytearray(file.read_bytes())
+    data[data.index(np.float32(50).tobytes() + np.float32(51).tobytes())] ^= 1
+    file.write_bytes(data)
+    report = verify(tmp_path)
+    assert [problem.where for problem in report.problems] == ["w"]
+    assert file.name in report.problems[0].text
+    assert not report.damaged
+    convert(tmp_path, tmp_path / "o", to="dcp")
+    with open_checkpoint(tmp_path / "o") as reader:
+        assert same_bits(reader.read("w"), np.arange(100, dtype=np.float32))
