@@ -33,6 +33,7 @@ from bridge.propose.places import Places, places_in
 from bridge.propose.text import Namer, ProposedRule, conventions, render, writable
 from bridge.propose.uneven import settled
 from bridge.propose.values import Evidence
+from bridge.text import first_of
 
 _SHOWN = 3
 _MAX_LEFT = 24
@@ -197,7 +198,9 @@ class _Matcher:
             ordered = any(word.startswith(BY_ORDER) for word in x.words & y.words)
             only = any(word.startswith(BY_SIZES) for word in x.words & y.words)
             if rivals and not only and not self._same_name(x, y):
-                doubts.append(f"by {'order' if ordered else 'name'} only: {_some(rivals)} would fit as well")
+                doubts.append(
+                    f"by {'order' if ordered else 'name'} only: {first_of(rivals, _SHOWN)} would fit as well"
+                )
             elif not likeness and not agreed:
                 doubts.append("by shape only: the names have nothing in common")
             choices.append(self._take(fit, doubts))
@@ -256,7 +259,9 @@ class _Matcher:
         others = [fit for fit in candidates if fit is not best]
         if others:
             namer = Namer([*self._a, *self._b])
-            doubts.append(f"also fits {_some([ProposedRule.of(fit, (), namer).short for fit in others])}")
+            doubts.append(
+                f"also fits {first_of([ProposedRule.of(fit, (), namer).short for fit in others], _SHOWN)}"
+            )
         words = best.a[0].family.words | best.b[0].family.words
         turned = self._rotary and not any(entry.family.own_parts for entry in (*best.a, *best.b))
         if words & {"query", "key"} and "norm" not in words and turned and not agreed:
@@ -384,8 +389,3 @@ def _comparable(a: Sequence[Family], b: Sequence[Family]) -> Iterator[tuple[Fami
             for y in right:
                 by_words.setdefault(y.words, []).append(y)
             yield from itertools.islice(((x, y) for x in left for y in by_words.get(x.words, ())), _MAX_PAIRS)
-
-
-def _some(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return ", ".join(texts[:_SHOWN]) + more
