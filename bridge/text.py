@@ -6,7 +6,7 @@ import base64
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,12 @@ def plain_json(value: object) -> Any:
     if isinstance(value, Path | np.dtype):
         return str(value)
     return value
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """The first of many names, and how many more there are."""
+    shown, more = ", ".join(names[:most]), len(names) - most
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def did_you_mean(text: str, known: Iterable[str]) -> str:

@@ -36,11 +36,9 @@ def read_text(
     expected: what errors say that the file should be. Raises what ``error`` makes; OSError when there is no such file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
-    with os.fdopen(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(21, "Is a directory", str(path))
-        if not stat.S_ISREG(mode):
+    # Not by the number alone: it would stand in the error of a folder in place of the path.
+    with open(path, "rb", opener=lambda *_: descriptor) as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise error(
                 f"{path}: expected {expected}, got a pipe or a device: write its content to a file first"
             )

@@ -53,7 +53,7 @@ during a call (``sow``) are refused by name.
 
 **Default units.** Without ``units`` the blocks that a model repeats are units: ``layers/*``, ``blocks/*``, ``h/*``,
 ``Block_*``, ``layers_*`` and the like, by the rule in ``help("jax_impl.modules.repeated_blocks")``. A model without
-such blocks is refused with its modules. ``units`` beside a policy take the place of the policy's patterns.
+such blocks is refused with its modules. ``units`` with a policy take the place of the policy's patterns.
 
 **Pytrees.** ``fully_shard`` takes any pytree of parameters: dictionaries, lists, named tuples, registered dataclasses.
 The loss gets the pytree back. It uses a subtree that is a unit by ``call_unit(function, subtree, *args)``, which calls
@@ -95,7 +95,7 @@ are saved: each one's inputs. A recomputed root runs the model's forward three t
 
 **Precision.** ``param_dtype="bfloat16"`` (or ``jnp.bfloat16``) casts each shard before the gather.
 ``gather_dtype="mxfp8"`` quantizes matrices for it, and forward and backward compute with the quantized values. Modules
-with ``dot_general=float8_dot_general`` multiply them in float8 as well, best beside ``gather_dtype="float8_e4m3fn"``.
+with ``dot_general=float8_dot_general`` multiply them in float8 as well, best with ``gather_dtype="float8_e4m3fn"``.
 ``reduce_dtype`` is the dtype of the summation; left out, it is ``param_dtype``'s, as in PyTorch. ``param_dtype=None``
 computes in the main weights' dtype, also for a model that was given in bfloat16. In the pjit engine XLA sums in the
 dtype in which it multiplied.
@@ -103,7 +103,7 @@ dtype in which it multiplied.
 **Main weights** are float32, or float64 where the given parameters are. ``main_dtype="bfloat16"`` (or "float16") rounds
 given ones once, to nearest even, and then at the end of each update: half the bytes at rest, but updates below the last
 bit of a weight are lost. ``main_dtype=None`` keeps each parameter's own dtype. ``main_weight_adamw``,
-``main_weight_sgd`` and ``main_weight_muon`` compute in float32 beside both, with float32 moments. ``[precision] main``
+``main_weight_sgd`` and ``main_weight_muon`` compute in float32 with both, with float32 moments. ``[precision] main``
 of a policy says the same, "given" for None.
 
 **Other variables**, such as batch statistics, start as they are in the model that ``fully_shard`` got; ``init_state``

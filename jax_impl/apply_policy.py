@@ -23,6 +23,6 @@ class ShardingPolicy(bridge.sharding.ShardingPolicy):
         """``fully_shard(model, mesh, self, **options)``: the sharding plan, and the main weights in it.
 
         mesh: of this policy's axes; None: made over all devices of JAX. options: those that ``ShardingOptions`` allows
-            beside a policy. ``model`` is not changed.
+            with a policy. ``model`` is not changed.
         """
         return fully_shard(model, mesh, self, **options)

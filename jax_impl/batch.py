@@ -1,4 +1,4 @@
-"""What a step is given beside its state: a batch that is cut over the devices, and inputs that are whole on each.
+"""What a step is given besides its state: a batch that is cut over the devices, and inputs that are whole on each.
 
 ::
 

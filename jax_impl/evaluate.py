@@ -190,7 +190,7 @@ class EvalStep:
         if wrong:
             raise ValueError(
                 f"fn: expected a loss (a scalar, or (sum, weight)), or arrays with the {rows} rows that it got as "
-                f"first dimension, got shapes {wrong}: statistics of the batch go beside a loss with has_aux=True"
+                f"first dimension, got shapes {wrong}: statistics of the batch go with a loss with has_aux=True"
             )
         return None, returned, after
 

@@ -64,7 +64,7 @@ def groups_of(
     """Flat groups, or logical ones for the pjit engine.
 
     Raises ``ValueError`` for parameters that are neither real numbers nor bools, trainable ones that are not floating
-    point, have 8 bits or no main weights in ``main_dtype``, and a ``gather_dtype`` beside main weights that are not
+    point, have 8 bits or no main weights in ``main_dtype``, and a ``gather_dtype`` with main weights that are not
     float32.
     """
     model = ModelAxes.of(resolved.mesh)
@@ -182,7 +182,7 @@ def _check_trained(path: str, dtype: np.dtype, wanted: str | None) -> None:
         )
     if wanted not in ("float32", None) and (wanted == "float64") != (dtype == np.float64):
         raise ValueError(
-            f"parameter {path!r}: expected {'' if wanted == 'float64' else 'a dtype narrower than '}float64 beside "
+            f"parameter {path!r}: expected {'' if wanted == 'float64' else 'a dtype narrower than '}float64 with "
             f"main_dtype={wanted!r}, got {dtype}: cast the model first"
         )
 

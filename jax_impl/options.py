@@ -68,18 +68,18 @@ class ShardingOptions(TypedDict, total=False):
         layers in them show the axis; others, and all of pytrees and linen, must be named.
     parallel: which parameters model axes of the mesh cut: by pattern of modules or parameters ("layers/*/mlp/up"), a
         style, "colwise", "rowwise" or "expert", or a ``PartitionSpec`` of a layer's dimensions; see
-        ``modules/partitioning.py``. Beside a policy these take the place of its own.
+        ``modules/partitioning.py``. With a policy these take the place of its own.
     frozen: parameters without gradient and moments, in their own dtype, which may be an integer's or bool: patterns of
         parameter paths ("embed/*"), or an nnx filter.
     replicated: parameters that every device has whole, as with "no_shard", whatever strategy their unit has. They are
-        gathered never; their gradients are averaged, and their moments are whole, too. Given like ``frozen``, beside
+        gathered never; their gradients are averaged, and their moments are whole, too. Given like ``frozen``, with
         which they are what other programs call ignored: nothing but the program itself changes or sends them.
     variables: how one value of a variable that is no parameter comes of several devices' ("shard_map"), by pattern of
         paths or type: ``{"codebook/counts": "sum"}``; "mean", "sum" (of what rows add), "max", or "rows" (a row for
         each of the batch, which stays cut as the batch is). See ``runtime/variables.py``.
     engine: "shard_map" or "pjit".
-    prefetch: 1 lets a unit's gather run beside the computation of the unit before it, and reductions beside what
-        follows, at the cost of a second unit's weights and gradients in memory; 0 lets nothing run beside a transfer.
+    prefetch: 1 lets a unit's gather run during the computation of the unit before it, and reductions during what
+        follows, at the cost of a second unit's weights and gradients in memory; 0 lets nothing run during a transfer.
         None: what the policy says. Where none says it: 1 on accelerators, 0 on simulated devices, where it saves no
         time. See ``runtime/order.py``, and ``runtime/pipeline.py`` for scanned layers.
     """
@@ -297,7 +297,7 @@ def _of_policy(policy: ShardingPolicy, paths: Mapping[str, str]) -> Mapping[str,
         return policy.units_of(paths)
     except PolicyError as error:
         raise PolicyError(
-            f'{error}; units=["blocks/*"] beside a policy takes the place of its patterns'
+            f'{error}; units=["blocks/*"] with a policy takes the place of its patterns'
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""What a step tells beside its loss, on request: the gradients' norm and the learning rate."""
+"""What a step tells besides its loss, on request: the gradients' norm and the learning rate."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def make_train_step(
     give a key a row, in the batch: ``jax.random.split(key, rows)``.
 
     For ``sum(losses * mask) / sum(mask)``, which is refused, ``equal_parts``, ``has_aux`` and ``grad_divisor`` see
-    ``make_gradients``. ``metrics``: what the step tells beside its loss: "grad_norm", of the whole model's gradients as
+    ``make_gradients``. ``metrics``: what the step adds to its loss: "grad_norm", of the whole model's gradients as
     the optimizer gets them, and "learning_rate", of ``main_weight_adamw`` or ``optax.inject_hyperparams``.
     ``donate``: whether a step may take the memory of the state that it is given. ``wait``: whether a step returns when
     its results are there; by default only on simulated devices, which need it.

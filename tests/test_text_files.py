@@ -108,3 +108,8 @@ def test_what_people_write_is_read(tmp_path: Path) -> None:
     found = load_toml(path, ValueError)
     assert len(found["match"]) == 2000
     assert list(found) == ["match", "note"]
+
+
+def test_the_error_of_a_folder_has_its_path(tmp_path: Path) -> None:
+    with pytest.raises(MappingError, match=str(tmp_path)):
+        load_mapping(tmp_path)

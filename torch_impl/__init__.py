@@ -85,7 +85,7 @@ which gradients flow. Such a view inside an object that is no tuple, list or dic
 on comes out as the caller's own tensor.
 
 **Overlap and the pool.** Two units' weights and two units' gradients are in use at most, besides the root's and those
-of units around a unit; with ``prefetch=0`` of the root one unit's, and nothing runs beside a transfer. From the second
+of units around a unit; with ``prefetch=0`` of the root one unit's, and nothing runs during a transfer. From the second
 or third step on, units of one size use the same memory in turn. Weights reached by a reference of one's own,
 outside the unit's forward, backward and ``unshard()``, are not protected from that: ``set_buffer_pool(False)`` turns
 the pool off. The pool leaves out the root's weights, weights that are not sharded, tensor-parallel parameters, and

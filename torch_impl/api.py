@@ -106,10 +106,10 @@ def fully_shard(
         mapping from names of the unit's parameters to these, "row" for those left out.
     align: elements of which every shard is a multiple, or "auto"; see ``bridge.sharding.plan_layout``.
     grad_divisor: gradients are summed over ranks and divided by this (None: the number of ranks, hence the mean).
-    prefetch: 1 (None: the same) gathers the next unit while one computes, and reduces gradients beside the next unit's
+    prefetch: 1 (None: the same) gathers the next unit while one computes, and reduces gradients during the next unit's
         backward, so that two units' weights and two units' gradients are in memory at a time. 0 gathers a unit when it
         is used, and waits for its reduction before the backward goes on: the least memory, one unit's weights and
-        gradients, but nothing runs beside a transfer. Counts in the root, for all units below it, whatever they were
+        gradients, but nothing runs during a transfer. Counts in the root, for all units below it, whatever they were
         given. What ``set_modules_to_forward_prefetch`` and its backward twin name is gathered ahead with 0 as well.
 
     Raises TypeError or ValueError for wrong arguments, NotImplementedError for what FSDP2 has and this package has not,

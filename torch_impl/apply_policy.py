@@ -65,7 +65,7 @@ def _apply(
     _check_main_weights(policy, model)
     if policy.precision.store_param_remainders and policy.parallel:
         raise PolicyError(
-            f"{policy.source}: [precision] store_param_remainders: expected no [[parallel]] beside it in PyTorch, "
+            f"{policy.source}: [precision] store_param_remainders: expected no [[parallel]] with it in PyTorch, "
             f"which stores no remainders of parameters that a model axis cuts, got {len(policy.parallel)}"
         )
     _check_ties(policy, {path: modules[path] for path in units})

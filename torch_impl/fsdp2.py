@@ -109,7 +109,7 @@ Limits:
 * Several ranks were run with gloo on CPUs only, with torch 2.11, 2.13 and 2.14; ``tests/gpu`` is what one GPU runs.
 * On the CPU each buffer of a group is gathered by itself. Coalesced gathers, several under way, break the memory of a
   process with torch 2.13's gloo (``malloc(): unaligned tcache chunk detected``), also without this package. A program
-  that issues some of its own beside ours can still meet that.
+  that issues some of its own at the same time as ours can still meet that.
 * The optimizer is bit for bit fused AdamW on a rank's rows. Across numbers of ranks the last bit may differ on CPU,
   because torch's kernel rounds the tail of a tensor differently. So may gradients, whose sums depend on the number of
   ranks.

@@ -7,7 +7,7 @@ A tensor of less than 1 MiB that goes along unchanged takes a shorter way: one r
 memory in which the writer gathers what it writes next; checksums are computed there, once each.
 
 Copying, checksums and files let go of Python's lock, so threads use all cores. Each worker holds one region of 32 MiB,
-and what its reading needs beside it: memory does not depend on the size of the checkpoint.
+and what its reading needs besides it: memory does not depend on the size of the checkpoint.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class PartEstimate:
     """One part on one machine.
 
     bytes: written; read_bytes: of the source, about. rearranged_bytes: those of the written ones that do not lie so in
-    the source. memory: above the interpreter with its imports. cache: what the system's page cache should hold beside
+    the source. memory: above the interpreter with its imports. cache: what the system's page cache should hold besides
     it, so that a tensor that is read across its rows comes from storage once. cpu_seconds, transfer_seconds: how long
     cores and storage are busy; seconds: the larger of the two. rate: bytes a second to and from storage. limit: which
     of the two is busier, "cores" or "storage"; "nothing to do" for an empty part.

@@ -45,6 +45,12 @@ class _SaysWhereDataIs(Protocol):
 
 
 @runtime_checkable
+class _HasCopies(Protocol):
+    def damaged_copies(self) -> Iterator[tuple[str, CheckpointError]]:
+        """Tensors with a damaged copy that is not read, since another file has the same, and what is wrong with it."""
+
+
+@runtime_checkable
 class _ShowsFiles(Protocol):
     def view(self, file: str) -> FileView | None:
         """A file of the checkpoint, to look at between its chunks; None where it is in a store."""
@@ -85,6 +91,12 @@ def _file_crc(path: Path) -> int:
     return crc
 
 
+def copy_problems(reader: CheckpointReader) -> Iterator[Problem]:
+    """Of copies of chunks that several ranks have written, of which reading takes one."""
+    if isinstance(reader, _HasCopies):
+        yield from (Problem(name, str(error)) for name, error in reader.damaged_copies())
+
+
 def rest_problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> Iterator[Problem]:
     """Of headers and the like in files whose data the chunks' checksums speak for."""
     listed = {name: file.rest for name, file in manifest.files.items() if file.rest is not None}
@@ -99,7 +111,7 @@ def rest_problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> I
                 view = reader.view(name) if isinstance(reader, _ShowsFiles) and held else None
                 if (crc := rest_checksum(path, held, view)) != expected:
                     yield Problem(
-                        name, f"damaged beside its data: expected CRC-32C {expected:08x}, got {crc:08x}"
+                        name, f"damaged outside of its data: expected CRC-32C {expected:08x}, got {crc:08x}"
                     )
             except (CheckpointError, OSError) as error:
                 yield Problem(name, str(error))

@@ -1,4 +1,4 @@
-"""A third checkpoint beside two compared ones: another run of the same thing, which shows how far runs are apart."""
+"""A third checkpoint for a comparison of two: another run of the same thing, which shows how far runs are apart."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, is_whole
 from bridge.mapping.plan import Plan
 from bridge.mapping.translation import make_plan
+from bridge.text import first_of
 
 _NAMED = 20
 
@@ -46,10 +47,9 @@ class Noise:
                 plan = min(plan, translated, key=lambda one: len(_missing(one, wanted)))
                 missing = _missing(plan, wanted)
         if missing:
-            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
             raise CheckpointError(
                 f"noise checkpoint {reader.path}: expected every floating-point tensor that is compared, under its "
-                f"name in B or, with a mapping, in A; missing: {', '.join(missing[:_NAMED])}{more}{reason}"
+                f"name in B or, with a mapping, in A; missing: {first_of(missing, _NAMED)}{reason}"
             )
         unlike = []
         for info in wanted:

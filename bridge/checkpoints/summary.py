@@ -119,7 +119,7 @@ def manifest_home(path: Path) -> Path:
             file = path / found.names[0]
             return file if len(found.names) == 1 and manifest_path(file).is_file() else path
         item = find_item(path) if format == "orbax" else path
-    except (CheckpointError, OSError):
+    except (CheckpointError, FileNotFoundError):
         return path
     between = [place for place in (item, *item.parents) if place.is_relative_to(path)]
     return next((place for place in between if manifest_path(place).is_file()), path)

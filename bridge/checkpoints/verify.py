@@ -24,6 +24,7 @@ from bridge.checkpoints.finite import count_not_finite
 from bridge.checkpoints.manifest_problems import (
     Problem,
     SaysWhatIsChecked,
+    copy_problems,
     crc_problems,
     entry_problems,
     file_problems,
@@ -150,7 +151,13 @@ def _verify(
         tensors = check.run(default_workers() if workers is None else workers, progress)
         problems += [problem for found in tensors for problem in found.problems]
         damaged = tuple(found.name for found in tensors if found.problems)
+        problems += copy_problems(reader)
         problems += [Problem(Path(file).name, text) for file, text in changed(before)]
+        unlisted: Mapping[str, str] = {}
+        try:
+            unlisted = left_alone(reader)
+        except OSError as error:
+            problems.append(Problem(str(place), f"cannot be listed: {error}"))
         not_finite = tuple(
             NotFinite(found.name, found.nan, found.infinite)
             for found in tensors
@@ -179,7 +186,7 @@ def _verify(
             tuple(unreadable(reader)),
             time.perf_counter() - started,
             damaged=damaged,
-            left_alone=left_alone(reader),
+            left_alone=unlisted,
         )
 
 

@@ -78,12 +78,12 @@ def joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) -> 
             for p in report.problems
         ),
         tuple(
-            NotFinite(f"{name}/{one.name}", one.nan, one.infinite)
+            NotFinite(f"{name}/{tensor.name}", tensor.nan, tensor.infinite)
             for name, report in reports.items()
-            for one in report.not_finite
+            for tensor in report.not_finite
         ),
-        tuple(f"{name}/{one}" for name, report in reports.items() for one in report.unread),
+        tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.unread),
         seconds,
         None if opened else found[0].error,
-        tuple(f"{name}/{one}" for name, report in reports.items() for one in report.damaged),
+        tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.damaged),
     )

@@ -232,7 +232,7 @@ def _print(out: Console, report: DiffReport, all_: bool, histogram: bool) -> Non
 
 
 def _elsewhere(report: DiffReport) -> str:
-    """How many differences there are, by their kind, beside those of tensors that were compared."""
+    """How many differences there are, by their kind, besides those of tensors that were compared."""
     counts = {
         "tensors only in A": len(report.missing),
         "tensors only in B": len(report.extra),

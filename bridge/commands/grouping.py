@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from bridge.commands.output import Console, print_line
+from bridge.text import first_of
 
 _NAMED = 3
 _LISTED = 8
@@ -31,9 +32,7 @@ def grouped(findings: Iterable[tuple[str, str]], most: int = _NAMED) -> list[str
             lines += [f"{name}: {text}" for name, text in members]
             continue
         names = list(dict.fromkeys(name for name, _ in members))
-        shown = ", ".join(names[:_NAMED]) + (
-            f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        )
+        shown = first_of(names, _NAMED)
         alike = len({text for _, text in members}) == 1
         lines.append(f"{shown} ({len(members)} in all){'' if alike else ', of the first'}: {members[0][1]}")
     return lines
@@ -45,5 +44,4 @@ def print_left_alone(out: Console, names: Mapping[str, str]) -> None:
     for name, why in names.items():
         reasons.setdefault(why, []).append(name)
     for why, alike in reasons.items():
-        more = f" and {len(alike) - _LISTED} more" if len(alike) > _LISTED else ""
-        print_line(out, f"not read: {', '.join(alike[:_LISTED])}{more}: {why}")
+        print_line(out, f"not read: {first_of(alike, _LISTED)}: {why}")

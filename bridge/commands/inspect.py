@@ -76,9 +76,9 @@ def inspect(
     from bridge.commands.tree import print_tree
 
     if depth is not None and tree is False:
-        raise typer.BadParameter("--depth is of a tree: expected no --list beside it")
+        raise typer.BadParameter("--depth is of a tree: expected no --list with it")
     if layout and (tree is not None or depth is not None):
-        raise typer.BadParameter("--layout draws chunks: expected no --tree, --list or --depth beside it")
+        raise typer.BadParameter("--layout draws chunks: expected no --tree, --list or --depth with it")
     if picture is not None and not layout:
         raise typer.BadParameter("--picture needs --layout")
     out = Console()
@@ -138,8 +138,8 @@ def _print_objects(out: Console, summary: Summary, depth: int | None) -> None:
             print_line(out, f"{name} = {value!r}")
         else:
             folded[separator_of(summary.format).join(map(str, path[:depth])) or "in all"] += 1
-    for place, count in folded.items():
-        print_line(out, f"{place}: {count} value{'s' if count > 1 else ''} beside the tensors")
+    for group, count in folded.items():
+        print_line(out, f"{group}: {count} value{'s' if count > 1 else ''} besides the tensors")
 
 
 def _print_list(out: Console, summary: Summary) -> None:

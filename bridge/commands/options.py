@@ -12,6 +12,7 @@ import typer
 from bridge.commands import completion
 from bridge.commands.output import Console, print_failure
 from bridge.formats.base import CheckpointError
+from bridge.text import first_of
 
 SHOWN = 20
 """Rows shown of a listing that may be long."""
@@ -128,9 +129,8 @@ def explained(error: Exception) -> str:
 
 
 def some(names: Sequence[str], most: int = SHOWN) -> str:
-    """The first of many names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    """`first_of`, as many as a command shows."""
+    return first_of(names, most)
 
 
 def progress_console() -> Console:

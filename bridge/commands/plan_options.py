@@ -105,7 +105,7 @@ XlaOption = Annotated[
     XlaChoice,
     typer.Option(
         "--xla",
-        help="For --target: XLA's own options, or also those by which its GPU scheduler moves transfers beside "
+        help="For --target: XLA's own options, or also those by which its GPU scheduler moves transfers during "
         "computation, which are off by default.",
     ),
 ]

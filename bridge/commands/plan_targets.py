@@ -138,7 +138,7 @@ class TargetOptions:
                 f"--tokens: expected none for {model}, whose tokens --batch and --length tell, got {self.tokens}"
             )
         if not found.is_language_model and self.price is not None and self.tokens is None:
-            raise PlanError("--price: expected --tokens N beside it, of a device and microbatch, got none")
+            raise PlanError("--price: expected --tokens N with it, of a device and microbatch, got none")
         # What cannot be compiled is told at once, not by each of many compilations.
         if self.loss is not None:
             found.loss_function()

@@ -99,7 +99,8 @@ def _print(out: Console, report: VerifyReport) -> None:
         f"{report.objects} objects, {human_bytes(report.bytes)}, {checked}; {report.seconds:.1f} s",
     )
     count, damaged = len(report.problems), len(report.damaged)
-    whole = f"; {damaged} of {report.tensors} tensors are damaged, the others are whole" if damaged else ""
+    others = ", the others are whole" if damaged < report.tensors else ""
+    whole = f"; {damaged} of {report.tensors} tensors are damaged{others}" if damaged else ""
     print_line(
         out, f"{count} problem{'s' if count > 1 else ''} found{whole}" if count else "no problem found"
     )

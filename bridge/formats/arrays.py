@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from operator import mul
 from typing import Final, Literal
 
 import numpy as np
@@ -51,23 +50,13 @@ def strides_of(shape: Sequence[int], dtype: np.dtype, order: Literal["C", "F"] =
 
 
 @lru_cache(maxsize=4096)
-def row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether elements follow each other in row-major order. strides: in elements; on axes of one index any."""
-    step = 1
+def row_major(shape: tuple[int, ...], strides: tuple[int, ...], step: int = 1) -> bool:
+    """Whether elements follow each other in row-major order, of strides whose last is `step`.
+
+    Strides of axes of one index may be any.
+    """
     for n, stride in zip(reversed(shape), reversed(strides), strict=True):
         if n != 1 and stride != step:
             return False
         step *= n
     return True
-
-
-def byte_range(
-    start: int, strides: Sequence[int], itemsize: int, offsets: Iterable[int], sizes: Sequence[int]
-) -> tuple[int, int]:
-    """The bytes that hold the elements of a box, and what is between them: the first, and the one after the last.
-
-    start: where the array's first element begins. strides: of the array, in bytes. The box has elements.
-    """
-    first = start + sum(map(mul, offsets, strides))
-    # By a list: a generator takes longer than what it computes, and there may be 100,000 tensors.
-    return first, first + itemsize + sum([(n - 1) * s for n, s in zip(sizes, strides, strict=True)])

@@ -17,7 +17,7 @@ from bridge.formats.base import CheckpointReader
 from bridge.formats.companions import is_companion
 from bridge.formats.dcp.metadata import METADATA_FILE
 from bridge.formats.files.atomic import is_temporary
-from bridge.formats.files.numbered import is_numbered, numbered_sets
+from bridge.formats.files.numbered_files import is_numbered, numbered_sets
 from bridge.formats.files.weight_index import INDEX_END
 from bridge.formats.joined import JoinedReader
 from bridge.formats.orbax.item import TREE_FILE
@@ -63,15 +63,15 @@ def left_alone_by_parts(
     homes: Sequence[Path], format: str, of_each: Mapping[str, Mapping[str, str]]
 ) -> Mapping[str, str]:
     """The same of the parts at ``homes``, which are one tree, from what is left alone beside each by its name."""
-    found = _beside(homes[0].parent, {home.name for home in homes}, "", items=format == "orbax")
+    reasons = _beside(homes[0].parent, {home.name for home in homes}, "", items=format == "orbax")
     for key, names in of_each.items():
-        found |= {f"{key}/{name}": why for name, why in names.items()}
-    return found
+        reasons |= {f"{key}/{name}": why for name, why in names.items()}
+    return reasons
 
 
 def _beside(home: Path, read: Collection[str], index: str, *, items: bool = False) -> dict[str, str]:
     """Of the directory `home`, of which the names `read` are read. items: it is a step of items of Orbax."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for child in sorted(home.iterdir()):
         if child.name in read or child.name.startswith(".") or is_temporary(child):
             continue
@@ -79,12 +79,12 @@ def _beside(home: Path, read: Collection[str], index: str, *, items: bool = Fals
             with suppress(OSError):
                 inside = [below.name for below in child.iterdir()]
                 if any(map(_is_weights, inside)) or (items and inside):
-                    found[f"{child.name}/"] = (
+                    reasons[f"{child.name}/"] = (
                         "an item that is not read" if items else "a folder of weights below"
                     )
         elif _is_weights(child.name):
-            found[child.name] = _reason(child.name, index)
-    return found
+            reasons[child.name] = _reason(child.name, index)
+    return reasons
 
 
 def _is_weights(name: str) -> bool:
@@ -112,14 +112,14 @@ def _counted(home: Path, read: Collection[str], *, of_ranks: bool = False) -> di
     beside: list[str] = []
     with suppress(OSError):
         beside = [child.name for child in home.iterdir()]
-    found = {}
+    reasons = {}
     for numbered in numbered_sets(dict.fromkeys((*read, *beside))):
         taken = [name for name in numbered.names if name in read]
         for name in (*numbered.names, *numbered.missing) if taken and numbered.of_ranks >= of_ranks else ():
             if name not in read:
                 count = len(numbered.names) + numbered.num_missing
-                found[name] = f"{taken[0]}, which is read, is one of {count} files by its name"
-    return found
+                reasons[name] = f"{taken[0]}, which is read, is one of {count} files by its name"
+    return reasons
 
 
 def _ranks_without_files(read: Collection[str]) -> dict[str, str]:

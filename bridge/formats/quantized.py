@@ -18,15 +18,16 @@ Both are what transformers computes when it loads such files with ``dequantize=T
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Checksums, Loan, TensorInfo, Wanted
+from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
+from bridge.formats.files.boxes import box_of
 from bridge.formats.scaled import decode, scale_box
-from bridge.formats.wrapping import WrappingReader
+from bridge.formats.wrapping import AlteredReader
 
 DECODED = np.dtype(ml_dtypes.bfloat16)
 
@@ -56,7 +57,7 @@ def quantized(names: Iterable[str]) -> tuple[str, str, bool] | None:
     return None
 
 
-class DequantizedReader(WrappingReader):
+class DequantizedReader(AlteredReader):
     """A checkpoint with its quantized weights as the bfloat16 numbers that they stand for; see `CheckpointReader`.
 
     Raises CheckpointError when the checkpoint has none, or scales of a shape that fits no weight.
@@ -83,29 +84,17 @@ class DequantizedReader(WrappingReader):
         if not self._weights:
             raise CheckpointError(
                 f"{self.path}: expected quantized weights to decode (<name>_blocks with <name>_scales, or "
-                "<name>.weight_scale_inv beside <name>.weight), found none: leave out --dequantize"
+                "<name>.weight_scale_inv with <name>.weight), found none: leave out --dequantize"
             )
         self.tensors = tensors
 
-    def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """One block of a tensor; of a quantized one decoded, with memory for twice the block in float32."""
-        if name not in self._weights:
-            return super().read(name, box)
-        info = self.tensors[name]
-        box = Box.whole(info.shape) if box is None else box
-        if not box.inside(info.shape):
-            raise ValueError(f"tensor {name!r}: expected a box inside {info.shape}, got {box}")
+    def _own(self, name: str) -> str | None:
+        return None if name in self._weights else name
+
+    def _made(self, name: str, box: Box | None) -> np.ndarray:
+        """A block decoded, with memory for twice the block in float32."""
+        box = box_of(self.tensors[name], box)
         return self._weights[name].read(self._reader, box).astype(DECODED, order="C")
-
-    def lend(self, name: str, box: Box) -> Loan | None:
-        """None for a quantized tensor, whose numbers are in no file."""
-        return None if name in self._weights else super().lend(name, box)
-
-    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
-        """None for each quantized tensor, whose numbers are in no file."""
-        plain = [(name, target) for name, target in wanted if name not in self._weights]
-        found = iter(super().read_into(plain))
-        return [None if name in self._weights else next(found) for name, _ in wanted]
 
 
 def _plain(info: TensorInfo, name: str, path: tuple[str | int, ...], shape: tuple[int, ...]) -> TensorInfo:

@@ -15,6 +15,7 @@ import numpy as np
 
 from bridge.formats.base import (
     Box,
+    CheckpointError,
     CheckpointReader,
     Checksums,
     Loan,
@@ -63,6 +64,14 @@ class ReadWhenAsked(Mapping[str, object]):
         return len(self._names)
 
 
+def value_of(reader: CheckpointReader, name: str) -> object:
+    """The value of an object; None where it cannot be read."""
+    try:
+        return reader.objects[name]
+    except CheckpointError:
+        return None
+
+
 class WrappingReader(ClosedAtEnd):
     """A reader that answers as another one does, where a subclass does not say otherwise; see `CheckpointReader`.
 
@@ -98,3 +107,31 @@ class WrappingReader(ClosedAtEnd):
 
     def close(self) -> None:
         self._reader.close()
+
+
+class AlteredReader(WrappingReader):
+    """A reader with some tensors under other names, or made of what the wrapped one reads."""
+
+    @abstractmethod
+    def _own(self, name: str) -> str | None:
+        """The wrapped reader's name for a tensor; None for one that `_made` makes, whose elements are in no file."""
+
+    def _made(self, name: str, box: Box | None) -> np.ndarray:
+        raise KeyError(name)
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        own = self._own(name)
+        return self._made(name, box) if own is None else self._reader.read(own, box)
+
+    def lend(self, name: str, box: Box) -> Loan | None:
+        own = self._own(name)
+        return None if own is None else self._reader.lend(own, box)
+
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
+        owns = [self._own(name) for name, _ in wanted]
+        checksums = iter(
+            self._reader.read_into(
+                [(own, target) for own, (_, target) in zip(owns, wanted, strict=True) if own is not None]
+            )
+        )
+        return [None if own is None else next(checksums) for own in owns]

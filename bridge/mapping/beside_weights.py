@@ -1,4 +1,4 @@
-"""The rest of a checkpoint beside the weights: step counts, training state, and hyperparameters."""
+"""The rest of a checkpoint besides the weights: step counts, training state, and hyperparameters."""
 
 from __future__ import annotations
 

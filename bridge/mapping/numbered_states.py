@@ -19,23 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
-from bridge.formats.base import (
-    Box,
-    CheckpointError,
-    CheckpointReader,
-    Checksums,
-    Loan,
-    TensorInfo,
-    TreePath,
-    Wanted,
-)
-from bridge.formats.files.regular_files import small_file
-from bridge.formats.regions import split_box
-from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
+from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
+from bridge.formats.wrapping import AlteredReader, ReadWhenAsked
 from bridge.mapping.beside_weights import is_carried
+from bridge.mapping.relation import identity
 from bridge.mapping.table import MappingTable
+from bridge.mapping.tied import alike
+from bridge.text_files import read_text
 
 _WEIGHTS: Final = ("model", "state_dict", "model_state_dict", "module", "weights", "params", "net")
 _BUFFERS: Final = ("running_mean", "running_var", "num_batches_tracked")
@@ -98,12 +88,12 @@ def unnamed(reader: CheckpointReader, prefix: TreePath) -> str:
     )
 
 
-class NamedStates(WrappingReader):
+class NamedStates(AlteredReader):
     """``reader``, in which each number of ``names``, by the place of its optimizer, is replaced by a name."""
 
     def __init__(self, reader: CheckpointReader, names: Mapping[TreePath, Mapping[int, str]]) -> None:
         super().__init__(reader)
-        self._own: dict[str, str] = {}
+        self._numbered: dict[str, str] = {}
         self._names = names
         tensors: dict[str, TensorInfo] = {}
         for old, info in reader.tensors.items():
@@ -111,25 +101,16 @@ class NamedStates(WrappingReader):
             if is_numbered(path) and int(path[-2]) in names.get(path[:-3], {}):
                 path = (*path[:-2], names[path[:-3]][int(path[-2])], path[-1])
             name = old if path == info.path else ".".join(map(str, path))
-            self._own[name] = old
+            self._numbered[name] = old
             tensors[name] = dataclasses.replace(info, name=name, path=path)
         self.tensors = tensors
         self.unreadable = {
-            name: self.unreadable[old] for name, old in self._own.items() if old in self.unreadable
+            name: self.unreadable[old] for name, old in self._numbered.items() if old in self.unreadable
         }
         self.objects = ReadWhenAsked(reader.object_paths, self._object)
 
-    def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """One block of a tensor; see `CheckpointReader.read`."""
-        return self._reader.read(self._own[name], box)
-
-    def lend(self, name: str, box: Box) -> Loan | None:
-        """One block where it is in the file; see `CheckpointReader.lend`."""
-        return self._reader.lend(self._own[name], box)
-
-    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
-        """All of each of these small tensors into memory; see `CheckpointReader.read_into`."""
-        return self._reader.read_into([(self._own[name], target) for name, target in wanted])
+    def _own(self, name: str) -> str:
+        return self._numbered[name]
 
     def _object(self, name: str) -> object:
         value, path = self._reader.objects[name], self.object_paths[name]
@@ -179,13 +160,13 @@ def _fits(groups: _Groups, weights: _Weights) -> bool:
 
 def _in_order(groups: _Groups, weights: _Weights) -> dict[int, str] | None:
     """A weight for each number, which in each group follow each other; None unless there is exactly one way."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for group in groups:
         places = _only_way([shape for _, shape in group], [shape for _, shape in weights])
         if places is None:
             return None
-        found |= {number: weights[place][0] for (number, _), place in zip(group, places, strict=True)}
-    return found if len(set(found.values())) == len(found) else None
+        names |= {number: weights[place][0] for (number, _), place in zip(group, places, strict=True)}
+    return names if len(set(names.values())) == len(names) else None
 
 
 def _without_second_names(
@@ -202,26 +183,21 @@ def _without_second_names(
             for end, other in itertools.product(*ends):
                 for name in (n for n in shapes if f".{n}".endswith(f".{end}")):
                     same = name.removesuffix(end) + other
-                    if shapes.get(same) == shapes[name] and _alike(reader, names[name], names[same]):
+                    if same not in shapes:
+                        continue
+                    info, first_info = (reader.tensors[names[n]] for n in (name, same))
+                    if alike(reader, identity(info.name, info.shape, info.dtype), first_info):
                         second.add(name)
     return [pair for pair in weights if pair[0] not in second]
 
 
-def _alike(reader: CheckpointReader, first: str, second: str) -> bool:
-    info = reader.tensors[first]
-    return info.dtype == reader.tensors[second].dtype and all(
-        reader.read(first, box).tobytes() == reader.read(second, box).tobytes()
-        for box in split_box(Box.whole(info.shape), info.dtype.itemsize)
-    )
-
-
 def _lines(file: Path) -> list[str]:
-    data = small_file(file.parent, file.name, "the order of an optimizer's weights", most=_MAX_ORDER_BYTES)
+    expected = "a text file with the order of an optimizer's weights"
     try:
-        lines = [line.strip() for line in data.decode().splitlines()]
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{file}: expected names in UTF-8: {error}") from error
-    return [line for line in lines if line]
+        text = read_text(file, CheckpointError, most=_MAX_ORDER_BYTES, expected=expected)
+    except OSError as error:
+        raise CheckpointError(f"{file}: expected {expected}: {error.strerror}") from error
+    return [line for line in map(str.strip, text.splitlines()) if line]
 
 
 def _listed(
@@ -253,8 +229,8 @@ def _listed(
                 f"{'.'.join(map(str, (*prefix, _STATE)))}.{number} of {reader.path} is given to {name}: expected a "
                 f"state of its shape {weights[name]}, found {shapes[prefix, number]}"
             )
-    given = dict(zip(numbers, lines, strict=True))
-    return {prefix: {n: name for (p, n), name in given.items() if p == prefix} for prefix in prefixes}
+    name_of = dict(zip(numbers, lines, strict=True))
+    return {prefix: {n: name for (p, n), name in name_of.items() if p == prefix} for prefix in prefixes}
 
 
 def _only_assignment(groups: _Groups, weights: _Weights) -> dict[int, str] | None:
@@ -266,12 +242,12 @@ def _only_assignment(groups: _Groups, weights: _Weights) -> dict[int, str] | Non
     with_shape = [(number, shape) for number, shape in numbers if shape is not None]
     if any(len(by_shape[shape]) > 1 for _, shape in with_shape):
         return None
-    found = {number: by_shape[shape][0] for number, shape in with_shape}
-    rest = [name for name, _ in weights if name not in set(found.values())]
+    names = {number: by_shape[shape][0] for number, shape in with_shape}
+    rest = [name for name, _ in weights if name not in set(names.values())]
     open_numbers = [number for number, shape in numbers if shape is None]
     if len(open_numbers) > 1 or (open_numbers and len(rest) > 1):
         return None
-    return found | dict(zip(open_numbers, rest, strict=False))
+    return names | dict(zip(open_numbers, rest, strict=False))
 
 
 def _groups(reader: CheckpointReader, prefix: TreePath) -> list[tuple[list[int], list[str] | None]] | None:

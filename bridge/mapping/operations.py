@@ -200,7 +200,7 @@ def as_dtype(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def rounded(wide: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """float64 or complex128 rounded once to ``dtype``, to nearest, ties to even.
 
-    ml_dtypes converts by way of float32. Two roundings differ from one for values just beside the midpoint of two
+    ml_dtypes converts by way of float32. Two roundings differ from one for values just next to the midpoint of two
     numbers. So its dtypes take a first step that rounds to odd in float32: the last bit records that bits were cut off.
     """
     if dtype.type in _ROUNDED_ONCE:

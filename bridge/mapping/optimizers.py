@@ -15,7 +15,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from bridge.formats.base import CheckpointError, CheckpointReader, TreePath
+from bridge.formats.base import CheckpointReader, TreePath
+from bridge.formats.wrapping import value_of
 from bridge.mapping.beside_weights import OPTIMIZER_KEYS, WORDS_OF_MOMENTS
 from bridge.mapping.conventions import SECTIONS, Convention, Section
 from bridge.mapping.found import Found, NameIndex
@@ -31,56 +32,43 @@ class Optimizer:
     reason: str
 
 
-def _optimizer(name: str, words: str, reason: str) -> Optimizer:
-    return Optimizer(name, frozenset(words.split()), reason)
+def _optimizers(*rows: tuple[str, str, str]) -> tuple[Optimizer, ...]:
+    return tuple(Optimizer(name, frozenset(words.split()), reason) for name, words, reason in rows)
 
 
 _AMSGRAD = "torch keeps the largest exp_avg_sq, optax the largest nu / (1 - b2 ** count), and neither tells the other"
 _NO_STEP = "torch counts steps, optax does not, and their epsilons are inside and outside of the root"
+_NO_COUNT = "optax.adadelta has no step count, which torch.optim.Adadelta needs"
+_FACTORED = "the two factor a weight along other axes"
+_FORGETS = "the two forget the gradient after a change of sign in other ways"
+_OF_BLOCKS = (
+    "state1 state2 qmap1 qmap2 absmax1 absmax2 max1 max2 new_max1 new_max2 gnorm_vec unorm_vec",
+    "its moments are numbers of a table for blocks of a weight",
+)
 
-TORCH: tuple[Optimizer, ...] = (
-    _optimizer("Adam with amsgrad=True", "max_exp_avg_sq", _AMSGRAD),
-    _optimizer("NAdam", "mu_product", "optax.nadam has a constant b1 in place of torch's growing one"),
-    _optimizer(
-        "Adamax", "exp_inf", "optax.adamax names it nu, and no name there tells it from Adam's second moment"
-    ),
-    _optimizer("Adadelta", "acc_delta", "optax.adadelta has no step count, which torch.optim.Adadelta needs"),
-    _optimizer(
-        "RMSprop",
-        "square_avg grad_avg",
-        f"{_NO_STEP}; optax.rmsprop's trace contains the learning rates of its past",
-    ),
-    _optimizer("Adagrad", "sum", f"{_NO_STEP}, and optax starts from another sum"),
-    _optimizer("Rprop", "prev step_size", "the two forget the gradient after a change of sign in other ways"),
-    _optimizer("ASGD", "ax eta", "optax has no such optimizer"),
-    _optimizer(
-        "an 8-bit optimizer or another one of bitsandbytes",
-        "state1 state2 qmap1 qmap2 absmax1 absmax2 max1 max2 new_max1 new_max2 gnorm_vec unorm_vec",
-        "its moments are numbers of a table for blocks of a weight",
-    ),
-    _optimizer(
-        "a schedule-free optimizer", "z", "torch's Adam and SGD read its weights wrongly, as optax's do"
-    ),
-    _optimizer(
-        "LBFGS", "old_dirs old_stps H_diag prev_flat_grad", "torch keeps it for all weights in one vector"
-    ),
-    _optimizer(
-        "Adafactor",
-        "row_var col_var variance exp_avg_sq_row exp_avg_sq_col",
-        "the two factor a weight along other axes",
-    ),
+TORCH: tuple[Optimizer, ...] = _optimizers(
+    ("Adam with amsgrad=True", "max_exp_avg_sq", _AMSGRAD),
+    ("NAdam", "mu_product", "optax.nadam has a constant b1 in place of torch's growing one"),
+    ("Adamax", "exp_inf", "optax.adamax names it nu, and no name there tells it from Adam's second moment"),
+    ("Adadelta", "acc_delta", _NO_COUNT),
+    ("RMSprop", "square_avg grad_avg", f"{_NO_STEP}; optax.rmsprop's trace contains past learning rates"),
+    ("Adagrad", "sum", f"{_NO_STEP}, and optax starts from another sum"),
+    ("Rprop", "prev step_size", _FORGETS),
+    ("ASGD", "ax eta", "optax has no such optimizer"),
+    ("an 8-bit optimizer or another one of bitsandbytes", *_OF_BLOCKS),
+    ("a schedule-free optimizer", "z", "torch's Adam and SGD read its weights wrongly, as optax's do"),
+    ("LBFGS", "old_dirs old_stps H_diag prev_flat_grad", "torch keeps it for all weights in one vector"),
+    ("Adafactor", "row_var col_var variance exp_avg_sq_row exp_avg_sq_col", _FACTORED),
 )
 """By the state's names in torch.optim, for Adafactor also in transformers, and in libraries that are named."""
 
-OPTAX: tuple[Optimizer, ...] = (
-    _optimizer("optax.amsgrad", "nu_max", _AMSGRAD),
-    _optimizer("optax.adagrad", "sum_of_squares", f"{_NO_STEP}, and torch starts from another sum"),
-    _optimizer(
-        "optax.adadelta", "e_g e_x", "optax.adadelta has no step count, which torch.optim.Adadelta needs"
-    ),
-    _optimizer("optax.rprop", "step_sizes prev_updates", "the two forget the gradient in other ways"),
-    _optimizer("optax.adafactor", "v_row v_col v", "the two factor a weight along other axes"),
-    _optimizer(
+OPTAX: tuple[Optimizer, ...] = _optimizers(
+    ("optax.amsgrad", "nu_max", _AMSGRAD),
+    ("optax.adagrad", "sum_of_squares", f"{_NO_STEP}, and torch starts from another sum"),
+    ("optax.adadelta", "e_g e_x", _NO_COUNT),
+    ("optax.rprop", "step_sizes prev_updates", _FORGETS),
+    ("optax.adafactor", "v_row v_col v", _FACTORED),
+    (
         "optax.contrib.schedule_free",
         "z",
         "torch.optim has no such optimizer, and Adam reads its weights wrongly",
@@ -90,19 +78,21 @@ OPTAX: tuple[Optimizer, ...] = (
 _OPTAX_WORDS = frozenset(word for optimizer in OPTAX for word in optimizer.words)
 
 _ALONE: Mapping[str, Optimizer] = {
-    "exp_avg": _optimizer(
-        "Lion or another optimizer with one moment",
-        "exp_avg",
-        "there is no exp_avg_sq, and nothing tells how exp_avg was made",
-    ),
-    "nu": _optimizer(
-        "optax.rmsprop (nu without mu)", "nu", f"{_NO_STEP}; its trace contains past learning rates"
-    ),
-    "mu": _optimizer(
-        "optax.lion or optax.contrib.muon (mu without nu)",
-        "mu",
-        "torch.optim has no Lion, and its Muon corrects no bias",
-    ),
+    word: optimizer
+    for optimizer in _optimizers(
+        (
+            "Lion or another optimizer with one moment",
+            "exp_avg",
+            "there is no exp_avg_sq, and nothing tells how exp_avg was made",
+        ),
+        ("optax.rmsprop (nu without mu)", "nu", f"{_NO_STEP}; its trace contains past learning rates"),
+        (
+            "optax.lion or optax.contrib.muon (mu without nu)",
+            "mu",
+            "torch.optim has no Lion, and its Muon corrects no bias",
+        ),
+    )
+    for word in optimizer.words
 }
 """Optimizers whose state is a part of Adam's."""
 
@@ -148,7 +138,7 @@ _OF_MEGATRON = re.compile(
 """Names in Megatron's torch_dist: by buckets, or the key before the weight."""
 
 CARRIED = frozenset({"acc_grads", "grad_acc", "ema", "found_nan"})
-"""What optax keeps beside an optimizer's state: sums of gradients, averages. It comes back as it was."""
+"""What optax keeps besides an optimizer's state: sums of gradients, averages. It comes back as it was."""
 
 
 @dataclass(frozen=True)
@@ -228,9 +218,9 @@ def remarks(
     for section, words, meaning in _READ_AS:
         nodes = [n for n, state in enumerate(found.states) if section in state.sections]
         if nodes:
-            place = source.name_of(section, "*", nodes[0])
+            path = source.name_of(section, "*", nodes[0])
             more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-            yield f"{words} ({place}{more}) read as {meaning}"
+            yield f"{words} ({path}{more}) read as {meaning}"
     sums = [name for name in kept if not CARRIED.isdisjoint(name.split("/"))]
     if sums:
         yield f"kept as they are, in the layout of {source.name}, which {target.name} does not read: {some(sums)}"
@@ -286,9 +276,9 @@ def _from_state_dict(
         keys = [str(key) for key in path]
         numbered = False
         if "state" in keys[1:-2]:
-            place = keys.index("state", 1)
-            weight, word = keys[place + 1], keys[place + 2]
-            numbered = weight.isdecimal() and path[:place] in with_groups
+            start = keys.index("state", 1)
+            weight, word = keys[start + 1], keys[start + 2]
+            numbered = weight.isdecimal() and path[:start] in with_groups
         else:
             before, _, word = ".".join(keys).rpartition(".")
             _, _, weight = f".{before}".rpartition(".state.")
@@ -327,7 +317,7 @@ def _of_groups(
         if not (own and reason == _MUON)
     }
     for name, key in _in_groups(paths):
-        if key in reasons and (value := _value(reader, name)):
+        if key in reasons and (value := value_of(reader, name)):
             yield (
                 f"{name} is {value!r:.20}: {reasons[key]}. Leave the optimizer's state out (--weights-only)"
             )
@@ -340,15 +330,7 @@ def _unusual(reader: CheckpointReader, paths: Mapping[str, TreePath]) -> Iterato
     for name, key in _in_groups(paths):
         if key in _PLAIN or key in seen:
             continue
-        value = _value(reader, name)
+        value = value_of(reader, name)
         if value is not None and value is not _USUAL.get(key):
             seen.add(key)
             yield name, value
-
-
-def _value(reader: CheckpointReader, name: str) -> object:
-    """None where the value cannot be read."""
-    try:
-        return reader.objects[name]
-    except CheckpointError:
-        return None

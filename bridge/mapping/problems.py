@@ -10,6 +10,7 @@ from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.open_axes import OpenAxes, together
 from bridge.mapping.table import MappingTable
+from bridge.text import first_of
 
 NAMES = "\0"
 """Where the names go in the sentence of `Problems.add`; rules are full of braces."""
@@ -89,18 +90,13 @@ def misfit(
     if len(mapping.conventions) > 2:
         lines.append(f"Of its conventions ({', '.join(mapping.conventions)}) {side} is the nearest.")
     if unmatched:
-        lines.append(f"{len(unmatched)} of {count} tensors match no rule: {_first(unmatched)}.")
+        lines.append(f"{len(unmatched)} of {count} tensors match no rule: {first_of(unmatched, _SHOWN)}.")
     if unused:
         texts = [" & ".join(e.path.text for e in rule.entries(side)) for rule in unused]
-        lines.append(f"{len(unused)} of {len(rules)} rules found no tensor: {_first(texts)}.")
+        lines.append(f"{len(unused)} of {len(rules)} rules found no tensor: {first_of(texts, _SHOWN)}.")
     else:
-        lines.append(f"Mapping {mapping.name} knows {_first(paths)}.")
+        lines.append(f"Mapping {mapping.name} knows {first_of(paths, _SHOWN)}.")
     lines.append(
         "Add rules, list the tensors to leave out under drop, or leave the mapping out to keep the names."
     )
     return " ".join(lines)
-
-
-def _first(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -27,7 +27,7 @@ from bridge.formats.base import Box, CheckpointReader
 from bridge.mapping.expression import Affine, Alternative
 
 READ_BYTES = 32 << 20
-"""Largest source region held beside the target box, in bytes."""
+"""Largest source region held besides the target box, in bytes."""
 
 SMALL_READ_BYTES = 256 << 10
 """A region of at most this size is read in one go, however few of its elements are wanted."""

@@ -31,7 +31,7 @@ A mapping file::
 has all tensors of ``optional = "experts of layer {i}"``, or none (`parts.py`).
 
 A convention may be like another one (``like = "torchtitan"`` in its table): it has the entries of the other one in
-rules that name none of its own. With ``without = "bert."`` beside it, it has those that begin so, without the
+rules that name none of its own. With ``without = "bert."`` with it, it has those that begin so, without the
 beginning: a model without its heads, whose weights are at the root.
 
 Each convention has one entry ``path : axis expression``, or a list of entries where a fused tensor corresponds to

@@ -22,6 +22,7 @@ from bridge.mapping.found import Found, Tensors
 from bridge.mapping.instance import View
 from bridge.mapping.problems import NAMES, Problems
 from bridge.mapping.relation import identity
+from bridge.text import first_of
 
 _SHOWN = 10
 
@@ -71,19 +72,16 @@ def require_whole(found: Found, usual: Convention, where: str, problems: Problem
         ]
         if source.one_step and with_adam and state.count is None:
             name = source.name_of("step", state=number)
-            problems.append(f"expected {name} beside the moments in {where}, found none")
+            problems.append(f"expected {name} with the moments in {where}, found none")
     missing = list(dict.fromkeys(missing))
     if missing:
-        some = ", ".join(missing[:_SHOWN]) + (
-            f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        )
         problems.append(
-            f"expected the whole optimizer state of each weight in {where}, but {some} "
+            f"expected the whole optimizer state of each weight in {where}, but {first_of(missing, _SHOWN)} "
             f"{'is' if len(missing) == 1 else 'are'} missing"
         )
     if source.one_step and not found.states and (count := usual.name_of("step")) in found.others:
         moments = " and ".join(usual.name_of(section, "*") for section in ADAM)
-        problems.append(f"expected moments ({moments}) beside the {count} in {where}, found none")
+        problems.append(f"expected moments ({moments}) with the {count} in {where}, found none")
 
 
 def like_source(source: Convention, target: Convention) -> Convention:

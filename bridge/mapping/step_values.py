@@ -12,17 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from bridge.formats.base import (
-    Box,
-    CheckpointError,
-    CheckpointReader,
-    Checksums,
-    Loan,
-    TensorInfo,
-    TreePath,
-    Wanted,
-)
-from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
+from bridge.formats.base import Box, CheckpointReader, TensorInfo, TreePath
+from bridge.formats.wrapping import AlteredReader, ReadWhenAsked, value_of
 
 _STEP = "step"
 _STATE, _GROUPS = "state", "param_groups"
@@ -44,7 +35,7 @@ def with_step_tensors(reader: CheckpointReader) -> CheckpointReader:
     return StepTensors(reader, values, short) if values or short else reader
 
 
-class StepTensors(WrappingReader):
+class StepTensors(AlteredReader):
     """``reader`` with further scalars ``values``, by path, and with tensors ``short`` of one element as scalars."""
 
     def __init__(
@@ -63,28 +54,11 @@ class StepTensors(WrappingReader):
         self.object_paths = {name: path for name, path in reader.object_paths.items() if path not in values}
         self.objects = ReadWhenAsked(self.object_paths, reader.objects.__getitem__)
 
-    def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """One block of a tensor; see `CheckpointReader.read`."""
-        if name in self._values:
-            return self._values[name].copy()
-        return self._reader.read(name).reshape(()) if name in self._short else self._reader.read(name, box)
+    def _own(self, name: str) -> str | None:
+        return None if name in self._values or name in self._short else name
 
-    def lend(self, name: str, box: Box) -> Loan | None:
-        """One block where it is in the file; see `CheckpointReader.lend`."""
-        return None if name in self._values or name in self._short else self._reader.lend(name, box)
-
-    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
-        """All of each of these small tensors into memory; see `CheckpointReader.read_into`."""
-        own = [item for item in wanted if item[0] not in self._values and item[0] not in self._short]
-        sums = iter(self._reader.read_into(own))
-        found: list[Checksums | None] = []
-        for name, target in wanted:
-            if name in self._values or name in self._short:
-                target[:] = self.read(name).tobytes()
-                found.append(None)
-            else:
-                found.append(next(sums))
-        return found
+    def _made(self, name: str, box: Box | None) -> np.ndarray:
+        return self._values[name].copy() if name in self._values else self._reader.read(name).reshape(())
 
 
 def _scalar(value: float) -> np.ndarray:
@@ -102,13 +76,8 @@ def _is_step(path: TreePath) -> bool:
 
 
 def _number(reader: CheckpointReader, name: str) -> float | None:
-    try:
-        value = reader.objects[name]
-    except CheckpointError:
-        return None
-    return (
-        float(value) if isinstance(value, int | float | np.number) and not isinstance(value, bool) else None
-    )
+    value = value_of(reader, name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _of_weights(reader: CheckpointReader) -> Iterator[tuple[TreePath, float]]:
@@ -123,7 +92,7 @@ def _of_groups(reader: CheckpointReader) -> Iterator[tuple[TreePath, float]]:
     for path, name in names.items():
         if path[-1] != _STEP or path[-3:-2] != (_GROUPS,) or (*path[:-1], "params") not in names:
             continue
-        weights = reader.objects[names[(*path[:-1], "params")]]
+        weights = value_of(reader, names[(*path[:-1], "params")])
         value = _number(reader, name)
         if value is None or not isinstance(weights, list):
             continue

@@ -64,7 +64,7 @@ def one_of_two(
             info = own.get(weight)
             if info is None:
                 continue
-            if not _alike(reader, view, info):
+            if not alike(reader, view, info):
                 remedy = (
                     "leave out the one that this model does not use (--drop)"
                     if rule.is_second_name
@@ -117,7 +117,7 @@ def require_ties(
         if mapping.ties and own:
             joint = Rule({source.name: other.entries(source.name), _BETWEEN: rule.entries(source.name)})
             for weight, view in apply_rule(joint, source.name, _BETWEEN, first, axes):
-                if weight in own and not _alike(reader, view, own[weight]):
+                if weight in own and not alike(reader, view, own[weight]):
                     raise MappingError(
                         f"the config.json of {reader.path} says that tie_word_embeddings is true, but "
                         f"{own[weight].name} differs from {view.blocks[0].source}: expected equal bits. If the model "
@@ -178,15 +178,16 @@ def _weights(rule: Rule, convention: str, weights: Tensors) -> Tensors:
     return {w: info for w, info in weights.items() if any(path.match(w) is not None for path in patterns)}
 
 
-def _alike(reader: CheckpointReader, view: View, info: TensorInfo) -> bool:
-    return (view.shape, view.dtype) == (info.shape, info.dtype) and _equal(reader, view, info.name)
-
-
-def _equal(reader: CheckpointReader, view: View, name: str) -> bool:
+def alike(reader: CheckpointReader, view: View, info: TensorInfo) -> bool:
+    """Whether ``view`` has the shape, the dtype and the bits of a tensor of the checkpoint."""
+    if (view.shape, view.dtype) != (info.shape, info.dtype):
+        return False
     for box in split_box(Box.whole(view.shape), view.dtype.itemsize):
         if not box.numel:
             continue
-        left, right = (a.reshape(-1).view(np.uint8) for a in (view.read(reader, box), reader.read(name, box)))
+        left, right = (
+            a.reshape(-1).view(np.uint8) for a in (view.read(reader, box), reader.read(info.name, box))
+        )
         if not np.array_equal(left, right):
             return False
     return True

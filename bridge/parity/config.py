@@ -323,7 +323,7 @@ class RelayConfig:
     def of(table: Mapping[str, Any], folder: Path = Path()) -> RelayConfig:
         """Build from a parsed TOML document in ``folder``; unknown and missing keys raise ``ConfigError``."""
         known = {"model", "data", "optimizer", "leg"}
-        tables = f"the tables {', '.join(sorted(known))}, and beside them only the key repeats"
+        tables = f"the tables {', '.join(sorted(known))}, and besides them only the key repeats"
         _require(set(table) - {"repeats"} == known, "top level", tables, sorted(table))
         legs = table["leg"]
         _require(isinstance(legs, list), "leg", "[[leg]] tables", legs)

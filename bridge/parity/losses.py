@@ -39,7 +39,7 @@ class LossCurves:
     """Reports of ``compare_series``, the reference as A and the relay as B; None for a part without steps.
 
     fp32: the steps before the first leg that is coarser than fp32. low: those from there on. repeats: of the reference,
-    beside itself.
+    besides itself.
     """
 
     fp32: CurvesReport | None

@@ -16,7 +16,7 @@ from bridge.sharding import PolicyError, ShardingPolicy
 
 
 def with_units(policy: ShardingPolicy, patterns: Sequence[str]) -> ShardingPolicy:
-    """The policy with its one pattern beside the root's replaced by ``patterns``; as it is without patterns.
+    """The policy with its one pattern besides the root's replaced by ``patterns``; as it is without patterns.
 
     Raises ``PlanError`` for a policy with none or several such patterns, and for patterns that a policy cannot have.
     """
@@ -26,7 +26,7 @@ def with_units(policy: ShardingPolicy, patterns: Sequence[str]) -> ShardingPolic
     if len(inner) != 1:
         found = ", ".join(repr(unit.match) for unit in inner) or "none"
         raise PlanError(
-            f"--units: expected a policy with one [[unit]] beside the root's, got {found} in {policy.source}; write "
+            f"--units: expected a policy with one [[unit]] besides the root's, got {found} in {policy.source}; write "
             "the patterns into a policy file"
         )
     if "" in patterns:

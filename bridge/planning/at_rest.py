@@ -12,7 +12,7 @@ device, with strategy (p, g, o), m, c, g bytes an element of main weights, compu
                       0 < p < o: c S_p, or float8
                       payload and scales; p = o: 0
 
-Main weights with remainders (``store_param_remainders``, PyTorch, p = 0) take 2 S_o beside the compute weights.
+Main weights with remainders (``store_param_remainders``, PyTorch, p = 0) take 2 S_o besides the compute weights.
 
 Moments of other optimizers and dtypes are those of ``moments``; what lies in CPU memory is a kind of its own, not of
 the device's total. G_o is S_o and one element a parameter, see ``traffic``. Bytes of these that belong to no parameter

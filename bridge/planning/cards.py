@@ -61,7 +61,7 @@ _H100 = Card(
     shared_memory=233_472,
     shared_memory_optin=232_448,
 )
-# The same chip beside more memory.
+# The same chip with more memory.
 _H200 = replace(
     _H100, description="NVIDIA H200 141GB HBM3e", bandwidth=4_800_000_000_000, memory=151_397_597_184
 )

@@ -1,7 +1,7 @@
 """Compares the plan of a language model with the program that XLA compiles for simulated devices.
 
 XLA's figures come from its CPU compiler, which computes in float32 where the policy asks for bfloat16. For bfloat16
-the figures are therefore upper bounds, and only a float32 peak is required to agree. That compiler runs nothing beside
+the figures are therefore upper bounds, and only a float32 peak is required to agree. That compiler runs nothing during
 a transfer either, so both the plan and the program are without prefetch here, whatever the policy says.
 """
 

@@ -35,7 +35,7 @@ RECOMMENDED = {
     "xla_gpu_enable_pipelined_all_gather": True,
     "xla_gpu_enable_pipelined_reduce_scatter": True,
 }
-"""XLA's options by which its GPU scheduler moves transfers beside computation; they are off by default."""
+"""XLA's options by which its GPU scheduler moves transfers during computation; they are off by default."""
 
 
 def folders() -> list[Path]:

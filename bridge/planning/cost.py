@@ -150,7 +150,7 @@ class Plan:
             self.prefetch,
             moved,
         )
-        # XLA chooses what an update that looks at shapes holds beside whole weights and gradients, and results of
+        # XLA chooses what an update that looks at shapes holds besides whole weights and gradients, and results of
         # products are not counted.
         known = self.runtime == "torch" or not self.optimizer.by_parameter
         known = known and not any(isinstance(unit.kind.recompute, str) for unit in self.units)

@@ -15,11 +15,11 @@ weights, g of gradients::
     muon            MainWeightMuon: of matrices and stacks the    main_weight_muon: of matrices the first, of others
                     first, of others two, as of adamw             two, as of adamw
 
-m in moments of ``main_weight_adamw``, ``MainWeightAdamW``, ``-SGD`` and ``-Muon`` is 4 beside main weights of 2 bytes,
+m in moments of ``main_weight_adamw``, ``MainWeightAdamW``, ``-SGD`` and ``-Muon`` is 4 with main weights of 2 bytes,
 which these optimizers update in float32.
 
 Moments in float16 and float8 have a float32 scale a row, and single elements stay float32 (``torch_impl.optimizer
-.moments``); beside JAX's flat buffers that takes arrays of their own (``row_moments``). Adafactor and Muon look at
+.moments``); with JAX's flat buffers that takes arrays of their own (``row_moments``). Adafactor and Muon look at
 shapes, so that JAX gives them parameters instead of buffers (``jax_impl.optimizer.logical``): moments in the shape of a
 parameter are cut along a dimension that the number of shards divides, others are whole on each device. ``muon_rounds``
 has the matrices that a Muon update in PyTorch brings together.
@@ -125,7 +125,7 @@ def held(
 
 
 def staged(optimizer: Optimizer, groups: Iterable[Placed], runtime: str, device: int) -> int:
-    """Bytes of moments that an update has on the device beside those at rest.
+    """Bytes of moments that an update has on the device besides those at rest.
 
     In PyTorch two batches of those in CPU memory, and a batch converted to the dtype of the weights; or a round of
     Muon's matrices. In JAX arrays that travel (those of an optimizer that sees parameters all at once), and what is

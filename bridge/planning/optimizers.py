@@ -32,7 +32,7 @@ main_weight_adamw, main_weight_sgd, main_weight_muon."""
 @dataclass(frozen=True)
 class Optimizer:
     """``name``: one of ``NAMES``. ``moments``: dtypes of the first and second moment, None that of the update: of
-    the main weights, but float32 beside those of two bytes.
+    the main weights, but float32 with those of two bytes.
 
     ``offload``: the share of the state that lies in CPU memory. Raises ``PlanError`` for others.
     """

@@ -30,7 +30,7 @@ where activations are small.
 JAX runs two programs, gradients and update, whose memory XLA assigns ahead. It differs in these points (``peak_jax``):
 
 * A program's outputs, the reduced gradients g S_o, have memory from its start. Where a reduction is left for the end of
-  the step (g < all axes), a microbatch's gradients lie beside them, and with K > 1 the sums of the earlier ones. In a
+  the step (g < all axes), a microbatch's gradients lie besides them, and with K > 1 the sums of the earlier ones. In a
   stack of layers an output that is written at the end lends its memory to a layer's array before.
 * A segment's own unreduced gradients take the place of what it has saved, so they do not add to its backward. When the
   last of a unit's segments is done, there is a moment with the gradients by parameter and again in one array.
@@ -117,7 +117,7 @@ def step_peak(
 ) -> Peak:
     """The worst moment of a step of ``microbatches`` of ``batch`` sequences; ``units`` with the root last.
 
-    staged: bytes of moments that the update has on the device beside those at rest, see ``moments.staged``.
+    staged: bytes of moments that the update has on the device besides those at rest, see ``moments.staged``.
     """
     steps = list(steps_of(model, units, batch, length))
     kept = rest.compute_weights.allocated

@@ -1,4 +1,4 @@
-"""The moments of a step in JAX, and what each of them holds beside what is always there: see ``peak``."""
+"""The moments of a step in JAX, and what each of them holds besides what is always there: see ``peak``."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class _Sizes:
 
 
 def holds_apart(group: GroupBuffers) -> bool:
-    """Whether a step holds compute weights of this group beside the main weights, whole, coarser or as float8."""
+    """Whether a step holds compute weights of this group besides the main weights, whole, coarser or as float8."""
     return keeps_weights(group) or group.shape.dtypes.gather is not None
 
 

@@ -1,4 +1,4 @@
-"""The moments of a step in PyTorch, and what each of them holds beside what is always there: see ``peak``."""
+"""The moments of a step in PyTorch, and what each of them holds besides what is always there: see ``peak``."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 which the device gets them::
 
     Start("ag.1", Transfer("all_gather", ...))
-    Work("gemm", flops={"bf16": ...}, bytes=...)      beside the transfer
+    Work("gemm", flops={"bf16": ...}, bytes=...)      during the transfer
     Done("ag.1")
     Loop(32, (...))
 """
@@ -145,7 +145,7 @@ class _Reader:
         flops = product_flops(self._module, computation, operation)
         if operation.op.endswith("-start") and not wrapped:
             if flops:
-                # Computed beside other operations, but on the same units: as if it were computed here.
+                # Computed at the same time as other operations, but on the same units: as if it were computed here.
                 yield Work(operation.name, dict(flops))
             yield Start(operation.name, Transfer(COPY, self._copied(operation)))
             return

@@ -144,7 +144,7 @@ def notes(comparison: Comparison) -> Sequence[str]:
     if any(plan.runtime == "jax" and plan.optimizer.by_parameter for plan in comparison.plans):
         lines.append(
             f"jax: {first.optimizer.name} looks at shapes, so that an update brings weights and gradients together: "
-            "whole ones are counted, but not what XLA holds beside them and sends; > is for the bytes at rest, "
+            "whole ones are counted, but not what XLA holds besides them and sends; > is for the bytes at rest, "
             "which must be there: compile it with --target"
         )
     in_jax = [plan for plan in comparison.plans if plan.runtime == "jax"]

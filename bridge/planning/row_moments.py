@@ -1,4 +1,4 @@
-"""Moments with a scale for each row, beside the flat buffers of JAX: what of them a device holds.
+"""Moments with a scale for each row, with the flat buffers of JAX: what of them a device holds.
 
 Of a group of which some parameters have rows of several elements (*scaled* ones), ``jax_impl.runtime.row_arrays`` keeps
 three arrays for each moment: one as the weights are, in the moment's dtype; a float32 scale for each scaled row; and

@@ -66,7 +66,7 @@ class GroupedQueries:
 
     @property
     def others(self) -> int:
-        """Elements a token that attention keeps beside these: values and outputs."""
+        """Elements a token that attention keeps besides these: values and outputs."""
         return (self.heads + self.kv_heads) * self.head_dim
 
     @property
@@ -109,7 +109,7 @@ class LatentAttention:
 
     @property
     def others(self) -> int:
-        """Elements a token that attention keeps beside these: values, outputs, and what they are projected from."""
+        """Elements a token that attention keeps besides these: values, outputs, and what they are projected from."""
         low_rank = 2 * self.query_rank + 2 * self.key_rank + self.rotary_dim
         return low_rank + 2 * self.heads * self.value_dim
 

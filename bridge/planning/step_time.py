@@ -8,9 +8,9 @@
     print(time.total, time.exposed, throughput(time, machine, tokens=64 * 4096, parameters=8e9).mfu)
 
 Every operation takes as long as its products at their peak, or as its memory traffic, whichever is longer. A transfer
-runs beside what stands between its start and its done; what is not over by then is waited for and is exposed. Transfers
+runs during what stands between its start and its done; what is not over by then is waited for and is exposed. Transfers
 share the links: one runs after the other. It is an estimate, no measurement: latencies, the host, and the slowing of
-products beside transfers are left out, and ``Efficiency`` stands for all that keeps a device below its peaks.
+products during transfers are left out, and ``Efficiency`` stands for all that keeps a device below its peaks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The process that compiles a step for a target: ``python -m bridge.planning.target_leg``, see ``leg_process.py``.
 
 A step is two programs, gradients and update, as ``jax_impl.make_train_step`` runs them. Nothing is allocated. What is
-alive beside a program, such as the moments while gradients are computed, counts in its peak. What lies in the host's
+alive during a program, such as the moments while gradients are computed, counts in its peak. What lies in the host's
 memory is counted apart::
 
-    gradients   weights, batch -> gradients    + temporary    beside them: moments
-    update      weights, moments, gradients -> the same arrays, donated, + temporary    beside them: the batch
+    gradients   weights, batch -> gradients    + temporary    besides them: moments
+    update      weights, moments, gradients -> the same arrays, donated, + temporary    besides them: the batch
 """
 
 from __future__ import annotations

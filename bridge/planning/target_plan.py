@@ -80,7 +80,7 @@ class TargetRow:
 
     @property
     def temporary(self) -> int | None:
-        """Bytes that the program with the highest peak needs beside its arguments and results."""
+        """Bytes that the program with the highest peak needs besides its arguments and results."""
         if not self.found or self.exhausted:
             return None
         return int(max(self.found["memory"].values(), key=lambda one: one["peak"])["temporary"])
@@ -93,7 +93,7 @@ class TargetRow:
         return not self.exhausted and self.peak <= self.memory * (1 - self.reserve)
 
     def collectives(self, kinds: Iterable[str]) -> tuple[int, int, float]:
-        """Number in a step, bytes of their full arrays, and the share of bytes beside a matrix product."""
+        """Number in a step, bytes of their full arrays, and the share of bytes during a matrix product."""
         chosen = set(kinds)
         known = [one for one in (self.found or {}).get("collectives", []) if one["kind"] in chosen]
         nbytes = sum(one["bytes"] for one in known)

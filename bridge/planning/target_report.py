@@ -24,15 +24,15 @@ HEADINGS = (
     "of",
     "fits",
     "gathers",
-    "beside products",
+    "during products",
     "reductions",
-    "beside products",
+    "during products",
     "compile s",
 )
 LEFT = 3
 MANY_LAYERS = 8
 FEW = 0.1
-"""The share of gathered bytes beside products, below which a schedule is told of."""
+"""The share of gathered bytes during products, below which a schedule is told of."""
 _ANSWERS = {True: "yes", False: "no", None: "failed"}
 
 
@@ -103,7 +103,7 @@ def _of_row(row: TargetRow) -> Iterator[str]:
         yield f"its collectives are not known, the compiled text cannot be read: {row.unread}"
     if row.task.target.platform == "gpu" and not row.task.recommended and _runs_alone(row):
         yield (
-            "XLA runs transfers beside nothing on this card unless its scheduler is told to: "
+            "XLA runs transfers during nothing on this card unless its scheduler is told to: "
             f"XLA_FLAGS={' '.join(f'--{name}={str(value).lower()}' for name, value in RECOMMENDED.items())!r}; "
             "--xla recommended compiles with these"
         )

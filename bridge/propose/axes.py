@@ -67,7 +67,8 @@ class Fit:
             torch, flax = (others, dims) if whole.family.leaf == "kernel" else (dims, others)
             wanted = [*torch[2:], *torch[1:2], *torch[:1]] if turned and len(torch) > 1 else torch
             order, twin = (
-                [x for product in one for x in product if x not in INDEX_NAMES] for one in (wanted, flax)
+                [x for product in products for x in product if x not in INDEX_NAMES]
+                for products in (wanted, flax)
             )
             if order != twin:
                 return False

@@ -26,13 +26,14 @@ from bridge.formats.stores.store import place_of
 from bridge.mapping.conventions import WEIGHT
 from bridge.mapping.rules import parse_mapping
 from bridge.propose.axes import Fit, fits, fused_fits
+from bridge.propose.layer_series import BY_ORDER, BY_SIZES, by_order, numbered_alike
 from bridge.propose.names import FUSED_WORDS, Family, families, similarity
-from bridge.propose.numbered import BY_ORDER, BY_SIZES, by_order, numbered_alike
 from bridge.propose.own_modules import COUNTER, FLIPPED, in_usual_order, is_known_layout, may_be_flipped
 from bridge.propose.places import Places, places_in
 from bridge.propose.text import Namer, ProposedRule, conventions, render, writable
 from bridge.propose.uneven import settled
 from bridge.propose.values import Evidence
+from bridge.text import first_of
 
 _SHOWN = 3
 _MAX_LEFT = 24
@@ -197,7 +198,9 @@ class _Matcher:
             ordered = any(word.startswith(BY_ORDER) for word in x.words & y.words)
             only = any(word.startswith(BY_SIZES) for word in x.words & y.words)
             if rivals and not only and not self._same_name(x, y):
-                doubts.append(f"by {'order' if ordered else 'name'} only: {_some(rivals)} would fit as well")
+                doubts.append(
+                    f"by {'order' if ordered else 'name'} only: {first_of(rivals, _SHOWN)} would fit as well"
+                )
             elif not likeness and not agreed:
                 doubts.append("by shape only: the names have nothing in common")
             choices.append(self._take(fit, doubts))
@@ -256,7 +259,9 @@ class _Matcher:
         others = [fit for fit in candidates if fit is not best]
         if others:
             namer = Namer([*self._a, *self._b])
-            doubts.append(f"also fits {_some([ProposedRule.of(fit, (), namer).short for fit in others])}")
+            doubts.append(
+                f"also fits {first_of([ProposedRule.of(fit, (), namer).short for fit in others], _SHOWN)}"
+            )
         words = best.a[0].family.words | best.b[0].family.words
         turned = self._rotary and not any(entry.family.own_parts for entry in (*best.a, *best.b))
         if words & {"query", "key"} and "norm" not in words and turned and not agreed:
@@ -311,9 +316,9 @@ class _Matcher:
                         break
         return choices
 
-    def _take_fused(self, found: list[Fit], order: str) -> _Choice:
+    def _take_fused(self, joints: list[Fit], order: str) -> _Choice:
         """``order``: what that of the parts is taken from; empty where the module's code says it."""
-        fit, doubts = self._settle(found)
+        fit, doubts = self._settle(joints)
         entries = fit.b if len(fit.b) > 1 else fit.a
         shapes = [entry.family.shape for entry in entries]
         agreed = self._evidence is not None and self._evidence.agrees(fit)
@@ -339,10 +344,10 @@ class _Matcher:
                 continue
             for whole in list(wholes.values()):
                 several = [
-                    found
+                    joints
                     for count in (2, 3)
                     for chosen in itertools.combinations(parts.values(), count)
-                    if (found := self._concatenations(whole, chosen, turned))
+                    if (joints := self._concatenations(whole, chosen, turned))
                 ]
                 if len(several) == 1:
                     choice = self._take_fused(several[0], "names")
@@ -384,8 +389,3 @@ def _comparable(a: Sequence[Family], b: Sequence[Family]) -> Iterator[tuple[Fami
             for y in right:
                 by_words.setdefault(y.words, []).append(y)
             yield from itertools.islice(((x, y) for x in left for y in by_words.get(x.words, ())), _MAX_PAIRS)
-
-
-def _some(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return ", ".join(texts[:_SHOWN]) + more

@@ -36,7 +36,7 @@ class ShardingPolicy:
         the other axes leave. The names of model axes are in ``mesh_axes``.
     source: what errors call the policy, such as its file.
     align: what shards of the units are multiples of that say nothing else, see ``plan_layout``; ``[mesh] align``.
-    prefetch: 1 lets transfers run beside computation, for a second unit's weights and gradients in memory; 0 does not.
+    prefetch: 1 lets transfers run during computation, for a second unit's weights and gradients in memory; 0 does not.
         None: the runtime's default; ``[mesh] prefetch``.
     parallel: which parameters are cut over model axes.
     axes: the items of ``mesh``; unlike a mapping they are compared in their order.

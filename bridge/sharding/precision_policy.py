@@ -21,7 +21,7 @@ class PrecisionPolicy:
 
     main: of the main weights of trainable parameters. "float32": also where parameters were given in bfloat16 or
         float16. "bfloat16" or "float16": parameters given otherwise are rounded once, when they are sharded. "float64":
-        parameters must be given so, and are given so nowhere else but beside "given". "given": each parameter keeps the
+        parameters must be given so, and are given so nowhere else but with "given". "given": each parameter keeps the
         dtype in which it was given, as frozen parameters always do.
     compute: of forward and backward (None: that of the main weights).
     reduce: in which gradients cross the network (None: that of compute).
@@ -57,14 +57,14 @@ class PrecisionPolicy:
         require(
             self.gather is None or self.main == "float32",
             "main",
-            f'"float32" beside gather = "{self.gather}", which quantizes float32 main weights',
+            f'"float32" with gather = "{self.gather}", which quantizes float32 main weights',
             self.main,
         )
 
         require(
             not self.store_param_remainders or given == ("float32", "bfloat16", None),
             "store_param_remainders",
-            'main = "float32", compute = "bfloat16" and no gather beside it',
+            'main = "float32", compute = "bfloat16" and no gather with it',
             dict(zip(("main", "compute", "gather"), given, strict=True)),
         )
 

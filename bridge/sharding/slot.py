@@ -3,7 +3,7 @@
 The *granularity* of a parameter says how many rows no shard boundary separates::
 
     "row"        1
-    "block"      the ``rows`` given beside it
+    "block"      the ``rows`` given with it
     "block(n)"   n, for example the 32 or 128 rows of a quantization block
     "tensor"     all, for optimizers that need whole matrices
 """

@@ -88,7 +88,7 @@ class Contents:
     def on_host(self, *, first: bool) -> Contents:
         """The same with copies of what this process writes, so that the state may change or be donated.
 
-        Beside the copies no more than one array's shard is in host memory.
+        Besides the copies no more than one array's shard is in host memory.
         """
         arrays = {
             name: {key: _host_copy(self.plan, array) for key, array in by_key.items()}

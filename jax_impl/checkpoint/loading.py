@@ -90,7 +90,7 @@ def load_checkpoint(
             ones. Moments that fit are kept for another optimizer, too, at any place in a chain. A parameter's
             moments are kept together, and with their count, or not at all. Weights must be there in their shapes,
             unless ``initial`` has others; in another floating dtype they are cast. Where a moment is fresh, a device
-            holds the moments of ``optimizer.init`` beside the loaded ones for the while.
+            holds the moments of ``optimizer.init`` besides the loaded ones for the while.
         initial: weights of this plan, or a state. Copies of its weights and variables are taken where the checkpoint
             has none or those of another shape, with fresh moments. Needs ``strict=False``, and a checkpoint with at
             least one of the weights; the result's ``fresh`` names what was taken.
@@ -160,7 +160,7 @@ def _given(
         return _Given(None, None if variables is None else place_variables(plan, variables))
     if strict:
         raise ValueError(
-            "initial: expected strict=False beside it: a strict load keeps nothing, got strict=True"
+            "initial: expected strict=False with it: a strict load keeps nothing, got strict=True"
         )
     if variables is None and isinstance(initial, TrainState):
         # Copies, because a step may be given all of either state (donated).

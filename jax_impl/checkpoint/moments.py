@@ -7,7 +7,7 @@ A part is what one transformation keeps: its arrays by parameter, and numbers th
                                2    count
 
 All numbers of a part are taken, or nothing of it. All moments of a parameter are taken, or none: new second moments
-beside old first ones would make its first steps far too large. Moments with scales (``mu_scale`` beside ``mu``) fit
+with old first ones would make its first steps far too large. Moments with scales (``mu_scale`` for ``mu``) fit
 others with scales only. The more kinds of arrays two parts share, and the more of their places' ends, the better they
 fit; positions in a chain may differ.
 """

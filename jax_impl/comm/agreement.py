@@ -46,7 +46,7 @@ class Processes:
     """The processes that hold the devices of a mesh, all of which save or load at once.
 
     ``kind``: "save" or "load". ``timeout``: seconds to wait for one another in each step. ``background``: whether steps
-    may run in a thread; such operations follow each other, and others go on beside them. Raises ``ValueError`` on a
+    may run in a thread; such operations follow each other, and others go on meanwhile. Raises ``ValueError`` on a
     process without such devices.
     """
 

@@ -1,6 +1,6 @@
 """Read a scheduled program of XLA: its collectives, and whether a matrix product runs while one is under way.
 
-A transfer that runs beside other work has a start and a done, and what stands between them can overlap with it::
+A transfer that runs during other work has a start and a done, and what stands between them can overlap with it::
 
     %s = (f32[16], f32[128]) all-gather-start(%shard), ...
     %p = f32[8,8] custom-call(...), custom_call_target="__cublas$gemm"

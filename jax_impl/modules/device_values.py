@@ -34,7 +34,7 @@ _ADD = frozenset({"add", "add_any", "sub", "scatter-add", "scatter_add"})
 class DeviceValue:
     """``axes``: along which devices may have other values. ``made_of``: paths of variables that it depends on.
 
-    ``base``: of the variable that it is a sum of, beside what varies and does not depend on that variable. ``same``:
+    ``base``: of the variable that it is a sum of, besides what varies and does not depend on that variable. ``same``:
     whether it is the variable itself.
     """
 

@@ -82,7 +82,7 @@ def _marked(tree: T, name: str) -> T:
 def check_means(program: Any, *, equal_parts: bool) -> None:
     """Raises ``ValueError`` for a closed jaxpr whose loss is divided by a sum over the batch, unless ``equal_parts``.
 
-    Also for a weight beside a sum that depends on the model: ``(loss, accuracy)`` is no pair of sum and weight.
+    Also for a weight with a sum that depends on the model: ``(loss, accuracy)`` is no pair of sum and weight.
     """
     refused: dict[str, tuple[_Comes, str]] = {_WEIGHT: (_Comes.MODEL, _NO_WEIGHT)}
     if not equal_parts:
@@ -187,5 +187,5 @@ _REFUSAL = (
 )
 _NO_WEIGHT = (
     "loss: expected (sum, weight) with a weight from the batch alone, such as its number of tokens, got one that "
-    "depends on the model: to return statistics beside the loss, give has_aux=True and return (loss, statistics)"
+    "depends on the model: to return statistics with the loss, give has_aux=True and return (loss, statistics)"
 )

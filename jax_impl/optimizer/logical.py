@@ -54,7 +54,7 @@ def fitted(
 def warn_of_whole_moments(plan: ShardingPlan, opt_state: Any) -> None:
     """``RuntimeWarning`` naming parameters whose moments in ``opt_state`` no device has a part of, but all have whole.
 
-    Only of moments by parameter beside flat weights; what the pjit engine cannot cut, it says when it plans.
+    Only of moments by parameter with flat weights; what the pjit engine cannot cut, it says when it plans.
     """
     if plan.engine != "shard_map":
         return

@@ -154,7 +154,7 @@ def main_weight_adamw(
     bias_correction: False for updates as if moments had been gathered for ever: both corrections are 1.
     mu_dtype, nu_dtype: how first and second moments are stored between steps, a dtype or its name: bfloat16, or with a
         float32 scale for each row float16, float8_e4m3fn or float8_e5m2 (``optimizer/moments.py``); by default, and
-        where rows are single elements, in float32, or float64 beside float64 weights.
+        where rows are single elements, in float32, or float64 for float64 weights.
     torch_vector_bytes: what PyTorch's CPU kernel computes at once; 32 in torch 2.13.0, with AVX2 and with AVX-512. Each
         array then has the bits of one tensor, also in its last elements; where arrays end hence shows in the bits.
 

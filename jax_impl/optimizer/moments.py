@@ -89,7 +89,7 @@ class MomentFormat:
         return self.dtype.name in _SCALED
 
     def unscaled_dtype(self, weights: np.dtype) -> np.dtype:
-        """The stored dtype where there is no scale; float32 means float64 beside float64 weights."""
+        """The stored dtype where there is no scale; float32 means float64 for float64 weights."""
         return self.dtype if self.dtype == jnp.bfloat16 else update_dtype(weights)
 
     def plain(self, values: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""An update of weights and moments in the host's memory that the host's processor computes, beside the devices.
+"""An update of weights and moments in the host's memory that the host's processor computes, in place of the devices.
 
 XLA:TPU runs it as one program of the host, which changes weights and moments in their place and reads gradients from
 the device. It has no collectives, so each device's part of an array is updated by itself.

@@ -1,6 +1,6 @@
 """What a function saves for its backward, without what elementwise operations make of the rest of it.
 
-JAX saves the exponentials of a softmax beside its quotients, and of a gated layer gate, sigmoid and product. Alone, XLA
+JAX saves a softmax's exponentials besides its quotients, and of a gated layer gate, sigmoid and product. Alone, XLA
 fuses elementwise operations into what uses their results, also in backward, and keeps no such array. Behind a barrier
 each is an array. So of what elementwise operations make only the origins are saved, and backward makes the rest anew::
 

@@ -1,4 +1,4 @@
-"""By what the sums of a step are divided: its loss, the statistics beside it, and the gradients.
+"""By what the sums of a step are divided: its loss, the statistics with it, and the gradients.
 
 ::
 
@@ -69,7 +69,7 @@ class Divisors:
     def divided(self, parts: LossParts, gradients: Buffers) -> tuple[LossParts, Buffers]:
         """Loss, floating-point statistics and gradients from their sums over all parts.
 
-        Raises ``ValueError`` for a ``(sum, weight)`` beside a ``grad_divisor``.
+        Raises ``ValueError`` for a ``(sum, weight)`` with a ``grad_divisor``.
         """
         divisor: Any = self.parts if self.loss is None else self.loss
         counted: Any = self.parts

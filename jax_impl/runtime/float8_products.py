@@ -43,7 +43,7 @@ def float8_dot_general(
     """``jax.lax.dot_general`` that multiplies in float8: activations ``lhs`` by a weight ``rhs``.
 
     flax's modules take it: ``nnx.Linear(16, 32, dot_general=float8_dot_general, rngs=rngs)``, linen's
-    ``nn.Dense(32, dot_general=float8_dot_general)``. Beside ``fully_shard(..., gather_dtype="float8_e4m3fn")`` the
+    ``nn.Dense(32, dot_general=float8_dot_general)``. With ``fully_shard(..., gather_dtype="float8_e4m3fn")`` the
     weight loses nothing: it holds such numbers already. Any other weight is rounded here.
 
     Each factor is rounded to e4m3, and the gradient of the output to e5m2, times one power of two a factor, by the

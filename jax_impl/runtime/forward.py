@@ -41,7 +41,7 @@ def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
 
     Each collective starts when the one before is done: independent ones can meet under one rendezvous key in the CPU
     simulator, which then aborts or hangs. They start in the order in which forward needs the weights, so that the
-    later ones can run beside it.
+    later ones can run during it.
     """
     last: Any = ()
     sources: AllSources = {}

@@ -90,7 +90,7 @@ class Level:
             return self._barrier(operands(equation.invars), list(lax.optimization_barrier(values)))
         if primitive == "scan":
             results, self.gate, self.reduced = self._scan(equation, values, self.gate, self.reduced)
-            # A loop that stays as it is ends with transfers that nothing is known of, and that nothing runs beside.
+            # A loop that stays as it is ends with transfers that nothing is known of, and that nothing runs during.
             moved = [(GATHERS, self.gate), ((REDUCE,), self.reduced)]
             self.stale = frozenset(name for names, last in moved if last is not None for name in names)
             return results

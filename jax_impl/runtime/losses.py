@@ -3,7 +3,7 @@
 A part is what one call of the loss sees: the rows of one device in one microbatch, in the pjit engine those of all
 devices. A loss returns the mean over its part, or ``(sum, weight)``, such as summed token losses and their number::
 
-    returned          a part adds                the step's loss and gradients      statistics beside it (``aux``)
+    returned          a part adds                the step's loss and gradients      statistics with it (``aux``)
     mean              mean, and 1                sum / number of parts              floats: weighted mean of the parts
     (sum, weight)     sum, and weight            sum / sum of the weights           integers, bools: sum over the parts
 
@@ -44,7 +44,7 @@ def as_parts(returned: Any, has_aux: bool) -> LossParts:
     if not is_loss(returned):
         raise ValueError(
             f"loss: expected a floating-point scalar, or (sum, weight) of two scalars, got {_described(returned)}. To "
-            "return statistics beside the loss, give has_aux=True and return (loss, statistics)"
+            "return statistics with the loss, give has_aux=True and return (loss, statistics)"
         )
     if not pair:
         return LossParts(mark_loss(jnp.asarray(returned)), None, _addable(aux, None))

@@ -1,4 +1,4 @@
-"""When a unit's transfers run: in turn with the computation, or beside that of the unit before.
+"""When a unit's transfers run: in turn with the computation, or during that of the unit before.
 
 Of three units A, B, C; what stands in one column may run at the same time, and a column waits for the one before::
 
@@ -197,7 +197,7 @@ class Order:
             elif beside:
                 reduced.append(self._beside(group, done, values))
             else:
-                # No collective beside another (see hold): reductions of inner units, this one, the next gather.
+                # No collective during another (see hold): reductions of inner units, this one, the next gather.
                 values, inner, reduced = fence((values, inner, reduced))
                 if self._needs_gates and reduced:
                     # Gradients of vectors alone may need nothing of units inside.

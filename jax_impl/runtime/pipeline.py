@@ -1,7 +1,7 @@
 """Transfers of scanned layers, one pass of the loop apart from their layer: software pipelining of a traced program.
 
 The body of a loop gathers a layer, applies it, and in backward reduces its gradients. In one pass nothing can run
-beside these transfers, so they move into the pass next to it. Backward over layers 3 to 0, a column a pass; the first
+during these transfers, so they move into the pass next to it. Backward over layers 3 to 0, a column a pass; the first
 and the last pass stand outside of the loop::
 
                |          |            |     loop, 2 passes      |            |
@@ -72,7 +72,7 @@ def pipelined(function: Callable[..., T], ways: Ways) -> Callable[..., T]:
 class _State:
     """Between two passes. gathered: whole weights of the next one. waiting: what ``late`` needs of the one before.
 
-    done: True when the reductions are done that ran beside the passes before.
+    done: True when the reductions are done that ran during the passes before.
     """
 
     carry: Values
@@ -173,7 +173,7 @@ class _Loop:
         if parts.gather is not None:
             env.update(zip(parts.gather.outvars, state.gathered, strict=True))
             issue = None if last else lambda gate: self._gather(k + 1, gate)
-        # What was reduced before the loop may run beside the whole first pass.
+        # What was reduced before the loop may run during the whole first pass.
         done = jnp.array(True) if type(k) is int and k == 0 else state.done
         level = Pass(self.ways, scan, parts, done, issue)
         now = [v for i, v in enumerate(outputs) if i - carries not in parts.stacked]

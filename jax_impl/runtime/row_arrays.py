@@ -1,4 +1,4 @@
-"""Arrays of an optimizer's state beside those of the weights, where moments have a scale for each row.
+"""Arrays of an optimizer's state besides those of the weights, where moments have a scale for each row.
 
 Parameters whose rows have several elements are *scaled*; the others (vectors, scalars) keep float32 moments. Of a flat
 group there are then up to three arrays for each moment, all cut over devices as the weights are::
@@ -42,7 +42,7 @@ def is_scaled(group: Group, path: str) -> bool:
 
 
 def row_arrays(group: Group) -> Mapping[str, Stored]:
-    """The arrays by key that scaled moments of a group may have beside or in place of those like the weights."""
+    """The arrays by key that scaled moments of a group may have besides or in place of those like the weights."""
     scaled = [path for path in group.paths if is_scaled(group, path)]
     if isinstance(group, LogicalGroup):
         return {path + SCALES: scales_of(group.stored[path]) for path in scaled}

@@ -94,7 +94,7 @@ class UnitCall:
         return output, (sources, inner, saved, use)
 
     def _applied(self, leaves: tuple[Leaves, ...], inner: Any, inputs: Any) -> tuple[Any, Any]:
-        """The output, and what backward needs beside weights."""
+        """The output, and what backward needs besides weights."""
         if self.recompute is True:
             return self.apply(leaves, inner, *inputs), inputs
         if not self._is_sharded:

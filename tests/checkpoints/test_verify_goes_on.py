@@ -54,6 +54,16 @@ def files_of_dcp(path: Path) -> set[str]:
     return {files[1].name, files[3].name, "w1", "w3"}
 
 
+def pipes_in_dcp(path: Path) -> set[str]:
+    tensors = {name: torch.from_numpy(array) for name, array in ARRAYS.items()}
+    dcp.save(tensors, storage_writer=FileSystemWriter(path, single_file_per_rank=False))
+    files = sorted(path.glob("*.distcp"))
+    for number in (1, 3):
+        files[number].unlink()
+        os.mkfifo(files[number])
+    return {files[1].name, files[3].name, "w1", "w3"}
+
+
 def shards(path: Path) -> set[str]:
     path.mkdir()
     names = {f"w{n}": f"model-{n + 1:05}-of-00005.safetensors" for n in range(5)}
@@ -113,6 +123,7 @@ def items_of_orbax(path: Path) -> set[str]:
 DAMAGE: tuple[Callable[[Path], set[str]], ...] = (
     ends_of_archives,
     files_of_dcp,
+    pipes_in_dcp,
     shards,
     files_of_torch,
     members_of_npz,

@@ -16,7 +16,7 @@ from bridge.checkpoints.convert import ConvertOptions, convert, planned
 from bridge.checkpoints.summary import inspect
 from bridge.checkpoints.verify import verify
 from bridge.formats import CheckpointError, open_checkpoint
-from bridge.formats.files.numbered import numbered_sets
+from bridge.formats.files.numbered_files import numbered_sets
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -61,6 +61,7 @@ NUMBERS = {
     "a gap": (["weights_1_of_3{}", "weights_3_of_3{}"], "weights_2_of_3{}"),
     "counted from 0": (["part-0-of-3{}", "part-1-of-3{}"], "part-2-of-3{}"),
     "a rank of a world": (["model_world_size_2_rank_0{}"], "model_world_size_2_rank_1{}"),
+    "a second number": (["model_world_size_2_rank_0_tp_rank_1{}"], "model_world_size_2_rank_1_tp_rank_1{}"),
     "the second rank alone": (["mp_rank_01_model_states{}"], "mp_rank_00_model_states{}"),
     "more than can be listed": (["model-00001-of-999999999{}"], "999999993 more are missing"),
 }

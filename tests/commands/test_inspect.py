@@ -217,8 +217,8 @@ def test_values_below_the_depth_are_counted(tmp_path: Path) -> None:
         options = [] if depth is None else ["--depth", str(depth)]
         result = CliRunner().invoke(app, ["inspect", str(tmp_path / "a.pt"), *options])
         assert result.exit_code == 0
-        lines[depth] = [line for line in result.output.splitlines() if " = " in line or "beside the" in line]
+        lines[depth] = [line for line in result.output.splitlines() if " = " in line or "besides the" in line]
     values = len(lines[4])
     assert values == len(lines[None]) > 60
-    assert lines[1] == ["step = 7", f"optimizer: {values - 1} values beside the tensors"]
-    assert lines[0] == [f"in all: {values} values beside the tensors"]
+    assert lines[1] == ["step = 7", f"optimizer: {values - 1} values besides the tensors"]
+    assert lines[0] == [f"in all: {values} values besides the tensors"]

@@ -104,7 +104,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         ("convert -dash x", "To name the file or directory -dash, write ./-dash"),
         ("map hf.safetensors ./-dash --out nope/x.toml", "nope does not exist: expected the directory"),
         ("inspect hf.safetensors --depth -1", "Invalid value for '--depth'"),
-        ("inspect hf.safetensors --depth 2 --list", "expected no --list beside it"),
+        ("inspect hf.safetensors --depth 2 --list", "expected no --list with it"),
         pytest.param(
             "plan fsdp --model org/name", "hf download org/name config.json", marks=pytest.mark.slow
         ),

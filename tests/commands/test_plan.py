@@ -273,7 +273,7 @@ def test_the_document_is_complete() -> None:
         (("fsdp", "--model", "llama3-8b", "--node", "8"), "--node: expected a policy with two mesh axes"),
         (
             ("mixture", "--model", "llama3-8b", "--units", "blocks.*"),
-            "one [[unit]] beside the root's, got 'lay",
+            "one [[unit]] besides the root's, got 'lay",
         ),
         (
             ("fsdp", "--model", "llama3-8b", "--units", ""),

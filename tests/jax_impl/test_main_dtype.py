@@ -439,9 +439,7 @@ def test_float64_is_beside_main_dtype_as_it_is_given() -> None:
             plan = plan_sharding(tree, data_parallel_mesh(2), units=[], main_dtype=main)
             assert [info.dtype.name for info in plan.parameters.values()] == ["float32", "float64"]
         for main, path in (("bfloat16", "w"), ("float64", "v")):
-            with pytest.raises(
-                ValueError, match=rf"parameter '{path}': expected .*float64 beside main_dtype"
-            ):
+            with pytest.raises(ValueError, match=rf"parameter '{path}': expected .*float64 with main_dtype"):
                 plan_sharding(tree, data_parallel_mesh(2), units=[], main_dtype=main)
 
 

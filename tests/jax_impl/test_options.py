@@ -292,7 +292,7 @@ def test_a_name_is_for_units_without_units_inside():
 
 def test_units_beside_a_policy_take_the_place_of_its_patterns():
     model = nnx.Dict(blocks=nnx.List(decoder().layers), head=decoder().embed)
-    with pytest.raises(PolicyError, match=r"'layers.\*' matches, got none.*units=\[\"blocks/\*\"\] beside"):
+    with pytest.raises(PolicyError, match=r"'layers.\*' matches, got none.*units=\[\"blocks/\*\"\] with"):
         plan_sharding(model, policy="zero2", mesh=data_parallel_mesh(4))
     policy = ShardingPolicy(
         (UnitPolicy("layers.*", "optim_grads", recompute=True), UnitPolicy("", "no_shard"))

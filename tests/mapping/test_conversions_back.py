@@ -80,9 +80,7 @@ def with_adam(path: Path) -> Path:
 
 
 RULES = """
-[convention.torch]
-[convention.jax]
-exp_avg = "opt_state/0/mu/{w}"
+convention = { torch = {}, jax = { exp_avg = "opt_state/0/mu/{w}" } }
 [[rule]]
 torch = "layers.{i}.weight : o m"
 jax = "layers/{i}/kernel : m o"

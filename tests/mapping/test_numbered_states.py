@@ -130,7 +130,7 @@ def test_a_file_gives_any_order(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.pt", net, optimizer)
     file = tmp_path / "order.txt"
     lines = [f"{name}.{leaf}" for name in ("second", "first", "head") for leaf in ("weight", "bias")]
-    file.write_text("\n".join(lines) + "\n\n")
+    file.write_text("\n".join(lines) + "\n\n", encoding="utf-8-sig")  # as editors on Windows save it
     convert(path, tmp_path / "out", mapping=rules(net), optimizer_order=str(file))
     assert_right(tmp_path / "out", net, optimizer)
 

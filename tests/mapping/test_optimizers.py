@@ -322,7 +322,7 @@ REFUSED_OPTAX: dict[str, tuple[str, Callable[[], Any]]] = {
     "rmsprop": (r"optax\.rmsprop", lambda: optax.rmsprop(RATE)),
     "rmsprop, momentum": (r"optax\.rmsprop", lambda: optax.rmsprop(RATE, momentum=0.9)),
     "rmsprop, centered": (
-        r"expected opt_state/0/count beside the moments",
+        r"expected opt_state/0/count with the moments",
         lambda: optax.rmsprop(RATE, centered=True),
     ),
     "adagrad": (r"optax\.adagrad", lambda: optax.adagrad(RATE)),

@@ -155,7 +155,7 @@ def test_a_missing_layer_is_named() -> None:
         name: array for name, array in dcp_arrays().items() if ".layers.1.attention.wq." not in f".{name}"
     }
     with pytest.raises(
-        MappingError, match=r"found no tensor layers\.1\.attention\.wq\.weight, which the rule needs beside"
+        MappingError, match=r"found no tensor layers\.1\.attention\.wq\.weight, which the rule needs with"
     ):
         make_plan(MemoryReader("dcp", arrays), "orbax", load_mapping("decoder_stacked"))
 
@@ -182,7 +182,7 @@ def test_half_of_a_fused_tensor_is_named() -> None:
     del arrays["opt_state/mu/layers/2/mlp/up/kernel"]
     with pytest.raises(
         MappingError,
-        match=r"i = 2: found no tensor layers/2/mlp/up/kernel, which the rule needs beside layers/2/mlp/gate",
+        match=r"i = 2: found no tensor layers/2/mlp/up/kernel, which the rule needs with layers/2/mlp/gate",
     ):
         make_plan(MemoryReader("orbax", arrays), "dcp", load_mapping("decoder"))
 
@@ -286,12 +286,12 @@ def test_a_count_that_float32_cannot_hold_is_refused(count: np.ndarray) -> None:
 def test_moments_without_a_count_and_a_count_without_moments_are_refused() -> None:
     arrays = expected_orbax(dcp_arrays())
     without = {name: array for name, array in arrays.items() if name != "opt_state/count"}
-    with pytest.raises(MappingError, match="expected opt_state/count beside the moments"):
+    with pytest.raises(MappingError, match="expected opt_state/count with the moments"):
         make_plan(MemoryReader("orbax", without), "dcp", load_mapping("decoder"))
     bare = {
         name: array for name, array in arrays.items() if not name.startswith(("opt_state/mu", "opt_state/nu"))
     }
-    with pytest.raises(MappingError, match=r"expected moments .* beside the opt_state/count"):
+    with pytest.raises(MappingError, match=r"expected moments .* with the opt_state/count"):
         make_plan(MemoryReader("orbax", bare), "dcp", load_mapping("decoder"))
 
 
@@ -355,7 +355,9 @@ def test_a_part_of_the_optimizer_state_alone_is_refused(entry: str, every: bool)
         make_plan(MemoryReader("dcp", arrays), "orbax", load_mapping("decoder"))
     if every and entry == "exp_avg_sq":
         # A first moment alone is what Lion keeps.
-        assert "has the state of Lion or another optimizer with one moment (exp_avg of embed" in str(caught.value)
+        assert "has the state of Lion or another optimizer with one moment (exp_avg of embed" in str(
+            caught.value
+        )
     else:
         assert "expected the whole optimizer state of each weight" in str(caught.value)
         assert lost[3] in str(caught.value)
@@ -413,7 +415,7 @@ def test_moments_that_some_layers_lack_do_not_make_a_lower_stack(frozen: int) ->
             arrays[f"optimizer.state.layers.{i}.w.{entry}"] = random_bits((3, 4), FLOAT32, 9 + i)
         arrays[f"optimizer.state.layers.{i}.w.step"] = np.asarray(5, np.float32)
     with pytest.raises(
-        MappingError, match=rf"found no tensor layers\.{frozen}\.w, which the rule needs beside"
+        MappingError, match=rf"found no tensor layers\.{frozen}\.w, which the rule needs with"
     ):
         make_plan(MemoryReader("dcp", arrays), "orbax", STACK)
 

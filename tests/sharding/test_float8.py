@@ -252,9 +252,9 @@ def test_a_policy_names_the_format(gather: str) -> None:
         ({"gather": "fp8"}, "gather: expected one of mxfp8, float8_e4m3fn, got 'fp8'"),
         ({"gather": "bfloat16"}, "gather: expected one of mxfp8, float8_e4m3fn, got 'bfloat16'"),
         ({"gather": ["mxfp8"]}, "gather: expected one of mxfp8"),
-        ({"gather": "mxfp8", "main": "float64"}, 'main: expected "float32" beside gather = "mxfp8"'),
-        ({"gather": "mxfp8", "main": "bfloat16"}, 'main: expected "float32" beside gather = "mxfp8"'),
-        ({"gather": "mxfp8", "main": "given"}, 'main: expected "float32" beside gather = "mxfp8"'),
+        ({"gather": "mxfp8", "main": "float64"}, 'main: expected "float32" with gather = "mxfp8"'),
+        ({"gather": "mxfp8", "main": "bfloat16"}, 'main: expected "float32" with gather = "mxfp8"'),
+        ({"gather": "mxfp8", "main": "given"}, 'main: expected "float32" with gather = "mxfp8"'),
     ],
 )
 def test_what_is_no_format_is_refused(fields: dict[str, Any], message: str) -> None:

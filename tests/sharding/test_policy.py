@@ -449,7 +449,7 @@ def test_a_name_is_for_units_without_units_inside(name: str) -> None:
         ("store_param_remainders = true", 'expected main = "float32", compute = "bfloat16" and no gather'),
         (
             "compute = 'bfloat16'\ngather = 'mxfp8'\nstore_param_remainders = true",
-            "no gather beside it, got {'main': 'float32', 'compute': 'bfloat16', 'gather': 'mxfp8'}",
+            "no gather with it, got {'main': 'float32', 'compute': 'bfloat16', 'gather': 'mxfp8'}",
         ),
     ],
 )

@@ -303,7 +303,7 @@ LOADS: dict[str, Case] = {
     "distribute_tensor without a mesh": (
         lambda: distributed(mesh="cpu"),
         TypeError,
-        "distribute_tensor: expected param.device_mesh beside the placements of a sharded parameter, got 'cpu'",
+        "distribute_tensor: expected param.device_mesh with the placements of a sharded parameter, got 'cpu'",
     ),
     "distribute_tensor of another shape": (
         lambda: distributed(torch.ones(3, 3)),

@@ -186,7 +186,7 @@ def _has(state: Mapping[str, Any], param: nn.Parameter, info: Any) -> bool:
 
 
 def _materialize_scalars(model: nn.Module, device: torch.device) -> None:
-    """Give saved buffers without dimensions memory: torch assigns those on the meta device beside others alone."""
+    """Give saved buffers without dimensions memory: torch assigns those on the meta device with others alone."""
     saved = {id(one) for one in model.state_dict(keep_vars=True).values()}
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):

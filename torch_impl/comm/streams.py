@@ -1,4 +1,4 @@
-"""Communication beside computation: streams on CUDA, and their twin for the CPU.
+"""Communication during computation: streams on CUDA, and their twin for the CPU.
 
 A transfer is a sequence of steps, each on a lane: "gather", "reduce", "outer" (the outer mesh axis), or "fetch" and
 "send", copies from and to the host's memory. Lanes run beside each other and beside the computation:

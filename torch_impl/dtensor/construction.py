@@ -96,7 +96,7 @@ def _whole_shape(local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placem
     if not is_tensor_parallel(placements) and local.ndim > 0:
         return (rows.bounds[-1], *local.shape[1:])
     raise ValueError(
-        f"from_local: expected shape= and stride= of the whole tensor beside a local tensor of shape "
+        f"from_local: expected shape= and stride= of the whole tensor with a local tensor of shape "
         f"{tuple(local.shape)} under {placements}, got neither"
     )
 
@@ -152,7 +152,7 @@ def _checked(
         raise TypeError(f"{function}: expected a tensor, got {type(tensor).__name__}")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"{function}: expected param.device_mesh beside the placements of a sharded parameter, got {mesh!r}"
+            f"{function}: expected param.device_mesh with the placements of a sharded parameter, got {mesh!r}"
         )
     if len(placements) != mesh.ndim:
         raise ValueError(

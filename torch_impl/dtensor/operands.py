@@ -1,6 +1,6 @@
 """What the operands of one element-wise computation are on this rank.
 
-Tensors cut alike stand for their local rows. Beside a cut tensor, replicated ones and those with a last dimension of
+Tensors cut alike stand for their local rows. With a cut tensor, replicated ones and those with a last dimension of
 one are broadcast as between whole tensors::
 
     (4, 3, 5) cut, rows [2, 9)    local (7, 5)
@@ -70,7 +70,7 @@ def align(func: Any, operands: Sequence[Any]) -> tuple[list[Any], Placing]:
 
 def _like_first(first: Any, other: Any) -> bool:
     """Whether two DTensors share their placement as objects: the usual case, seen without comparing anything long."""
-    # A replicated scalar may stand beside tensors that are cut: the long way decides.
+    # A replicated scalar may come with tensors that are cut: the long way decides.
     if not isinstance(first, DTensor) or first.ndim == 0:
         return False
     if not isinstance(other, DTensor):
@@ -116,7 +116,7 @@ def _fits(tensor: torch.Tensor, origin: DTensor, shape: torch.Size) -> bool:
 
 
 def _rows_for(value: Any, origin: DTensor, shape: torch.Size) -> Any:
-    """The local values of an operand beside the local rows of ``origin``."""
+    """The local values of an operand that go with the local rows of ``origin``."""
     local = local_of(value)
     cut = row_axes(origin.placements) and isinstance(value, DTensor) and not _is_scalar(value)
     # Fits already: nothing is cut, or the operand is cut as the origin is.

@@ -124,7 +124,7 @@ class RowwiseLinear(ComputesOnParts):
         if passed:
             raise RuntimeError(
                 f"{self._cut.path}: expected an input computed from the outputs of colwise modules and from "
-                "parameters beside them, got one that also depends on the whole output of another cut module, which "
+                "parameters besides them, got one that also depends on the whole output of another cut module, which "
                 "would get a part of its gradient; cut the module that the output comes through, or leave this one "
                 "whole"
             )
@@ -132,7 +132,7 @@ class RowwiseLinear(ComputesOnParts):
             if id(param) not in own:
                 raise RuntimeError(
                     f"{self._cut.path}: expected an input computed from the outputs of colwise modules and from "
-                    f"parameters beside them, got one that also depends on a parameter of shape {tuple(param.shape)} "
+                    f"parameters besides them, got one that also depends on a parameter of shape {tuple(param.shape)} "
                     "elsewhere, which would get a part of its gradient; cut the module that it comes through, or "
                     "leave this one whole"
                 )
@@ -194,7 +194,7 @@ class OnDTensors(ComputesOnParts):
 
 
 class _Spreading(TorchFunctionMode):
-    """Plain tensors beside DTensors on ``mesh``, such as buffers and masks, are equal on all ranks: ``spread`` them.
+    """Plain tensors with DTensors on ``mesh``, such as buffers and masks, are equal on all ranks: ``spread`` them.
 
     Torch's ``implicit_replication`` does not reach what backward has saved.
     """

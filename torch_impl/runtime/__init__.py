@@ -32,7 +32,7 @@ the unit's backward is done, and when its reduction is.
    back to ``unit`` ``_call_done`` or ``backward_ended``: the unit frees its weights, then
                     ``GroupGradient.reduce`` completes the buffer with zeros and hands it on
 5. ``reduction``    ``GroupReduction.start``: a step for each mesh axis, after the reduction before has been finished
-6. ``comm.streams`` ``start``: runs the steps beside the computation
+6. ``comm.streams`` ``start``: runs the steps during the computation
 7. ``buffer``       ``ShardLevels.reduce``: from one degree of sharding to the next
 8. ``comm.collectives``  ``reduce_scatter``
    back to ``reduction``  ``GroupReduction.finish``, before the next reduction or at the end of the backward: divides

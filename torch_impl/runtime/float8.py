@@ -32,7 +32,7 @@ from torch_impl.runtime.tensor_parallel import TensorParallel
 _PAYLOAD = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_PAYLOAD).max
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
-# What quantization needs beside the shard and the bytes is a multiple of so many elements.
+# What quantization needs besides the shard and the bytes is a multiple of so many elements.
 _CHUNK = 1 << 22
 
 

@@ -26,7 +26,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Where main weights and gradients lie. ``pinned``: in memory from which transfers run beside the computation."""
+    """Where main weights and gradients lie. ``pinned``: in memory from which transfers run during the computation."""
 
     pinned: bool
 

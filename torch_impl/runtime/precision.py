@@ -38,7 +38,7 @@ class MixedPrecisionPolicy:
         forward.
 
     Raises ValueError for a dtype that is not floating-point or has one byte, for another format, and for
-    ``gather_dtype`` beside main weights that are not float32.
+    ``gather_dtype`` with main weights that are not float32.
     """
 
     param_dtype: torch.dtype | None = None
@@ -75,12 +75,12 @@ class MixedPrecisionPolicy:
             )
         if self.gather_dtype is not None and self.main_dtype not in (torch.float32, None):
             raise ValueError(
-                "MixedPrecisionPolicy.main_dtype: expected torch.float32 (or None, for float32 parameters) beside "
+                "MixedPrecisionPolicy.main_dtype: expected torch.float32 (or None, for float32 parameters) with "
                 f"gather_dtype={self.gather!r}, which quantizes float32 main weights, got {self.main_dtype}"
             )
         if self.float8_products and self.gather != "float8_e4m3fn":
             raise ValueError(
-                "MixedPrecisionPolicy.float8_products: expected gather_dtype=torch.float8_e4m3fn beside it, whose "
+                "MixedPrecisionPolicy.float8_products: expected gather_dtype=torch.float8_e4m3fn with it, whose "
                 f"weights have one scale each, got {self.gather_dtype!r}"
             )
 
@@ -153,12 +153,12 @@ def check_quantized(name: str, given: torch.dtype, policy: MixedPrecisionPolicy,
     """ValueError for a parameter that float8 weights are not made of."""
     if given == torch.float64:
         raise ValueError(
-            f"{name}: expected weights of float32, bfloat16 or float16 beside gather_dtype={policy.gather!r}, which "
+            f"{name}: expected weights of float32, bfloat16 or float16 with gather_dtype={policy.gather!r}, which "
             "quantizes float32 main weights, got torch.float64"
         )
     if trainable and _trained(given, policy.main_dtype) != torch.float32:
         raise ValueError(
-            f"{name}: expected float32 main weights beside gather_dtype={policy.gather!r}, which quantizes them, got "
+            f"{name}: expected float32 main weights with gather_dtype={policy.gather!r}, which quantizes them, got "
             f"{given}, which main_dtype=None keeps; use main_dtype=torch.float32"
         )
 

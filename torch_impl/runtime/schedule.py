@@ -12,7 +12,7 @@ On the CPU gloo gathers into a copy. At the beginning of a backward, when all ac
 would lie beside them and the root's gradients. So the first unit computes alone there, and the second one's weights
 are gathered when it begins.
 
-With ``prefetch`` 0 nothing runs beside a transfer, and one unit's weights and gradients are there at a time, besides
+With ``prefetch`` 0 nothing runs during a transfer, and one unit's weights and gradients are there at a time, besides
 the root's and those of units around it. Only what a program names by ``set_modules_to_forward_prefetch`` and its
 backward twin is gathered ahead then::
 
@@ -179,7 +179,7 @@ class Schedule:
         return expected if self._ahead else []
 
     def unit_reduces(self) -> None:
-        """A unit has begun its reductions; the next one's backward goes on beside them, or after them."""
+        """A unit has begun its reductions; the next one's backward goes on during them, or after them."""
         if not self._ahead:
             self.reductions.finish()
 

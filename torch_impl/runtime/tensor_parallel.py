@@ -180,6 +180,6 @@ def check_joint(name: str, given: TensorParallel, data_parallel: DeviceMesh) -> 
             return
     raise ValueError(
         f"{name}: expected a tensor-parallel DTensor whose mesh and the data-parallel mesh are parts of one named "
-        f"mesh, data-parallel axes first, got axes {names[1]} beside {names[0]}; make one mesh, for example "
+        f"mesh, data-parallel axes first, got axes {names[1]} with {names[0]}; make one mesh, for example "
         "init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), and use mesh['tp'] and mesh['dp']"
     )

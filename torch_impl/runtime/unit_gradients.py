@@ -66,7 +66,7 @@ class UnitGradients:
     def finish(self) -> None:
         """Reduce or keep what was collected; also where nothing was, if other ranks may have collected something."""
         reached, self._reached = self._reached, False
-        # All groups of the unit are reduced side by side, beside the next unit's backward.
+        # All groups of the unit are reduced side by side, during the next unit's backward.
         self._wait_for_others(self._groups)
         for group in self._groups:
             if self._keeps(group):

@@ -42,7 +42,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Persistent:
-    """A reference to something stored beside the pickle."""
+    """A reference to something stored outside of the pickle."""
 
     id: object
 

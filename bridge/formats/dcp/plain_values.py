@@ -51,11 +51,6 @@ def plain_from_pickle(value: object, what: str) -> object:
         raise UnreadableValue(text, reason.removeprefix(f"{what}: "), holds_tensors(value)) from None
 
 
-def is_bytes(node: object) -> bool:
-    """Whether this is the description of bytes."""
-    return isinstance(node, Call) and (node.name in BYTES_CALLS or node.name == "_codecs.encode")
-
-
 def holds_tensors(value: object) -> bool:
     """Whether there is a tensor or an array of NumPy in what `read_pickle` returned, at any depth, of any class."""
     seen: set[int] = set()
@@ -96,23 +91,23 @@ def array_of(node: Call) -> np.ndarray | None:
         case Call(name="numpy.dtype", args=(str(kind), *_), state=(_, str(order), *_)) if NUMBER.fullmatch(
             kind
         ):
-            found = np.dtype(f"{'>' if order == '>' else '<'}{kind}")
+            stored_dtype = np.dtype(f"{'>' if order == '>' else '<'}{kind}")
         case Call(name="numpy.dtype", args=(Name(dotted=dotted), *_)) if dotted.startswith("ml_dtypes."):
-            found = DTYPES.get(dotted.removeprefix("ml_dtypes."), np.dtype(object))
+            stored_dtype = DTYPES.get(dotted.removeprefix("ml_dtypes."), np.dtype(object))
         case _:
             return None
     try:
         raw = plain_value(data, "", foreign=_bytes_or_name)
     except CheckpointError:
         return None
-    native = found.newbyteorder("<")
+    native = stored_dtype.newbyteorder("<")
     if (
         not isinstance(raw, bytes)
         or DTYPES.get(native.name) != native
-        or len(raw) != math.prod(shape) * found.itemsize
+        or len(raw) != math.prod(shape) * stored_dtype.itemsize
     ):
         return None
-    array = np.frombuffer(raw, found).astype(native, copy=False)
+    array = np.frombuffer(raw, stored_dtype).astype(native, copy=False)
     return array.reshape(shape, order="F" if fortran else "C")
 
 
@@ -131,7 +126,7 @@ def _described(node: object) -> bytes | str | Described:
             return Described(kind)
         case Call(name="torch.device", args=(str(kind), int(index))):
             return Described(f"{kind}:{index}")
-        case Call(name=name, args=(list(pairs),)) if name == ORDERED_DICT and all(map(_is_pair, pairs)):
+        case Call(name=name, args=(list(pairs),)) if name == ORDERED_DICT and all(map(is_pair, pairs)):
             return Described(dict(pairs))
         case Name(dotted=dotted) if _CONSTANT.fullmatch(dotted):
             return Described(dotted)
@@ -140,7 +135,8 @@ def _described(node: object) -> bytes | str | Described:
     return _bytes_or_name(node)
 
 
-def _is_pair(pair: object) -> bool:
+def is_pair(pair: object) -> bool:
+    """Whether this is a name and a value."""
     return isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -197,10 +197,7 @@ class DcpReader(ClosedAtEnd):
         return True
 
     def data_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
-        """For each file, where the elements of chunks are: first byte, and the one after the last.
-
-        Chunks whose archive is damaged are left out: reading them says what is wrong.
-        """
+        """For each file, where elements of whole chunks are: first byte, and the one after the last."""
         ranges: dict[str, list[tuple[int, int]]] = {}
         extents, unreadable, archives = self._metadata.extents, self.unreadable, self._archives
         # Asking for a file takes longer than to look into it. In a store each archive is fetched by itself.
@@ -231,6 +228,17 @@ class DcpReader(ClosedAtEnd):
                 ranges[file].append((start, start + prod(chunk.sizes) * dtype.itemsize))
         return ranges
 
+    def damaged_copies(self) -> Iterator[tuple[str, CheckpointError]]:
+        """Tensors with a damaged copy of a chunk that another rank stored, and what is wrong with it."""
+        for (name, index), copies in self._metadata.copies.items():
+            info, chunk = self.tensors[name], self.tensors[name].chunks[index]
+            for copy in copies:
+                try:
+                    if (record := self._find(info, chunk, copy).record) is not None:
+                        verify_record(self._files, copy.file, record, self._what(info, chunk, copy))
+                except CheckpointError as error:
+                    yield name, error
+
     def view(self, file: str) -> FileView | None:
         """A data file, to look at between its chunks; None where it is fetched from a store."""
         return None if isinstance(self.path, StorePath) else self._files.view(file)
@@ -245,11 +253,8 @@ class DcpReader(ClosedAtEnd):
         for copy in self._metadata.object_copies.get(name, ()):
             if object_checksum(self._stored_object(name, copy)) != object_checksum(value):
                 reason = f"another value than in {extent.file}: each rank stored its own"
-                raise UnreadableValue(
-                    f"{self.path / copy.file}: object {name!r}: expected one value, got {reason}",
-                    reason,
-                    holds_tensors=False,
-                )
+                text = f"{self.path / copy.file}: object {name!r}: expected one value, got {reason}"
+                raise UnreadableValue(text, reason, holds_tensors=False)
         return value
 
     def _stored_object(self, name: str, extent: Extent) -> object:
@@ -320,19 +325,14 @@ class DcpReader(ClosedAtEnd):
 
     def _find(self, info: TensorInfo, chunk: Box, extent: Extent) -> StoredChunk:
         tensor = self._archives.get(extent)
-        if tensor is None:
-            found = self._parsed(info, chunk, extent)
-        else:
-            found = StoredChunk(
-                tensor, tensor.record.start + tensor.first * tensor.dtype.itemsize, tensor.record
-            )
-        dtype, shape = found.layout.dtype, found.layout.shape
+        stored = self._parsed(info, chunk, extent) if tensor is None else StoredChunk.of(tensor)
+        dtype, shape = stored.layout.dtype, stored.layout.shape
         if (dtype is not info.dtype and dtype != info.dtype) or shape != chunk.sizes:
             raise CheckpointError(
                 f"{self._what(info, chunk, extent)}: expected {info.dtype.name} {chunk.sizes} as .metadata says, got "
                 f"{dtype.name} {shape}"
             )
-        return found
+        return stored
 
     def _like(self, file: FileView, extent: Extent) -> StoredTensor | None:
         """The tensor of an archive that is like one found before."""
@@ -360,7 +360,7 @@ class DcpReader(ClosedAtEnd):
         tensor = self._forms.find(file, extent.offset, extent.length, what)
         if len(self._archives) < _MAX_KEPT:
             self._archives[extent] = tensor
-        return StoredChunk(tensor, tensor.record.start + tensor.first * tensor.dtype.itemsize, tensor.record)
+        return StoredChunk.of(tensor)
 
     def _header(self, extent: Extent, what: str) -> Header:
         key = (extent.file, extent.offset)

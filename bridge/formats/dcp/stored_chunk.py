@@ -16,6 +16,10 @@ class StoredChunk(NamedTuple):
     start: int
     record: Record | None
 
+    @classmethod
+    def of(cls, tensor: StoredTensor) -> StoredChunk:
+        return cls(tensor, tensor.record.start + tensor.first * tensor.dtype.itemsize, tensor.record)
+
     def array(self, file: str, what: str) -> FileArray:
         """All of its elements. what: whose they are, for errors."""
         dtype, shape = self.layout.dtype, self.layout.shape

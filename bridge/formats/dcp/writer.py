@@ -18,8 +18,7 @@ from typing import Final
 import numpy as np
 from isal import isal_zlib
 
-from bridge.formats.base import DTYPES, CheckpointError, Checksums, TensorInfo, TreePath, dtype_name
-from bridge.formats.chunk_grid import grid_of_chunks
+from bridge.formats.base import DTYPES, Checksums, TensorInfo, TreePath, dtype_name
 from bridge.formats.crc32c import extend
 from bridge.formats.dcp.archive_writer import (
     data_start,
@@ -30,7 +29,6 @@ from bridge.formats.dcp.archive_writer import (
 )
 from bridge.formats.dcp.metadata import DcpMetadata, Extent
 from bridge.formats.dcp.metadata_writer import format_metadata
-from bridge.formats.files.atomic import CommitOrAbort
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.manifest import (
     MANIFEST_FILE,
@@ -41,13 +39,10 @@ from bridge.formats.files.manifest import (
     render_manifest,
 )
 from bridge.formats.files.record import ChunkRecord
-from bridge.formats.files.recorded_chunks import RecordedChunks
+from bridge.formats.files.recorded_chunks import FlatWriter
 from bridge.formats.files.sink import Place
 from bridge.formats.files.working import Attempt, working_place
-from bridge.formats.garbage import collection_paused
-from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.leaf_names import flat_name
-from bridge.formats.regions import default_chunk_shape
 from bridge.formats.share import Share
 from bridge.formats.stores.upload import UploadFile
 
@@ -64,7 +59,7 @@ def rank_metadata(rank: int) -> str:
     return f"__{rank}.metadata"
 
 
-class DcpWriter(RecordedChunks, CommitOrAbort):
+class DcpWriter(FlatWriter):
     """A new DCP checkpoint at `path`; see `CheckpointWriter`. FileExistsError when `path` exists.
 
     Tensors above 32 MiB are cut into chunks of at most that size, along the first axis as far as rows allow. Memory:
@@ -91,7 +86,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
             raise
         self._sink = _Archives(self._data, self._data_file)
         self._lock = threading.Lock()
-        self._alike: dict[tuple[tuple[int, ...], np.dtype, tuple[int, ...] | None], TensorInfo] = {}
+        self._alike = {}
         self._objects: dict[str, Extent] = {}
         self._object_checksums: dict[str, int] = {}
         self._object_paths: dict[str, TreePath] = {}
@@ -110,23 +105,7 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
         """
         self._require_open()
         name, tree_path = flat_name(path)
-        shape, dtype = tuple(map(int, shape)), np.dtype(dtype)
-        wish = None if chunk_shape is None else tuple(chunk_shape)
-        like = self._alike.get((shape, dtype, wish))
-        if like is None:
-            block = default_chunk_shape(shape, dtype) if wish is None else wish
-            if len(block) != len(shape) or any(n < 1 for n in block):
-                raise ValueError(
-                    f"tensor {name!r}: expected a chunk shape of {len(shape)} sizes above 0, got {block}"
-                )
-            try:
-                dtype_name(dtype, DTYPES)
-                chunks = grid_of_chunks(shape, block)
-            except CheckpointError as error:
-                raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
-            like = self._alike[shape, dtype, wish] = TensorInfo(name, tree_path, shape, dtype, chunks)
-        # A third of the time, and a model has thousands of tensors alike.
-        info = like.named(name, tree_path)
+        info = self._info(name, tree_path, shape, dtype, chunk_shape, _require_dtype, whole=False)
         if self._share is not None:
             info = replace(info, chunks=self._share.own(name, info.chunks))
         with self._lock:
@@ -151,44 +130,24 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
             self._object_checksums[name] = object_checksum(value)
             self._object_paths[name] = tree_path
 
-    def add_kinds(self, kinds: Mapping[str, str]) -> None:
-        """Note what leaves of a JAX tree are; see `CheckpointWriter.add_kinds`."""
-        if kinds:
-            self.add_object(LEAVES, dict(kinds))
-
-    @collection_paused()
-    def commit(self) -> None:
-        """Check that every chunk was written, sync to disk and rename into place; on failure, leave nothing.
-
-        CheckpointError when chunks are missing, FileExistsError when something appeared at the path meanwhile.
-        """
-        try:
-            self._require_open()
-            self._record.require_complete()
-            self._record.flush()
-            extents = self._sink.extents
-            metadata = DcpMetadata(self._record.infos, extents, self._objects, self._object_paths)
-            folder = self._directory.temporary
-            name = ".metadata" if self._share is None else rank_metadata(self._share.number - 1)
-            (folder / name).write_bytes(format_metadata(metadata))
-            files = {
-                name: file_entry(folder / name),
-                self._data_file: ManifestFile(self._data.end, None, self._rest()),
-            }
-            manifest = Manifest(self.format, self._record.manifest(), self._object_checksums, files)
-            (folder / MANIFEST_FILE).write_bytes(render_manifest(manifest))
-            self._record.close()
-            self._directory.commit()
-        except BaseException:
-            self.abort()
-            raise
+    def _finish(self) -> None:
+        metadata = DcpMetadata(self._record.infos, self._sink.extents, self._objects, self._object_paths)
+        folder = self._directory.temporary
+        name = ".metadata" if self._share is None else rank_metadata(self._share.number - 1)
+        (folder / name).write_bytes(format_metadata(metadata))
+        files = {
+            name: file_entry(folder / name),
+            self._data_file: ManifestFile(self._data.end, None, self._rest()),
+        }
+        manifest = Manifest(self.format, self._record.manifest(), self._object_checksums, files)
+        (folder / MANIFEST_FILE).write_bytes(render_manifest(manifest))
 
     def _rest(self) -> int:
         """CRC-32C of what is around the elements in the data file, as it was meant to be written."""
         objects = deque(sorted(self._objects.values(), key=itemgetter(1)))
         parts: list[bytes] = []
         crc = 0
-        # Not read back: a few hundred bytes beside small elements would cost as much as all of these.
+        # Not read back: a few hundred bytes next to small elements would cost as much as all of these.
         for offset, frame in self._sink.frames(self._record.infos):
             while objects and objects[0].offset < offset:
                 extent = objects.popleft()
@@ -200,14 +159,9 @@ class DcpWriter(RecordedChunks, CommitOrAbort):
         parts += [self._data.read(extent.offset, extent.length) for extent in objects]
         return extend(crc, b"".join(parts))
 
-    def abort(self) -> None:
-        """Remove everything written. Does nothing after commit or abort."""
-        self._record.close()
-        self._directory.abort()
 
-    @property
-    def ended(self) -> bool:
-        return self._directory.ended
+def _require_dtype(dtype: np.dtype) -> None:
+    dtype_name(dtype, DTYPES)
 
 
 class _Archives:

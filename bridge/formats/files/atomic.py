@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from bridge.formats.files.regular_files import walk
+
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{8}$")
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -120,7 +122,7 @@ class AtomicDirectory(CommitOrAbort):
         if not self._open:
             raise ValueError(f"{self.path} was already committed or aborted")
         try:
-            for directory, _, files in os.walk(self.temporary):
+            for directory, _, files in walk(self.temporary):
                 for name in files:
                     _fsync(os.path.join(directory, name))
                 fsync_directory(directory)

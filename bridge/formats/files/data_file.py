@@ -152,7 +152,7 @@ def _pwrite(descriptor: int, view: memoryview, offset: int) -> None:
 
 
 def allow_open_files(count: int) -> None:
-    """Let this process open so many files beside those that it has, as far as the system allows it to."""
+    """Let this process open so many files besides those that it has, as far as the system allows it to."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -24,12 +24,12 @@ class Stamp(NamedTuple):
 
 def stamps(files: Iterable[Path]) -> Mapping[Path, Stamp]:
     """Of files of this machine that are there."""
-    found = {}
+    by_file = {}
     for file in files:
         with suppress(OSError):
             if not isinstance(file, StorePath):
-                found[file] = Stamp.of(file.stat())
-    return found
+                by_file[file] = Stamp.of(file.stat())
+    return by_file
 
 
 def changed(before: Mapping[Path, Stamp]) -> Iterator[tuple[Path, str]]:

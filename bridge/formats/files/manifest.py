@@ -35,7 +35,7 @@ import google_crc32c
 from bridge.formats.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
 from bridge.formats.crc32c import extend
 from bridge.formats.files.atomic import sidecar_of
-from bridge.formats.files.regular_files import small_file
+from bridge.formats.files.regular_files import open_regular, small_file
 from bridge.formats.files.source_files import FileView
 from bridge.formats.stores.listing import StorePath
 from bridge.formats.stores.upload_path import UploadPath
@@ -56,7 +56,7 @@ _ENTRY = re.compile(
     re.ASCII,
 ).findall
 _BESIDE = len('"": 01234567"]]}, ')
-"""Characters of an entry beside its name and what `_ENTRY` has in its second group."""
+"""Characters of an entry besides its name and what `_ENTRY` has in its second group."""
 _AFTER_TENSORS = '}, "objects": {'
 _HEX = re.compile("[0-9a-f]{8}").fullmatch
 
@@ -168,7 +168,7 @@ def rest_checksum(path: Path, ranges: Iterable[tuple[int, int]], view: FileView 
             for start in range(position, stop, _BLOCK):
                 crc = google_crc32c.extend(crc, path.read_range(start, min(start + _BLOCK, stop)))
         return int(crc)
-    with open(path, "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         end = os.fstat(file.fileno()).st_size
         small: list[bytes] = []
         for position, stop in gaps(ranges, end):

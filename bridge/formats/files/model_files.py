@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.formats.base import CheckpointError
-from bridge.formats.files.numbered import NumberedFiles, numbered_sets
+from bridge.formats.files.numbered_files import NumberedFiles, numbered_sets
 from bridge.formats.files.weight_index import INDEX_END, read_weight_map
 
 _SHOWN = 5
@@ -87,19 +87,19 @@ class FileKind:
             return indexed_files(path / (usual or indexes[0]))
         return self._without_index(path, found, files)
 
-    def _without_index(self, path: Path, found: Sequence[str], files: list[str]) -> ModelFiles:
-        if files == found and self.rank is not None and all(map(self.rank.match, files)):
+    def _without_index(self, path: Path, candidates: Sequence[str], files: list[str]) -> ModelFiles:
+        if files == candidates and self.rank is not None and all(map(self.rank.match, files)):
             self._require_all(path, numbered_sets({self.rank.sub("", name): None for name in files}))
             return ModelFiles(path, tuple(files))
         sets = numbered_sets(files)
-        if files == found and len(sets) == 1 and len(sets[0].names) == len(files):
+        if files == candidates and len(sets) == 1 and len(sets[0].names) == len(files):
             self._require_all(path, sets)
             several = sets[0].of_ranks and len(files) > 1
             if self.joins_ranks or not several:
                 return ModelFiles(path, sets[0].names, of_ranks=several)
-        elif len(found) == 1 and files:
+        elif len(candidates) == 1 and files:
             return ModelFiles(path, (files[0],))
-        shown = f"{', '.join(found[:_SHOWN]) or 'none'}{', ...' if len(found) > _SHOWN else ''}"
+        shown = f"{', '.join(candidates[:_SHOWN]) or 'none'}{', ...' if len(candidates) > _SHOWN else ''}"
         if any(numbered.of_ranks and len(numbered.names) > 1 for numbered in sets):
             raise CheckpointError(
                 f"{path}: expected one file of weights, found files of several ranks, {shown}: each has a piece of the "
@@ -108,7 +108,7 @@ class FileKind:
             )
         raise CheckpointError(
             f"{path}: expected one file of weights, found {shown}: "
-            f"{'give the path of one of them' if found else 'is this the directory?'}"
+            f"{'give the path of one of them' if candidates else 'is this the directory?'}"
         )
 
     def _require_all(self, path: Path, sets: Sequence[NumberedFiles]) -> None:

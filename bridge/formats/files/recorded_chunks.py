@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bridge.formats.base import Box, CheckpointError, Elements, Fill
+import numpy as np
+
+from bridge.formats.base import Box, CheckpointError, Elements, Fill, TensorInfo, TreePath
+from bridge.formats.chunk_grid import grid_of_chunks
+from bridge.formats.files.atomic import CommitOrAbort
 from bridge.formats.files.record import ChunkRecord
 from bridge.formats.files.sink import Sink
+from bridge.formats.files.working import WorkingDirectory
+from bridge.formats.garbage import collection_paused
+from bridge.formats.leaf_kinds import LEAVES
+from bridge.formats.regions import default_chunk_shape
+from bridge.formats.stores.folder import StoreFolder
 
 
 class RecordedChunks(ABC):
@@ -65,3 +74,79 @@ class RecordedChunks(ABC):
     def _refuse_repeated(self, name: str, objects: Sequence[str] | Mapping[str, object]) -> None:
         if name in self._record.infos or name in objects:
             raise CheckpointError(f"{self.path}: two entries are named {name!r} (names join the path by '.')")
+
+
+class FlatWriter(RecordedChunks, CommitOrAbort):
+    """A writer whose names join a tree path by ".", and whose checkpoint appears by one renaming."""
+
+    _directory: WorkingDirectory | StoreFolder
+    _alike: dict[tuple[tuple[int, ...], np.dtype, tuple[int, ...] | None], TensorInfo]
+
+    @abstractmethod
+    def add_object(self, path: str | Sequence[str | int], value: object) -> None:
+        """Store a value that is no tensor."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Write what is to be written after the last chunk."""
+
+    def add_kinds(self, kinds: Mapping[str, str]) -> None:
+        """Note what leaves of a JAX tree are; see `CheckpointWriter.add_kinds`."""
+        if kinds:
+            self.add_object(LEAVES, dict(kinds))
+
+    @collection_paused()
+    def commit(self) -> None:
+        """Check that every chunk was written, sync to disk and rename into place; on failure, leave nothing.
+
+        CheckpointError when chunks are missing, FileExistsError when something appeared at the path meanwhile.
+        """
+        try:
+            self._require_open()
+            self._record.require_complete()
+            self._record.flush()
+            self._finish()
+            self._record.close()
+            self._directory.commit()
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Remove everything written. Does nothing after commit or abort."""
+        self._record.close()
+        self._directory.abort()
+
+    @property
+    def ended(self) -> bool:
+        return self._directory.ended
+
+    def _info(
+        self,
+        name: str,
+        path: TreePath,
+        shape: Sequence[int],
+        dtype: np.dtype,
+        chunk_shape: Sequence[int] | None,
+        require_dtype: Callable[[np.dtype], object],
+        *,
+        whole: bool,
+    ) -> TensorInfo:
+        """A tensor with its chunks. whole: the wished-for chunk shape has no effect, as a tensor lies in one piece."""
+        shape, dtype = tuple(map(int, shape)), np.dtype(dtype)
+        wish = None if chunk_shape is None else tuple(chunk_shape)
+        like = self._alike.get((shape, dtype, wish))
+        if like is None:
+            if wish is not None and (len(wish) != len(shape) or any(n < 1 for n in wish)):
+                raise ValueError(
+                    f"tensor {name!r}: expected a chunk shape of {len(shape)} sizes above 0, got {wish}"
+                )
+            block = default_chunk_shape(shape, dtype) if wish is None or whole else wish
+            try:
+                require_dtype(dtype)
+                chunks = grid_of_chunks(shape, block)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
+            like = self._alike[shape, dtype, wish] = TensorInfo(name, path, shape, dtype, chunks)
+        # A third of the time, and a model has thousands of tensors alike.
+        return like.named(name, path)

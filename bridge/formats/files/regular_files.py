@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from bridge.formats.base import CheckpointError
 from bridge.formats.stores.listing import StorePath
@@ -87,9 +90,27 @@ def small_file(
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
 
 
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """A descriptor to read from. OSError for what is no regular file: a named pipe would be waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
 def files_below(directory: Path) -> list[Path]:
-    """All files in a directory and in those below it, but not behind links to directories."""
+    """All files in a directory and in those below it, but not behind links to directories. OSError for one unread."""
     if isinstance(directory, StorePath):
         return list(directory.files())
-    found = [Path(place, name) for place, _, names in os.walk(directory) for name in names]
-    return [path for path in found if path.is_file()]
+    paths = [Path(folder, name) for folder, _, names in walk(directory) for name in names]
+    return [path for path in paths if path.is_file()]
+
+
+def walk(directory: str | os.PathLike[str]) -> Iterator[tuple[str, list[str], list[str]]]:
+    """`os.walk`, which leaves out folders that cannot be listed, with an OSError for them."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    return os.walk(directory, onerror=fail)

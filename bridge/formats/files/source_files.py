@@ -25,9 +25,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from bridge.formats.arrays import row_major
 from bridge.formats.base import COPY_AGAIN, Box, CheckpointError, Loan
 from bridge.formats.files.file_stamps import Stamp, change
 from bridge.formats.files.read_memory import BLOCK, SCAN, SCRATCH, LoanBuffers
+from bridge.formats.files.regular_files import open_regular
 from bridge.formats.stores.listing import StorePath
 
 _PAGE_BEFORE: Final = 1 << 10
@@ -87,12 +89,7 @@ class FileArray(NamedTuple):
     @property
     def row_major(self) -> bool:
         """Whether the elements follow each other in row-major order."""
-        step = self.dtype.itemsize
-        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if n != 1 and stride != step:
-                return False
-            step *= n
-        return True
+        return row_major(self.shape, self.strides, self.dtype.itemsize)
 
 
 class OpenFile:
@@ -100,7 +97,7 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self.number = -1
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.number = open_regular(path)
         self.stamp = Stamp.of(os.fstat(self.number))
 
     def __del__(self) -> None:
@@ -284,7 +281,7 @@ class SourceFiles:
         self._buffers.clear()
 
     def _read_run(
-        self, name: str, start: int, vector: list[memoryview], run: list[tuple[int, int]], found: list[bool]
+        self, name: str, start: int, vector: list[memoryview], run: list[tuple[int, int]], whole: list[bool]
     ) -> None:
         file = self.open(name, "")
         try:
@@ -293,7 +290,7 @@ class SourceFiles:
             raise self._failed(name, start, "", error) from error
         self._require_same(name, file, "")
         for index, stop in run:
-            found[index] = stop <= end
+            whole[index] = stop <= end
 
     def _require_open(self) -> None:
         if self._closed:
@@ -344,8 +341,8 @@ class FileView:
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, place: slice) -> bytes:
-        start, stop = place.start, min(place.stop, self._size)
+    def __getitem__(self, span: slice) -> bytes:
+        start, stop = span.start, min(span.stop, self._size)
         if start >= stop:
             return b""
         for first, data in self._kept:

@@ -85,11 +85,11 @@ def packing(codecs: Sequence[Mapping[str, Any]], chunk: Sequence[int], itemsize:
     ValueError where blosc is so far inside that its first bytes are not in the file as they are.
     """
     serializer, *packers = [c for c in codecs if c["name"] not in ("crc32c", "transpose")]
-    found = None
+    packed = None
     inside: tuple[Any, ...] = ()
     if packers:
         name = packers[-1]["name"]
-        found = Packing(name, math.prod(chunk) * itemsize) if name in PACKERS else None
+        packed = Packing(name, math.prod(chunk) * itemsize) if name in PACKERS else None
         inside = packers[:-1], serializer
     elif serializer["name"] == "sharding_indexed":
         shard = serializer["configuration"]
@@ -99,7 +99,7 @@ def packing(codecs: Sequence[Mapping[str, Any]], chunk: Sequence[int], itemsize:
             count = math.prod(n // size for n, size in zip(chunk, shard["chunk_shape"], strict=True))
             bytes_codec, *checks = shard["index_codecs"]
             big = bytes_codec.get("configuration", {}).get("endian", "little") == "big"
-            found = Packing(
+            packed = Packing(
                 inner.compressor,
                 inner.nbytes,
                 count,
@@ -109,4 +109,4 @@ def packing(codecs: Sequence[Mapping[str, Any]], chunk: Sequence[int], itemsize:
             )
     if '"blosc"' in json.dumps(inside):
         raise ValueError("expected blosc as the last compression of a chunk, got it inside of another")
-    return found
+    return packed

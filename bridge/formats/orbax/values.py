@@ -158,7 +158,7 @@ def unmerged_processes(item: Path, places: Mapping[str, Place], inline: Collecti
     places, inline: what `values_in_ocdbt` finds in the whole.
     """
     used = {place.file.partition("/")[0] for place in places.values()}
-    found = {}
+    reasons = {}
     for folder in sorted(item.glob("ocdbt.process_*")):
         if folder.name in used or not (folder / MANIFEST).is_file():
             continue
@@ -168,10 +168,10 @@ def unmerged_processes(item: Path, places: Mapping[str, Place], inline: Collecti
         except (CheckpointError, ValueError, OSError):
             lost = "what its damaged index names"
         if lost is not None:
-            found[f"{folder.name}/"] = (
+            reasons[f"{folder.name}/"] = (
                 f"never merged into the index of all processes, which lacks {lost:.200}"
             )
-    return found
+    return reasons
 
 
 def _read(file: Path, place: Place) -> bytes:

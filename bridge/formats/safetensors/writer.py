@@ -20,8 +20,7 @@ from typing import Final
 import numpy as np
 
 from bridge.formats.base import CheckpointError, Checksums, TensorInfo, TreePath
-from bridge.formats.chunk_grid import grid_of_chunks
-from bridge.formats.files.atomic import CommitOrAbort, sidecar_of
+from bridge.formats.files.atomic import sidecar_of
 from bridge.formats.files.data_file import DataFile
 from bridge.formats.files.manifest import (
     MANIFEST_FILE,
@@ -34,13 +33,10 @@ from bridge.formats.files.manifest import (
     rest_checksum,
 )
 from bridge.formats.files.record import ChunkRecord
-from bridge.formats.files.recorded_chunks import RecordedChunks
+from bridge.formats.files.recorded_chunks import FlatWriter
 from bridge.formats.files.sink import Place
 from bridge.formats.files.working import Attempt, working_place
-from bridge.formats.garbage import collection_paused
-from bridge.formats.leaf_kinds import LEAVES
 from bridge.formats.leaf_names import flat_name
-from bridge.formats.regions import default_chunk_shape
 from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, encode_value, format_extras
 from bridge.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
 from bridge.formats.safetensors.header import METADATA_KEY, dtype_code, format_header
@@ -52,7 +48,7 @@ SHARD_BYTES: Final = 5_000_000_000
 """Largest shard, as Hugging Face cuts them; a larger tensor has one of its own."""
 
 
-class SafetensorsWriter(RecordedChunks, CommitOrAbort):
+class SafetensorsWriter(FlatWriter):
     """A new safetensors checkpoint at `path`, a file or a directory; see `CheckpointWriter`.
 
     FileExistsError when `path` exists, CheckpointError when the place of its manifest is taken. shard_bytes: tensors of
@@ -85,7 +81,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         self._single, self._share = single, share
         self._shard_bytes = shard_bytes
         self._record = ChunkRecord(self.path, self._directory.journal)
-        self._alike: dict[tuple[tuple[int, ...], np.dtype], TensorInfo] = {}
+        self._alike = {}
         self._objects: dict[str, tuple[TreePath, object]] = {}
         self._metadata: dict[str, str] = {FORMAT_KEY: FORMAT_VALUE}
         self._object_checksums: dict[str, int] = {}
@@ -107,21 +103,7 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
         name, an empty path, a dtype the format lacks, or after the first `write`.
         """
         name, tree_path = self._name(path)
-        shape, dtype = tuple(map(int, shape)), np.dtype(dtype)
-        if chunk_shape is not None and (len(chunk_shape) != len(shape) or any(n < 1 for n in chunk_shape)):
-            raise ValueError(
-                f"tensor {name!r}: expected a chunk shape of {len(shape)} sizes above 0, got {tuple(chunk_shape)}"
-            )
-        like = self._alike.get((shape, dtype))
-        if like is None:
-            try:
-                dtype_code(dtype)
-                chunks = grid_of_chunks(shape, default_chunk_shape(shape, dtype))
-            except CheckpointError as error:
-                raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
-            like = self._alike[shape, dtype] = TensorInfo(name, tree_path, shape, dtype, chunks)
-        # A third of the time, and a model has thousands of tensors alike.
-        info = like.named(name, tree_path)
+        info = self._info(name, tree_path, shape, dtype, chunk_shape, dtype_code, whole=True)
         with self._lock:
             self._require_undecided(name)
             self._record.declare(info)
@@ -148,37 +130,9 @@ class SafetensorsWriter(RecordedChunks, CommitOrAbort):
             if (tree_path, value) != ((METADATA_KEY, FORMAT_KEY), FORMAT_VALUE):
                 self._object_checksums[name] = object_checksum(value)
 
-    def add_kinds(self, kinds: Mapping[str, str]) -> None:
-        """Note what leaves of a JAX tree are; see `CheckpointWriter.add_kinds`."""
-        if kinds:
-            self.add_object(LEAVES, dict(kinds))
-
-    @collection_paused()
-    def commit(self) -> None:
-        """Check that every chunk was written, sync to disk and rename into place; on failure, leave nothing.
-
-        CheckpointError when chunks are missing, FileExistsError when something appeared at the path meanwhile.
-        """
-        try:
-            self._require_open()
-            self._record.require_complete()
-            self._record.flush()
-            self._laid_out()
-            self._write_manifest()
-            self._record.close()
-            self._directory.commit()
-        except BaseException:
-            self.abort()
-            raise
-
-    def abort(self) -> None:
-        """Remove everything written. Does nothing after commit or abort."""
-        self._record.close()
-        self._directory.abort()
-
-    @property
-    def ended(self) -> bool:
-        return self._directory.ended
+    def _finish(self) -> None:
+        self._laid_out()
+        self._write_manifest()
 
     def _laid_out(self) -> dict[str, Place]:
         """Every tensor's place; decided, and the headers written, at the first call."""

@@ -125,7 +125,7 @@ class StepManager:
         return self.directory / str(step.__index__())
 
     def extras(self, step: int, metrics: Mapping[str, SupportsFloat] | None) -> SaveExtras:
-        """What a save of this step does beside saving. ``ValueError`` for metrics that are no numbers."""
+        """What a save of this step does besides saving. ``ValueError`` for metrics that are no numbers."""
         # Also without metrics: the file marks the directory as a manager's.
         files = {METRICS_FILE: render_metrics(metrics or {})}
         return SaveExtras(files, self._clean, lambda: self._remove_superseded(step))

@@ -44,6 +44,8 @@ class LocalPiece:
 
     def box(self, mesh: Sequence[int]) -> Box | None:
         """Where it belongs, on a mesh of these sizes; None where that is not known."""
+        if len(mesh) != len(self.placements):
+            return None
         offsets, sizes = [0] * len(self.shape), [*self.shape]
         plain = [axis for axis, p in enumerate(self.placements) if p.dim is not None and p.factor is None]
         strided = [axis for axis, p in enumerate(self.placements) if p.factor is not None]

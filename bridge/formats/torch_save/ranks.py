@@ -6,109 +6,86 @@ each piece belongs. What is no DTensor must be the same in all files, or nothing
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
-from bridge.formats.arrays import as_integers
-from bridge.formats.base import (
-    Box,
-    CheckpointError,
-    TensorInfo,
-    TreePath,
-    UnreadableValue,
-    Wanted,
-    require_tensor,
-)
+from bridge.formats.base import Box, CheckpointError, TensorInfo, UnreadableValue
 from bridge.formats.coverage import check_coverage
-from bridge.formats.files.boxes import array_for, box_of
 from bridge.formats.files.manifest import object_checksum
-from bridge.formats.files.model_files import ModelFiles
+from bridge.formats.files.source_files import FileArray
+from bridge.formats.single_chunk import SingleChunkReader
 from bridge.formats.torch_save.files import TORCH_FILES
 from bridge.formats.torch_save.reader import PIECE, TorchSaveReader
-from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
+from bridge.formats.wrapping import ReadWhenAsked
 
 _SHOWN = 5
 
 
 def open_torch_save(path: Path, verify: bool) -> TorchSaveReader | RanksReader:
     """The reader of what torch.save wrote at `path`: of one model, or of the pieces of several ranks."""
-    files = TORCH_FILES.find(path)
-    return RanksReader(path, files, verify) if files.of_ranks else TorchSaveReader(path, verify)
+    return (RanksReader if TORCH_FILES.find(path).of_ranks else TorchSaveReader)(path, verify)
 
 
-class RanksReader(ClosedAtEnd):
+class RanksReader(SingleChunkReader):
     """The files of all ranks as one checkpoint, opened for reading; see `CheckpointReader` and `TorchSaveReader`.
 
-    CheckpointError for pieces that do not make up their tensor, and for tensors that are no DTensors and differ.
+    A chunk is what one rank has. CheckpointError for pieces that do not make up their tensor, and for tensors that are
+    no DTensors and differ.
     """
 
     format = "torch"
 
-    def __init__(self, path: Path, files: ModelFiles, verify: bool) -> None:
-        self.path = path
-        self._paths = files.paths
+    def __init__(self, path: Path, verify: bool = True) -> None:
+        super().__init__(path, TORCH_FILES)
         self._ranks: list[TorchSaveReader] = []
         self._pieces: dict[str, list[tuple[Box, TorchSaveReader]]] = {}
-        self._tensors: dict[str, TensorInfo] = {}
-        self._unreadable: dict[str, str] = {}
+        self._copies: list[tuple[str, TorchSaveReader]] = []
         try:
-            self._ranks += (TorchSaveReader(file, verify) for file in files.paths)
+            self._ranks += (TorchSaveReader(file, verify) for file in self._fileset.paths)
             self._join()
         except BaseException:
             self.close()
             raise
-        self.unreadable: Mapping[str, str] = MappingProxyType(self._unreadable)
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor by name, in the order of the first rank's file."""
-        return MappingProxyType(self._tensors)
+        self._object_paths |= {
+            n: path for rank in reversed(self._ranks) for n, path in rank.object_paths.items()
+        }
 
     @property
     def objects(self) -> Mapping[str, object]:
         """Values that are not tensors, by name. UnreadableValue from a look-up where ranks have different ones."""
         return ReadWhenAsked(self.object_paths, self._object)
 
-    @property
-    def object_paths(self) -> Mapping[str, TreePath]:
-        """The tree path of every object, by name."""
-        return {name: path for rank in reversed(self._ranks) for name, path in rank.object_paths.items()}
-
-    def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """One block (default: all) of a tensor; see `CheckpointReader.read`."""
-        info = self._tensors[name]
-        require_tensor(self, name)
-        box = box_of(info, box)
-        result = array_for(info, box, self.path)
-        for whole, rank in self._pieces[name]:
-            if (common := whole.intersect(box)) is not None:
-                begin = tuple(a - b for a, b in zip(common.offsets, whole.offsets, strict=True))
-                piece = rank.read_stored(name, Box(begin, common.sizes))
-                as_integers(result[common.slices(box)])[...] = as_integers(piece)
-        return result
-
-    def lend(self, name: str, box: Box) -> None:
-        """Never: a block may be in several files."""
-
-    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
-        """None of them; see `SingleChunkReader.read_into`."""
-        return [None] * len(wanted)
-
-    def files(self) -> Sequence[Path]:
-        """The files of all ranks."""
-        return self._paths
-
     def checksummed(self, name: str) -> bool:
         """Whether each piece's storage has a CRC-32, which reading verifies."""
         return name not in self._unreadable and all(rank.checksummed(name) for _, rank in self._pieces[name])
 
+    def damaged_copies(self) -> Iterator[tuple[str, CheckpointError]]:
+        """Tensors with a damaged piece in a file, where another file has the piece, too, and what is wrong with it."""
+        for name, rank in self._copies:
+            try:
+                rank.check_stored(name)
+            except CheckpointError as error:
+                yield name, error
+
     def close(self) -> None:
         """Release the files. Arrays already read stay valid."""
+        super().close()
         for rank in self._ranks:
             rank.close()
+
+    def _in_place(self, info: TensorInfo) -> bool:
+        return False
+
+    def _part(self, info: TensorInfo, box: Box) -> FileArray:
+        raise AssertionError("no tensor is in place")
+
+    def _fill(self, info: TensorInfo, box: Box, target: np.ndarray) -> None:
+        for whole, rank in self._pieces[info.name]:
+            if (common := whole.intersect(box)) is not None:
+                begin = tuple(a - b for a, b in zip(common.offsets, whole.offsets, strict=True))
+                rank.read_stored(info.name, Box(begin, common.sizes), target[common.slices(box)])
 
     def _object(self, name: str) -> object:
         having = [rank for rank in self._ranks if name in rank.object_paths]
@@ -139,15 +116,20 @@ class RanksReader(ClosedAtEnd):
                 continue
             placed: dict[Box, TorchSaveReader] = {}
             for box, rank in zip(boxes, having, strict=True):
-                if placed.setdefault(box, rank) is not rank and not rank.holds_the_same(name, placed[box]):
+                if placed.setdefault(box, rank) is rank:
+                    continue
+                if not rank.holds_the_same(name, placed[box]):
                     differing.append(name)
                     break
+                self._copies.append((name, rank))
             else:
                 check_coverage(first.shape, placed, f"{self.path}: tensor {name!r:.200}")
             self._pieces[name] = [(box, rank) for box, rank in placed.items() if box.numel]
             chunks = tuple(box for box, _ in self._pieces[name])
             self._tensors[name] = TensorInfo(name, first.path, first.shape, first.dtype, chunks)
-        differing += self._tensors.keys() & self.object_paths.keys()
+        differing += [
+            name for name in self._tensors if any(name in rank.object_paths for rank in self._ranks)
+        ]
         if differing:
             raise CheckpointError(
                 f"{self.path}: expected files of ranks whose pieces are DTensors, found {len(differing)} tensors that "

@@ -105,31 +105,33 @@ class TorchSaveReader(SingleChunkReader):
         stored = self._stored[name]
         return stored.tensor.shape if isinstance(stored, _Stored) else stored.shape
 
-    def read_stored(self, name: str, box: Box) -> np.ndarray:
-        """A block of what the file has of a tensor, whose elements may be a piece; a copy."""
+    def read_stored(self, name: str, box: Box, target: np.ndarray) -> None:
+        """Write a block of what the file has of a tensor, whose elements may be a piece, into `target`."""
         info = self._tensors[name]
-        stored = self._stored[name]
-        result = np.empty(box.sizes, info.dtype)
-        if isinstance(stored, _Stored):
-            self._copy(info, box, result)
-        else:
-            result[...] = stored[box.slices()]
-        return result
+        (self._copy if self._in_place(info) else self._fill)(info, box, target)
+
+    def check_stored(self, name: str) -> None:
+        """CheckpointError where what the file has of a tensor is not what its checksum says."""
+        if self._in_place(self._tensors[name]):
+            self._part(self._tensors[name], Box.whole(self.stored_shape(name)))
 
     def holds_the_same(self, name: str, other: TorchSaveReader) -> bool:
         """Whether another file has the same elements of a tensor, by checksums where both have some."""
         mine, theirs = self._stored[name], other._stored[name]
         if isinstance(mine, _Stored) and isinstance(theirs, _Stored):
             alike = [
-                one.tensor._replace(record=one.tensor.record._replace(start=0)) for one in (mine, theirs)
+                stored.tensor._replace(record=stored.tensor.record._replace(start=0))
+                for stored in (mine, theirs)
             ]
             if alike[0].record.crc is not None and alike[0] == alike[1]:
                 return True
         whole = Box.whole(self.stored_shape(name))
-        if self.stored_shape(name) != other.stored_shape(name):
-            return False
-        mine_now, theirs_now = (as_integers(reader.read_stored(name, whole)) for reader in (self, other))
-        return np.array_equal(mine_now, theirs_now)
+        both = np.empty((2, *whole.sizes), self._tensors[name].dtype)
+        for reader, target in zip((self, other), both, strict=True):
+            if reader.stored_shape(name) != whole.sizes:
+                return False
+            reader.read_stored(name, whole, target)
+        return np.array_equal(*as_integers(both))
 
     def _in_place(self, info: TensorInfo) -> bool:
         return isinstance(self._stored[info.name], _Stored)

@@ -20,6 +20,7 @@ from bridge.formats.dcp.plain_values import (
     REBUILDERS,
     array_of,
     described,
+    is_pair,
     plain_from_pickle,
 )
 from bridge.formats.leaf_names import TREE_PATH_KEYS, is_tree_path
@@ -106,7 +107,7 @@ class _Tree:
                     name == _FROM_TYPE and kind in _TENSOR_TYPES
                 ):
                     node = Call(function, args)
-                case Call(name="collections.OrderedDict", args=(list(pairs),)) if all(map(_is_pair, pairs)):
+                case Call(name="collections.OrderedDict", args=(list(pairs),)) if all(map(is_pair, pairs)):
                     return dict(pairs)
                 case Call(name=name) if name in ARRAYS:
                     if id(node) not in self._arrays:
@@ -133,7 +134,3 @@ class _Tree:
             return self.is_gone_into(entry, depth + 1)
         rebuilt = isinstance(entry, Call) and entry.name.startswith(REBUILDERS)
         return rebuilt or isinstance(entry, dict | np.ndarray)
-
-
-def _is_pair(pair: object) -> bool:
-    return isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str)

@@ -292,7 +292,7 @@ def _words(formula: Attention, inputs: AttentionInputs) -> dict[str, str]:
 
 
 def _scale(scale: float, size: int) -> str:
-    """A scale of scores in words: what a known one is, beside its value."""
+    """A scale of scores in words: what a known one is, besides its value."""
     if abs(scale - 1) < 1e-6:
         return "scores not scaled"
     known = ""

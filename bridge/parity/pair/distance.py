@@ -71,7 +71,7 @@ class Distance:
 def distance(a: np.ndarray, b: np.ndarray, dtype: str = "float32") -> Distance:
     """Compare two arrays. Integers and booleans that differ are infinitely far apart.
 
-    Sums go block by block: what is computed beside the arrays takes little memory.
+    Sums go block by block: what is computed besides the arrays takes little memory.
     """
     exact = _exact(a, b)
     scale = _scale(a, b)

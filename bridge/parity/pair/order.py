@@ -1,7 +1,7 @@
 """One more run of each side in the compute dtype, with the rows of the batch in another order.
 
 Sums over the batch are then rounded otherwise. So the distance of the two runs' gradients is a second estimate of what
-rounding does, beside the distance from float64, and the floor is the larger one of both. A loss that is a sum or a mean
+rounding does, besides the distance from float64, and the floor is the larger of both. A loss that is a sum or a mean
 over rows has the same gradients in any order; where they change by more than rounding can explain, something takes a
 row's place for its content, and the run is no estimate.
 """

@@ -15,7 +15,7 @@
     model = "mypackage.flax_gpt:build"
 
     [batch]
-    tokens = [2, 33]                        # random ones; vocabulary and seed beside it
+    tokens = [2, 33]                        # random ones; vocabulary and seed with it
     vocabulary = 64
     seed = 0
     # file = "batch.npz"                    # or arrays by name: model(**arrays); an array named "arr_0" alone: model(x)

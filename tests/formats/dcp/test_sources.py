@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import torch_impl
+from bridge import verify
 from bridge.formats import Box, CheckpointError, open_checkpoint
 from bridge.formats.dcp.reader import DcpReader
 from bridge.formats.safetensors.reader import SafetensorsReader
@@ -190,6 +191,7 @@ def test_one_metadata_file_per_rank_is_put_together(ranks: RankGroup, tmp_path: 
     expected, *_ = ranks.run(4, save_stock, kind, str(tmp_path / "c"), "alone")
     assert not (tmp_path / "c" / ".metadata").exists()
     assert_holds(tmp_path / "c", expected)
+    assert verify(tmp_path / "c")
     with DcpReader(tmp_path / "c") as reader:
         assert reader.objects["note"] == ("x", 1)
         assert len(reader._metadata.copies["step", 0]) == 3

@@ -315,3 +315,50 @@ def test_a_reader_notices_that_its_file_was_written_to(tmp_path: Path, name: str
         memory = memoryview(bytearray(reader.tensors[name].nbytes))
         with pytest.raises(CheckpointError, match="it was written to"):
             reader.read_into([(name, memory)])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "convert",
+        "verify",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("inspect", "diff", "map")),
+    ],
+)
+@pytest.mark.parametrize("format", ["safetensors", "dcp", "orbax"])
+def test_no_command_takes_a_listing_that_fails_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, command: str
+) -> None:
+    whole = tmp_path / "whole"
+    if format == "safetensors":
+        whole.mkdir()
+    convert(
+        make(tmp_path, "npz")[0], whole / "c.safetensors" if format == "safetensors" else whole, to=format
+    )
+    more = {"convert": [str(tmp_path / "out"), "--to", "dcp"], "diff": [str(whole)], "map": [str(whole)]}
+    arguments = [command, str(whole), *more.get(command, []), "--json"]
+    listings = 0
+    fails_at = 0
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def listing(path: Any = ".") -> Any:
+            nonlocal listings
+            if str(path).startswith(str(whole)):
+                listings += 1
+                if listings == fails_at:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return real(path)
+
+        return listing
+
+    monkeypatch.setattr(os, "listdir", failing(os.listdir))
+    monkeypatch.setattr(os, "scandir", failing(os.scandir))
+    assert CliRunner().invoke(app, arguments).exit_code in (0, 1)
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    for fails_at in range(1, listings + 1):
+        listings = 0
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code in ((1, 2) if command == "verify" else (2,)), (fails_at, result.output)
+        assert os.strerror(errno.EIO) in result.stdout
+        json.loads(result.stdout)
+        assert not (tmp_path / "out").exists()

@@ -21,6 +21,8 @@ from bridge.checkpoints.selection import Selection
 from bridge.checkpoints.summary import inspect
 from bridge.checkpoints.verify import verify
 from bridge.formats import Box, CheckpointError, open_checkpoint
+from bridge.formats.dcp.pickle_records import Call
+from bridge.formats.torch_save.dtensors import LocalPiece, Placement
 from tests.formats.dcp.test_sources import sharded, truth
 from tests.support.bridge.bits import same_bits
 from tests.support.bridge.dcp_files import array_of
@@ -170,3 +172,28 @@ def test_what_cannot_be_joined_is_named(ranks: RankGroup, tmp_path: Path) -> Non
             reader.objects["seen"]
     with pytest.raises(CheckpointError, match=r"weights that can be read.*'w'.*DTensor"):
         convert(tmp_path / "partial", tmp_path / "o", selection=Selection(weights_only=True))
+
+
+def test_verify_reads_the_copies_that_other_ranks_have(tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    path.mkdir()
+    for rank in range(2):
+        torch.save({"w": torch.arange(100.0), "v": torch.ones(2)}, path / NAME.format(2, rank))
+    assert verify(path)
+    file = path / NAME.format(2, 1)
+    data = bytearray(file.read_bytes())
+    data[data.index(np.float32(50).tobytes() + np.float32(51).tobytes())] ^= 1
+    file.write_bytes(data)
+    report = verify(path)
+    assert [problem.where for problem in report.problems] == ["w"]
+    assert file.name in report.problems[0].text
+    assert not report.damaged
+    convert(path, tmp_path / "o", to="dcp")
+    with open_checkpoint(tmp_path / "o") as reader:
+        assert same_bits(reader.read("w"), np.arange(100, dtype=np.float32))
+
+
+def test_coordinates_of_unlike_meshes_place_nothing() -> None:
+    piece = LocalPiece((4,), Call("x", ()), (Placement(0), Placement(None)), (1, 0))
+    assert piece.box([2, 3]) == Box((2,), (2,))
+    assert piece.box([2]) is None

@@ -296,7 +296,7 @@ def refused(dtype: torch.dtype) -> str:
 def test_what_cannot_be_quantized_is_refused(ranks: RankGroup) -> None:
     for message in ranks.run(2, refused, torch.float64):
         assert message == (
-            "experts: expected weights of float32, bfloat16 or float16 beside gather_dtype='mxfp8', which quantizes "
+            "experts: expected weights of float32, bfloat16 or float16 with gather_dtype='mxfp8', which quantizes "
             "float32 main weights, got torch.float64"
         )
     for wrong in ("fp8", torch.bfloat16, torch.float8_e5m2, 8):

@@ -509,9 +509,7 @@ def refused_beside_others() -> None:
     with pytest.raises(ValueError, match=r"main_dtype: expected torch.float32 .* got torch.bfloat16"):
         MixedPrecisionPolicy(gather_dtype="mxfp8", main_dtype=HALF)
     given = MixedPrecisionPolicy(gather_dtype="mxfp8", main_dtype=None)
-    with pytest.raises(
-        ValueError, match=r"weight: expected float32 main weights beside gather_dtype='mxfp8'"
-    ):
+    with pytest.raises(ValueError, match=r"weight: expected float32 main weights with gather_dtype='mxfp8'"):
         torch_impl.fully_shard(nn.Linear(3, 5).to(HALF), mp_policy=given)
     torch_impl.fully_shard(nn.Linear(3, 5), mp_policy=given)
     for main in (HALF, None):

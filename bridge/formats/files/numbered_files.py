@@ -20,7 +20,8 @@ _PART: Final = re.compile(r"(?<!\d)(\d{1,9})[-_.]of[-_.](\d{1,9})(?!\d)")
 _RUN: Final = re.compile(r"(?:epoch|step|iter|fold|split|run|seed|trial|round|stage)[-_. ]?\Z", re.IGNORECASE)
 """Before a number that counts trainings or their steps, each of which has a model of its own."""
 _RANK: Final = re.compile(r"(?:\Aconsolidated\.|(?<![a-z])rank[_-]?)(\d{1,6})(?:_(\d{3}))?(?!\d)")
-_RANKS_OF_A_PROGRAM: Final = re.compile(r"\Aconsolidated\.|[a-z]p_rank_|world_size_(\d{1,6})_rank_")
+_WORLD: Final = re.compile(r"world_size_(\d{1,6})_rank_(\d{1,6})(?!\d)")
+_RANKS_OF_A_PROGRAM: Final = re.compile(rf"\Aconsolidated\.|[a-z]p_rank_|{_WORLD.pattern}")
 _SHOWN: Final = 5
 
 
@@ -84,9 +85,10 @@ def _numbers(name: str) -> tuple[list[tuple[int, int]], int | None]:
     """Where the numbers of a name are, and how many files there are by it."""
     if (part := _PART.search(name)) and not _RUN.search(name, 0, part.start()):
         return [part.span(1)], int(part[2])
+    if world := _WORLD.search(name):
+        return [world.span(2)], int(world[1])
     spans = [rank.span(group) for rank in _RANK.finditer(name) for group in (1, 2) if rank[group] is not None]
-    world = _RANKS_OF_A_PROGRAM.search(name)
-    return spans, int(world[1]) if world and world[1] else None
+    return spans, None
 
 
 def _set(members: dict[str, tuple[int, ...]], count: int | None, *, of_ranks: bool) -> NumberedFiles | None:
@@ -100,10 +102,10 @@ def _set(members: dict[str, tuple[int, ...]], count: int | None, *, of_ranks: bo
 
     def wanted() -> Iterator[tuple[int, ...]]:
         # `itertools.product` would list each range, which a name can make as long as it likes.
-        for place in range(math.prod(sizes)):
+        for rank in range(math.prod(sizes)):
             digits = []
             for size in reversed(sizes):
-                place, digit = divmod(place, size)
+                rank, digit = divmod(rank, size)
                 digits.append(first + digit)
             yield tuple(reversed(digits))
 

@@ -61,7 +61,7 @@ def _tensors(family: Family) -> Iterator[tuple[str, TensorInfo]]:
 
 def _series(families: Sequence[Family]) -> Iterator[_Series]:
     layers: dict[tuple[tuple[str, ...], bool], dict[int, dict[str, tuple[str, tuple[int, ...]]]]] = {}
-    for name, info in (one for family in families for one in _tensors(family)):
+    for name, info in (pair for family in families for pair in _tensors(family)):
         (*stem, leaf), numbers = pattern_of(re.split(r"[./]", name), True)
         if len(numbers) == 1:
             word = leaf_word(leaf)
@@ -79,20 +79,22 @@ def _series(families: Sequence[Family]) -> Iterator[_Series]:
             if len(chosen) > 1:
                 yield _Series(
                     tuple(alike),
-                    tuple(tuple(sorted((word, sizes) for word, (_, sizes) in one.items())) for one in chosen),
-                    tuple(tuple(name for name, _ in one.values()) for one in chosen),
+                    tuple(
+                        tuple(sorted((word, sizes) for word, (_, sizes) in pair.items())) for pair in chosen
+                    ),
+                    tuple(tuple(name for name, _ in pair.values()) for pair in chosen),
                 )
 
 
 def _ranked(families: Sequence[Family], ranks: Mapping[str, str]) -> list[Family]:
-    found: list[Family] = []
+    ranked: list[Family] = []
     for family in families:
         tensors = dict(_tensors(family))
         if not tensors.keys() & ranks.keys():
-            found.append(family)
+            ranked.append(family)
             continue
         words = frozenset(word for word in family.words if not word.isdecimal())
         for name, info in tensors.items():
             own = words | {ranks[name]} if name in ranks else words
-            found.append(replace(family, path=name, members={(): info}, words=own))
-    return found
+            ranked.append(replace(family, path=name, members={(): info}, words=own))
+    return ranked
