@@ -31,8 +31,8 @@ STATE_ROOTS = frozenset(
 class Selection:
     """Which part of a checkpoint is taken: names that match `select` (all, if empty) and not `drop`.
 
-    weights_only: what is below `model`, `params` or the like, or, where no such key exists, all but optimizer and
-    training state.
+    weights_only: what is below a key `model`, `params` or the like, or, where no such key exists, all but optimizer and
+    training state. A flat name such as `model.layers.0.weight` has no key: `lm_head.weight` belongs to the same model.
     """
 
     select: tuple[str, ...] = ()
@@ -64,11 +64,11 @@ class Selection:
             names = [name for name in names if _any(name, self.select)]
         names = [name for name in names if not _any(name, self.drop)]
         if self.weights_only:
-            weights = {name for name, path in paths.items() if _root(path) in WEIGHT_ROOTS}
+            has_key = any(len(path) > 1 and path[0] in WEIGHT_ROOTS for path in paths.values())
             names = [
                 name
                 for name in names
-                if (name in weights if weights else _root(paths[name]) not in STATE_ROOTS)
+                if (_root(paths[name]) in WEIGHT_ROOTS if has_key else _root(paths[name]) not in STATE_ROOTS)
             ]
         return frozenset(names)
 
