@@ -18,6 +18,9 @@ from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
 WEIGHT_ROOTS = frozenset({"model", "params", "module", "state_dict", "weights"})
 """Top-level keys below which checkpoints keep weights."""
 
+_OF_MODELS = WEIGHT_ROOTS | {"batch_stats"}
+"""Those, and what flax keeps beside ``params`` without which a model computes something else."""
+
 STATE_ROOTS = frozenset(
     {
         *("optimizer", "optimizers", "optim", "opt_state", "opt", "lr_scheduler", "scheduler", "dataloader"),
@@ -31,8 +34,9 @@ STATE_ROOTS = frozenset(
 class Selection:
     """Which part of a checkpoint is taken: names that match `select` (all, if empty) and not `drop`.
 
-    weights_only: what is below a key `model`, `params` or the like, or, where no such key exists, all but optimizer and
-    training state. A flat name such as `model.layers.0.weight` has no key: `lm_head.weight` belongs to the same model.
+    weights_only: what is below a key `model`, `params` or the like, and `batch_stats` beside it, or, where no such key
+    exists, all but optimizer and training state. A flat name such as `model.layers.0.weight` has no key: the same model
+    has `lm_head.weight`.
     """
 
     select: tuple[str, ...] = ()
@@ -68,7 +72,7 @@ class Selection:
             names = [
                 name
                 for name in names
-                if (_root(paths[name]) in WEIGHT_ROOTS if has_key else _root(paths[name]) not in STATE_ROOTS)
+                if (_root(paths[name]) in _OF_MODELS if has_key else _root(paths[name]) not in STATE_ROOTS)
             ]
         return frozenset(names)
 

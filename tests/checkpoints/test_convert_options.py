@@ -115,6 +115,20 @@ def test_weights_only_without_such_a_root_leaves_out_what_is_known_as_state(tmp_
     assert list(contents(tmp_path / "b")[0]) == ["layers.0.w"]
 
 
+def test_weights_only_takes_batch_statistics_beside_the_parameters(tmp_path: Path) -> None:
+    paths = (
+        ("params", "bn", "scale"),
+        ("batch_stats", "bn", "mean"),
+        ("opt_state", "0", "mu", "bn", "scale"),
+    )
+    with create_checkpoint(tmp_path / "a", "orbax") as writer:
+        names = [writer.add_tensor(path, (2,), F32).name for path in paths]
+        for number, name in enumerate(names):
+            writer.write(name, writer.chunks(name)[0], values((2,), number))
+    convert(tmp_path / "a", tmp_path / "b", to="orbax", selection=Selection(weights_only=True))
+    assert {*contents(tmp_path / "b")[0]} == {*names[:2]}
+
+
 @pytest.mark.parametrize("form", ["dcp", "safetensors"])
 def test_weights_only_takes_a_head_beside_the_module_that_a_flat_state_dict_calls_model(
     tmp_path: Path, form: Literal["dcp", "safetensors"]
