@@ -35,7 +35,7 @@ from jax_impl.runtime.losses import LossParts, as_parts, is_loss, sum_over_devic
 from jax_impl.runtime.memory_kinds import on_device
 from jax_impl.runtime.pipeline import pipelined
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.variables import Variables, check_variables, of_all_devices, of_this_device
+from jax_impl.runtime.variables import Variables, check_rows, check_variables, of_all_devices, of_this_device
 from jax_impl.train import settled
 from jax_impl.train_state import TrainState, check_state
 
@@ -81,7 +81,7 @@ class EvalStep:
             program = self._program.trace(*given)
             self._check(program.jaxpr, given)
             if program.out_info[0] is None:
-                self._check_rows(given)
+                self._check_results(given)
             self._checked[traced] = program.out_info[0] is not None
         if self._mutable and rows != real:
             raise ValueError(
@@ -215,9 +215,11 @@ class EvalStep:
         if plan.prefetch and any(unit.module.layers is not None for unit in plan.units.values()):
             # In loops that are written anew it does not show what stays the same.
             program = self._written(pipelines=False).trace(*given).jaxpr
-        after = variables_after(program)
+        after, read = variables_after(program)
         if self._mutable and not one_part:
             check_variables(plan.variables, after, plan.axes)
+        if plan.data_ranks > 1:
+            check_rows(plan.variables, read, jax.tree.leaves(given[1])[0].shape[0])
         changed = [
             path
             for path, value in after.items()
@@ -231,7 +233,7 @@ class EvalStep:
                 "statistics as they are"
             )
 
-    def _check_rows(self, given: tuple[Any, ...]) -> None:
+    def _check_results(self, given: tuple[Any, ...]) -> None:
         """Raises ``ValueError`` for results whose first dimension has the size of the rows, but does not count them."""
         weights, batch, *rest = given
         try:

@@ -132,7 +132,7 @@ class TrainStep:
         given = (state.weights, batch, state.variables, shared)
         to_host = self._sends_gradients(state)
         traced = self._gradients.trace(*given, to_host=to_host)
-        check_program(self._plan, traced.jaxpr, self._microbatches, self._options.equal_parts)
+        check_program(self._plan, traced.jaxpr, batch, self._microbatches, self._options.equal_parts)
         loss, found, _ = traced.out_info
         gradients: Any = {
             key: jax.ShapeDtypeStruct(
@@ -178,7 +178,7 @@ class TrainStep:
             if traced not in self._checked:
                 # Tracing is half of what the first call does, and remembered for it.
                 found = self._gradients.trace(weights, placed, variables, whole, to_host=to_host)
-                check_program(self._plan, found.jaxpr, self._microbatches, self._options.equal_parts)
+                check_program(self._plan, found.jaxpr, placed, self._microbatches, self._options.equal_parts)
 
                 def aux_of(rows: Batch) -> Any:
                     return self._gradients(weights, rows, variables, whole)[0].aux

@@ -27,7 +27,7 @@ from jax_impl.runtime.losses import LossParts, as_parts, sum_over_devices, twice
 from jax_impl.runtime.memory_kinds import as_before, in_host, on_device
 from jax_impl.runtime.pipeline import pipelined
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.variables import Variables, check_variables, of_all_devices, of_this_device
+from jax_impl.runtime.variables import Variables, check_rows, check_variables, of_all_devices, of_this_device
 
 # Of an nnx model, or a pytree of parameters, and rows, and then inputs that every device has whole: a mean, or
 # (sum, weight); with ``has_aux`` a pair with aux.
@@ -81,7 +81,7 @@ def make_gradients(
     ) -> tuple[Any, Buffers, Variables]:
         given = (weights, batch, variables or {}, shared)
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*given)
-        check_program(plan, program, microbatches, equal_parts)
+        check_program(plan, program, batch, microbatches, equal_parts)
 
         def aux_of(batch: Batch) -> Any:
             return function(weights, batch, *given[2:])[0].aux
@@ -122,14 +122,17 @@ def unchecked_gradients(
     return gradients
 
 
-def check_program(plan: ShardingPlan, program: Any, microbatches: int, equal_parts: bool) -> None:
+def check_program(
+    plan: ShardingPlan, program: Any, batch: Batch, microbatches: int, equal_parts: bool
+) -> None:
     """Raises ``ValueError`` for a closed jaxpr of ``unchecked_gradients`` whose numbers would not be what they seem."""
     check_seals(program)
     parts = microbatches * (plan.data_ranks if plan.engine == "shard_map" else 1)
     check_means(program, equal_parts=equal_parts or parts == 1)
-    after = variables_after(program)
+    after, read = variables_after(program)
     if plan.data_ranks > 1:
         check_variables(plan.variables, after, plan.axes)
+        check_rows(plan.variables, read, jax.tree.leaves(batch)[0].shape[0] // microbatches)
 
 
 def check_aux(
