@@ -31,16 +31,27 @@ from jax_impl.modules.unit_parameter import unit_parameters
 from jax_impl.runtime.divisors import Divisors
 from jax_impl.runtime.forward import call_model, collectors, hold, ways_of
 from jax_impl.runtime.gradients import Shared
-from jax_impl.runtime.losses import LossParts, as_parts, is_loss, sum_over_devices
+from jax_impl.runtime.losses import LossParts, as_parts, is_loss, sum_over_devices, twice_as_many
 from jax_impl.runtime.memory_kinds import on_device
 from jax_impl.runtime.pipeline import pipelined
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.variables import Variables, check_variables, of_all_devices, of_this_device
+from jax_impl.runtime.variables import Variables, check_rows, check_variables, of_all_devices, of_this_device
 from jax_impl.train import settled
 from jax_impl.train_state import TrainState, check_state
 
 # Of a batch: its loss, or what it has for each row; and the variables after it.
 Evaluated = tuple[LossParts | None, Any, Variables]
+
+
+class _NoRowsError(ValueError):
+    """Results are neither a loss nor rows; ``shapes``: theirs, by key path."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], rows: str) -> None:
+        self.shapes = shapes
+        super().__init__(
+            f"fn: expected a loss (a scalar, or (sum, weight)), or arrays with the {rows} that it got as first "
+            f"dimension, got shapes {shapes}: statistics of the batch go with a loss with has_aux=True"
+        )
 
 
 class EvalStep:
@@ -69,6 +80,8 @@ class EvalStep:
         if traced not in self._checked:
             program = self._program.trace(*given)
             self._check(program.jaxpr, given)
+            if program.out_info[0] is None:
+                self._check_results(given)
             self._checked[traced] = program.out_info[0] is not None
         if self._mutable and rows != real:
             raise ValueError(
@@ -188,10 +201,7 @@ class EvalStep:
             if jnp.shape(leaf)[:1] != (rows,)
         }
         if wrong:
-            raise ValueError(
-                f"fn: expected a loss (a scalar, or (sum, weight)), or arrays with the {rows} rows that it got as "
-                f"first dimension, got shapes {wrong}: statistics of the batch go with a loss with has_aux=True"
-            )
+            raise _NoRowsError(wrong, f"{rows} rows")
         return None, returned, after
 
     def _mean(self, loss: LossParts) -> LossParts:
@@ -205,9 +215,11 @@ class EvalStep:
         if plan.prefetch and any(unit.module.layers is not None for unit in plan.units.values()):
             # In loops that are written anew it does not show what stays the same.
             program = self._written(pipelines=False).trace(*given).jaxpr
-        after = variables_after(program)
+        after, read = variables_after(program)
         if self._mutable and not one_part:
             check_variables(plan.variables, after, plan.axes)
+        if plan.data_ranks > 1:
+            check_rows(plan.variables, read, jax.tree.leaves(given[1])[0].shape[0])
         changed = [
             path
             for path, value in after.items()
@@ -220,6 +232,19 @@ class EvalStep:
                 "(result, state), or mutable=False, which drops the changes; model.eval() in fn leaves batch "
                 "statistics as they are"
             )
+
+    def _check_results(self, given: tuple[Any, ...]) -> None:
+        """Raises ``ValueError`` for results whose first dimension has the size of the rows, but does not count them."""
+        weights, batch, *rest = given
+        try:
+            if self._plan.data_ranks > 1:
+                jax.eval_shape(self._program, weights, twice_as_many(batch), *rest)
+        except _NoRowsError as error:
+            # With these rows a first dimension has their number by chance.
+            raise _NoRowsError(error.shapes, "rows (whatever their number)") from None
+        except Exception:
+            # For just so many rows, as a decode cache.
+            return
 
     def _filled(self, batch: Batch) -> tuple[int, Batch, int]:
         """Rows after padding, the padded batch, and rows before."""

@@ -15,7 +15,15 @@ from jax_impl.optimizer.in_turn import lies_on_host, update_in_turn
 from jax_impl.optimizer.logical import fitted
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
 from jax_impl.runtime.donation import check_not_donated
-from jax_impl.runtime.gradients import Batch, GradDivisor, Loss, Shared, check_program, unchecked_gradients
+from jax_impl.runtime.gradients import (
+    Batch,
+    GradDivisor,
+    Loss,
+    Shared,
+    check_aux,
+    check_program,
+    unchecked_gradients,
+)
 from jax_impl.runtime.losses import LossParts
 from jax_impl.runtime.memory_kinds import HOST, constrained, in_memory, memory_kinds, on_device
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
@@ -124,7 +132,7 @@ class TrainStep:
         given = (state.weights, batch, state.variables, shared)
         to_host = self._sends_gradients(state)
         traced = self._gradients.trace(*given, to_host=to_host)
-        check_program(self._plan, traced.jaxpr, self._microbatches, self._options.equal_parts)
+        check_program(self._plan, traced.jaxpr, batch, self._microbatches, self._options.equal_parts)
         loss, found, _ = traced.out_info
         gradients: Any = {
             key: jax.ShapeDtypeStruct(
@@ -169,8 +177,13 @@ class TrainStep:
             traced = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
             if traced not in self._checked:
                 # Tracing is half of what the first call does, and remembered for it.
-                program = self._gradients.trace(weights, placed, variables, whole, to_host=to_host).jaxpr
-                check_program(self._plan, program, self._microbatches, self._options.equal_parts)
+                found = self._gradients.trace(weights, placed, variables, whole, to_host=to_host)
+                check_program(self._plan, found.jaxpr, placed, self._microbatches, self._options.equal_parts)
+
+                def aux_of(rows: Batch) -> Any:
+                    return self._gradients(weights, rows, variables, whole)[0].aux
+
+                check_aux(self._plan, aux_of, found.out_info[0].aux, placed, self._microbatches)
                 self._checked.add(traced)
             return self._settled(self._gradients(weights, placed, variables, whole, to_host=to_host))
         except Exception as error:

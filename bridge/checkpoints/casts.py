@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from bridge.dtype_names import full_name, hint
 from bridge.formats.base import DTYPES, Box, CheckpointError, CheckpointReader, TreePath, is_whole
+from bridge.formats.quantized import DECODE, DECODE_ELSEWHERE, quantized
 from bridge.mapping.conventions import path_of_scales
 from bridge.mapping.operations import ChangedView, as_dtype
 from bridge.mapping.plan import PlannedTensor
@@ -28,6 +29,7 @@ _KINDS = {
 }
 
 _COUNTS = ("step", "count")
+_OF_WEIGHTS = ("_scale_inv", "_scale")
 _UNSCALED = ("float32", "float64", "bfloat16")
 """Dtypes with the range that moments need without scales."""
 
@@ -118,8 +120,8 @@ def apply_casts(tensors: Iterable[PlannedTensor], casts: Mapping[str, np.dtype])
     Only floating-point tensors are cast, to floating point, and complex to complex: a pattern that matches others too
     leaves those as they are. So does one like "*" with counts of steps, which bfloat16 would round from 257 on: only
     one that ends in their name ("*.step") casts them. Moments with scales are decoded, and have no scales then; scales
-    alone are never cast. CheckpointError for a pattern that matches none that it could cast, and for a dtype of moments
-    that would need other scales.
+    alone are never cast. CheckpointError for a pattern that matches none that it could cast, for a dtype of moments
+    that would need other scales, and for weights of 8 bits or less with scales, which a cast would leave out.
     """
     by_path = {tensor.path: tensor for tensor in tensors}
     if not casts:
@@ -130,6 +132,7 @@ def apply_casts(tensors: Iterable[PlannedTensor], casts: Mapping[str, np.dtype])
         if (path := path_of_scales(moment.path)) is not None and (scale := by_path.get(path)) is not None
     }
     are_scales = {scale.name for scale in scales.values()}
+    names = {tensor.name for tensor in by_path.values()}
     outputs = {}
     used: dict[str, bool] = dict.fromkeys(casts, False)
     for tensor in by_path.values():
@@ -137,6 +140,8 @@ def apply_casts(tensors: Iterable[PlannedTensor], casts: Mapping[str, np.dtype])
         for pattern, wanted in casts.items():
             if _can_cast(tensor.dtype, wanted) and _means(pattern, tensor) and tensor.name not in are_scales:
                 dtype, used[pattern] = wanted, True
+        if dtype != tensor.dtype and tensor.dtype.itemsize == 1:
+            _require_no_scales(tensor.name, names)
         scale = scales.get(tensor.name) if dtype != tensor.dtype else None
         outputs[tensor.name] = Output(tensor if scale is None else _decoded(tensor, scale, dtype), dtype)
     for moment, scale in scales.items():
@@ -145,15 +150,25 @@ def apply_casts(tensors: Iterable[PlannedTensor], casts: Mapping[str, np.dtype])
     for pattern, wanted in casts.items():
         if not used[pattern]:
             found = sorted({t.planned.dtype.name for t in outputs.values() if fnmatchcase(t.name, pattern)})
-            names = ", ".join(list(outputs)[:3])
+            such = ", ".join(list(outputs)[:3])
             if any(fnmatchcase(name, pattern) for name in are_scales):
                 found.append("scales of moments, which stay as they are")
-            got = f"dtypes {', '.join(found)}" if found else f"no tensor of {len(outputs)}, such as {names}"
+            got = f"dtypes {', '.join(found)}" if found else f"no tensor of {len(outputs)}, such as {such}"
             raise CheckpointError(
                 f"cast {pattern}={wanted.name}: expected floating-point tensors (complex ones to a complex dtype) with "
                 f"a name of this form, got {got}"
             )
     return outputs
+
+
+def _require_no_scales(weight: str, names: Container[str]) -> None:
+    scales = next((weight + end for end in _OF_WEIGHTS if weight + end in names), None)
+    if scales is not None:
+        _, _, readable = quantized([scales.replace("/", ".")]) or ("", "", False)
+        raise CheckpointError(
+            f"cast of {weight}, which has scales in {scales}: expected numbers, got the few bits that stand for them "
+            f"together with their scales: {DECODE if readable else DECODE_ELSEWHERE}, or leave them out of the cast"
+        )
 
 
 def _decoded(moment: PlannedTensor, scale: PlannedTensor, dtype: np.dtype) -> PlannedTensor:

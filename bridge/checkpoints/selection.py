@@ -18,6 +18,9 @@ from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
 WEIGHT_ROOTS = frozenset({"model", "params", "module", "state_dict", "weights"})
 """Top-level keys below which checkpoints keep weights."""
 
+_OF_MODELS = WEIGHT_ROOTS | {"batch_stats"}
+"""Those, and what flax keeps beside ``params`` without which a model computes something else."""
+
 STATE_ROOTS = frozenset(
     {
         *("optimizer", "optimizers", "optim", "opt_state", "opt", "lr_scheduler", "scheduler", "dataloader"),
@@ -31,8 +34,9 @@ STATE_ROOTS = frozenset(
 class Selection:
     """Which part of a checkpoint is taken: names that match `select` (all, if empty) and not `drop`.
 
-    weights_only: what is below `model`, `params` or the like, or, where no such key exists, all but optimizer and
-    training state.
+    weights_only: what is below a key `model`, `params` or the like, and `batch_stats` beside it, or, where no such key
+    exists, all but optimizer and training state. A flat name such as `model.layers.0.weight` has no key: the same model
+    has `lm_head.weight`.
     """
 
     select: tuple[str, ...] = ()
@@ -64,11 +68,11 @@ class Selection:
             names = [name for name in names if _any(name, self.select)]
         names = [name for name in names if not _any(name, self.drop)]
         if self.weights_only:
-            weights = {name for name, path in paths.items() if _root(path) in WEIGHT_ROOTS}
+            has_key = any(len(path) > 1 and path[0] in WEIGHT_ROOTS for path in paths.values())
             names = [
                 name
                 for name in names
-                if (name in weights if weights else _root(paths[name]) not in STATE_ROOTS)
+                if (_root(paths[name]) in _OF_MODELS if has_key else _root(paths[name]) not in STATE_ROOTS)
             ]
         return frozenset(names)
 

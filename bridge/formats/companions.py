@@ -18,13 +18,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from bridge.formats.base import CheckpointError
+from bridge.formats.base import CheckpointError, CheckpointReader
 from bridge.formats.files.regular_files import MAX_SMALL_FILE, regular_file, small_file
 from bridge.formats.orbax.item import STEP_FILE, TREE_FILE
 from bridge.formats.pipeline import PIPELINE_FILE, pipeline_companions
+from bridge.formats.stores.reader import home_of
 from bridge.formats.stores.upload_path import UploadPath
 
 CONFIG_FILE: Final = "config.json"
+_MAX_CONFIG: Final = 1 << 20
 ADAPTER: Final = "adapter_"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 """Where it is, `from_pretrained` looks for the adapter's weights."""
@@ -54,6 +56,24 @@ def companions_home(place: Path) -> Path:
     if not (place / TREE_FILE).is_file() or any(is_companion(child.name) for child in place.iterdir()):
         return place
     return place.parent if (place.parent / STEP_FILE).is_file() else place
+
+
+def config_beside(reader: CheckpointReader) -> tuple[Mapping[str, object], Path] | None:
+    """The fields of the `config.json` beside a checkpoint, and where it is; None where there is none.
+
+    CheckpointError when the file cannot be read.
+    """
+    home = companions_home(home_of(reader))
+    directory = home if home.is_dir() else home.parent
+    file = directory / CONFIG_FILE
+    if not file.exists():
+        return None
+    data = small_file(directory, CONFIG_FILE, "the configuration of the model", most=_MAX_CONFIG)
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: expected JSON: {error!s:.200}") from error
+    return fields if isinstance(fields, dict) else {}, file
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ matrices are transposed, ``[experts, in, out]``::
     <name>_scales   uint8  [experts, out, in / 32]        the exponent + 127
     <name>          bfloat16 [experts, in, out]           what it stands for
 
-Float8 in blocks, as DeepSeek-V3: each block of 128 x 128 numbers, smaller at the ends, shares a scale::
+Float8 in blocks, as DeepSeek-V3: each block of 128 x 128 numbers, smaller at the ends, shares a scale. Shapes do not
+tell a block's size: 64 and 36 are two blocks of 100 rows, 50 and 50 as well. `weight_block_size` in `config.json` does,
+else it is the only size that fits, DeepSeek's 128, or a power of two that divides::
 
     <name>.weight             float8   [out, in]
     <name>.weight_scale_inv   float32  [out / 128, in / 128], rounded up
@@ -25,6 +27,7 @@ import ml_dtypes
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
+from bridge.formats.companions import QUANTIZATION, config_beside
 from bridge.formats.files.boxes import box_of
 from bridge.formats.scaled import decode, scale_box
 from bridge.formats.wrapping import AlteredReader
@@ -34,17 +37,21 @@ DECODED = np.dtype(ml_dtypes.bfloat16)
 _BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"
 _RUN = 32
 _BLOCK = 128
+_BLOCK_SIZE = "weight_block_size"
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 _KINDS: Mapping[str, str] = {
     _BLOCKS: "MXFP4",
     _SCALES: "MXFP4",
     ".weight_scale_inv": "float8 with scales of blocks",
+    ".weight_scale": "float8 or integers with scales of rows",
     ".weight_packed": "compressed-tensors",
     ".qweight": "GPTQ or AWQ",
     ".qzeros": "GPTQ or AWQ",
     ".absmax": "bitsandbytes",
 }
+DECODE = "decode them to bfloat16 on the way (convert --dequantize; in a program dequantize=True)"
+DECODE_ELSEWHERE = "decode them first, with the program that made them"
 _READ = frozenset({_BLOCKS, _SCALES, ".weight_scale_inv"})
 
 
@@ -68,6 +75,7 @@ class DequantizedReader(AlteredReader):
         self._weights: dict[str, _Mxfp4 | _Float8] = {}
         given = reader.tensors
         tensors = dict(given)
+        block = _block_size(reader)
         for name, info in given.items():
             if name.endswith(_BLOCKS) and f"{name.removesuffix(_BLOCKS)}{_SCALES}" in given:
                 plain = name.removesuffix(_BLOCKS)
@@ -78,7 +86,7 @@ class DequantizedReader(AlteredReader):
                 tensors[plain] = _plain(info, plain, path, weights.shape)
             elif name.endswith(_SCALE_INV) and name.removesuffix(_SCALE_INV) in given:
                 weight = given[name.removesuffix(_SCALE_INV)]
-                self._weights[weight.name] = _Float8.of(weight, info, self.path)
+                self._weights[weight.name] = _Float8.of(weight, info, self.path, block)
                 del tensors[name]
                 tensors[weight.name] = _plain(weight, weight.name, weight.path, weight.shape)
         if not self._weights:
@@ -143,20 +151,49 @@ class _Float8:
     runs: tuple[int, ...]
 
     @classmethod
-    def of(cls, weight: TensorInfo, scales: TensorInfo, where: object) -> _Float8:
-        pairs = [*zip(weight.shape, scales.shape, strict=False)]
+    def of(
+        cls, weight: TensorInfo, scales: TensorInfo, where: object, block: tuple[int, ...] | None
+    ) -> _Float8:
+        """``block``: the sizes that the configuration gives, of the last dimensions."""
         if len(weight.shape) == len(scales.shape) and weight.dtype.name.startswith("float8"):
-            if all(-(-n // _BLOCK) == s for n, s in pairs):
-                return cls(weight.name, scales.name, (_BLOCK,) * len(pairs))
-            if all(s and n % s == 0 for n, s in pairs):
-                return cls(weight.name, scales.name, tuple(n // s for n, s in pairs))
+            axes = len(weight.shape)
+            given = ((1,) * (axes - len(block)) + block)[-axes:] if block and axes else (None,) * axes
+            runs = [_run(*one) for one in zip(weight.shape, scales.shape, given, strict=True)]
+            if None not in runs:
+                return cls(weight.name, scales.name, tuple(run for run in runs if run is not None))
+        expected = " x ".join(map(str, block)) if block else "one size that the shapes tell"
         raise CheckpointError(
-            f"{where}: expected float8 weights with a scale for each block of {_BLOCK} x {_BLOCK}, or of a size that "
-            f"divides the weight's, found {weight.dtype} {weight.shape} in {weight.name} and {scales.shape} in "
-            f"{scales.name}"
+            f"{where}: expected float8 weights with a scale for each block of {expected} ({_BLOCK_SIZE} in "
+            f"config.json), found {weight.dtype} {weight.shape} in {weight.name} and {scales.shape} in {scales.name}"
         )
 
     def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
         """The numbers of a box in float32."""
         scales = reader.read(self.scales, scale_box(box, self.runs))
         return decode(reader.read(self.weight, box), box, scales, self.runs)
+
+
+def _run(numbers: int, scales: int, given: int | None) -> int | None:
+    """How many numbers along an axis share a scale; None where that cannot be, or cannot be told."""
+    if given is not None:
+        return given if -(-numbers // given) == scales else None
+    if scales < 2:
+        return numbers if scales == 1 else None
+    least, most = -(-numbers // scales), (numbers - 1) // (scales - 1)
+    if least == most or least <= _BLOCK <= most:
+        return least if least == most else _BLOCK
+    return least if least.bit_count() == 1 and least * scales == numbers else None
+
+
+def _block_size(reader: CheckpointReader) -> tuple[int, ...] | None:
+    """What `config.json` says of a block's sizes; None where it says nothing."""
+    found = config_beside(reader)
+    quantization = found[0].get(QUANTIZATION) if found else None
+    sizes = quantization.get(_BLOCK_SIZE) if isinstance(quantization, dict) else None
+    if found is None or sizes is None:
+        return None
+    if not (isinstance(sizes, list) and sizes and all(type(size) is int and size > 0 for size in sizes)):
+        raise CheckpointError(
+            f"{found[1]}: {_BLOCK_SIZE}: expected sizes of at least 1 such as [128, 128], found {sizes!r:.80}"
+        )
+    return tuple(sizes)

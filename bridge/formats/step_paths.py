@@ -2,8 +2,10 @@
 
     run/3  run/step_40  run/step-1000  run/checkpoint-500           directories
     run/step_40.pt  run/epoch=3-step=900.ckpt  run/checkpoint_100   files
+    run/epoch=3-step=900-val_loss=0.35.ckpt
 
-The last number of a name is the step. "latest" is the highest step that is complete.
+The step is the number behind the word "step", else the last one, where names differ in no other. "latest" is the
+highest step that is complete.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from bridge.formats.stores.store import is_url, open_store, store_errors, withou
 
 Step = int | Literal["latest"]
 _NAME: Final = re.compile(r"(?:.*\D)?(\d{1,18})(?:\.(?:pt|pth|bin|ckpt|npz|msgpack|safetensors))?")
+_SAID: Final = re.compile(r"step[-_=. ]?(\d{1,18})", re.IGNORECASE)
+_NUMBERS: Final = re.compile(r"\d+")
 _SHARD: Final = re.compile(r".*-\d+-of-\d+\.\w+")
 _UNFINISHED: Final = re.compile(r".*\.orbax-checkpoint-tmp.*|.*\.tmp-[0-9a-f]{8}")
 _OF_A_CHECKPOINT: Final = (
@@ -95,7 +99,7 @@ def _choose(where: str, step: Step, names: Collection[str], files: Callable[[str
             f"{where}: expected a directory of steps (--step), found one checkpoint: leave the step out"
         )
     numbers = {
-        name: int(found[1])
+        name: _step_in(name, found)
         for name in names
         if (found := _NAME.fullmatch(name)) and not _SHARD.fullmatch(name) and not _UNFINISHED.fullmatch(name)
     }
@@ -105,6 +109,7 @@ def _choose(where: str, step: Step, names: Collection[str], files: Callable[[str
     trees = [name for name in whole if _has(content[name], TREE_FILE)]
     if any(_has(content[name], COMMIT_FILE) for name in trees):
         whole = [name for name in whole if name not in trees or _has(content[name], COMMIT_FILE)]
+    _require_one_number(where, whole)
     steps = sorted({numbers[name] for name in whole})
     if not steps:
         raise CheckpointError(
@@ -121,6 +126,25 @@ def _choose(where: str, step: Step, names: Collection[str], files: Callable[[str
             f"{', '.join(map(str, steps[-_SHOWN:]))}"
         )
     return chosen[0]
+
+
+def _step_in(name: str, last: re.Match[str]) -> int:
+    said = _SAID.findall(name)
+    return int(said[0] if len(said) == 1 else last[1])
+
+
+def _require_one_number(where: str, names: Sequence[str]) -> None:
+    """CheckpointError where names differ in several numbers, and no word says which one is the step."""
+    starts: dict[str, str] = {}
+    for name in sorted(names):
+        found = _NAME.fullmatch(name)
+        if found and len(_SAID.findall(name)) != 1 and len(_NUMBERS.findall(name[: found.end(1)])) > 1:
+            starts.setdefault(name[: found.start(1)], name)
+    if len(starts) > 1:
+        raise CheckpointError(
+            f"{where}: expected names with one number, or with the step behind the word step (--step), found "
+            f"{' and '.join([*starts.values()][:2])}: give the path of one"
+        )
 
 
 def _has(files: Collection[str], name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bridge.formats.base import CheckpointReader
-from bridge.formats.quantized import quantized
+from bridge.formats.quantized import DECODE, DECODE_ELSEWHERE, quantized
 from bridge.mapping.entries import Rule
 from bridge.mapping.errors import MappingError
 from bridge.mapping.open_axes import OpenAxes, together
@@ -68,11 +68,7 @@ def misfit(
     rules = [rule for rule in mapping.rules if rule.entries(side)]
     if (found := quantized(unmatched)) is not None:
         name, kind, readable = found
-        remedy = (
-            "decode them to bfloat16 on the way (convert --dequantize; in a program dequantize=True)"
-            if readable
-            else "decode them first, with the program that made them"
-        )
+        remedy = DECODE if readable else DECODE_ELSEWHERE
         return (
             f"{name} of {reader.path} is of quantized weights ({kind}), and {len(unmatched)} of "
             f"{count} tensors match no rule of mapping {mapping.name}, whose rules are for plain "

@@ -15,16 +15,13 @@ models (`model_types.py`) refuses the others. What the file says of tied embeddi
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo
-from bridge.formats.companions import companions_home
-from bridge.formats.files.regular_files import small_file
+from bridge.formats.base import CheckpointReader, TensorInfo
+from bridge.formats.companions import CONFIG_FILE, config_beside
 from bridge.formats.leaf_names import separator_of
-from bridge.formats.stores.reader import home_of
 from bridge.mapping.entries import HALF, PAIR, ZEROS
 from bridge.mapping.errors import MappingError
 from bridge.mapping.instance import Axes
@@ -32,8 +29,6 @@ from bridge.mapping.model_types import field_of, mismatch
 from bridge.mapping.rules import family_names, load_mapping
 from bridge.mapping.table import MappingTable
 
-CONFIG_FILE = "config.json"
-_MAX_BYTES = 1 << 20
 _TIES = "tie_word_embeddings"
 _UNCLEAR = -1
 _FIELD = r"[A-Za-z_][\w.]*"
@@ -118,17 +113,10 @@ def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
     wanted = (table.config.keys() - table.axes.keys()) | (table.config.keys() & table.asked)
     if not (table.models or wanted or any(rule.tied_to for rule in table.rules)):
         return table
-    home = companions_home(home_of(reader))
-    directory = home if home.is_dir() else home.parent
-    if not (directory / CONFIG_FILE).exists():
+    found = config_beside(reader)
+    if found is None:
         return table
-    file = directory / CONFIG_FILE
-    data = small_file(directory, CONFIG_FILE, "the configuration of the model", most=_MAX_BYTES)
-    try:
-        config = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected JSON: {error!s:.200}") from error
-    fields = config if isinstance(config, dict) else {}
+    fields, file = found
     require_model(table, fields, str(file))
     return with_config_fields(table, fields, str(file))
 

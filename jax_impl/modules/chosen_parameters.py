@@ -14,7 +14,7 @@ Chosen = Sequence[str] | Callable[[tuple[Any, ...], Any], bool] | type[nnx.Varia
 
 
 def chosen_parameters(model: nnx.Module, chosen: Chosen, option: str) -> frozenset[str]:
-    """Paths of parameters. Raises ``ValueError``, naming the ``option``, for a pattern that matches none.
+    """Paths of parameters. Raises ``ValueError``, naming the ``option``, for a pattern or a filter that matches none.
 
     ``TypeError`` for anything but patterns or a filter.
     """
@@ -25,7 +25,13 @@ def chosen_parameters(model: nnx.Module, chosen: Chosen, option: str) -> frozens
     if callable(chosen) or isinstance(chosen, type):
         matches = nnx.filterlib.to_predicate(chosen)
         flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-        return frozenset(joined(key) for key, variable in flat if matches(key, variable))
+        taken = frozenset(joined(key) for key, variable in flat if matches(key, variable))
+        if not taken:
+            raise ValueError(
+                f"{option}: expected a filter of parameters, but {chosen!r:.120} matches none of "
+                f"{[joined(key) for key, _ in flat][:12]}; leave it out to choose none"
+            )
+        return taken
     patterns: tuple[Any, ...] = tuple(chosen) if isinstance(chosen, Iterable) else (chosen,)
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{option}: expected a list of patterns, or an nnx filter, got {chosen!r}")

@@ -75,19 +75,20 @@ def _marked(value: jax.Array, name: str) -> jax.Array:
     return checkpoint_name(value, name) if is_number else value
 
 
-def variables_after(program: Any) -> dict[str, DeviceValue]:
-    """By path, what a closed jaxpr makes of marked variables.
+def variables_after(program: Any) -> tuple[dict[str, DeviceValue], set[str]]:
+    """By path, what a closed jaxpr makes of marked variables; and those that a result of a ``shard_map`` depends on.
 
     Raises ``ValueError`` for a loop or a choice that devices go through differently, with a collective inside.
     """
     reader = _Reader()
     reader.outputs(program.jaxpr, [_EQUAL] * len(program.jaxpr.invars))
-    return reader.after
+    return reader.after, reader.read
 
 
 @dataclass
 class _Reader:
     after: dict[str, DeviceValue] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
     # By jaxpr, which is kept so that its number stays its own.
     sends: dict[int, tuple[Any, list[tuple[Any, frozenset[str]]]]] = field(default_factory=dict)
 
@@ -115,8 +116,11 @@ class _Reader:
             return given
         if primitive == "shard_map":
             inside = [DeviceValue(_named(spec)) for spec in params["in_specs"]]
+            results = self.outputs(jaxpr_of(params["jaxpr"]), inside)
+            # A variable that only passes through is not read.
+            self.read |= {path for one in results if not one.same for path in one.made_of}
             # Outside of it there is one value.
-            return [_EQUAL for _ in self.outputs(jaxpr_of(params["jaxpr"]), inside)]
+            return [_EQUAL] * len(results)
         if primitive == "cond":
             return self._choice(equation, given)
         if primitive == "while":

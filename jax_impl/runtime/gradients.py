@@ -23,11 +23,11 @@ from jax_impl.modules.seal import check_seals
 from jax_impl.modules.uneven_means import check_means
 from jax_impl.runtime.divisors import Divisors
 from jax_impl.runtime.forward import AllCollectors, AllSources, call_model, collectors, finish, hold, ways_of
-from jax_impl.runtime.losses import LossParts, as_parts, sum_over_devices
+from jax_impl.runtime.losses import LossParts, as_parts, sum_over_devices, twice_as_many
 from jax_impl.runtime.memory_kinds import as_before, in_host, on_device
 from jax_impl.runtime.pipeline import pipelined
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.variables import Variables, check_variables, of_all_devices, of_this_device
+from jax_impl.runtime.variables import Variables, check_rows, check_variables, of_all_devices, of_this_device
 
 # Of an nnx model, or a pytree of parameters, and rows, and then inputs that every device has whole: a mean, or
 # (sum, weight); with ``has_aux`` a pair with aux.
@@ -57,7 +57,7 @@ def make_gradients(
     weight, on any number of ranks and microbatches. Gradients are arrays like the trainable weights, in the grad dtype.
     ``has_aux``: ``loss_fn`` returns ``(loss, aux)``, and ``loss`` of the result is ``(loss, aux)``, too. ``aux`` is a
     pytree of statistics; over ranks and microbatches floating-point ones are averaged like the loss, integers and bools
-    are summed.
+    are summed. A value for each row is refused, unless there is one part only.
 
     A trap: ``sum(losses * mask) / sum(mask)`` weights tokens by what else is in their part, since parts with unequal
     masks count equally. Return ``(sum(losses * mask), sum(mask))``. A loss that is divided by a sum over the batch is
@@ -80,7 +80,13 @@ def make_gradients(
         weights: Buffers, batch: Batch, variables: Variables | None = None, shared: Shared = ()
     ) -> tuple[Any, Buffers, Variables]:
         given = (weights, batch, variables or {}, shared)
-        check_program(plan, jax.make_jaxpr(function)(*given), microbatches, equal_parts)
+        program, shapes = jax.make_jaxpr(function, return_shape=True)(*given)
+        check_program(plan, program, batch, microbatches, equal_parts)
+
+        def aux_of(batch: Batch) -> Any:
+            return function(weights, batch, *given[2:])[0].aux
+
+        check_aux(plan, aux_of, shapes[0].aux, batch, microbatches)
         loss, found, variables = function(*given)
         return (loss.value, loss.aux) if has_aux else loss.value, found, variables
 
@@ -116,14 +122,43 @@ def unchecked_gradients(
     return gradients
 
 
-def check_program(plan: ShardingPlan, program: Any, microbatches: int, equal_parts: bool) -> None:
+def check_program(
+    plan: ShardingPlan, program: Any, batch: Batch, microbatches: int, equal_parts: bool
+) -> None:
     """Raises ``ValueError`` for a closed jaxpr of ``unchecked_gradients`` whose numbers would not be what they seem."""
     check_seals(program)
     parts = microbatches * (plan.data_ranks if plan.engine == "shard_map" else 1)
     check_means(program, equal_parts=equal_parts or parts == 1)
-    after = variables_after(program)
+    after, read = variables_after(program)
     if plan.data_ranks > 1:
         check_variables(plan.variables, after, plan.axes)
+        check_rows(plan.variables, read, jax.tree.leaves(batch)[0].shape[0] // microbatches)
+
+
+def check_aux(
+    plan: ShardingPlan, aux_of: Callable[[Batch], Any], aux: Any, batch: Batch, microbatches: int
+) -> None:
+    """Raises ``ValueError`` for statistics that are rows of the batch, whose mean or sum over parts says nothing.
+
+    ``aux_of``: what a loss returns beside itself, by batch; ``aux``: for ``batch``, or its shapes.
+    """
+    parts = microbatches * (plan.data_ranks if plan.engine == "shard_map" else 1)
+    rows = {leaf.shape[0] // parts for leaf in jax.tree.leaves(batch)}
+    if parts == 1 or not any(leaf.shape[:1] and leaf.shape[0] in rows for leaf in jax.tree.leaves(aux)):
+        return
+    try:
+        later = jax.tree.leaves(jax.eval_shape(aux_of, twice_as_many(batch)))
+    except Exception:
+        # A loss for just so many rows.
+        return
+    leaves = zip(jax.tree.leaves_with_path(aux), later, strict=True)
+    wrong = [path for (path, leaf), more in leaves if leaf.shape and more.shape[0] == 2 * leaf.shape[0]]
+    if wrong:
+        raise ValueError(
+            f"loss: expected statistics beside it, which are averaged (integers: summed) over {parts} parts of the "
+            f"batch, got a value for each row in aux{jax.tree_util.keystr(wrong[0])}: return a mean over them, or use "
+            "make_eval_step, which returns rows"
+        )
 
 
 def _shard_map(

@@ -88,6 +88,15 @@ def _addable(aux: Any, weight: jax.Array | None) -> Any:
     return jax.tree.map(addable, aux)
 
 
+def twice_as_many(batch: Any) -> Any:
+    """The shapes of a batch of twice the rows.
+
+    A result whose first dimension has the size of the rows need not have it for them: 8 features of 8 rows. Which it
+    is shows where the rows are others.
+    """
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)
+
+
 def sum_over_devices(parts: LossParts, axes: Sequence[str]) -> LossParts:
     """Inside ``shard_map``: a collective for each dtype, one after another."""
     leaves, tree = jax.tree.flatten(parts)

@@ -12,14 +12,15 @@ In the shard_map engine there is one value again after a step, by the variable's
     none      devices must have the same                      all others: counters, flags
 
 ``fully_shard(..., variables={"codebook/counts": "sum"})`` tells. A random key is after a step what it was before. A
-variable without a rule that comes from rows of the batch is refused before anything is compiled, and so is a "sum" of
-anything but the value before and what does not depend on it. The pjit engine sees all rows, so nothing is put together.
+variable without a rule that comes from rows of the batch is refused before anything is compiled, and so are a "sum" of
+anything but the value before and what does not depend on it, and "rows" of another number than the batch's that are
+read. The pjit engine sees all rows, so nothing is put together.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -116,6 +117,19 @@ def check_variables(infos: Infos, after: Mapping[str, DeviceValue], axes: DataPa
                 "that depends on the one before in another way, such as decay * counts + batch_counts: sum what comes "
                 f"from the batch over the devices in the model (jax.lax.psum(batch_counts, {axes.names[::-1]!r})), and "
                 "leave the rule out; or use engine='pjit'"
+            )
+
+
+def check_rows(infos: Infos, read: Collection[str], rows: int) -> None:
+    """Raises ``ValueError`` for variables with rule "rows" that are no rows of the ``rows`` of a call of the loss."""
+    for path in sorted(read):
+        info = infos[path]
+        if info.rule == "rows" and info.shape[info.rows] % rows:
+            raise ValueError(
+                f"variable {path!r} ({info.kind.__name__}): rule 'rows', by which each device has a part of it: "
+                f"expected rows for the {rows} rows of the batch, got shape {info.shape}: where all rows share it, say "
+                f"fully_shard(..., variables={{{path!r}: 'max'}}), which leaves it whole on each device; or use "
+                "engine='pjit'"
             )
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -113,6 +113,34 @@ def test_weights_only_without_such_a_root_leaves_out_what_is_known_as_state(tmp_
             )
     convert(tmp_path / "a", tmp_path / "b", to="dcp", selection=Selection(weights_only=True))
     assert list(contents(tmp_path / "b")[0]) == ["layers.0.w"]
+
+
+def test_weights_only_takes_batch_statistics_beside_the_parameters(tmp_path: Path) -> None:
+    paths = (
+        ("params", "bn", "scale"),
+        ("batch_stats", "bn", "mean"),
+        ("opt_state", "0", "mu", "bn", "scale"),
+    )
+    with create_checkpoint(tmp_path / "a", "orbax") as writer:
+        names = [writer.add_tensor(path, (2,), F32).name for path in paths]
+        for number, name in enumerate(names):
+            writer.write(name, writer.chunks(name)[0], values((2,), number))
+    convert(tmp_path / "a", tmp_path / "b", to="orbax", selection=Selection(weights_only=True))
+    assert {*contents(tmp_path / "b")[0]} == {*names[:2]}
+
+
+@pytest.mark.parametrize("form", ["dcp", "safetensors"])
+def test_weights_only_takes_a_head_beside_the_module_that_a_flat_state_dict_calls_model(
+    tmp_path: Path, form: Literal["dcp", "safetensors"]
+) -> None:
+    names = ("model.embed.weight", "lm_head.weight", "optimizer.state.lm_head.weight.exp_avg", "train.step")
+    with create_checkpoint(tmp_path / "a", form) as writer:
+        for name in names:
+            writer.add_tensor((name,), (2,), F32)
+        for number, name in enumerate(names):
+            writer.write(name, writer.chunks(name)[0], values((2,), number))
+    convert(tmp_path / "a", tmp_path / "b", to="dcp", selection=Selection(weights_only=True))
+    assert {*contents(tmp_path / "b")[0]} == {"model.embed.weight", "lm_head.weight"}
 
 
 def test_casts_round_what_they_name_and_nothing_else(tmp_path: Path, source: Path) -> None:

@@ -62,6 +62,32 @@ def test_the_latest_and_any_other_step(runs: Path, format: str) -> None:
         at_step(runs / format, 104)
 
 
+def test_the_number_behind_the_word_step_is_the_step(tmp_path: Path) -> None:
+    # The last number is of the loss: 0.91 is older, and worse, than 0.35.
+    names = ("epoch=0-step=100-val_loss=0.91.ckpt", "epoch=1-step=200-val_loss=0.35.ckpt")
+    for name in names:
+        torch.save({"w": torch.zeros(2)}, tmp_path / name)
+    assert Path(at_step(tmp_path, "latest")).name == names[1]
+    assert Path(at_step(tmp_path, 100)).name == names[0]
+    torch.save({"w": torch.zeros(2)}, tmp_path / "epoch=1-step=200-val_loss=0.35-v1.ckpt")
+    with pytest.raises(CheckpointError, match=r"expected one step 200 .*0\.35-v1\.ckpt and .*0\.35\.ckpt"):
+        at_step(tmp_path, "latest")
+
+
+def test_names_with_several_numbers_are_refused_unless_only_the_last_one_differs(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for loss in ("0-val_loss=0.91", "1-val_loss=0.35"):
+        torch.save({"w": torch.zeros(2)}, tmp_path / "a" / f"epoch={loss}.ckpt")
+    for number in (9, 10):
+        torch.save({"w": torch.zeros(2)}, tmp_path / "b" / f"llama-7b-{number}.pt")
+    with pytest.raises(
+        CheckpointError, match=r"epoch=0-val_loss=0\.91\.ckpt and epoch=1.*give the path of one"
+    ):
+        at_step(tmp_path / "a", "latest")
+    assert Path(at_step(tmp_path / "b", "latest")).name == "llama-7b-10.pt"
+
+
 def test_what_is_no_directory_of_steps_is_named(runs: Path, tmp_path: Path) -> None:
     for place, message in (
         (runs / "dcp" / "step-9", "found one checkpoint: leave the step out"),

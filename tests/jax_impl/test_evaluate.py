@@ -260,6 +260,30 @@ def test_inputs_that_are_no_rows_are_the_same_for_all_devices_and_parts(
     np.testing.assert_allclose(other["loss"], loss(after, rows, key, 2, teacher), rtol=1e-5)
 
 
+@ENGINES
+def test_a_table_that_happens_to_have_as_many_rows_as_the_batch_is_refused(engine: str) -> None:
+    plan, state = state_of(engine)
+    # What each call of fn sees: 8 rows, and 8 features.
+    tokens = prompts(WIDTH * (4 if engine == "shard_map" else 1))
+
+    def features(model: Any, tokens: jax.Array) -> Any:
+        return {"logits": model(tokens), "mean": jnp.mean(model.embed(tokens), (0, 1))}
+
+    message = (
+        r"arrays with the rows \(whatever their number\) .* got shapes {\"\['mean'\]\": \(8,\)}: .*has_aux"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_eval_step(plan, features, mutable=False)(state, tokens)
+
+    def for_so_many(model: Any, tokens: jax.Array) -> jax.Array:
+        if len(tokens) != WIDTH:
+            raise ValueError("expected 8 rows")
+        return model(tokens)
+
+    made = make_eval_step(plan, for_so_many, mutable=False)(state, tokens)
+    assert made.shape == (len(tokens), 3, VOCABULARY)
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [

@@ -156,6 +156,40 @@ def test_statistics_beside_a_mean_are_averaged_and_counts_are_summed(engine: str
     np.testing.assert_allclose(metrics["aux"]["inside"], expected["inside"], rtol=1e-6)
 
 
+@pytest.mark.parametrize("of_gradients", [False, True])
+@pytest.mark.parametrize("engine", ["shard_map", "pjit"])
+def test_rows_beside_a_loss_are_refused_where_they_would_be_averaged(engine: str, of_gradients: bool) -> None:
+    def loss(tree: Any, rows: Any) -> Any:
+        losses = token_losses(tree, rows)
+        return jnp.mean(losses), {"losses": losses}
+
+    def mean_of_features(tree: Any, rows: Any) -> Any:
+        # As many as a part has rows.
+        return jnp.mean(token_losses(tree, rows)), {
+            "features": jnp.mean(tree["head"]) + jnp.arange(ROWS // 8)
+        }
+
+    plan, weights = sharded(engine, 4)
+
+    def run(loss: Any, microbatches: int) -> Any:
+        if of_gradients:
+            made = make_gradients(plan, loss, microbatches, has_aux=True)
+            return made(weights, shard_batch(plan, batch(), microbatches))[0]
+        step = make_train_step(plan, loss, optax.sgd(0.1), microbatches=microbatches, has_aux=True)
+        return step.gradients(weights, batch())[0]
+
+    with pytest.raises(
+        ValueError, match=r"got a value for each row in aux\['losses'\]: return a mean over them"
+    ):
+        run(loss, 2)
+    assert run(mean_of_features, 2)[1]["features"].shape == (ROWS // 8,)
+    if engine == "pjit":
+        # There is one part, and nothing to average.
+        np.testing.assert_allclose(
+            run(loss, 1)[1]["losses"], token_losses(parameters(), batch()), rtol=1e-5, atol=1e-6
+        )
+
+
 @pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_statistics_beside_a_pair_have_its_weights(engine: str) -> None:

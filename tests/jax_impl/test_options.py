@@ -135,6 +135,11 @@ def test_axes_may_have_any_names_and_the_keywords_any_placements():
         ),
         ({"engine": "gspmd"}, "engine: expected one of shard_map, pjit, got 'gspmd'"),
         ({"frozen": ["embedding/*"]}, r"frozen: .*'embedding/\*' matches none of \['embed/embedding'"),
+        (
+            {"frozen": nnx.LoRAParam},
+            r"frozen: .*LoRAParam'> matches none of \['embed/embedding'.* to choose none",
+        ),
+        ({"replicated": lambda path, _: "emb" in path}, r"replicated: .*lambda.* matches none of \['embed"),
         ({"stacked": ["blocks"]}, "stacked: expected paths of submodules, got 'blocks'"),
         ({"grad_dtype": "int8"}, "grad_dtype: expected None or one of"),
     ],

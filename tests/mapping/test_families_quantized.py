@@ -90,6 +90,45 @@ def test_float8_in_blocks_is_decoded_block_by_block(
     assert [*reader.tensors] == ["a.weight"]
 
 
+def test_blocks_have_the_size_that_the_configuration_says(tmp_path: Path) -> None:
+    # Two blocks of 64 and 36 rows, not of 50 and 50, and of 96, not of 128 and 64.
+    for number, (shape, block) in enumerate([((100, 128), (64, 128)), ((192, 40), (96, 20))]):
+        weight, scales, plain = float8(shape, block)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        save_file({"a.weight": weight, "a.weight_scale_inv": scales}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": block}}))
+        with open_checkpoint(folder) as reader:
+            same_bits({"w": DequantizedReader(reader).read("a.weight")}, {"w": plain})
+    for sizes, message in (
+        ([32, 20], r"for each block of 32 x 20 \(weight_block_size in config.json\), found .*\(2, 2\)"),
+        ("x", r"weight_block_size: expected sizes of at least 1 such as \[128, 128\], found 'x'"),
+    ):
+        (folder / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": sizes}}))
+        with open_checkpoint(folder) as reader, pytest.raises(CheckpointError, match=message):
+            DequantizedReader(reader)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"), [((200, 128), (128, 128)), ((60, 24), (6, 8)), ((5, 128), (1, 128))]
+)
+def test_without_a_configuration_a_block_is_of_128_or_the_only_size_that_fits(
+    shape: tuple[int, int], block: tuple[int, int]
+) -> None:
+    weight, scales, plain = float8(shape, block)
+    reader = MemoryReader("safetensors", {"a.weight": weight, "a.weight_scale_inv": scales})
+    same_bits({"w": DequantizedReader(reader).read("a.weight")}, {"w": plain})
+
+
+def test_blocks_of_several_possible_sizes_are_refused_without_a_configuration() -> None:
+    weight, scales, _ = float8((100, 128), (64, 128))
+    reader = MemoryReader("safetensors", {"a.weight": weight, "a.weight_scale_inv": scales})
+    with pytest.raises(
+        CheckpointError, match=r"one size that the shapes tell \(weight_block_size in config.json"
+    ):
+        DequantizedReader(reader)
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
@@ -170,6 +209,22 @@ def test_deepseeks_float8_is_named_and_decoded_if_asked(tmp_path: Path) -> None:
     convert(tmp_path / "hub", tmp_path / "orbax", mapping="deepseek_v3", dequantize=True)
     convert(tmp_path / "orbax", tmp_path / "back", to="safetensors", mapping="deepseek_v3", into="hf")
     same_bits(load_file(tmp_path / "back" / "model.safetensors"), plain)
+
+
+@pytest.mark.parametrize(
+    ("end", "remedy"), [("_scale_inv", "convert --dequantize"), ("_scale", "with the program that made them")]
+)
+def test_a_cast_of_weights_without_their_scales_is_refused(tmp_path: Path, end: str, remedy: str) -> None:
+    weight, scales, _ = float8((128, 128))
+    other = np.ones(3, np.float32)
+    save_file({"a.weight": weight, f"a.weight{end}": scales, "b": other}, tmp_path / "a.safetensors")
+    with pytest.raises(
+        CheckpointError, match=rf"cast of a.weight, which has scales in a.weight{end}: .*{remedy}"
+    ):
+        convert(tmp_path / "a.safetensors", tmp_path / "o", casts=["*=bfloat16"])
+    convert(tmp_path / "a.safetensors", tmp_path / "b", casts=["b=bfloat16"])
+    if end == "_scale_inv":
+        convert(tmp_path / "a.safetensors", tmp_path / "c", casts=["*=float32"], dequantize=True)
 
 
 def test_weights_that_other_programs_quantized_are_named(tmp_path: Path) -> None:

@@ -74,9 +74,15 @@ class StepManager:
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """The complete step with the best ``best_metric``, the latest of equal ones; None if no step has the metric."""
+        """The complete step with the best ``best_metric``, the latest of equal ones; None if no step has the metric.
+
+        ``CheckpointError`` where a step's metrics are damaged: it may be the best.
+        """
         self.wait()
-        return self._best()
+        metrics, damaged = self._metrics()
+        if damaged:
+            raise next(iter(damaged.values()))
+        return self._retention.best(metrics)
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics that a complete step was saved with. ``CheckpointError`` if there is no such step."""
@@ -130,10 +136,16 @@ class StepManager:
         files = {METRICS_FILE: render_metrics(metrics or {})}
         return SaveExtras(files, self._clean, lambda: self._remove_superseded(step))
 
-    def _best(self) -> int | None:
-        return self._retention.best(
-            {step: read_metrics(found[0]) for step, found in complete_steps(self.directory).items()}
-        )
+    def _metrics(self) -> tuple[dict[int, dict[str, float]], dict[int, CheckpointError]]:
+        """The metrics of each complete step, and why those of others cannot be read."""
+        found: dict[int, dict[str, float]] = {}
+        damaged: dict[int, CheckpointError] = {}
+        for step, places in complete_steps(self.directory).items() if self._retention.best_metric else ():
+            try:
+                found[step] = read_metrics(places[0])
+            except CheckpointError as error:
+                damaged[step] = error
+        return found, damaged
 
     def _clean(self) -> None:
         """Remove what killed saves left; by one process, before the first save."""
@@ -149,7 +161,11 @@ class StepManager:
     def _remove_superseded(self, saved: int) -> None:
         """By one process, after step ``saved`` is complete."""
         steps = complete_steps(self.directory)
-        for step in self._retention.superseded(list(steps), self._best(), saved):
+        metrics, damaged = self._metrics()
+        for step in self._retention.superseded(list(steps), self._retention.best(metrics), saved):
+            if step in damaged:
+                warnings.warn(f"{damaged[step]}; the step stays, since it may be the best", stacklevel=2)
+                continue
             own = self.directory / str(step)
             if own in steps[step] and (own / METRICS_FILE).exists():
                 try:

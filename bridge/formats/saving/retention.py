@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, SupportsFloat
 
+from bridge.formats.base import CheckpointError
+
 METRICS_FILE = "twinshard_metrics.json"
 """In a step's directory: the metrics that the step was saved with, a JSON object of numbers."""
 
@@ -79,11 +81,15 @@ def render_metrics(metrics: Mapping[str, SupportsFloat]) -> bytes:
 
 
 def read_metrics(step: Path) -> dict[str, float]:
-    """The metrics of a step's directory; none where it has no such file, or a damaged one."""
+    """The metrics of a step's directory; none where it has no such file. ``CheckpointError`` for a damaged one."""
     try:
         found = json.loads((step / METRICS_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError):
+    except FileNotFoundError:
         return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{step / METRICS_FILE}: expected the metrics of a step: {error!s:.200}"
+        ) from error
     if not isinstance(found, dict):
-        return {}
+        raise CheckpointError(f"{step / METRICS_FILE}: expected the metrics of a step, found {found!r:.80}")
     return {str(name): float(value) for name, value in found.items() if isinstance(value, int | float)}

@@ -83,6 +83,12 @@ class WeightMap:
                     f"{f' and {len(unknown) - _SHOWN} more' if len(unknown) > _SHOWN else ''}; add rules, list them "
                     "under drop, or give another mapping"
                 )
+            index = NameIndex(mapping.rules, found.convention.name)
+            for weight in found.weights:
+                if len(rules := index.rules_of(weight)) > 1:
+                    raise MappingError(
+                        f"{what}: {weight} matches two rules of mapping {mapping.name}: {rules[0]} and {rules[1]}"
+                    )
             sides.append(found)
             names.append({weight: own[info.name] for weight, info in found.weights.items()})
         first, second = sides

@@ -16,6 +16,7 @@ from bridge.formats.files.journal import JOURNAL_FILE
 from bridge.formats.replaceable import require_replaceable
 from bridge.formats.saving import pending
 from bridge.formats.saving.manager import StepManager
+from bridge.formats.saving.retention import METRICS_FILE
 
 
 def write(path: Path) -> None:
@@ -50,6 +51,19 @@ def test_superseded_steps_go_and_the_best_stays(tmp_path: Path) -> None:
     save(manager, 7, {"loss": 0.05})
     assert manager.all_steps() == [0, 4, 6, 7]
     assert names(tmp_path / "run") == ["0", "4", "6", "7"]
+
+
+def test_a_step_whose_metrics_are_damaged_stays_since_it_may_be_the_best(tmp_path: Path) -> None:
+    manager = StepManager(tmp_path, max_to_keep=1, best_metric="loss")
+    save(manager, 0, {"loss": 0.1})
+    (tmp_path / "0" / METRICS_FILE).write_text('{"loss": ')
+    for step in (1, 2):
+        with pytest.warns(UserWarning, match=r"metrics\.json: .* the step stays, since it may be the best"):
+            save(manager, step, {"loss": 0.4 + step / 10})
+    assert manager.all_steps() == [0, 1, 2]
+    with pytest.raises(CheckpointError, match=r"0/twinshard_metrics\.json: expected the metrics of a step"):
+        manager.best_step()
+    assert StepManager(tmp_path).best_step() is None
 
 
 def test_only_what_a_manager_saved_is_removed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from bridge.formats.base import CheckpointError
 from bridge.formats.saving.retention import METRICS_FILE, Retention, read_metrics, render_metrics
 
 
@@ -39,11 +40,14 @@ def test_options_out_of_range_are_refused_by_name(options: dict) -> None:
         Retention(**options)
 
 
-def test_metrics_come_back_and_damaged_ones_are_none(tmp_path) -> None:
+def test_metrics_come_back_and_damaged_ones_are_named(tmp_path) -> None:
     (tmp_path / METRICS_FILE).write_bytes(render_metrics({"loss": 0.1, "tokens": 7, "worst": math.inf}))
     assert read_metrics(tmp_path) == {"loss": 0.1, "tokens": 7.0, "worst": math.inf}
     (tmp_path / METRICS_FILE).write_text('{"loss": ')
-    assert read_metrics(tmp_path) == {}
+    for text in ('{"loss": ', "[]"):
+        (tmp_path / METRICS_FILE).write_text(text)
+        with pytest.raises(CheckpointError, match=r"twinshard_metrics\.json: expected the metrics of a step"):
+            read_metrics(tmp_path)
     assert read_metrics(tmp_path / "none") == {}
     with pytest.raises(ValueError, match="metrics: note: expected a number, got 'good'"):
         render_metrics({"note": "good"})  # type: ignore[dict-item]  # the case

@@ -114,6 +114,44 @@ def test_variables_are_those_of_the_unsharded_model(change: Any, rules: Any, eng
         np.testing.assert_allclose(value, getattr(model, path)[...], rtol=1e-6, err_msg=path)
 
 
+class Prefix(nnx.Module):
+    """Attention to a cache that all rows of a batch share."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(6, 6, rngs=rngs)
+        self.prefix = nnx.Cache(jnp.linspace(0.0, 1.0, 48).reshape(8, 6))
+
+    def __call__(self, x: jax.Array, look: bool = True) -> jax.Array:
+        y = self.up(x)
+        return y + jax.nn.softmax(y @ self.prefix[...].T) @ self.prefix[...] if look else y
+
+
+def test_a_cache_without_rows_of_the_batch_is_not_cut_silently() -> None:
+    model, batch = Prefix(nnx.Rngs(0)), np.linspace(-1, 1, 32 * 6, dtype=np.float32).reshape(32, 6)
+
+    def state(rules: Any, engine: str = "shard_map") -> Any:
+        plan, weights = jax_impl.fully_shard(
+            model, data_parallel_mesh(4), units=[], variables=rules, engine=engine
+        )
+        return plan, jax_impl.init_state(plan, weights, optax.sgd(0.1))
+
+    def loss(model: Any, rows: jax.Array) -> jax.Array:
+        return jnp.mean(model(rows) ** 2)
+
+    plan, made = state({})
+    message = r"variable 'prefix' \(Cache\): rule 'rows'.* 32 rows of the batch, got shape \(8, 6\).*'max'"
+    with pytest.raises(ValueError, match=message):
+        jax_impl.make_eval_step(plan, lambda model, rows: model(rows))(made, batch)
+    with pytest.raises(ValueError, match=message):
+        jax_impl.make_train_step(plan, loss, optax.sgd(0.1), donate=False)(made, batch)
+    # What no result depends on may have any rows, as a decode cache has in training.
+    found = jax_impl.make_eval_step(plan, lambda model, rows: model(rows, look=False))(made, batch)
+    np.testing.assert_allclose(found, model(jnp.asarray(batch), look=False), rtol=1e-5, atol=1e-6)
+    for plan, made in (state({"prefix": "max"}), state({}, "pjit")):
+        found = jax_impl.make_eval_step(plan, lambda model, rows: model(rows))(made, batch)
+        np.testing.assert_allclose(found, model(jnp.asarray(batch)), rtol=1e-5, atol=1e-6)
+
+
 def test_sums_go_over_microbatches_too() -> None:
     model = Codebook(nnx.Rngs(0), counted)
     model(jnp.asarray(rows()))

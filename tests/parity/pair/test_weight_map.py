@@ -79,6 +79,20 @@ def recording(*paths: str) -> Recording:
     return Recording("float64", calls, None)
 
 
+@pytest.mark.parametrize("side", ["torch", "jax"])
+def test_rules_that_say_two_things_of_one_weight_are_refused(side: str) -> None:
+    # Of square matrices both fit, and the first would be taken.
+    names = {"torch": ("a.weight", "a.weight"), "jax": ("a.weight", "b.weight")}[side]
+    given = "".join(
+        f'[[rule]]\ntorch = "{name} : {axes}"\njax = "a/kernel : i o"\n'
+        for name, axes in zip(names, ("o i", "i o"), strict=True)
+    )
+    square = np.ones((3, 3))
+    word = {"torch": "a.weight", "jax": "a/kernel"}[side]
+    with pytest.raises(MappingError, match=rf"{word} matches two rules of mapping test: .* and "):
+        WeightMap.of(table(given), dict.fromkeys(names, square), {"a/kernel": square})
+
+
 def test_modules_that_own_the_same_parameters_are_partners() -> None:
     relation = WeightMap.of(STACKED, TORCH, JAX)
     torch = recording("", "embed", "layers.0", "layers.0.mlp", "layers.0.mlp.act", "layers.1", "layers.1.mlp")
