@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import optax
 
+from bridge.formats.garbage import collection_paused
 from jax_impl.optimizer.forms import Form, ModelTree, StoredArray, forms_of, taking_loss
 from jax_impl.optimizer.terms import Owner, Reader, Terms, Value
 
@@ -89,6 +90,7 @@ def _equal(mine: Value, theirs: Value, name: str, path: str) -> bool:
 
 # Several steps of one plan (other microbatches, another loss) need one reading.
 @functools.lru_cache(maxsize=16)
+@collection_paused()
 def chosen_form(
     optimizer: optax.GradientTransformation,
     arrays: tuple[StoredArray, ...],
