@@ -111,7 +111,7 @@ class _Origins:
 
 
 def _is_elementwise(equation: Any) -> bool:
-    if equation.primitive.name == "custom_jvp_call":
+    if "call_jaxpr" in equation.params:
         # From JAX 0.12 on exact GELU's derivative has one.
         return all(map(_is_elementwise, equation.params["call_jaxpr"].jaxpr.eqns))
     return equation.primitive.name in ELEMENTWISE

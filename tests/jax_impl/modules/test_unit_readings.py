@@ -313,6 +313,77 @@ def test_what_becomes_of_some_parameters_of_a_unit_is_seen(change, match):
     refused(tree(), by_path(change), match, units=["layers/*"])
 
 
+def stack() -> dict[str, Any]:
+    kernels = np.random.default_rng(1).normal(size=(2, DIM, DIM))
+    layers = {"a_kernel": jnp.asarray(kernels), "bias": jnp.ones((2, DIM)), "skip": jnp.zeros((2, DIM, DIM))}
+    return {"layers": layers, "out": jnp.ones(DIM)}
+
+
+def scanned(change: Callable[[Any], Any], *, inside: bool, wrap: Any) -> Callable[[Any, Any], jax.Array]:
+    """A loss that changes the last parameter of a stack, of all layers at once or in each pass of a loop."""
+    named = jax.tree_util.tree_map_with_path
+    changed = lambda tree: named(lambda path, x: change(x) if "skip" in str(path) else x, tree)  # noqa: E731
+
+    def body(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+        def run(p: Any, x: jax.Array) -> jax.Array:
+            return jnp.tanh(x @ (p["a_kernel"] + p["skip"]) + p["bias"])
+
+        return call_unit(run, changed(layer) if inside else layer, x), None
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        layers = params["layers"] if inside else changed(params["layers"])
+        return jnp.mean((jax.lax.scan(wrap(body), x, layers)[0] @ params["out"]) ** 2)
+
+    return loss
+
+
+@pytest.mark.fast_cases(
+    "False-scan-mul", "True-scan-others", "True-remat-stopped", "False-scan-rev", "False-scan-swapaxes"
+)
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(lambda f: f, id="scan"), pytest.param(jax.checkpoint, id="remat")]
+)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        pytest.param(lambda x: x * 2, "got mul at", id="mul"),
+        pytest.param(jnp.zeros_like, "got others in place of some", id="others"),
+        pytest.param(jax.lax.stop_gradient, "of all of its parameters or of none", id="stopped"),
+        pytest.param(lambda x: x[..., ::-1], "got rev at", id="rev"),
+        pytest.param(lambda x: jnp.roll(x, 1, -1), "got slice at", id="roll"),
+        pytest.param(lambda x: jnp.where(x.ndim > 9, 0, x), "got select_n at", id="where"),
+        pytest.param(lambda x: x.swapaxes(-1, -2), "got transpose at", id="swapaxes"),
+    ],
+)
+def test_what_becomes_of_some_parameters_of_a_stack_is_seen(change, match, inside, wrap):
+    loss = scanned(change, inside=inside, wrap=wrap)
+    refused(stack(), loss, f"unit 'layers': .* {match}", units=["layers/*"], stacked=["layers"])
+
+
+@pytest.mark.fast_cases("shard_map-reversed")
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda layers: jax.tree.map(lambda x: x[::-1], layers), id="reversed"),
+        pytest.param(lambda layers: jax.tree.map(lambda x: jnp.stack([x[1], x[0]]), layers), id="stacked"),
+        pytest.param(lambda layers: jax.tree.map(lambda x: jnp.roll(x, 1, 0), layers), id="rolled"),
+        pytest.param(
+            lambda layers: jax.tree.map(lambda x: jnp.concatenate([x[:1], x[jnp.array([1, 0])]]), layers),
+            id="taken",
+        ),
+    ],
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_layers_of_a_stack_may_come_in_any_order(change, engine):
+    plain_loss = scanned(lambda x: x, inside=False, wrap=lambda f: f)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return plain_loss({**params, "layers": change(params["layers"])}, x)
+
+    assert_trains(stack(), loss, engine, units=["layers/*"], stacked=["layers"])
+
+
 def test_a_dictionary_that_is_a_unit_is_one():
     def loss(params: Any, x: jax.Array) -> jax.Array:
         flat = flatten_dict({"layers": dict(enumerate(params["layers"]))})
