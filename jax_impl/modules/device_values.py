@@ -34,8 +34,8 @@ _ADD = frozenset({"add", "add_any", "sub", "scatter-add", "scatter_add"})
 class DeviceValue:
     """``axes``: along which devices may have other values. ``made_of``: paths of variables that it depends on.
 
-    ``base``: of the variable that it is a sum of, beside what varies and does not depend on that variable. ``same``:
-    whether it is the variable itself.
+    ``base``: the path of a variable, where the value is a sum of that variable and of what does not depend on it.
+    ``same``: whether the value is the variable itself.
     """
 
     axes: frozenset[str] = frozenset()

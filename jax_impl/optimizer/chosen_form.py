@@ -2,8 +2,8 @@
 
 An elementwise optax transformation may run on the arrays of the train state: with the shard_map engine one flat array a
 unit, with the pjit engine ``{path: parameter}``. One that looks at shapes or names of parameters (Muon, a mask by
-``ndim``, a label of one layer) would train as something else there, without a word; ``logical.py`` is for those. Which
-an optimizer is shows in its programs: ``init`` and ``update`` are traced over the engine's arrays and over the model's
+``ndim``, a label of one layer) would train as something else there, without a word, and gets parameters
+(``logical.py``). Which an optimizer needs shows in its programs: ``init`` and ``update`` are traced over the engine's arrays and over the model's
 own tree, with all names and the real shapes, and every parameter's update and moments are compared as terms
 (``terms.py``). Branches for later steps are in the programs, so they count from the start::
 
