@@ -147,17 +147,17 @@ def _once(arrays: T) -> T:
 
 # A primitive of its own, since of calls that have derivatives of their own JAX keeps no trace in loops that it
 # differentiates. Compiled, it is its first operand; to what reads programs, a call that returns it.
-_WITNESSED = Primitive("twinshard_witnessed")
-_WITNESSED.def_impl(lambda array, *_, call_jaxpr: array)
-_WITNESSED.def_abstract_eval(lambda array, *_, call_jaxpr: array)
-mlir.register_lowering(_WITNESSED, lambda _, array, *witnesses, call_jaxpr: [array])
-ad.primitive_jvps[_WITNESSED] = lambda primals, tangents, call_jaxpr: (_witnessed(*primals), tangents[0])
-batching.primitive_batchers[_WITNESSED] = lambda args, axes, call_jaxpr: (_witnessed(*args), axes[0])
+WITNESSED = Primitive("twinshard_witnessed")
+WITNESSED.def_impl(lambda array, *_, call_jaxpr: array)
+WITNESSED.def_abstract_eval(lambda array, *_, call_jaxpr: array)
+mlir.register_lowering(WITNESSED, lambda _, array, *witnesses, call_jaxpr: [array])
+ad.primitive_jvps[WITNESSED] = lambda primals, tangents, call_jaxpr: (_witnessed(*primals), tangents[0])
+batching.primitive_batchers[WITNESSED] = lambda args, axes, call_jaxpr: (_witnessed(*args), axes[0])
 
 
 def _witnessed(*operands: jax.Array) -> jax.Array:
     shapes = (jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands)
-    first: jax.Array = _WITNESSED.bind(*operands, call_jaxpr=jax.make_jaxpr(lambda array, *_: array)(*shapes))
+    first: jax.Array = WITNESSED.bind(*operands, call_jaxpr=jax.make_jaxpr(lambda array, *_: array)(*shapes))
     return first
 
 
@@ -229,7 +229,7 @@ def _results(equation: Any, given: Sequence[Seal | None], around: Equations) -> 
     if primitive == "cond":
         branches = [_outputs(jaxpr_of(branch), given[1:], around) for branch in params["branches"]]
         return [next(filter(None, seals), None) for seals in zip(*branches, strict=True)]
-    if primitive == _WITNESSED.name:
+    if primitive == WITNESSED.name:
         _check_witnesses(given)
     inner = inner_program(equation)
     if inner is not None:

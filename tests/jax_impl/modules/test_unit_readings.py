@@ -124,6 +124,12 @@ class Block(nnx.Module):
     def set_mode_to(self, mode: str) -> None:
         self.mode = mode
 
+    def reset(self) -> None:
+        del self.new
+
+    def label(self) -> str:
+        return "block"
+
     def encode(self, x: jax.Array) -> tuple[jax.Array, str]:
         return jnp.tanh(self.up(x)), self.mode
 
@@ -134,7 +140,13 @@ class Block(nnx.Module):
 
 
 class Other(Block):
-    pass
+    """Attributes in place of what are methods of its base."""
+
+    reset = None
+
+    @property
+    def label(self) -> str:
+        return "other"
 
 
 class Net(nnx.Module):
@@ -171,6 +183,7 @@ def flags(m: Net, x: jax.Array) -> jax.Array:
             x = x * 7
         if getattr(block, "scale", None) is not None or "residual" not in vars(block) or block.gate.ndim != 1:
             x = x * 9
+        x = x * (1.5 if block.reset is None else 1.0) * (0.7 if block.label == "other" else 1.0)
         x = x * block.widths()["in"] / block.up.kernel.shape[0]
         x = x + (block.up.kernel.dtype == jnp.float64) * (block.up.out_features - block.gate.size)
         y, mode = block.encode(x)
@@ -213,6 +226,8 @@ def written(m: Net, x: jax.Array) -> jax.Array:
         x = block(block(x))
         x = x * block.calls * (2.0 if block.mode == "eval" else 1.0) * getattr(block, "new", 1.0)
     m.blocks[1].set_attributes(mode="train")
+    m.blocks[2].reset()
+    x = x * getattr(m.blocks[2], "new", 0.5)
     return jnp.mean(m.out(m.blocks[1](x)) ** 2)
 
 
@@ -311,6 +326,16 @@ def tree() -> dict[str, Any]:
 )
 def test_what_becomes_of_some_parameters_of_a_unit_is_seen(change, match):
     refused(tree(), by_path(change), match, units=["layers/*"])
+
+
+def test_parameters_of_two_units_that_become_one_are_refused_by_name():
+    def mixed(params: Any, x: jax.Array) -> jax.Array:
+        first, second = params["layers"]
+        run = lambda p, x: jnp.tanh(x @ p["a_kernel"] + p["bias"])  # noqa: E731
+        return jnp.mean(call_unit(run, {**first, "bias": second["bias"]}, x) ** 2)
+
+    match = "unit 'layers/0': expected its own parameters, got 'bias' of unit 'layers/1'"
+    refused(tree(), mixed, match, units=["layers/*"])
 
 
 def stack() -> dict[str, Any]:
