@@ -34,6 +34,7 @@ class Codebook(nnx.Module):
         self.largest = Largest(jnp.zeros(WIDTH))
         self.average = nnx.Variable(jnp.zeros(WIDTH))
         self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.flags = nnx.Variable(jnp.array([True, False]))
         self.change = change
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -147,6 +148,7 @@ def test_what_no_rule_makes_one_value_of_is_refused(change: Any, rules: Any, mes
         ),
         ({"count": "sum"}, ValueError, r"'count' matches none of \['average', 'calls'"),
         ({"calls": "mean"}, ValueError, "rule 'mean': expected a floating-point variable, got int32"),
+        ({"flags": "sum"}, ValueError, "rule 'sum': expected a variable of numbers, got bool"),
         ({"counts": "rows"}, ValueError, r"that 4 devices divide, got shape \(3,\)"),
         ({3: "sum"}, TypeError, "expected patterns of paths or types of nnx variables, got 3"),
     ],
