@@ -66,6 +66,11 @@ def counted_with_a_constant(model: Codebook, _: jax.Array, codes: jax.Array) -> 
     model.counts[...] = model.counts[...] + jax.nn.one_hot(codes, 3).sum(0) + 1.0
 
 
+def counted_by_choice(model: Codebook, x: jax.Array, _: jax.Array) -> None:
+    calls = model.calls[...]
+    model.calls[...] = lax.cond(x[0, 0] > 0, lambda: calls + 1, lambda: calls)
+
+
 def largest(model: Codebook, x: jax.Array, _: jax.Array) -> None:
     model.largest[...] = jnp.maximum(0.5 * model.largest[...], jnp.abs(x).max(0))
 
@@ -127,6 +132,7 @@ def test_sums_go_over_microbatches_too() -> None:
     ("change", "rules", "message"),
     [
         (counted, {}, r"variable 'counts' \(Variable\): expected the same value on all devices, or a rule"),
+        (counted_by_choice, {}, r"variable 'calls' \(Variable\): expected the same value on all devices"),
         (largest, {}, r"variable 'largest' \(Largest\)"),
         (decayed, {"counts": "sum"}, r"'sum': expected the value before and what.*psum\(batch_counts"),
         (counted_with_a_constant, {"counts": "sum"}, "rule 'sum': expected the value before and what"),
