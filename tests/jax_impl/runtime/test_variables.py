@@ -66,6 +66,16 @@ def counted_with_a_constant(model: Codebook, _: jax.Array, codes: jax.Array) -> 
     model.counts[...] = model.counts[...] + jax.nn.one_hot(codes, 3).sum(0) + 1.0
 
 
+def counted_up_to_a_limit(model: Codebook, _: jax.Array, codes: jax.Array) -> None:
+    before = model.counts[...]
+    model.counts[...] = jnp.where(before < 2, before + jax.nn.one_hot(codes, 3).sum(0), before)
+
+
+def kept_from_the_pass_before(model: Codebook, x: jax.Array, _: jax.Array) -> None:
+    zeros = jnp.zeros(WIDTH)
+    model.average[...] = lax.scan(lambda carry, row: ((row, carry[0]), None), (zeros, zeros), x)[0][1]
+
+
 def counted_by_choice(model: Codebook, x: jax.Array, _: jax.Array) -> None:
     calls = model.calls[...]
     model.calls[...] = lax.cond(x[0, 0] > 0, lambda: calls + 1, lambda: calls)
@@ -136,6 +146,8 @@ def test_sums_go_over_microbatches_too() -> None:
         (largest, {}, r"variable 'largest' \(Largest\)"),
         (decayed, {"counts": "sum"}, r"'sum': expected the value before and what.*psum\(batch_counts"),
         (counted_with_a_constant, {"counts": "sum"}, "rule 'sum': expected the value before and what"),
+        (kept_from_the_pass_before, {}, r"variable 'average' \(Variable\): expected the same value"),
+        (counted_up_to_a_limit, {"counts": "sum"}, "rule 'sum': expected the value before and what"),
         (counted, {"calls": "sum", "counts": "sum"}, "variable 'calls': rule 'sum'"),
     ],
 )
