@@ -335,7 +335,9 @@ class Scanned(nnx.Module):
 def test_scanned_layers_that_leave_their_statistics_alone_are_not_refused() -> None:
     model = Scanned(nnx.Rngs(0))
     model.eval()
-    plan, weights = fully_shard(model, data_parallel_mesh(2), units=["layers/*"], stacked=["layers"])
+    plan, weights = fully_shard(
+        model, data_parallel_mesh(2), units=["layers/*"], stacked=["layers"], prefetch=1
+    )
     state = init_state(plan, weights, optax.sgd(0.1))
     found = make_eval_step(plan, lambda model, x: model(x))(state, rows())
     np.testing.assert_allclose(found, model(jnp.asarray(rows())), rtol=1e-5, atol=1e-6)
