@@ -193,7 +193,7 @@ class EvalStep:
         if self._has_aux or is_loss(returned):
             return as_parts(returned, self._has_aux), None, after
         for parameter in unit_parameters(returned):
-            raise ValueError(f"fn: expected results, got unit's weights: {parameter!r}")
+            raise ValueError(f"fn: expected results, got a parameter of a unit: {parameter!r}")
         rows = jax.tree.leaves(batch)[0].shape[0]
         wrong = {
             jax.tree_util.keystr(path): jnp.shape(leaf)

@@ -12,6 +12,8 @@ does not depend on it. ``runtime/variables.py`` has the rules.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,8 +36,8 @@ _ADD = frozenset({"add", "add_any", "sub", "scatter-add", "scatter_add"})
 class DeviceValue:
     """``axes``: along which devices may have other values. ``made_of``: paths of variables that it depends on.
 
-    ``base``: of the variable that it is a sum of, besides what varies and does not depend on that variable. ``same``:
-    whether it is the variable itself.
+    ``base``: the path of a variable, where the value is a sum of that variable and of what does not depend on it.
+    ``same``: whether the value is the variable itself.
     """
 
     axes: frozenset[str] = frozenset()
@@ -132,9 +134,7 @@ class _Reader:
         inner = inner_program(equation)
         if inner is not None:
             return self.outputs(inner, given)
-        value = DeviceValue()
-        for operand in given:
-            value = DeviceValue(value.axes | operand.axes, value.made_of | operand.made_of)
+        value = _any_of([operand.mixed() for operand in given])
         if primitive == "axis_index" or primitive in _COLLECTIVES:
             over = _axes_of(equation)
             equal = primitive in _MAKE_EQUAL and params.get("axis_index_groups") is None
@@ -204,10 +204,7 @@ class _Reader:
 
 
 def _any_of(values: Sequence[DeviceValue]) -> DeviceValue:
-    found = values[0]
-    for value in values[1:]:
-        found = found | value
-    return found
+    return functools.reduce(operator.or_, values) if values else _EQUAL
 
 
 def _chosen(value: DeviceValue, decides: DeviceValue) -> DeviceValue:

@@ -69,7 +69,7 @@ class UnitModule:
             carried, length = tuple(runs[path].arrays), len(self.inner[path])
             for place, shape, dtype in parameters:
                 layer = shape if runs[path].layers is None or self.layers is not None else shape[1:]
-                zeros = seal_parameter(path, jnp.zeros(shape, dtype), fixed=layer == shape)
+                zeros = seal_parameter(path, jnp.zeros(shape, dtype), len(layer))
                 found[place] = UnitParameter(zeros, carried, Origin(runs[path], place[length:], layer, dtype))
                 carried = ()
         return found

@@ -28,6 +28,8 @@ import jaxlib
 import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import dce_jaxpr
 
 T = TypeVar("T")
@@ -36,19 +38,20 @@ Equations = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Seal:
-    """Of a variable: the path of its unit. ``fixed``: it may not be moved. ``stopped``: it has passed stop_gradient.
+    """Of a variable: the path of its unit. ``stopped``: it has passed stop_gradient.
 
-    ``free``: it is a constant, which may be used; the path is its own.
+    ``rank``: of a parameter how many of its last dimensions are its own, whose elements stay where they are; those
+    before number the layers of a stack. ``free``: it is a constant, which may be used; the path is its own.
     """
 
     path: str
-    fixed: bool = False
+    rank: int | None = None
     stopped: bool = False
     free: bool = False
 
 
 _SEAL = "twinshard sealed "
-_FIXED = "twinshard parameter of "
+_PARAMETER = "twinshard parameter "
 _OPEN = "twinshard opened"
 _CONSTANT = "twinshard constant "
 _UNCHANGED = "twinshard unchanged "
@@ -90,9 +93,9 @@ def seal(path: str, arrays: T) -> T:
     return checkpoint_name(arrays, _SEAL + path)
 
 
-def seal_parameter(path: str, zeros: jax.Array, *, fixed: bool) -> jax.Array:
-    """Zeros in place of a parameter of unit ``path``. ``fixed``: no layers of a stack, of which loops take slices."""
-    return checkpoint_name(zeros, (_FIXED if fixed else _SEAL) + path)
+def seal_parameter(path: str, zeros: jax.Array, rank: int) -> jax.Array:
+    """Zeros in place of a parameter of unit ``path``. ``rank``: its dimensions without those of a stack."""
+    return checkpoint_name(zeros, f"{_PARAMETER}{rank} {path}")
 
 
 def constant(path: str, array: Any) -> jax.Array:
@@ -142,15 +145,20 @@ def _once(arrays: T) -> T:
     return arrays
 
 
-# Known to check_seals by its operands: all but the first have no elements.
-@jax.custom_jvp
-def _witnessed(array: jax.Array, *witnesses: jax.Array) -> jax.Array:
-    return array
+# A primitive of its own, since of calls that have derivatives of their own JAX keeps no trace in loops that it
+# differentiates. Compiled, it is its first operand; to what reads programs, a call that returns it.
+WITNESSED = Primitive("twinshard_witnessed")
+WITNESSED.def_impl(lambda array, *_, call_jaxpr: array)
+WITNESSED.def_abstract_eval(lambda array, *_, call_jaxpr: array)
+mlir.register_lowering(WITNESSED, lambda _, array, *witnesses, call_jaxpr: [array])
+ad.primitive_jvps[WITNESSED] = lambda primals, tangents, call_jaxpr: (_witnessed(*primals), tangents[0])
+batching.primitive_batchers[WITNESSED] = lambda args, axes, call_jaxpr: (_witnessed(*args), axes[0])
 
 
-@_witnessed.defjvp
-def _still_witnessed(primals: Any, tangents: Any) -> Any:
-    return _witnessed(*primals), tangents[0]
+def _witnessed(*operands: jax.Array) -> jax.Array:
+    shapes = (jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands)
+    first: jax.Array = WITNESSED.bind(*operands, call_jaxpr=jax.make_jaxpr(lambda array, *_: array)(*shapes))
+    return first
 
 
 @_once.defjvp
@@ -179,9 +187,12 @@ def _outputs(jaxpr: Any, inputs: Sequence[Seal | None], around: Equations) -> li
     for equation in jaxpr.eqns:
         given = [_get(sealed, operand) for operand in equation.invars]
         label = equation.params.get("name") if len(equation.invars) == 1 else None
-        if isinstance(label, str) and label.startswith((_SEAL, _FIXED)):
-            fixed = label.startswith(_FIXED)
-            sealed[equation.outvars[0]] = Seal(label.removeprefix(_FIXED if fixed else _SEAL), fixed)
+        if isinstance(label, str) and label.startswith(_SEAL):
+            sealed[equation.outvars[0]] = Seal(label.removeprefix(_SEAL))
+            continue
+        if isinstance(label, str) and label.startswith(_PARAMETER):
+            rank, _, path = label.removeprefix(_PARAMETER).partition(" ")
+            sealed[equation.outvars[0]] = Seal(path, int(rank))
             continue
         if isinstance(label, str) and label.startswith(_CONSTANT):
             sealed[equation.outvars[0]] = Seal(label.removeprefix(_CONSTANT), free=True)
@@ -218,8 +229,7 @@ def _results(equation: Any, given: Sequence[Seal | None], around: Equations) -> 
     if primitive == "cond":
         branches = [_outputs(jaxpr_of(branch), given[1:], around) for branch in params["branches"]]
         return [next(filter(None, seals), None) for seals in zip(*branches, strict=True)]
-    witnesses = [operand.aval.size == 0 for operand in equation.invars[1:]]
-    if primitive == "custom_jvp_call" and witnesses and all(witnesses):
+    if primitive == WITNESSED.name:
         _check_witnesses(given)
     inner = inner_program(equation)
     if inner is not None:
@@ -233,9 +243,39 @@ def _results(equation: Any, given: Sequence[Seal | None], around: Equations) -> 
     is_witness = all(variable.aval.size == 0 for variable in equation.outvars)
     if seal.free and not is_witness and primitive not in _PASSES:
         return nothing
-    if primitive not in (_PASSES if seal.fixed and not is_witness else _MOVES):
+    if primitive not in _MOVES or not (is_witness or seal.rank is None or _keeps_layers(equation, given)):
         raise ValueError(_refusal(seal.path, f"{primitive}{line_of(*around)}"))
     return [replace(seal, stopped=seal.stopped or primitive == "stop_gradient")] * len(nothing)
+
+
+def _keeps_layers(equation: Any, given: Sequence[Seal | None]) -> bool:
+    """Whether a move hands on sealed arrays alone, and each layer's elements stay where they are in the layer."""
+    primitive, params = equation.primitive.name, equation.params
+    # What comes before is what a choice is made by, and behind are indices.
+    first = 1 if primitive == "select_n" else 0
+    last = {"dynamic_slice": 1, "gather": 1, "dynamic_update_slice": 2}.get(primitive)
+    ranks = [None if seal is None else seal.rank or 0 for seal in given[first:last]]
+    if None in ranks:
+        return False
+    if primitive in _PASSES | {"select_n"}:
+        return True
+    operand, result, rank = (
+        equation.invars[first].aval,
+        equation.outvars[0].aval,
+        max(filter(None, ranks), default=0),
+    )
+    layers = operand.ndim - rank
+    if primitive in ("transpose", "broadcast_in_dim"):
+        # Where the dimensions of a layer come from, or go.
+        dimensions = params["permutation" if primitive == "transpose" else "broadcast_dimensions"]
+        return tuple(dimensions[layers:]) == tuple(range(result.ndim - rank, result.ndim))
+    moved = [params[name] for name in ("dimension", "axis") if name in params]
+    moved += params["dimensions"] if primitive in ("rev", "squeeze") else ()
+    moved += params["dimension_numbers"].start_index_map if primitive == "gather" else ()
+    arrays = [variable.aval for variable in (*equation.invars[first:last], *equation.outvars)]
+    shapes = {array.shape[array.ndim - rank :] for array in arrays}
+    free = max(layers, result.ndim - rank if primitive == "stack" else 0)
+    return max(moved, default=0) < free and len(shapes) == 1
 
 
 def _check_witnesses(given: Sequence[Seal | None]) -> None:

@@ -60,10 +60,9 @@ def call_unit(function: Callable[..., Any], params: Tree, /, *args: Any, **kwarg
 
     In a loss over a pytree ``params`` is a subtree, of which ``function`` gets the arrays; where it is a unit, or a
     part of one, they are gathered for this call. With an nnx model it is a module. Plain pytrees and modules are just
-    passed on, so the same
-    code runs without sharding. ``args`` are pytrees of arrays and Python values. Arrays that depend on weights, or on
-    the passes of a loop around the call, must be arguments: ``function`` may not close over them. A stack is scanned by
-    ``jax.lax.scan`` over its subtree, with ``call_unit`` in the body.
+    passed on, so the same code runs without sharding. ``args`` are pytrees of arrays and Python values. Arrays that
+    depend on weights, or on the passes of a loop around the call, must be arguments: ``function`` may not close over
+    them. A stack is scanned by ``jax.lax.scan`` over its subtree, with ``call_unit`` in the body.
     """
     if unit_at(params) is None:
         return function(params, *args, **kwargs)

@@ -51,16 +51,16 @@ def caught_calls(classes: Iterable[type]) -> Iterator[None]:
 
 def _methods(cls: type) -> dict[str, Any]:
     """What an instance is called by, and methods; not those of builtins, and none that ``nnx.Module`` has, too."""
-    found: dict[str, Any] = {}
-    for base in cls.__mro__:
-        if base.__module__ == "builtins":
-            continue
-        for name, value in vars(base).items():
-            special = name != "__call__" and (name.startswith("__") or hasattr(nnx.Module, name))
-            bound = callable(value) and hasattr(type(value), "__get__")
-            if not special and bound and not isinstance(value, type | staticmethod | classmethod):
-                found.setdefault(name, inspect.getattr_static(cls, name))
-    return found
+    names = {name for base in cls.__mro__ if base.__module__ != "builtins" for name in vars(base)}
+    methods = {}
+    for name in names:
+        # A class may have something else by the name of its base's method.
+        value = inspect.getattr_static(cls, name)
+        special = name != "__call__" and (name.startswith("__") or hasattr(nnx.Module, name))
+        bound = callable(value) and hasattr(type(value), "__get__")
+        if not special and bound and not isinstance(value, type | staticmethod | classmethod):
+            methods[name] = value
+    return methods
 
 
 def _caught(method: Any) -> Callable[..., Any]:

@@ -2,20 +2,21 @@
 
 An elementwise optax transformation may run on the arrays of the train state: with the shard_map engine one flat array a
 unit, with the pjit engine ``{path: parameter}``. One that looks at shapes or names of parameters (Muon, a mask by
-``ndim``, a label of one layer) would train as something else there, without a word; ``logical.py`` is for those. Which
-an optimizer is shows in its programs: ``init`` and ``update`` are traced over the engine's arrays and over the model's
-own tree, with all names and the real shapes, and every parameter's update and moments are compared as terms
-(``terms.py``). Branches for later steps are in the programs, so they count from the start::
+``ndim``, a label of one layer) would train as something else there, without a word, and gets parameters
+(``logical.py``). Which of the two an optimizer needs shows in its programs: ``init`` and ``update`` are traced over the
+engine's arrays and over the model's own tree, with all names and the real shapes, and every parameter's update and
+moments are compared as terms (``terms.py``). Branches for later steps are in the programs, so they count from the
+start::
 
     model's tree    {"layers": {"0": {"kernel": [3, 4], "bias": [4]}}}      {"layers/0": [17]}    engine's arrays
                                     | trace                                     | trace
                                     v                                           v
                                  terms                equal?                  terms
 
-Nothing is compiled and nothing is run. Time grows with the number of parameters times the operations on each, as that
-of tracing the optimizer itself does: on one core adamw takes 0.7 s for 109 parameters and 2.4 s for 433, Muon, which
-needs a third trace, 3.6 and 15 s. Programs that are equal but do not show it get the model's own parameters: slower,
-and as right.
+Nothing is compiled and nothing is run. Time grows with the number of parameters times the operations on each, and four
+fifths of the time is JAX's own tracing of the optimizer: on one core adamw takes 1.5 s for 433 parameters and Muon,
+which needs a third trace, 9 s. Programs that are equal but do not show it get the model's own parameters: slower, and
+as right.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 import jax
 import optax
 
+from bridge.formats.garbage import collection_paused
 from jax_impl.optimizer.forms import Form, ModelTree, StoredArray, forms_of, taking_loss
 from jax_impl.optimizer.terms import Owner, Reader, Terms, Value
 
@@ -46,12 +48,12 @@ KeyPath = tuple[Any, ...]
 class Reading:
     """What an optimizer does to the arrays of one tree.
 
-    ``updates``: by array. ``owned``: of the state's leaves that belong to an array, by slot and array, the value that
-    ``init`` makes and the one that ``update`` does; ``shared``: of all other leaves, by key path.
+    ``owned``: of the state's leaves that belong to an array, by slot and array, the value that ``init`` makes and the
+    one that ``update`` does; also of the updates, which have a slot of their own. ``shared``: of all other leaves, by
+    key path.
     """
 
     owners: Mapping[str, Owner]
-    updates: Mapping[str, Value]
     owned: Mapping[tuple[Slot, str], tuple[Value, Value]]
     shared: Mapping[str, tuple[Value, Value]]
 
@@ -60,8 +62,7 @@ class Reading:
         pairs = [(name, path) for name, owner in self.owners.items() for path in owner.paths]
         slots = {slot for slot, _ in (*self.owned, *other.owned)}
         return (
-            all(_equal(self.updates[name], other.updates[path], name, path) for name, path in pairs)
-            and all(
+            all(
                 _equal_pairs(self.owned.get((slot, name)), other.owned.get((slot, path)), name, path)
                 for name, path in pairs
                 for slot in slots
@@ -89,6 +90,7 @@ def _equal(mine: Value, theirs: Value, name: str, path: str) -> bool:
 
 # Several steps of one plan (other microbatches, another loss) need one reading.
 @functools.lru_cache(maxsize=16)
+@collection_paused()
 def chosen_form(
     optimizer: optax.GradientTransformation,
     arrays: tuple[StoredArray, ...],
@@ -208,14 +210,14 @@ def _read(
         if stays == padding:
             break
         padding = stays
-    owned: dict[tuple[Slot, str], tuple[Value, Value]] = {}
+    owned = {(("update", ""), name): (value, value) for name, value in zip(names, updates, strict=True)}
     shared: dict[str, tuple[Value, Value]] = {}
     for (slot, name), made, updated in zip(slots, first, last, strict=True):
         if name is None:
             shared["".join(slot)] = made, updated
         else:
             owned[slot, name] = made, updated
-    return Reading(owners, dict(zip(names, updates, strict=True)), owned, shared)
+    return Reading(owners, owned, shared)
 
 
 def _and_then(terms: Terms, first: Value, later: Value | None) -> Value:

@@ -22,8 +22,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
-from jax_impl.modules.seal import inner_program
+from jax_impl.modules.seal import inner_program, jaxpr_of
 from jax_impl.runtime.traced import called
 
 _SAME = frozenset(
@@ -154,23 +155,14 @@ class Reader:
         primitive = equation.primitive.name
         if primitive in _SAME and len(given) == len(equation.outvars):
             return given
+        if primitive in _READ:
+            value = _READ[primitive](self, equation, given)
+            return self._whole(equation, given) if value is None else [value]
         if primitive == "cond":
             return self._choice(equation, given)
         if primitive not in ("scan", "while") and inner_program(equation) is not None:
             return self.outputs(called(equation), given)
-        read: Callable[[Any, list[Value]], Value | None] | None = None
-        if primitive in _ELEMENTWISE:
-            read = self._elementwise
-        elif primitive in _SHAPING:
-            read = self._shaped
-        elif primitive == "concatenate":
-            read = self._joined
-        elif primitive in _REDUCTIONS:
-            read = self._reduced
-        elif primitive == "dot_general":
-            read = self._product
-        value = None if read is None else read(equation, given)
-        return self._whole(equation, given) if value is None else [value]
+        return self._whole(equation, given)
 
     def _whole(self, equation: Any, given: Sequence[Value]) -> list[Value]:
         """Any operation: its term has the names and shapes of what it is made of."""
@@ -189,12 +181,23 @@ class Reader:
         return value.term
 
     def _parameters(self, equation: Any, left_out: tuple[str, ...] = ()) -> tuple[Any, ...]:
-        found: list[Any] = []
-        for name, value in sorted(equation.params.items()):
-            if name not in left_out:
-                consts = tuple(self.terms.literal(x).term for x in getattr(value, "consts", ()))
-                found.append((name, str(value), consts))
-        return tuple(found)
+        params = sorted(equation.params.items())
+        return tuple((name, self._parameter(value)) for name, value in params if name not in left_out)
+
+    def _parameter(self, value: Any) -> Any:
+        """A program, such as a loop's, is what it makes of its inputs: each trace makes it anew."""
+        if isinstance(value, tuple) and any(jaxpr_of(each) is not None for each in value):
+            return tuple(map(self._parameter, value))
+        jaxpr = jaxpr_of(value)
+        if jaxpr is None:
+            return str(value)
+        program = value if hasattr(value, "consts") else ClosedJaxpr(jaxpr, ())
+        inputs = [
+            Value(self.terms.number("input", number, str(v.aval)), filled=v.aval.shape == ())
+            for number, v in enumerate(jaxpr.invars)
+        ]
+        outputs = self.outputs(program, inputs)
+        return tuple(self._named(value, v) for value, v in zip(outputs, jaxpr.outvars, strict=True))
 
     def _elementwise(self, equation: Any, given: list[Value]) -> Value | None:
         primitive = equation.primitive.name
@@ -328,6 +331,15 @@ class Reader:
                 term = self.terms.number("choice", index, *terms)
                 found.append(Value(term, filled=variable.aval.shape == ()))
         return found
+
+
+_READ: Mapping[str, Callable[[Reader, Any, list[Value]], Value | None]] = {
+    **dict.fromkeys(_ELEMENTWISE, Reader._elementwise),
+    **dict.fromkeys(_SHAPING, Reader._shaped),
+    **dict.fromkeys(_REDUCTIONS, Reader._reduced),
+    "concatenate": Reader._joined,
+    "dot_general": Reader._product,
+}
 
 
 def _least_known(padding: str | None) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jax_impl.modules.seal import WITNESSED
 from jax_impl.runtime.traced import inlined, operands
 
 # In all versions of JAX: later ones have primitives of their own for what earlier ones write out, as 1 - x * x.
@@ -111,7 +112,7 @@ class _Origins:
 
 
 def _is_elementwise(equation: Any) -> bool:
-    if equation.primitive.name == "custom_jvp_call":
+    if equation.primitive.name in ("custom_jvp_call", WITNESSED.name):
         # From JAX 0.12 on exact GELU's derivative has one.
         return all(map(_is_elementwise, equation.params["call_jaxpr"].jaxpr.eqns))
     return equation.primitive.name in ELEMENTWISE

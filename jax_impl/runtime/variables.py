@@ -41,6 +41,10 @@ Rules = Mapping[str | type[nnx.Variable], str]
 T = TypeVar("T")
 
 RULES = ("mean", "sum", "max", "rows")
+_NEEDED: Mapping[str, tuple[Any, str]] = {
+    "mean": (jnp.inexact, "a floating-point variable"),
+    "sum": (jnp.number, "a variable of numbers"),
+}
 
 
 def with_rules(infos: Infos, asked: Rules, stacks: Sequence[str], ranks: int) -> dict[str, VariableInfo]:
@@ -68,10 +72,9 @@ def with_rules(infos: Infos, asked: Rules, stacks: Sequence[str], ranks: int) ->
         rows = int(any(path == stack or path.startswith(f"{stack}/") for stack in stacks))
         divides = len(info.shape) > rows and info.shape[rows] > 0 and info.shape[rows] % ranks == 0
         rule = chosen.get(path, _usual(info, divides))
-        if rule == "mean" and not jnp.issubdtype(info.dtype, jnp.inexact):
-            raise ValueError(
-                f"variable {path!r}: rule 'mean': expected a floating-point variable, got {info.dtype}"
-            )
+        dtypes, words = _NEEDED.get(rule or "", (None, ""))
+        if dtypes is not None and not jnp.issubdtype(info.dtype, dtypes):
+            raise ValueError(f"variable {path!r}: rule {rule!r}: expected {words}, got {info.dtype}")
         if rule == "rows" and not divides:
             raise ValueError(
                 f"variable {path!r}: rule 'rows': expected rows, as dimension {rows}, that {ranks} devices divide, got "

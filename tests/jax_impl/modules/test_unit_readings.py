@@ -124,6 +124,12 @@ class Block(nnx.Module):
     def set_mode_to(self, mode: str) -> None:
         self.mode = mode
 
+    def reset(self) -> None:
+        del self.new
+
+    def label(self) -> str:
+        return "block"
+
     def encode(self, x: jax.Array) -> tuple[jax.Array, str]:
         return jnp.tanh(self.up(x)), self.mode
 
@@ -134,7 +140,13 @@ class Block(nnx.Module):
 
 
 class Other(Block):
-    pass
+    """Attributes in place of what are methods of its base."""
+
+    reset = None
+
+    @property
+    def label(self) -> str:
+        return "other"
 
 
 class Net(nnx.Module):
@@ -171,6 +183,7 @@ def flags(m: Net, x: jax.Array) -> jax.Array:
             x = x * 7
         if getattr(block, "scale", None) is not None or "residual" not in vars(block) or block.gate.ndim != 1:
             x = x * 9
+        x = x * (1.5 if block.reset is None else 1.0) * (0.7 if block.label == "other" else 1.0)
         x = x * block.widths()["in"] / block.up.kernel.shape[0]
         x = x + (block.up.kernel.dtype == jnp.float64) * (block.up.out_features - block.gate.size)
         y, mode = block.encode(x)
@@ -213,6 +226,8 @@ def written(m: Net, x: jax.Array) -> jax.Array:
         x = block(block(x))
         x = x * block.calls * (2.0 if block.mode == "eval" else 1.0) * getattr(block, "new", 1.0)
     m.blocks[1].set_attributes(mode="train")
+    m.blocks[2].reset()
+    x = x * getattr(m.blocks[2], "new", 0.5)
     return jnp.mean(m.out(m.blocks[1](x)) ** 2)
 
 
@@ -311,6 +326,87 @@ def tree() -> dict[str, Any]:
 )
 def test_what_becomes_of_some_parameters_of_a_unit_is_seen(change, match):
     refused(tree(), by_path(change), match, units=["layers/*"])
+
+
+def test_parameters_of_two_units_that_become_one_are_refused_by_name():
+    def mixed(params: Any, x: jax.Array) -> jax.Array:
+        first, second = params["layers"]
+        run = lambda p, x: jnp.tanh(x @ p["a_kernel"] + p["bias"])  # noqa: E731
+        return jnp.mean(call_unit(run, {**first, "bias": second["bias"]}, x) ** 2)
+
+    match = "unit 'layers/0': expected its own parameters, got 'bias' of unit 'layers/1'"
+    refused(tree(), mixed, match, units=["layers/*"])
+
+
+def stack() -> dict[str, Any]:
+    kernels = np.random.default_rng(1).normal(size=(2, DIM, DIM))
+    layers = {"a_kernel": jnp.asarray(kernels), "bias": jnp.ones((2, DIM)), "skip": jnp.zeros((2, DIM, DIM))}
+    return {"layers": layers, "out": jnp.ones(DIM)}
+
+
+def scanned(change: Callable[[Any], Any], *, inside: bool, wrap: Any) -> Callable[[Any, Any], jax.Array]:
+    """A loss that changes the last parameter of a stack, of all layers at once or in each pass of a loop."""
+    named = jax.tree_util.tree_map_with_path
+    changed = lambda tree: named(lambda path, x: change(x) if "skip" in str(path) else x, tree)  # noqa: E731
+
+    def body(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+        def run(p: Any, x: jax.Array) -> jax.Array:
+            return jnp.tanh(x @ (p["a_kernel"] + p["skip"]) + p["bias"])
+
+        return call_unit(run, changed(layer) if inside else layer, x), None
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        layers = params["layers"] if inside else changed(params["layers"])
+        return jnp.mean((jax.lax.scan(wrap(body), x, layers)[0] @ params["out"]) ** 2)
+
+    return loss
+
+
+@pytest.mark.fast_cases(
+    "False-scan-mul", "True-scan-others", "True-remat-stopped", "False-scan-rev", "False-scan-swapaxes"
+)
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(lambda f: f, id="scan"), pytest.param(jax.checkpoint, id="remat")]
+)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        pytest.param(lambda x: x * 2, "got mul at", id="mul"),
+        pytest.param(jnp.zeros_like, "got others in place of some", id="others"),
+        pytest.param(jax.lax.stop_gradient, "of all of its parameters or of none", id="stopped"),
+        pytest.param(lambda x: x[..., ::-1], "got rev at", id="rev"),
+        pytest.param(lambda x: jnp.roll(x, 1, -1), "got slice at", id="roll"),
+        pytest.param(lambda x: jnp.where(x.ndim > 9, 0, x), "got select_n at", id="where"),
+        pytest.param(lambda x: x.swapaxes(-1, -2), "got transpose at", id="swapaxes"),
+    ],
+)
+def test_what_becomes_of_some_parameters_of_a_stack_is_seen(change, match, inside, wrap):
+    loss = scanned(change, inside=inside, wrap=wrap)
+    refused(stack(), loss, f"unit 'layers': .* {match}", units=["layers/*"], stacked=["layers"])
+
+
+@pytest.mark.fast_cases("shard_map-reversed")
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda layers: jax.tree.map(lambda x: x[::-1], layers), id="reversed"),
+        pytest.param(lambda layers: jax.tree.map(lambda x: jnp.stack([x[1], x[0]]), layers), id="stacked"),
+        pytest.param(lambda layers: jax.tree.map(lambda x: jnp.roll(x, 1, 0), layers), id="rolled"),
+        pytest.param(
+            lambda layers: jax.tree.map(lambda x: jnp.concatenate([x[:1], x[jnp.array([1, 0])]]), layers),
+            id="taken",
+        ),
+    ],
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_layers_of_a_stack_may_come_in_any_order(change, engine):
+    plain_loss = scanned(lambda x: x, inside=False, wrap=lambda f: f)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return plain_loss({**params, "layers": change(params["layers"])}, x)
+
+    assert_trains(stack(), loss, engine, units=["layers/*"], stacked=["layers"])
 
 
 def test_a_dictionary_that_is_a_unit_is_one():

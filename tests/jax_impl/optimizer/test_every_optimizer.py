@@ -2,7 +2,7 @@
 
 In float64, and to 1e-9 of a parameter's largest weight. In float32 some miss 1e-6 without being wrong: sums over
 devices are taken in another order, and an update that divides by the root of a tiny moment makes 4e-6 of that rounding.
-In float64 it makes 1e-13 of it, so what is more would be a fault. ``test_trial.py`` and ``test_logical.py`` have
+In float64 it makes 1e-13 of it, so what is more would be a fault. ``test_chosen_form.py`` and ``test_logical.py`` have
 float32.
 """
 
@@ -118,7 +118,7 @@ def assert_trains_as_unsharded(name: str, engines: Any = ENGINES, devices: Any =
         return 0.0
     worst = 0.0
     for engine in engines:
-        # One object, of which the trial is remembered for all devices.
+        # One object, whose programs are read once for all devices.
         optimizer = (by_unit if engine == "shard_map" else by_name)()
         for count in devices:
             found = trained(engine, count, optimizer)

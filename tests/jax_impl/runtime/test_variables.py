@@ -34,6 +34,7 @@ class Codebook(nnx.Module):
         self.largest = Largest(jnp.zeros(WIDTH))
         self.average = nnx.Variable(jnp.zeros(WIDTH))
         self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.flags = nnx.Variable(jnp.array([True, False]))
         self.change = change
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -63,6 +64,21 @@ def decayed_everywhere(model: Codebook, _: jax.Array, codes: jax.Array) -> None:
 
 def counted_with_a_constant(model: Codebook, _: jax.Array, codes: jax.Array) -> None:
     model.counts[...] = model.counts[...] + jax.nn.one_hot(codes, 3).sum(0) + 1.0
+
+
+def counted_up_to_a_limit(model: Codebook, _: jax.Array, codes: jax.Array) -> None:
+    before = model.counts[...]
+    model.counts[...] = jnp.where(before < 2, before + jax.nn.one_hot(codes, 3).sum(0), before)
+
+
+def kept_from_the_pass_before(model: Codebook, x: jax.Array, _: jax.Array) -> None:
+    zeros = jnp.zeros(WIDTH)
+    model.average[...] = lax.scan(lambda carry, row: ((row, carry[0]), None), (zeros, zeros), x)[0][1]
+
+
+def counted_by_choice(model: Codebook, x: jax.Array, _: jax.Array) -> None:
+    calls = model.calls[...]
+    model.calls[...] = lax.cond(x[0, 0] > 0, lambda: calls + 1, lambda: calls)
 
 
 def largest(model: Codebook, x: jax.Array, _: jax.Array) -> None:
@@ -164,9 +180,12 @@ def test_sums_go_over_microbatches_too() -> None:
     ("change", "rules", "message"),
     [
         (counted, {}, r"variable 'counts' \(Variable\): expected the same value on all devices, or a rule"),
+        (counted_by_choice, {}, r"variable 'calls' \(Variable\): expected the same value on all devices"),
         (largest, {}, r"variable 'largest' \(Largest\)"),
         (decayed, {"counts": "sum"}, r"'sum': expected the value before and what.*psum\(batch_counts"),
         (counted_with_a_constant, {"counts": "sum"}, "rule 'sum': expected the value before and what"),
+        (kept_from_the_pass_before, {}, r"variable 'average' \(Variable\): expected the same value"),
+        (counted_up_to_a_limit, {"counts": "sum"}, "rule 'sum': expected the value before and what"),
         (counted, {"calls": "sum", "counts": "sum"}, "variable 'calls': rule 'sum'"),
     ],
 )
@@ -185,6 +204,7 @@ def test_what_no_rule_makes_one_value_of_is_refused(change: Any, rules: Any, mes
         ),
         ({"count": "sum"}, ValueError, r"'count' matches none of \['average', 'calls'"),
         ({"calls": "mean"}, ValueError, "rule 'mean': expected a floating-point variable, got int32"),
+        ({"flags": "sum"}, ValueError, "rule 'sum': expected a variable of numbers, got bool"),
         ({"counts": "rows"}, ValueError, r"that 4 devices divide, got shape \(3,\)"),
         ({3: "sum"}, TypeError, "expected patterns of paths or types of nnx variables, got 3"),
     ],
@@ -353,7 +373,9 @@ class Scanned(nnx.Module):
 def test_scanned_layers_that_leave_their_statistics_alone_are_not_refused() -> None:
     model = Scanned(nnx.Rngs(0))
     model.eval()
-    plan, weights = fully_shard(model, data_parallel_mesh(2), units=["layers/*"], stacked=["layers"])
+    plan, weights = fully_shard(
+        model, data_parallel_mesh(2), units=["layers/*"], stacked=["layers"], prefetch=1
+    )
     state = init_state(plan, weights, optax.sgd(0.1))
     found = make_eval_step(plan, lambda model, x: model(x))(state, rows())
     np.testing.assert_allclose(found, model(jnp.asarray(rows())), rtol=1e-5, atol=1e-6)
