@@ -204,9 +204,8 @@ class ParameterGroup:
     def _require_change_everywhere(self) -> None:
         """RuntimeError if only some ranks have changed their main weights, and would gather."""
         if self.strategy.optimizer > 0 and self.mesh.size > 1:
-            unit = self._group_spec.context.name
             require_all_ranks(
-                f"main weights of {self.names[0]!r} (unit {unit}) were changed between forwards",
+                f"main weights of {self.names[0]!r} (unit {self.unit_name}) were changed between forwards",
                 self.mesh,
                 "a change outside of a training step must be made on all ranks, also where rows are empty: write to "
                 "the DTensor, or to to_local() without a condition on its size or values",
@@ -218,9 +217,8 @@ class ParameterGroup:
         if trainable in self._agreed_trainable or self.mesh.size == 1:
             return
         frozen = [name for name, trains in zip(self.names, trainable, strict=True) if not trains]
-        unit = self._group_spec.context.name
         require_all_ranks(
-            f"{len(frozen)} of {len(self.names)} parameters of unit {unit} are frozen "
+            f"{len(frozen)} of {len(self.names)} parameters of unit {self.unit_name} are frozen "
             f"({', '.join(frozen[:_NAMED])}{', ...' if len(frozen) > _NAMED else ''})",
             self.mesh,
             "call requires_grad_() with the same value for a parameter on all ranks, before the same forward",
@@ -341,7 +339,8 @@ class ParameterGroup:
                 raise RuntimeError(
                     f"parameter {self.names[index]!r} was replaced after fully_shard: expected the sharded parameter, "
                     f"got {type(module._parameters.get(attr)).__name__}; copy values into it instead (copy_(), "
-                    "load_state_dict); torch.func.functional_call takes the module's own parameters() only"
+                    "load_state_dict); parametrizations are registered before fully_shard, and "
+                    "torch.func.functional_call takes the module's own parameters() only"
                 )
 
     def _check_unfrozen(self) -> None:
