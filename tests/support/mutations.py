@@ -680,6 +680,27 @@ TORCH = [
         "if False:",
         "torch_impl/checkpoint/test_groups.py",
     ),
+    M(
+        "ranks decide alone whether to gather",
+        "torch_impl/runtime/group.py",
+        "self._due |= trains and",
+        "self._due |= False and",
+        "torch_impl/runtime/test_uniform.py",
+    ),
+    M(
+        "backward(inputs=...) passes over sharded parameters",
+        "torch_impl/runtime/late_backward.py",
+        "every = (*given, *wholes) if unused else given",
+        "every = given",
+        "torch_impl/runtime/test_late_backward.py",
+    ),
+    M(
+        "hooks bring gradients to some ranks",
+        "torch_impl/runtime/reduction.py",
+        "            self._check_hooked(trained - used, spec.levels.views(level, done.sums))\n",
+        "            pass\n",
+        "torch_impl/runtime/test_hooks_memory.py",
+    ),
 ]
 JAX = [
     M(
