@@ -76,9 +76,10 @@ backward. The first one turns the buffer pool off.
 
 **What ranks must do alike.** All ranks call the same units in the same order, also without gradients. A forward on
 some ranks only is safe under ``no_shard`` alone, in eval mode and without gradients. All ranks agree on whether any
-input of a unit gets a gradient. A rank that departs from this reduces a unit at another time than the others, which
-without sharded weights may pair different units' gradients. Ranks compare the description of every unit once, in
-``fully_shard``; on a difference all raise, naming the first one.
+input of a unit gets a gradient, and on the sync flags. Ranks compare the description of every unit once, in
+``fully_shard``, and the order of their gathers and reductions whenever one follows another for the first time; on a
+difference all raise, naming the first one. A rank that departs from a known order only later is found within 1,000
+collectives, unless the backend waits for it until its timeout.
 
 **Outputs.** Where parameters are sharded, a unit that returns its parameter or a view of it returns a copy, through
 which gradients flow. Such a view inside an object that is no tuple, list or dict raises. An input that a unit passes

@@ -259,40 +259,61 @@ def require_same_unit(
     raise ValueError(f"fully_shard of {unit}: ranks differ: {_first_difference(first, rank, other)}")
 
 
-def require_all_ranks(what: str, mesh: DataParallelMesh, reason: str) -> None:
+def require_all_ranks(what: str, mesh: DataParallelMesh, reason: str, *, since: str = "") -> None:
     """Return once all ranks of ``mesh`` have come here with the same ``what``, as they must before a collective.
 
-    Over the store of the process groups: a collective would meet those of ranks that do not come. A store holds three
-    keys a rank, whatever the number of calls.
+    Over the store of the process groups: a collective would meet those of ranks that do not come. A store holds few
+    keys a rank, whatever the number of calls. ``since`` must be the same, too, and is not part of the error.
 
-    Raises RuntimeError when the store's timeout has passed: ``what``, the ranks that did not come, and ``reason``.
+    Raises RuntimeError with ``what``, the ranks for which it is something else, and ``reason``: at once when all have
+    come, else when the store's timeout has passed.
     """
-    for size, group in zip(mesh.sizes, mesh.groups, strict=True):
-        # torch's stubs know no timeout.
-        store: Any = group.get_group_store()
-        own = dist.get_rank(group)
-        turn = store.add(f"twinshard turns {own}", 1)
-        here, all_here = f"twinshard {turn} {what}", f"twinshard all at {turn}"
-        store.set(f"twinshard at {own}", here)
-        if store.add(here, 1) == size:
-            store.set(all_here, "")
-            # Whoever comes to this turn has left the one before.
-            store.delete_key(here)
-            store.delete_key(f"twinshard all at {turn - 1}")
-            continue
-        deadline = time.monotonic() + store.timeout.total_seconds()
-        # Not wait(): it would keep the store's lock from other threads.
-        while not store.check([all_here]):
-            if time.monotonic() > deadline:
-                keys = [f"twinshard at {k}" for k in range(size)]
-                came = [store.check([key]) and store.get(key).decode() == here for key in keys]
-                names = dist.get_process_group_ranks(group)
-                missing = [name for name, there in zip(names, came, strict=True) if not there]
-                raise RuntimeError(
-                    f"{what} on rank {names[own]}, but not on ranks {missing} within "
-                    f"{store.timeout.total_seconds():.0f} s: {reason}"
-                )
-            time.sleep(0.001)
+    others = ""
+    for group in mesh.groups:
+        # Ranks of the next axis, which is also waiting for this rank, are to fail with it.
+        said = _meet(group, what, "unlike" if others else since)
+        others = others or said
+    if others:
+        raise RuntimeError(f"{what} on rank {dist.get_rank()}, but {others}: {reason}")
+
+
+def _meet(group: dist.ProcessGroup, what: str, since: str) -> str:
+    """Wait for the ranks of one axis; what others are at, empty if all are alike."""
+    # torch's stubs know no timeout.
+    store: Any = group.get_group_store()
+    own, names = dist.get_rank(group), dist.get_process_group_ranks(group)
+    turn = store.add(f"twinshard turns {own}", 1)
+    counts, all_here = (f"twinshard {turn} {since} {what}", f"twinshard {turn}"), f"twinshard all at {turn}"
+    store.set(f"twinshard at {own}", f"{turn} {what}")
+
+    def unlike() -> dict[int, str]:
+        keys = [f"twinshard at {k}" for k in range(len(names))]
+        texts = [store.get(key).decode() if store.check([key]) else "" for key in keys]
+        return {name: text for name, text in zip(names, texts, strict=True) if text != f"{turn} {what}"}
+
+    _, came = (store.add(key, 1) for key in counts)
+    if came == len(names):
+        # Others may have come since the first count.
+        store.set(all_here, "alike" if store.add(counts[0], 0) == came else "unlike")
+        # Whoever comes to this turn has left the one before.
+        for key in (*counts, f"twinshard all at {turn - 1}"):
+            store.delete_key(key)
+    deadline, pause = time.monotonic() + store.timeout.total_seconds(), 0.0001
+    # Not wait(): it would keep the store's lock from other threads.
+    while not store.check([all_here]):
+        if time.monotonic() > deadline:
+            # As if this rank had not come: it may go on after the error, and come again with all.
+            for key in (f"twinshard turns {own}", *counts):
+                store.add(key, -1)
+            return f"not on ranks {[*unlike()]} within {store.timeout.total_seconds():.0f} s"
+        time.sleep(pause)
+        # Many ranks that ask often keep the store from answering.
+        pause = min(2 * pause, 0.01)
+    if store.get(all_here) == b"alike":
+        return ""
+    for name, text in unlike().items():
+        return f"{text.partition(' ')[2]} on rank {name}"
+    return "other ranks are unlike each other, or were before"
 
 
 def _first_difference(first: Mapping[str, Any], rank: int, other: Mapping[str, Any]) -> str:

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from torch_impl.comm.agreement import require_all_ranks
+from torch_impl.comm.collective_order import order_on
 from torch_impl.comm.streams import Transfer
 from torch_impl.dtensor.local import local_of, plain_parts
 from torch_impl.dtensor.refusals import set_name
@@ -63,6 +64,7 @@ class ParameterGroup:
         self._group_spec, self.weights, self.unequal = spec, weights, unequal
         self.names, self.host = spec.names, spec.host
         self.layout, self.mesh = spec.layout, spec.levels.mesh
+        self._order = order_on(self.mesh)
         self.strategy, self.dtypes = spec.strategy, spec.dtypes
         # Weakly: a module holds its unit, the unit this group, and a deleted model is to free its memory at once.
         self._sites = [[(weakref.ref(module), attr) for module, attr in one.sites] for one in owned]
@@ -186,6 +188,7 @@ class ParameterGroup:
         if changed and not self._due and (kept or resident):
             self._require_change_everywhere()
         self._require_same_trainable()
+        self._order.begin(f"weights of {self.names[0]!r} (unit {self.unit_name}) are gathered")
         self._due = False
         self._gathered_version = None  # until it has succeeded
         if not current:
@@ -201,9 +204,8 @@ class ParameterGroup:
     def _require_change_everywhere(self) -> None:
         """RuntimeError if only some ranks have changed their main weights, and would gather."""
         if self.strategy.optimizer > 0 and self.mesh.size > 1:
-            unit = self._group_spec.context.name
             require_all_ranks(
-                f"main weights of {self.names[0]!r} (unit {unit}) were changed between forwards",
+                f"main weights of {self.names[0]!r} (unit {self.unit_name}) were changed between forwards",
                 self.mesh,
                 "a change outside of a training step must be made on all ranks, also where rows are empty: write to "
                 "the DTensor, or to to_local() without a condition on its size or values",
@@ -215,9 +217,8 @@ class ParameterGroup:
         if trainable in self._agreed_trainable or self.mesh.size == 1:
             return
         frozen = [name for name, trains in zip(self.names, trainable, strict=True) if not trains]
-        unit = self._group_spec.context.name
         require_all_ranks(
-            f"{len(frozen)} of {len(self.names)} parameters of unit {unit} are frozen "
+            f"{len(frozen)} of {len(self.names)} parameters of unit {self.unit_name} are frozen "
             f"({', '.join(frozen[:_NAMED])}{', ...' if len(frozen) > _NAMED else ''})",
             self.mesh,
             "call requires_grad_() with the same value for a parameter on all ranks, before the same forward",
@@ -338,7 +339,8 @@ class ParameterGroup:
                 raise RuntimeError(
                     f"parameter {self.names[index]!r} was replaced after fully_shard: expected the sharded parameter, "
                     f"got {type(module._parameters.get(attr)).__name__}; copy values into it instead (copy_(), "
-                    "load_state_dict); torch.func.functional_call takes the module's own parameters() only"
+                    "load_state_dict); parametrizations are registered before fully_shard, and "
+                    "torch.func.functional_call takes the module's own parameters() only"
                 )
 
     def _check_unfrozen(self) -> None:

@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from torch_impl.comm.collective_order import order_on
 from torch_impl.comm.streams import Step, Streams, Transfer
 from torch_impl.dtensor.local import is_partial, local_of
 from torch_impl.dtensor.placement import row_placement
@@ -72,6 +73,9 @@ class Host(Protocol):
     """What a reduction asks of its unit, at each use, since its root may change."""
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def streams(self) -> Streams: ...
 
     @property
@@ -92,6 +96,7 @@ class GroupReduction:
 
     def __init__(self, spec: GradientSpec, memory: PooledGradient, host: Host) -> None:
         self._group_spec, self._memory, self._host = spec, memory, host
+        self._order = order_on(spec.levels.mesh)
         # Whether to look at every .grad after a backward, which costs too much to be done always.
         self._left_partial = False
         self._under_way: _UnderWay | None = None
@@ -117,6 +122,10 @@ class GroupReduction:
         """
         levels = self._group_spec.levels
         last = last or self._group_spec.strategy.gradients == levels.axes
+        self._order.begin(
+            f"gradients of {self._group_spec.names[0]!r} (unit {self._host.name or 'root'}) are reduced over "
+            f"{'all axes' if last else 'the inner axis'}"
+        )
         flags = levels.flags(0, values).zero_()
         _add_flags(flags, used)
         steps, sums = self._steps(values, last)

@@ -115,19 +115,7 @@ class Runs:
 
     def pairs(self, modules: Modules, weights: WeightMap) -> list[CallPair]:
         """Partner calls, in the order in which torch's began."""
-        pairs = list(self._pairs(modules, weights))
-        certain, chosen = ([_moves(pair, doubted) for pair in pairs] for doubted in (False, True))
-        found = []
-        for pair in pairs:
-            ways = [way for _, _, way in (*pair.inputs, *pair.outputs)]
-            if any(way.doubt for way in ways):
-                kin = [number for number, other in enumerate(pairs) if other.torch.kind == pair.torch.kind]
-                ranked = [*(certain[number] for number in kin), _channels(pair), *certain]
-                if not all(way.certain for way in ways):
-                    ranked += [*(chosen[number] for number in kin), *chosen]
-                pair = replace(pair, known=tuple(dict.fromkeys(one for group in ranked for one in group)))
-            found.append(pair)
-        return found
+        return decided(list(self._pairs(modules, weights)))
 
     def _pairs(self, modules: Modules, weights: WeightMap) -> Iterator[CallPair]:
         matrices = {name: leaf.shape for name, leaf in self.parameters.items() if leaf.ndim == 2}
@@ -143,6 +131,22 @@ class Runs:
             if name in matrices and call.path not in orders:
                 orders[call.path] = weights.feature_orders(name, matrices[name])
             yield CallPair(pair, call.number, call, twin, orders.get(call.path, (None, None)))
+
+
+def decided(pairs: Sequence[CallPair]) -> list[CallPair]:
+    """The pairs, with what the others and their kinds of modules say where a layout is in doubt."""
+    certain, chosen = ([_moves(pair, doubted) for pair in pairs] for doubted in (False, True))
+    decided_pairs = []
+    for pair in pairs:
+        ways = [way for _, _, way in (*pair.inputs, *pair.outputs)]
+        if any(way.doubt for way in ways):
+            kin = [number for number, other in enumerate(pairs) if other.torch.kind == pair.torch.kind]
+            ranked = [*(certain[number] for number in kin), _channels(pair), *certain]
+            if not all(way.certain for way in ways):
+                ranked += [*(chosen[number] for number in kin), *chosen]
+            pair = replace(pair, known=tuple(dict.fromkeys(moves for group in ranked for moves in group)))
+        decided_pairs.append(pair)
+    return decided_pairs
 
 
 def _moves(pair: CallPair, doubted: bool) -> list[Moves]:

@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from bridge.formats.base import Box, TensorInfo
+from bridge.formats.base import Box
 from bridge.mapping import MappingError, MappingTable
 from bridge.mapping.apply import apply_rule
 from bridge.mapping.entries import Entry, Rule
@@ -73,9 +73,10 @@ class WeightMap:
             ("the JAX model", jax, jax_buffers or {}, "/", jax_convention),
         ):
             found, own = found_in_model(mapping, leaves, buffers, separator, wanted, what)
-            others = [own[info.name] for info in found.others.values() if not mapping.drops(info.name)]
-            unknown = sorted(name for name in others if name not in buffers)
-            dropped += [own[name] for name in map(_name, found.others.values()) if mapping.drops(name)]
+            others = {info.name: own[info.name] for info in found.others.values()}
+            drops = {name for stored, name in others.items() if mapping.drops(stored)}
+            unknown = sorted(set(others.values()) - drops - buffers.keys())
+            dropped += sorted(drops & buffers.keys())
             if unknown or not found.weights:
                 raise MappingError(
                     f"{what}: expected parameters that mapping {mapping.name} knows, as convention "
@@ -97,7 +98,6 @@ class WeightMap:
                 f"mapping {mapping.name}: expected two conventions, got both models in {first.convention.name}"
             )
         kinds = frozenset(torch_buffers or {}), frozenset(jax_buffers or {})
-        dropped = [name for name in dropped if name in kinds[0] | kinds[1]]
         return cls(mapping, first, second, names[0], names[1], kinds[0], kinds[1], tuple(dropped))
 
     @classmethod
@@ -244,10 +244,6 @@ class WeightMap:
         return Translated(made, reader)
 
 
-def _name(info: TensorInfo) -> str:
-    return info.name
-
-
 def found_in_model(
     mapping: MappingTable, leaves: Leaves, buffers: Leaves, separator: str, convention: str | None, where: str
 ) -> tuple[Found, Mapping[str, str]]:
@@ -259,12 +255,8 @@ def found_in_model(
     every = {**leaves, **buffers}
     ways = [{name: name for name in every}]
     if buffers and separator == "/":
-        ways.append(
-            {**dict(zip(leaves, leaves, strict=True)), **{n.partition("/")[2] or n: n for n in buffers}}
-        )
-        ways.append(
-            {**{f"params/{name}": name for name in leaves}, **dict(zip(buffers, buffers, strict=True))}
-        )
+        ways.append({name if name in leaves else name.partition("/")[2] or name: name for name in every})
+        ways.append({f"params/{name}" if name in leaves else name: name for name in every})
     best: tuple[Found, Mapping[str, str]] | None = None
     errors = []
     for own in ways:

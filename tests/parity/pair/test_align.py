@@ -122,3 +122,13 @@ def test_equal_numbers_have_the_usual_layout_without_a_doubt() -> None:
     zeros = align(np.zeros((2, 3, 4, 4)), np.zeros((2, 4, 4, 3)))
     assert zeros is not None
     assert (zeros.moves, zeros.doubt) == (LAST, "")
+
+
+def test_of_few_elements_only_equal_ones_choose_a_layout() -> None:
+    turned = np.array([[[0.0, 1.0], [-1.0, 0.0]]])
+    # Its transposition is minus itself, and so nearer by chance.
+    near, equal = align(turned, -0.6 * turned), align(turned, -turned)
+    assert near is not None
+    assert equal is not None
+    assert (str(near), near.certain) == ("", False)
+    assert (str(equal), equal.certain) == ("axes (0, 2, 1)", True)

@@ -101,7 +101,10 @@ def test_an_unbiased_variance_against_a_biased_one_is_named():
     assert "no fault of the port" in found.summary()
     # The two ways out that the cause names.
     dropped = {**table(STATISTICS[0]), "drop": ["*tracked", "norm.running_var", "norm/var"]}
-    assert compared(Torch(), Jax(), dropped, steps=2)
+    found = compared(Torch(), Jax(), dropped, steps=2)
+    assert found
+    assert found.dropped_buffers == ("norm.num_batches_tracked", "norm.running_var", "norm/var")
+    assert (found.torch_buffers, found.jax_buffers, found.changed_buffers) == ((), (), ())
     assert compared(Torch().eval(), _in_mode(Jax(), False), table(*STATISTICS), steps=2)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from bridge.parity.pair.modules import ModulePair
 from bridge.parity.pair.recording import Call
-from bridge.parity.pair.runs import CallPair
+from bridge.parity.pair.runs import CallPair, decided
 
 
 def call(path: str, **inputs: np.ndarray) -> Call:
@@ -37,3 +37,22 @@ def test_an_array_that_only_one_side_repeats_has_the_twin_of_its_first():
     # Three times the same here, once there, by position or by name.
     assert matches({"0": x, "1": x, "key_value": x}, {"0": y}) == [("0", "0"), ("1", "0"), ("key_value", "0")]
     assert matches({"0": x}, {"inputs.q": y, "inputs.kv": y}) == [("0", "inputs.q"), ("0", "inputs.kv")]
+
+
+def unlike(torch_kind: str, jax_kind: str, path: str = "module") -> CallPair:
+    """A pair whose outputs have four equal axes and nothing in common."""
+    ours, theirs = np.random.default_rng(2).normal(size=(2, 4, 4, 4, 4))
+    calls = [Call(path, 0, kind, {}, {"": out}) for kind, out in ((torch_kind, ours), (jax_kind, theirs))]
+    return CallPair(ModulePair(path, path, 0), 0, *calls)
+
+
+def test_kinds_of_modules_and_other_pairs_decide_layouts_that_values_do_not():
+    ((_, _, conv),) = decided([unlike("Conv2d", "Conv")])[0].outputs
+    assert (conv.axes, conv.certain) == ((0, 2, 3, 1), True)
+    ((_, _, alone),) = decided([unlike("Block", "Block")])[0].outputs
+    assert (str(alone), alone.certain) == ("", False)
+    image = np.random.default_rng(3).normal(size=(4, 2, 3, 5))
+    calls = [Call("stem", 0, "Stem", {}, {"": out}) for out in (image, image.transpose(0, 2, 3, 1))]
+    stem = CallPair(ModulePair("stem", "stem", 0), 0, *calls)
+    ((_, _, beside),) = decided([stem, unlike("Block", "Block")])[1].outputs
+    assert (beside.axes, beside.certain) == ((0, 2, 3, 1), True)

@@ -102,3 +102,45 @@ def whole_model() -> None:
 @pytest.mark.slow
 def test_a_whole_sharded_model_may_be_compiled(ranks: RankGroup) -> None:
     ranks.run(2, whole_model)
+
+
+class WithHead(torch.nn.Module):
+    """Its head is a layer of the root, whose weight a loss reads after the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.body(x))
+
+
+def head_loss(head: torch.nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(hidden @ head.weight.T + head.bias, targets)
+
+
+def train_by_head_weight(backend: str) -> int:
+    """How many graphs are compiled of a loss that reads shown weights; its steps are those without a compiler."""
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend(backend)
+    trained = []
+    for loss in (head_loss, torch.compile(head_loss, backend=graphs)):
+        torch.manual_seed(0)
+        model = WithHead()
+        torch_impl.fully_shard(model.body)
+        torch_impl.fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            loss(model.head, model(x), torch.arange(3)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([torch_impl.full_tensor(param) for param in model.parameters()])
+    torch.testing.assert_close(*trained)
+    return graphs.frame_count
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.each_value
+def test_a_compiled_loss_reads_weights_that_a_forward_left(ranks: RankGroup, backend: str) -> None:
+    assert ranks.run(2, train_by_head_weight, backend) == [1, 1]

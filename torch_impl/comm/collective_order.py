@@ -1,0 +1,67 @@
+"""Whether all ranks begin the collectives of units in one order.
+
+A backend matches collectives of ranks by their order alone. Where ranks call different units of equal sizes, it would
+mix the weights of these units, and their gradients, without an error::
+
+    rank 0    gather a    gather b    reduce b    reduce a
+    rank 1    gather b    gather a    reduce a    reduce b
+
+So ranks compare what they begin, before the collective, over the store of their process groups: when one collective
+follows another for the first time, since a program that treats ranks unlike mostly does so in its first steps, and once
+in ``_EVERY`` collectives. Both compare the history, too. Other steps exchange nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from torch_impl.comm.agreement import require_all_ranks
+from torch_impl.comm.mesh import DataParallelMesh
+
+_EVERY = 1000
+# Of their ranks one process plays all, or each brings no store.
+_WITHOUT_STORE = ("fake", "mpi")
+_REASON = (
+    "call the same units in the same order on all ranks, if need be on inputs without rows, with the same "
+    "set_requires_gradient_sync(), set_requires_all_reduce() and set_is_last_backward()"
+)
+
+
+class CollectiveOrder:
+    """The collectives of units over ``mesh``; see ``order_on``."""
+
+    def __init__(self, mesh: DataParallelMesh) -> None:
+        backends = [dist.get_backend(group) for group in mesh.groups]
+        self._compares = mesh.size > 1 and not any(one in _WITHOUT_STORE for one in backends)
+        self._mesh = mesh
+        self._last, self._count, self._checksum = "", 0, 0
+        self._agreed: set[tuple[str, str]] = set()
+
+    def begin(self, what: str) -> None:
+        """To be called before a collective. ``what``: a sentence that tells it from others, equal on all ranks.
+
+        Raises RuntimeError, which names ranks and collectives, where ranks are found to differ.
+        """
+        if not self._compares:
+            return
+        count, checksum = self._count + 1, zlib.crc32(what.encode(), self._checksum)
+        pair = self._last, what
+        if pair not in self._agreed or count % _EVERY == 0:
+            require_all_ranks(what, self._mesh, _REASON, since=f"{count} {checksum:08x}")
+            self._agreed.add(pair)
+        self._last, self._count, self._checksum = what, count, checksum
+
+
+_orders: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], CollectiveOrder]] = WeakKeyDictionary()
+
+
+def order_on(mesh: DataParallelMesh) -> CollectiveOrder:
+    """The order of all collectives of units over the axes of ``mesh``, equal meshes included."""
+    orders = _orders.setdefault(mesh.groups[0], {})
+    names = tuple(group.group_name for group in mesh.groups)
+    if names not in orders:
+        orders[names] = CollectiveOrder(mesh)
+    return orders[names]
