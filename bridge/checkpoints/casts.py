@@ -140,7 +140,7 @@ def apply_casts(tensors: Iterable[PlannedTensor], casts: Mapping[str, np.dtype])
         for pattern, wanted in casts.items():
             if _can_cast(tensor.dtype, wanted) and _means(pattern, tensor) and tensor.name not in are_scales:
                 dtype, used[pattern] = wanted, True
-        if dtype != tensor.dtype and tensor.dtype.itemsize == 1:
+        if dtype != tensor.dtype and tensor.dtype.itemsize == 1 and tensor.name not in scales:
             _require_no_scales(tensor.name, names)
         scale = scales.get(tensor.name) if dtype != tensor.dtype else None
         outputs[tensor.name] = Output(tensor if scale is None else _decoded(tensor, scale, dtype), dtype)

@@ -14,6 +14,7 @@ in ``_EVERY`` collectives. Both compare the history, too. Other steps exchange n
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -30,15 +31,28 @@ _REASON = (
 )
 
 
+@dataclass
+class _History:
+    """What has been begun on the axes of a mesh. Without the mesh, so that its process groups can end."""
+
+    last: str = ""
+    count: int = 0
+    checksum: int = 0
+    agreed: set[tuple[str, str]] = field(default_factory=set)
+
+
+_histories: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], _History]] = WeakKeyDictionary()
+
+
 class CollectiveOrder:
-    """The collectives of units over ``mesh``; see ``order_on``."""
+    """The order of all collectives of units over the axes of ``mesh``, on which equal meshes have one history."""
 
     def __init__(self, mesh: DataParallelMesh) -> None:
         backends = [dist.get_backend(group) for group in mesh.groups]
-        self._compares = mesh.size > 1 and not any(one in _WITHOUT_STORE for one in backends)
+        self._compares = mesh.size > 1 and not any(backend in _WITHOUT_STORE for backend in backends)
         self._mesh = mesh
-        self._last, self._count, self._checksum = "", 0, 0
-        self._agreed: set[tuple[str, str]] = set()
+        names = tuple(group.group_name for group in mesh.groups)
+        self._history = _histories.setdefault(mesh.groups[0], {}).setdefault(names, _History())
 
     def begin(self, what: str) -> None:
         """To be called before a collective. ``what``: a sentence that tells it from others, equal on all ranks.
@@ -47,21 +61,9 @@ class CollectiveOrder:
         """
         if not self._compares:
             return
-        count, checksum = self._count + 1, zlib.crc32(what.encode(), self._checksum)
-        pair = self._last, what
-        if pair not in self._agreed or count % _EVERY == 0:
+        its = self._history
+        count, checksum, pair = its.count + 1, zlib.crc32(what.encode(), its.checksum), (its.last, what)
+        if pair not in its.agreed or count % _EVERY == 0:
             require_all_ranks(what, self._mesh, _REASON, since=f"{count} {checksum:08x}")
-            self._agreed.add(pair)
-        self._last, self._count, self._checksum = what, count, checksum
-
-
-_orders: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], CollectiveOrder]] = WeakKeyDictionary()
-
-
-def order_on(mesh: DataParallelMesh) -> CollectiveOrder:
-    """The order of all collectives of units over the axes of ``mesh``, equal meshes included."""
-    orders = _orders.setdefault(mesh.groups[0], {})
-    names = tuple(group.group_name for group in mesh.groups)
-    if names not in orders:
-        orders[names] = CollectiveOrder(mesh)
-    return orders[names]
+            its.agreed.add(pair)
+        its.last, its.count, its.checksum = what, count, checksum

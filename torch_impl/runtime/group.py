@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from torch_impl.comm.agreement import require_all_ranks
-from torch_impl.comm.collective_order import order_on
+from torch_impl.comm.collective_order import CollectiveOrder
 from torch_impl.comm.streams import Transfer
 from torch_impl.dtensor.local import local_of, plain_parts
 from torch_impl.dtensor.refusals import set_name
@@ -64,7 +64,7 @@ class ParameterGroup:
         self._group_spec, self.weights, self.unequal = spec, weights, unequal
         self.names, self.host = spec.names, spec.host
         self.layout, self.mesh = spec.layout, spec.levels.mesh
-        self._order = order_on(self.mesh)
+        self._order = CollectiveOrder(self.mesh)
         self.strategy, self.dtypes = spec.strategy, spec.dtypes
         # Weakly: a module holds its unit, the unit this group, and a deleted model is to free its memory at once.
         self._sites = [[(weakref.ref(module), attr) for module, attr in one.sites] for one in owned]

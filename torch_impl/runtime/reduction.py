@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from torch_impl.comm.collective_order import order_on
+from torch_impl.comm.collective_order import CollectiveOrder
 from torch_impl.comm.streams import Step, Streams, Transfer
 from torch_impl.dtensor.local import is_partial, local_of
 from torch_impl.dtensor.placement import row_placement
@@ -96,7 +96,7 @@ class GroupReduction:
 
     def __init__(self, spec: GradientSpec, memory: PooledGradient, host: Host) -> None:
         self._group_spec, self._memory, self._host = spec, memory, host
-        self._order = order_on(spec.levels.mesh)
+        self._order = CollectiveOrder(spec.levels.mesh)
         # Whether to look at every .grad after a backward, which costs too much to be done always.
         self._left_partial = False
         self._under_way: _UnderWay | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -130,6 +132,19 @@ def test_a_sync_flag_of_one_rank_is_named(ranks: RankGroup, setter: str) -> None
     assert "gradients of 'weight' (unit c) are reduced over all axes on rank 2, but " in said[2]
     assert "but gradients of 'weight' (unit c) are reduced over all axes on rank 2" in said[3]
     assert "or were before" in said[0]
+
+
+def mesh_is_freed() -> bool:
+    mesh = DataParallelMesh(init_device_mesh("cpu", (2,)))
+    order, freed = collective_order.CollectiveOrder(mesh), weakref.ref(mesh)
+    order.begin("weights are gathered")
+    del order, mesh
+    gc.collect()
+    return freed() is None
+
+
+def test_a_history_lets_process_groups_end(ranks: RankGroup) -> None:
+    assert ranks.run(2, mesh_is_freed) == [True, True]
 
 
 def meeting() -> list[str]:
