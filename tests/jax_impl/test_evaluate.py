@@ -291,7 +291,7 @@ def test_a_table_that_happens_to_have_as_many_rows_as_the_batch_is_refused(engin
         (lambda plan, w: make_eval_step(plan, lambda t, r: token_losses(t, r).sum(1))("w", batch()), "TrainState"),
         (lambda plan, w: make_eval_step(plan, pair)(w, jax.tree.map(lambda x: x[:6], batch())), "pad_batch"),
         (lambda plan, w: make_eval_step(plan, quotient)(w, batch()), "got a quotient by a sum"),
-        (lambda plan, w: make_eval_step(plan, lambda t, r: t["layers"][0]["w"])(w, batch()), "got a parameter of a unit"),
+        (lambda plan, w: make_eval_step(plan, lambda t, r: t["layers"][0]["w"])(w, batch()), "a parameter of a unit"),
         (lambda plan, w: make_eval_step(plan, pair)(w, {"x": np.ones((4, 2)), "y": 1}), "first dimension"),
         (lambda plan, w: make_eval_step(plan, pair)(w, batch(), "train"), "after the batch: .* got str"),
         (lambda plan, w: pad_batch(plan, batch(), rows=18), "rows: expected a multiple of 4"),
