@@ -1725,8 +1725,8 @@ CHECKPOINTS = [
     M(
         "pieces beyond the end of a file count as read",
         "bridge/formats/files/source_files.py",
-        "found[index] = stop <= end",
-        "found[index] = True",
+        "whole[index] = stop <= end",
+        "whole[index] = True",
         "formats/files/test_small_tensors_direct.py",
     ),
     M(

@@ -363,7 +363,7 @@ def scanned(change: Callable[[Any], Any], *, inside: bool, wrap: Any) -> Callabl
 
 
 @pytest.mark.fast_cases(
-    "False-scan-mul", "True-scan-others", "True-remat-stopped", "False-scan-rev", "False-scan-swapaxes"
+    "mul-False-scan", "others-True-scan", "stopped-True-remat", "rev-False-scan", "swapaxes-False-scan"
 )
 @pytest.mark.parametrize(
     "wrap", [pytest.param(lambda f: f, id="scan"), pytest.param(jax.checkpoint, id="remat")]
