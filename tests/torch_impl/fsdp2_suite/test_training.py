@@ -277,12 +277,18 @@ def unused(engine: Engine) -> list[bool]:
 
 
 def registered(engine: Engine, reshard: bool | None, moment: str) -> dict[str, list[bool]]:
-    """Which parameters are DTensors after a forward, and after a backward: root's and blocks' apart."""
+    """Which attributes are DTensors after a forward, and after a backward: root's and blocks' apart.
+
+    ``parameters()`` of ours are sharded in between, too: clipping and averages see what the optimizer updates.
+    """
     model = Stack(2)
     of_blocks(engine, model, reshard_after_forward=reshard)
 
-    def sharded(one: nn.Module) -> list[bool]:
-        return [isinstance(param, DTensor) for param in one.parameters()]
+    def sharded(module: nn.Module) -> list[bool]:
+        if engine.ours:
+            assert all(isinstance(param, DTensor) for param in module.parameters())
+        names = [name.rpartition(".") for name, _ in module.named_parameters()]
+        return [isinstance(getattr(module.get_submodule(path), name), DTensor) for path, _, name in names]
 
     out = model(rows(0))
     if moment == "backward":
