@@ -230,7 +230,7 @@ GEMMA2: tuple[Bug, ...] = (
     ),
     _gemma2(
         "no norm of the attention's output",
-        edit("jax", "layers/1", ("else self.attention_output_norm(y)", "else y")),
+        edit("jax", "layers/1", ("_normed(self.attention_output_norm, y)", "y")),
         _L1,
     ),
     _gemma2(
@@ -265,7 +265,7 @@ GPT2: tuple[Bug, ...] = (
     _gpt2("exact gelu", put("jax", "layers/2/mlp", activation="gelu"), f"{_H2}.mlp"),
     _gpt2(
         "norm without subtracting the mean",
-        edit("jax", "layers/1/mlp_norm", ("y = y - jnp.mean(y, axis=-1, keepdims=True)", "y = y + 0")),
+        edit("jax", "layers/1/mlp_norm", ("y = y - jnp.mean(y, axis=axes, keepdims=True)", "y = y + 0")),
         f"{_H1}.ln_2",
     ),
     _gpt2("eps", put("torch", "transformer.ln_f", eps=1e-4), "transformer.ln_f"),

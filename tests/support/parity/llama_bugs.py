@@ -154,7 +154,7 @@ LLAMA: tuple[Bug, ...] = (
     ),
     _llama(
         "no residual around the MLP",
-        edit("jax", "layers/2", ("return x + (y if", "return (y if")),
+        edit("jax", "layers/2", ("return after + self._scaled(", "return self._scaled(")),
         _L2,
     ),
     _llama(
@@ -163,7 +163,7 @@ LLAMA: tuple[Bug, ...] = (
             "jax",
             "layers/0",
             (
-                "self.attention(self.attention_norm(x), tables)",
+                "self.attention(_normed(self.attention_norm, x), tables)",
                 "self.attention_norm(self.attention(x, tables))",
             ),
         ),
@@ -231,7 +231,12 @@ LLAMA: tuple[Bug, ...] = (
         f"{_L0}.input_layernorm",
         **_BFLOAT16,
     ),
-    _llama("norm in bfloat16", edit("jax", "norm", ("y = wide(x)", "y = x")), "model.norm", **_BFLOAT16),
+    _llama(
+        "norm in bfloat16",
+        edit("jax", "norm", ("y, scale = wide(x),", "y, scale = x,")),
+        "model.norm",
+        **_BFLOAT16,
+    ),
     _llama("no gradient into the MLP", stopped_input("jax", "layers/1/mlp"), f"{_L1}.mlp", **_BACKWARD),
     _llama(
         "no gradient through keys",
@@ -260,7 +265,7 @@ LLAMA: tuple[Bug, ...] = (
         edit(
             "jax",
             "layers/2/attention_norm",
-            ("= self.scale[...]", "= jax.lax.stop_gradient(self.scale[...])"),
+            (", self.scale[...]", ", jax.lax.stop_gradient(self.scale[...])"),
         ),
         f"{_L2}.input_layernorm",
         **_BACKWARD,
