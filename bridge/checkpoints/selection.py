@@ -19,7 +19,7 @@ WEIGHT_ROOTS = frozenset({"model", "params", "module", "state_dict", "weights"})
 """Top-level keys below which checkpoints keep weights."""
 
 _OF_MODELS = WEIGHT_ROOTS | {"batch_stats"}
-"""Those, and what flax keeps beside ``params`` without which a model computes something else."""
+"""The keys of weights, and flax's key of batch statistics: without the statistics a model computes something else."""
 
 STATE_ROOTS = frozenset(
     {
@@ -34,8 +34,8 @@ STATE_ROOTS = frozenset(
 class Selection:
     """Which part of a checkpoint is taken: names that match `select` (all, if empty) and not `drop`.
 
-    weights_only: what is below a key `model`, `params` or the like, and `batch_stats` beside it, or, where no such key
-    exists, all but optimizer and training state. A flat name such as `model.layers.0.weight` has no key: the same model
+    weights_only: take what is below a key `model`, `params` or the like, and below `batch_stats`. Without such a key,
+    take all but optimizer and training state. A flat name such as `model.layers.0.weight` has no key: the same model
     has `lm_head.weight`.
     """
 

@@ -59,7 +59,7 @@ def companions_home(place: Path) -> Path:
 
 
 def config_beside(reader: CheckpointReader) -> tuple[Mapping[str, object], Path] | None:
-    """The fields of the `config.json` beside a checkpoint, and where it is; None where there is none.
+    """The fields of a checkpoint's `config.json`, and the path of that file; None where the folder has no such file.
 
     CheckpointError when the file cannot be read.
     """

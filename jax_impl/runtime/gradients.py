@@ -140,7 +140,8 @@ def check_aux(
 ) -> None:
     """Raises ``ValueError`` for statistics that are rows of the batch, whose mean or sum over parts says nothing.
 
-    ``aux_of``: what a loss returns beside itself, by batch; ``aux``: for ``batch``, or its shapes.
+    ``aux_of``: makes a batch's aux, the values that a loss function returns with its loss. ``aux``: the aux of
+    ``batch``, or its shapes.
     """
     parts = microbatches * (plan.data_ranks if plan.engine == "shard_map" else 1)
     rows = {leaf.shape[0] // parts for leaf in jax.tree.leaves(batch)}
@@ -155,7 +156,7 @@ def check_aux(
     wrong = [path for (path, leaf), more in leaves if leaf.shape and more.shape[0] == 2 * leaf.shape[0]]
     if wrong:
         raise ValueError(
-            f"loss: expected statistics beside it, which are averaged (integers: summed) over {parts} parts of the "
+            f"loss: expected statistics as aux, which are averaged (integers: summed) over {parts} parts of the "
             f"batch, got a value for each row in aux{jax.tree_util.keystr(wrong[0])}: return a mean over them, or use "
             "make_eval_step, which returns rows"
         )

@@ -54,5 +54,5 @@ def test_kinds_of_modules_and_other_pairs_decide_layouts_that_values_do_not():
     image = np.random.default_rng(3).normal(size=(4, 2, 3, 5))
     calls = [Call("stem", 0, "Stem", {}, {"": out}) for out in (image, image.transpose(0, 2, 3, 1))]
     stem = CallPair(ModulePair("stem", "stem", 0), 0, *calls)
-    ((_, _, beside),) = decided([stem, unlike("Block", "Block")])[1].outputs
-    assert (beside.axes, beside.certain) == ((0, 2, 3, 1), True)
+    ((_, _, output_layout),) = decided([stem, unlike("Block", "Block")])[1].outputs
+    assert (output_layout.axes, output_layout.certain) == ((0, 2, 3, 1), True)
