@@ -284,11 +284,13 @@ def _meet(group: dist.ProcessGroup, what: str, since: str) -> str:
     own, names = dist.get_rank(group), dist.get_process_group_ranks(group)
     turn = store.add(f"twinshard turns {own}", 1)
     counts, all_here = (f"twinshard {turn} {since} {what}", f"twinshard {turn}"), f"twinshard all at {turn}"
-    store.set(f"twinshard at {own}", f"{turn} {what}")
+    # By turns of two: a rank may go on after the error of a turn, which others are still to read what it was at; and
+    # whoever comes to the turn after the next has seen all ranks leave this one.
+    at = [f"twinshard at {turn % 2} {k}" for k in range(len(names))]
+    store.set(at[own], f"{turn} {what}")
 
     def unlike() -> dict[int, str]:
-        keys = [f"twinshard at {k}" for k in range(len(names))]
-        texts = [store.get(key).decode() if store.check([key]) else "" for key in keys]
+        texts = [store.get(key).decode() if store.check([key]) else "" for key in at]
         return {name: text for name, text in zip(names, texts, strict=True) if text != f"{turn} {what}"}
 
     _, came = (store.add(key, 1) for key in counts)
@@ -305,7 +307,9 @@ def _meet(group: dist.ProcessGroup, what: str, since: str) -> str:
             # As if this rank had not come: it may go on after the error, and come again with all.
             for key in (f"twinshard turns {own}", *counts):
                 store.add(key, -1)
-            return f"not on ranks {[*unlike()]} within {store.timeout.total_seconds():.0f} s"
+            missing = [*unlike()]
+            store.set(at[own], "")
+            return f"not on ranks {missing} within {store.timeout.total_seconds():.0f} s"
         time.sleep(pause)
         # Many ranks that ask often keep the store from answering.
         pause = min(2 * pause, 0.01)
