@@ -87,9 +87,9 @@ class CheckedReader(WrappingReader):
         self._compare(name, Box.whole(self.tensors[name].shape) if box is None else box, array)
         return array
 
-    def lend(self, name: str, box: Box) -> Loan | None:
+    def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
         """One block where it is in the file; CheckpointError also for one that is not as in the manifest."""
-        loan = self._reader.lend(name, box)
+        loan = self._reader.lend(name, box, offset)
         if loan is not None:
             crc = self._compare(name, box, loan.array)
             loan = loan if crc is None else dataclasses.replace(loan, crc=crc)

@@ -156,7 +156,7 @@ class Copier:
         for chunk in region.chunks:
             # Chunks that lie in the source as they will be written are lent. For the first that does not, the region is
             # read, and the region's other chunks are in that array as well.
-            loans = [] if array is not None else lend(region.tensor, self._reader, chunk)
+            loans = [] if array is not None else self._lend(region, chunk)
             if loans:
                 crc = loans[0].crc if len(loans) == 1 else None
                 self._writer.write(region.stored_name, chunk, [loan.array for loan in loans], crc=crc)
@@ -169,6 +169,9 @@ class Copier:
             self._writer.write(region.stored_name, chunk, part)
         self._count(region.nbytes, region.tensor.name)
 
+    def _lend(self, region: Region, chunk: Box) -> list[Loan]:
+        return lend(region.tensor, self._reader, chunk, self._writer.position(region.stored_name, chunk)[1])
+
     def _count(self, nbytes: int, name: str) -> None:
         with self._lock:
             self._done += nbytes
@@ -176,7 +179,7 @@ class Copier:
                 self._progress(self._done, self._total, name)
 
 
-def lend(tensor: Output, reader: CheckpointReader, chunk: Box) -> list[Loan]:
+def lend(tensor: Output, reader: CheckpointReader, chunk: Box, offset: int) -> list[Loan]:
     """The elements of a chunk where they lie in the source, in parts, so that nothing is copied in memory.
 
     No part, if the chunk has to be read: it is cast or calculated, or does not lie in the source as it will be written.
@@ -197,10 +200,11 @@ def lend(tensor: Output, reader: CheckpointReader, chunk: Box) -> list[Loan]:
             return []
     loans: list[Loan] = []
     for piece in pieces:
-        loan = reader.lend(block.source, piece)
+        loan = reader.lend(block.source, piece, offset)
         if loan is None:
             return []
         loans.append(loan)
+        offset += loan.array.nbytes
     return loans
 
 

@@ -270,18 +270,18 @@ class CheckpointReader(Protocol):
         ValueError for a box outside the tensor, CheckpointError for damaged data.
         """
 
-    def lend(self, name: str, box: Box) -> Loan | None:
+    def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
         """The block in memory that is used again, checked as `read` does, if it lies in one piece in a file; else None.
 
-        Saves new memory for each block. Errors as `read`.
+        offset: the byte of a file that the elements will be written to. They are then as far from a multiple of 4096 in
+        memory, so that they can be written directly. Errors as `read`.
         """
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
         """All of each of these tensors, in row-major order, into memory of its bytes; the checksums computed meanwhile.
 
-        For small tensors, of which each is one chunk that lies in a local file as it is: neighbours are read together,
-        no array is made. Checked as `read` does. None for all others, and where anything is wrong
-        with one, which `read` says; its memory holds anything then.
+        For small tensors that are one chunk each, in a local file as it is: neighbours are read together. Checked as
+        `read` does. None for all others, and where anything is wrong, which `read` says; memory holds anything then.
         """
 
     def files(self) -> Sequence[Path]:
@@ -352,8 +352,8 @@ class CheckpointWriter(Protocol):
     def chunks(self, name: str) -> tuple[Box, ...]:
         """The boxes that `write` expects, covering the tensor once; none for a tensor without elements."""
 
-    def position(self, name: str) -> tuple[str, int]:
-        """Where a tensor begins: the data file, and the byte there. After all tensors and objects are declared."""
+    def position(self, name: str, box: Box | None = None) -> tuple[str, int]:
+        """The file and byte where a tensor, once all are declared, or a chunk's elements begin; ("", 0) if unknown."""
 
     def stored(self, name: str) -> frozenset[Box]:
         """Those of `chunks(name)` that are there already, from a resumed attempt: they are not to be written."""

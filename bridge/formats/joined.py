@@ -71,10 +71,10 @@ class JoinedReader(ClosedAtEnd):
         part, own = self._places[name]
         return part.read(own, box)
 
-    def lend(self, name: str, box: Box) -> Loan | None:
+    def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
         """One block where it is in the file; see `CheckpointReader.lend`."""
         part, own = self._places[name]
-        return part.lend(own, box)
+        return part.lend(own, box, offset)
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
         """All of each of these small tensors into memory; see `CheckpointReader.read_into`."""

@@ -72,12 +72,12 @@ class SingleChunkReader(ClosedAtEnd):
             self._fill(info, box, result)
         return result
 
-    def lend(self, name: str, box: Box) -> Loan | None:
+    def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
         """A block where it is in the file, if it is there as it is; see `CheckpointReader.lend`."""
         info = self._tensors[name]
         if name in self.unreadable or not box.numel or not self._in_place(info):
             return None
-        return self._files.lend(self._part(info, box))
+        return self._files.lend(self._part(info, box), offset)
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
         """None of them: these formats are read once, to be converted, and seldom have many small tensors."""

@@ -93,9 +93,9 @@ class WrappingReader(ClosedAtEnd):
         """One block of a tensor; see `CheckpointReader.read`."""
         return self._reader.read(name, box)
 
-    def lend(self, name: str, box: Box) -> Loan | None:
+    def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
         """One block where it is in the file; see `CheckpointReader.lend`."""
-        return self._reader.lend(name, box)
+        return self._reader.lend(name, box, offset)
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
         """All of each of these small tensors into memory; see `CheckpointReader.read_into`."""
@@ -123,9 +123,9 @@ class AlteredReader(WrappingReader):
         own = self._own(name)
         return self._made(name, box) if own is None else self._reader.read(own, box)
 
-    def lend(self, name: str, box: Box) -> Loan | None:
+    def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
         own = self._own(name)
-        return None if own is None else self._reader.lend(own, box)
+        return None if own is None else self._reader.lend(own, box, offset)
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
         owns = [self._own(name) for name, _ in wanted]

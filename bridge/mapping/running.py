@@ -71,7 +71,7 @@ class RunState:
             )
         return value if box is None else np.ascontiguousarray(value[box.slices()])
 
-    def lend(self, name: str, box: Box) -> None:
+    def lend(self, name: str, box: Box, offset: int = 0) -> None:
         return None
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
@@ -238,7 +238,7 @@ class LoadedAs:
         tensor = self._plan.tensors[name]
         return tensor.read(self._reader, Box.whole(tensor.shape) if box is None else box)
 
-    def lend(self, name: str, box: Box) -> None:
+    def lend(self, name: str, box: Box, offset: int = 0) -> None:
         return None
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:

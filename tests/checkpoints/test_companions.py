@@ -115,7 +115,7 @@ def test_a_conversion_that_fails_leaves_the_old_companions(
     def failing(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(DataFile, "write_aligned", failing)
+    monkeypatch.setattr(DataFile, "write", failing)
     with pytest.raises(OSError, match="No space"):
         convert(source, tmp_path / "a", to="dcp", replace=True)
     assert companions(tmp_path / "a") == FILES

@@ -2,16 +2,18 @@
 
 Two archives of chunks of one shape differ in the elements, in their checksum, and in records that nobody looks at:
 
-    |  data.pkl, byteorder, ...  | crc |  data/0   |  directory ... | crc |  end records |
-    |          the same          |     |           |     the same   |     |   the same   |
+    |  data.pkl, byteorder, ...  | crc |  data/0   | crc |  directory ... | crc |  end records |
+    |          the same          |     |           |     |     the same   |     |   the same   |
+
+The first checksum is 0 where PyTorch wrote the archive, the second is there only then.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from bridge.formats.dcp.archive import (
     END,
@@ -32,9 +34,15 @@ _LOCAL_CRC: Final = 14
 _ENTRY_CRC: Final = 16
 """Where a record's checksum is in its own header, and in its entry of the directory."""
 
+_DESCRIPTOR: Final = b"PK\7\x08"
+_DESCRIPTOR_CRC: Final = 4
+
 _SAFETENSORS: Final = b"{"
 _PADDED_TO: Final = 64
 _MAX_FORMS: Final = 4096
+_MAX_ALIKE: Final = 8
+"""Forms of archives of one length, as those of a matrix and of its transpose are."""
+
 _MAX_FIXED: Final = 16 << 10
 _LOOKED_AT: Final = ("data.pkl", "byteorder")
 
@@ -43,30 +51,31 @@ class Archives:
     """Finds the tensors of archives; those that are alike, as chunks of one shape are, are parsed once."""
 
     def __init__(self) -> None:
-        self._forms: dict[tuple[int, int, bytes], _Form] = {}
+        # By length, and by where the padding depends on the place, as in archives written here.
+        self._forms: dict[tuple[int, int], tuple[_Form, ...]] = {}
 
     def known(self, file: FileView, offset: int, length: int) -> StoredTensor | None:
         """The tensor of an archive that is like one found before; None if it may be another, or no archive."""
-        form = self._forms.get(
-            (length, offset % _PADDED_TO, file[offset + _LOCAL_CRC : offset + _LOCAL_CRC + 4])
-        )
-        return None if form is None or form.begins_as_safetensors else form.found(file, offset)
+        for form in self._forms.get((length, offset % _PADDED_TO), ()):
+            if (tensor := form.found(file, offset)) is not None:
+                return None if form.begins_as_safetensors else tensor
+        return None
 
     def find(self, file: FileView, offset: int, length: int, what: str) -> StoredTensor:
         """See `find_tensor`."""
-        # Where the padding depends on the place, as here, and by the checksum of the first record: the description.
-        key = length, offset % _PADDED_TO, file[offset + _LOCAL_CRC : offset + _LOCAL_CRC + 4]
-        form = self._forms.get(key)
-        if form is not None and (found := form.found(file, offset)) is not None:
-            return found
+        key = length, offset % _PADDED_TO
+        forms = self._forms.get(key, ())
+        for form in forms:
+            if (like := form.found(file, offset)) is not None:
+                return like
         records, end = records_and_places(file, offset, length, what)
-        found = tensor_in(file, {name: one.record for name, one in records.items()}, what)
-        keep = length - found.record.size <= _MAX_FIXED and (
-            len(self._forms) < _MAX_FORMS or form is not None
-        )
+        tensor = tensor_in(file, {name: placed.record for name, placed in records.items()}, what)
+        keep = length - tensor.record.size <= _MAX_FIXED and (forms or len(self._forms) < _MAX_FORMS)
         if keep and _apart(records, offset, length, end):
-            self._forms[key] = _Form.of(file, offset, length, records, found)
-        return found
+            form = _Form.of(file, offset, length, records, tensor, end[0])
+            # A new tuple: other threads go through the old one.
+            self._forms[key] = (*forms, form)[-_MAX_ALIKE:]
+        return tensor
 
 
 def _apart(records: Mapping[str, PlacedRecord], offset: int, length: int, end: tuple[int, int, int]) -> bool:
@@ -88,24 +97,43 @@ def _apart(records: Mapping[str, PlacedRecord], offset: int, length: int, end: t
     return last + END64.size <= length - END.size - END64_LOCATOR.size
 
 
+class _Fixed(NamedTuple):
+    """Bytes of a part of an archive that decide how the archive is parsed: a layout that skips all others."""
+
+    layout: struct.Struct
+    content: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, part: bytes, skipped: Sequence[tuple[int, int]]) -> _Fixed:
+        """Of all bytes of ``part`` but some ranges, which may overlap."""
+        layout, position = "", 0
+        for low, high in sorted(skipped):
+            layout += f"{max(0, low - position)}s{max(0, high - max(low, position))}x"
+            position = max(position, high)
+        fixed = struct.Struct(f"{layout}{len(part) - position}s")
+        return cls(fixed, fixed.unpack(part))
+
+    def like(self, part: bytes) -> bool:
+        """Whether another part has these bytes."""
+        return len(part) == self.layout.size and self.layout.unpack(part) == self.content
+
+
 @dataclass(frozen=True, slots=True)
 class _Form:
     """All of an archive that decides how it is parsed: bytes by their place in it, and what was found.
 
-    What varies between archives that are alike is left out: elements, their checksum, and records not looked at.
+    Left out is what varies between archives that are alike: elements, checksums, and records not looked at.
     begins_as_safetensors: whether its first bytes could also be those of a safetensors file, in a file long enough.
-    start, crc: where the elements and their checksum are. tensor: the result for the archive at offset 0.
-    before, after: all bytes before and after the elements, cut where the checksum of these is.
+    head, tail: what is before and after the elements. crc: where their checksum is in the tail.
+    tensor: the result for the archive at offset 0.
     """
 
-    fixed: tuple[tuple[int, int, bytes], ...]
-    start: int
+    head: _Fixed
+    tail: _Fixed
     crc: int
     tensor: StoredTensor
-    begins_as_safetensors: bool
-    before: tuple[bytes, bytes]
-    after: tuple[bytes, bytes]
     length: int
+    begins_as_safetensors: bool
 
     @classmethod
     def of(
@@ -115,51 +143,47 @@ class _Form:
         length: int,
         records: Mapping[str, PlacedRecord],
         tensor: StoredTensor,
+        directory: int,
     ) -> _Form:
-        free: list[tuple[int, int]] = []
-        local = at = 0
+        start, stop = tensor.record.start - offset, tensor.record.start - offset + tensor.record.size
+        head, tail = file[offset : offset + start], file[offset + stop : offset + length]
+        varies: list[tuple[int, int]] = []
+        crc = 0
+        begins = (*(placed.header for placed in records.values()), directory)
         for name, (record, header, entry) in records.items():
-            if name not in _LOOKED_AT:
-                start = record.start - offset
-                free += [
-                    (header + _LOCAL_CRC, header + _LOCAL_CRC + 4),
-                    (start, start + record.size),
-                    (entry + _ENTRY_CRC, entry + _ENTRY_CRC + 4),
-                ]
+            if name in _LOOKED_AT:
+                continue
+            low = record.start - offset
+            high = low + record.size
+            varies += [
+                (header + _LOCAL_CRC, header + _LOCAL_CRC + 4),
+                (low, high),
+                (entry + _ENTRY_CRC, entry + _ENTRY_CRC + 4),
+            ]
+            # PyTorch's checksums are behind the records, and 0 in the headers.
+            described = file[offset + high : offset + high + 4] == _DESCRIPTOR
+            if described and min(begin for begin in begins if begin >= high) >= high + _DESCRIPTOR_CRC + 4:
+                varies.append((high + _DESCRIPTOR_CRC, high + _DESCRIPTOR_CRC + 4))
             if record is tensor.record:
-                local, at = header + _LOCAL_CRC, entry + _ENTRY_CRC
-        fixed = []
-        position = 0
-        for low, high in (*sorted(free), (length, length)):
-            if position < low:
-                fixed.append((position, low, file[offset + position : offset + low]))
-            position = max(position, high)
-        start = tensor.record.start
-        stop = start + tensor.record.size
+                crc = entry + _ENTRY_CRC - stop
         return cls(
-            tuple(fixed),
-            start - offset,
-            at,
-            tensor,
-            begins_as_safetensors=file[offset + LENGTH_BYTES : offset + LENGTH_BYTES + 1] == _SAFETENSORS,
-            before=(file[offset : offset + local], file[offset + local + 4 : start]),
-            after=(file[stop : offset + at], file[offset + at + 4 : offset + length]),
-            length=length,
+            _Fixed.of(head, [span for span in varies if span[1] <= start]),
+            _Fixed.of(
+                tail, [(low - stop, high - stop) for low, high in varies if low >= stop and high > low]
+            ),
+            crc,
+            tensor._replace(record=tensor.record._replace(start=start)),
+            length,
+            begins_as_safetensors=head[LENGTH_BYTES : LENGTH_BYTES + 1] == _SAFETENSORS,
         )
 
     def found(self, file: FileView, offset: int) -> StoredTensor | None:
         """The tensor of the archive at this offset, None if the archive is another."""
         like = self.tensor
-        written = file[offset + self.crc : offset + self.crc + 4]
-        stop = offset + self.start + like.record.size
-        # Two looks instead of seven where also the records not looked at are the same, as one writer has them: half
-        # of the time.
-        if file[offset : offset + self.start] != written.join(self.before) or file[
-            stop : offset + self.length
-        ] != written.join(self.after):
-            for low, high, content in self.fixed:
-                if file[offset + low : offset + high] != content:
-                    return None
-        (crc,) = _CRC.unpack(written)
-        record = Record(offset + self.start, like.record.size, checked_crc(crc, like.record.size))
+        start = offset + like.record.start
+        tail = file[start + like.record.size : offset + self.length]
+        if not (self.head.like(file[offset:start]) and self.tail.like(tail)):
+            return None
+        (crc,) = _CRC.unpack_from(tail, self.crc)
+        record = Record(start, like.record.size, checked_crc(crc, like.record.size))
         return StoredTensor(like.dtype, like.shape, like.strides, like.first, record)

@@ -129,7 +129,7 @@ class DcpReader(ClosedAtEnd):
                 self._copy_from_chunk(info, index, common, result[common.slices(box)])
         return result
 
-    def lend(self, name: str, box: Box) -> Loan | None:
+    def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
         """A block of one chunk where it is; see `CheckpointReader.lend`."""
         info = self.tensors[name]
         if name in self.unreadable:
@@ -138,7 +138,7 @@ class DcpReader(ClosedAtEnd):
         if len(touching) != 1 or info.chunks[touching[0]].intersect(box) != box:
             return None
         source, compare = self._part(info, touching[0], box)
-        loan = self._files.lend(source)
+        loan = self._files.lend(source, offset)
         if loan is not None:
             compare(loan.array)
         return loan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bridge.formats.base import Box, CheckpointError, TensorInfo
+from bridge.formats.files.read_memory import memory_for
 
 
 class ChunkIndex:
@@ -39,7 +40,8 @@ def box_of(info: TensorInfo, box: Box | None) -> Box:
 def array_for(info: TensorInfo, box: Box, what: object) -> np.ndarray:
     """Memory for a box of a tensor. CheckpointError, beginning with `what`, when there is not enough."""
     try:
-        return np.empty(box.sizes, info.dtype)
+        nbytes = box.numel * info.dtype.itemsize
+        return memory_for(nbytes).view(info.dtype).reshape(box.sizes)
     except (MemoryError, ValueError) as error:
         raise CheckpointError(
             f"{what}: no memory for {box.numel} elements of tensor {info.name!r}, shape {info.shape}: {error}"

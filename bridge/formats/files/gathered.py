@@ -82,5 +82,5 @@ class Gathered:
         if self._file is None or self._start == self._end:
             return
         base = self._start - self._start % BLOCK
-        self._file.write_aligned(self._start, self._memory[self._start - base : self._end - base])
+        self._file.write(self._start, self._memory[self._start - base : self._end - base])
         self._start = self._end

@@ -115,6 +115,15 @@ class ChunkRecord:
             if done:
                 self._unchecked.update((name, number) for number in self._crcs[name])
 
+    def position(self, name: str, box: Box | None, sink: Sink) -> tuple[str, int]:
+        """Where a tensor begins, or the elements of a chunk; ("", 0) where its place is not known."""
+        info = self.infos[name]
+        if not info.chunks or not sink.placed:
+            return "", 0
+        number = 0 if box is None else self._number(name, box)
+        place, frame = sink.place(info, number), (0, 0) if box is None else sink.frame(info, number)
+        return str(place.file.path), place.offset + (frame[0] if frame else 0)
+
     def stored(self, name: str, sink: Sink) -> frozenset[Box]:
         """Chunks of a tensor that an earlier attempt has noted, and whose elements are on disk as it noted them."""
         info, crcs = self.infos[name], self._crcs[name]

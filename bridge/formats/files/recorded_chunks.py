@@ -32,13 +32,9 @@ class RecordedChunks(ABC):
     def ended(self) -> bool:
         """Whether the writer was committed or aborted."""
 
-    def position(self, name: str) -> tuple[str, int]:
-        """Where a tensor begins: the data file, and the byte there; ("", 0) without elements."""
-        info = self._record.infos[name]
-        if not info.chunks:
-            return "", 0
-        place = self._sink.place(info, 0)
-        return str(place.file.path), place.offset
+    def position(self, name: str, box: Box | None = None) -> tuple[str, int]:
+        """Where a tensor begins, or the elements of one of its chunks; see `CheckpointWriter.position`."""
+        return self._record.position(name, box, self._sink)
 
     def chunks(self, name: str) -> tuple[Box, ...]:
         """The boxes that `write` expects, in row-major order; none for a tensor without elements.

@@ -227,19 +227,22 @@ class SourceFiles:
         )
         self.copy(target[(*before, slice(half, None))], rest)
 
-    def lend(self, source: FileArray) -> Loan | None:
-        """Elements that lie in a file in one piece, in memory that is used again once the loan is given back."""
+    def lend(self, source: FileArray, offset: int = 0) -> Loan | None:
+        """Elements that lie in a file in one piece, in memory that is used again once the loan is given back.
+
+        offset: see `CheckpointReader.lend`.
+        """
         if not (source.nbytes and source.row_major):
             return None
         nbytes = source.nbytes
         try:
-            buffer = self._buffers.take(nbytes)
+            buffer, memory = self._buffers.take(nbytes, offset)
         except MemoryError as error:
             raise CheckpointError(
                 f"{self._path(source.file, source.what)}: no memory for {nbytes} bytes"
             ) from error
-        self.fill(source.file, source.start, buffer[:nbytes].data, source.what)
-        array = buffer[:nbytes].view(source.dtype).reshape(source.shape)
+        self.fill(source.file, source.start, memory.data, source.what)
+        array = memory.view(source.dtype).reshape(source.shape)
         array.flags.writeable = False
         return Loan(array, partial(self._buffers.give_back, buffer))
 

@@ -7,14 +7,15 @@ a shard of zarr3    elements, CRC-32C | index: where they begin, how many bytes,
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import mul
 from pathlib import Path
 from typing import Final
 
 import google_crc32c
+import numpy as np
 
-from bridge.formats.arrays import strides_of
+from bridge.formats.arrays import raw_bytes, strides_of
 from bridge.formats.base import Box, CheckpointError, Checksums
 from bridge.formats.crc32c import extend
 from bridge.formats.files.source_files import FileArray, Piece, SourceFiles
@@ -27,7 +28,7 @@ _SHARD_INDEX: Final = struct.Struct("<QQI")
 class RawChunks:
     """The raw chunks of an item's arrays, by the array's name and the chunk's index. May be used by several threads.
 
-    verify: compare a chunk with its CRC-32C when it is first touched, which reads all of it once.
+    verify: compare a chunk with its CRC-32C when it is first touched, which reads all of it.
     """
 
     def __init__(
@@ -35,16 +36,35 @@ class RawChunks:
     ) -> None:
         self._item, self._values, self._layouts, self._verify = item, values, layouts, verify
         self._starts: dict[str, int] = {}
+        self._verified: set[str] = set()
 
-    def part(self, name: str, index: tuple[int, ...], part: Box) -> FileArray:
-        """Where `part` of the array, inside a raw chunk, is, once the chunk is compared with its checksum."""
+    def part(
+        self, name: str, index: tuple[int, ...], part: Box, in_one_piece: bool = True
+    ) -> tuple[FileArray, Callable[[np.ndarray], int | None]]:
+        """Where `part` of the array, inside a raw chunk, is, and what is to be called with it once it is read.
+
+        This returns the CRC-32C of a whole chunk that has one. Of a part the chunk is compared with its CRC-32C before.
+        in_one_piece: whether the elements will be so in memory.
+        """
         layout = self._layouts[name]
         key = layout.chunk_key(index)
-        start = self._values.place(key).start + self._start(name, key)
+        place = self._values.place(key)
+        start = place.start + self._start(name, key)
+        stop = start + layout.chunk_bytes
         chunk = Box(tuple(map(mul, index, layout.chunk)), layout.chunk)
         strides = strides_of(layout.chunk, layout.dtype)
-        file, what = self._values.place(key).file, f"tensor {name!r}, chunk {key!r}"
-        return FileArray(file, start, layout.chunk, strides, layout.dtype, what).within(part, chunk)
+        what = f"tensor {name!r}, chunk {key!r}"
+        source = FileArray(place.file, start, layout.chunk, strides, layout.dtype, what).within(part, chunk)
+        if not (layout.checksum and self._verify):
+            return source, lambda elements: None
+        if part == chunk and in_one_piece:
+            return source, lambda elements: self._compare(key, stop, extend(0, raw_bytes(elements)), what)
+        if key not in self._verified:
+            crc = 0
+            for block in self.files.scan(place.file, start, stop, what):
+                crc = extend(crc, block)
+            self._compare(key, stop, crc, what)
+        return source, lambda elements: None
 
     @property
     def files(self) -> SourceFiles:
@@ -83,18 +103,8 @@ class RawChunks:
         crc = extend(0, target)
         return Checksums(crc32c=crc) if crc == int.from_bytes(behind[:4], "little") else None
 
-    def compared_crc(self, name: str, index: tuple[int, ...]) -> int | None:
-        """The stored CRC-32C of a chunk of which `part` was taken, None if it was compared with none."""
-        layout = self._layouts[name]
-        if not (layout.checksum and self._verify):
-            return None
-        key = layout.chunk_key(index)
-        stop = self._values.place(key).start + self._starts[key] + layout.chunk_bytes
-        file = self._values.view(key, stop, stop + 4)
-        return int.from_bytes(file[stop : stop + 4], "little")
-
     def _start(self, name: str, key: str) -> int:
-        """Where the data of a raw chunk begins in its value, once sizes and checksums are found right."""
+        """Where the data of a raw chunk begins in its value, once sizes and the index are found right."""
         if key not in self._starts:
             layout, place = self._layouts[name], self._values.place(key)
             what = f"{self._item / place.file}: tensor {name!r}, chunk {key!r}"
@@ -110,16 +120,14 @@ class RawChunks:
                     raise CheckpointError(f"{what}: expected {size} bytes of data, found {stored}")
             if place.size < expected or start + size > place.size:
                 raise CheckpointError(f"{what}: expected {expected} bytes, found {place.size}")
-            if layout.checksum and self._verify:
-                self._compare_crc(key, place.start + start, layout.chunk_bytes, what)
             self._starts[key] = start
         return self._starts[key]
 
-    def _compare_crc(self, key: str, start: int, size: int, what: str) -> None:
-        """Compare the bytes of a raw chunk with the CRC-32C that follows them."""
-        crc = 0
-        for part in self.files.scan(self._values.place(key).file, start, start + size, what):
-            crc = extend(crc, part)
-        file = self._values.view(key, start + size, start + size + 4)
-        if crc.to_bytes(4, "little") != file[start + size : start + size + 4]:
-            raise CheckpointError(f"{what}: checksum mismatch, the data is damaged")
+    def _compare(self, key: str, stop: int, crc: int, what: str) -> int:
+        """A raw chunk's CRC-32C, once it is found to be the one that follows the elements, which end at this byte."""
+        file = self._values.view(key, stop, stop + 4)
+        if crc.to_bytes(4, "little") != file[stop : stop + 4]:
+            path = self._item / self._values.place(key).file
+            raise CheckpointError(f"{path}: {what}: checksum mismatch, the data is damaged")
+        self._verified.add(key)
+        return crc

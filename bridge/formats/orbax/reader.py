@@ -27,6 +27,7 @@ from bridge.callers import warn_caller
 from bridge.formats.arrays import as_integers
 from bridge.formats.base import Box, CheckpointError, Checksums, Loan, TensorInfo, TreePath, Wanted
 from bridge.formats.damaged_parts import one_part
+from bridge.formats.files.boxes import array_for
 from bridge.formats.files.regular_files import files_below, regular_file, small_file
 from bridge.formats.leaf_kinds import key_kind
 from bridge.formats.orbax.arrays import (
@@ -138,15 +139,16 @@ class OrbaxReader(ClosedAtEnd):
             chunks = list(layout.chunks(box))
             if len(chunks) == 1 and chunks[0][1] == box and not layout.raw:
                 return np.asarray(self._array(name, [box])[box.slices()].read().result(), order="C")
-            out = np.empty(box.sizes, layout.dtype)
+            out = array_for(self.tensors[name], box, self.path)
             whole_chunks = []
             for index, chunk in chunks:
                 part = chunk.intersect(box)
                 assert part is not None
                 if layout.raw and layout.chunk_key(index) in self._values:
-                    self._raw.files.copy(
-                        as_integers(out[part.slices(box)]), self._raw.part(name, index, part)
-                    )
+                    target = out[part.slices(box)]
+                    source, compare = self._raw.part(name, index, part, target.flags.c_contiguous)
+                    self._raw.files.copy(as_integers(target), source)
+                    compare(target)
                 elif part == chunk or layout.chunk_bytes < _IN_FLIGHT // 16:
                     whole_chunks.append(part)
                 else:
@@ -154,7 +156,7 @@ class OrbaxReader(ClosedAtEnd):
             self._copy_decoded(name, whole_chunks, box, out)
         return out
 
-    def lend(self, name: str, box: Box) -> Loan | None:
+    def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
         """A block of one raw chunk where it is; see `CheckpointReader.lend`."""
         layout = self._layouts[name]
         index = tuple(map(floordiv, box.offsets, layout.chunk))
@@ -163,10 +165,9 @@ class OrbaxReader(ClosedAtEnd):
         if not (box.numel and layout.raw and inside and layout.chunk_key(index) in self._values):
             return None
         with explain(f"{self._item}: tensor {name!r}: cannot read {box}"):
-            loan = self._raw.files.lend(self._raw.part(name, index, box))
-        if loan is None or box.sizes != layout.chunk:
-            return loan
-        return replace(loan, crc=self._raw.compared_crc(name, index))
+            source, compare = self._raw.part(name, index, box)
+            loan = self._raw.files.lend(source, offset)
+            return None if loan is None else replace(loan, crc=compare(loan.array))
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
         """All of arrays that are one raw shard; see `CheckpointReader.read_into`."""

@@ -143,14 +143,14 @@ class SafetensorsReader(ClosedAtEnd):
                 self._files.copy(as_integers(result[common.slices(box)]), source)
         return result
 
-    def lend(self, name: str, box: Box) -> Loan | None:
+    def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
         """A block of one piece where it is; see `CheckpointReader.lend`."""
         touching = self._chunks.touching(self._tensors[name], box)
         if name in self.unreadable:
             return None
         if len(touching) != 1 or self._pieces[name][touching[0]].box.intersect(box) != box:
             return None
-        return self._files.lend(self._part(self._pieces[name][touching[0]], box, name))
+        return self._files.lend(self._part(self._pieces[name][touching[0]], box, name), offset)
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
         """All of tensors that are in one file; see `CheckpointReader.read_into`."""

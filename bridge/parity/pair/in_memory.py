@@ -36,7 +36,7 @@ class ArrayReader:
         box = Box.whole(self.tensors[name].shape) if box is None else box
         return np.array(self._arrays[name][box.slices()], order="C")
 
-    def lend(self, name: str, box: Box) -> None:
+    def lend(self, name: str, box: Box, offset: int = 0) -> None:
         return None
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:

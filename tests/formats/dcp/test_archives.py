@@ -71,16 +71,40 @@ def test_alike_archives_are_parsed_once_for_each_place_in_a_row_of_64(
 
 
 def test_archives_of_torch_are_parsed_once(tmp_path: Path, parsed: list[int]) -> None:
+    """Checksums of elements are behind them there, 0 in the headers; as of a matrix and of its transpose by turns."""
     data, places = b"", []
     for k in range(40):
         buffer = io.BytesIO()
-        torch.save(torch.full((4, 4), float(k)), buffer)
+        torch.save(torch.full((2, 8) if k % 2 else (8, 2), float(k)), buffer)
         places.append((len(data), len(buffer.getvalue())))
-        data += buffer.getvalue()
+        data += buffer.getvalue() + bytes(-len(buffer.getvalue()) % 64)
     file, archives = viewed(tmp_path / "f", data), Archives()
     for k, (offset, length) in enumerate(places):
-        assert (elements(file, archives.find(file, offset, length, "w")) == k).all()
-    assert len(parsed) <= len({offset % 64 for offset, _ in places})
+        stored = archives.find(file, offset, length, "w")
+        assert stored == find_tensor(file, offset, length, "w")
+        assert (elements(file, stored) == k).all()
+        assert stored.shape == ((2, 8) if k % 2 else (8, 2))
+    assert parsed == [offset for offset, _ in places[:2]]
+
+
+def test_a_checksum_is_not_sought_in_the_next_header(tmp_path: Path) -> None:
+    """What could be the first half of a checksum's record, with the header of the elements right behind it."""
+    good = bytearray(ours(np.arange(64, dtype=np.float32), 0))
+    header = good.index(b"PK\3\4", good.index(b"archive/version"))
+    good[header:header] = b"PK\7\x08"
+    # All places behind have moved: that of the elements' header, of the directory and of its end record.
+    last = good.rindex(b"PK\1\2")
+    end64, locator = good.index(b"PK\6\6"), good.index(b"PK\6\7")
+    for layout, at in (("<L", last + 42), ("<Q", end64 + 48), ("<Q", locator + 8)):
+        struct.pack_into(layout, good, at, struct.unpack_from(layout, good, at)[0] + 4)
+    bad = bytearray(good)
+    bad[header + 4] ^= 1
+    padding = bytes(-len(good) % 64)
+    file, archives = viewed(tmp_path / "f", bytes(good + padding + bad)), Archives()
+    assert archives.find(file, 0, len(good), "w").shape == (64,)
+    offset = len(good + padding)
+    assert archives.known(file, offset, len(bad)) is None
+    assert outcome(archives, file, offset, len(bad)) == outcome(None, file, offset, len(bad))
 
 
 @pytest.mark.parametrize("bit", [0, 7])

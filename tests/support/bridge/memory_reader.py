@@ -41,7 +41,7 @@ class MemoryReader:
         self.reads += 1
         return np.array(self.arrays[name][box.slices()], order="C")
 
-    def lend(self, name: str, box: Box) -> None:
+    def lend(self, name: str, box: Box, offset: int = 0) -> None:
         return None
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
