@@ -646,6 +646,13 @@ TORCH = [
         "torch_impl/comm/test_collective_order.py",
     ),
     M(
+        "what a rank was at is overwritten by its next turn",
+        "torch_impl/comm/agreement.py",
+        "{turn % 2} {k}",
+        "{k}",
+        "torch_impl/comm/test_collective_order.py",
+    ),
+    M(
         "groups reduce where their ranks have gradients",
         "torch_impl/runtime/unit_gradients.py",
         "idle=reached and trains",
@@ -1503,9 +1510,23 @@ FORMATS = [
     M(
         "checksum of an Orbax chunk ignored",
         "bridge/formats/orbax",
-        'if crc.to_bytes(4, "little") != file[start + size : start + size + 4]:',
+        'if crc.to_bytes(4, "little") != file[stop : stop + 4]:',
         "if False:",
         "formats/orbax/test_reader.py checkpoints/test_verify_flips.py",
+    ),
+    M(
+        "a whole Orbax chunk is not compared",
+        "bridge/formats/orbax/raw_chunks.py",
+        "return source, lambda elements: self._compare(key, stop, extend(0, raw_bytes(elements)), what)",
+        "return source, lambda elements: None",
+        "formats/orbax/test_reader.py checkpoints/test_verify_flips.py",
+    ),
+    M(
+        "a part's Orbax chunk is not compared",
+        "bridge/formats/orbax/raw_chunks.py",
+        "if key not in self._verified:",
+        "if False:",
+        "formats/orbax/test_reader.py",
     ),
     M(
         "checksum of a shard index ignored",
@@ -1728,6 +1749,27 @@ CHECKPOINTS = [
         "whole[index] = stop <= end",
         "whole[index] = True",
         "formats/files/test_small_tensors_direct.py",
+    ),
+    M(
+        "the tail of an archive is not compared with those known",
+        "bridge/formats/dcp/archives.py",
+        " and self.tail.like(tail)):",
+        "):",
+        "formats/dcp/test_archives.py",
+    ),
+    M(
+        "half of the next header is taken for a checksum",
+        "bridge/formats/dcp/archives.py",
+        ">= high + _DESCRIPTOR_CRC + 4:",
+        ">= high:",
+        "formats/dcp/test_archives.py",
+    ),
+    M(
+        "loans do not lie as the file that they go to",
+        "bridge/formats/files/read_memory.py",
+        "buffer[offset % _PAGE :][:nbytes]",
+        "buffer[:nbytes]",
+        "checkpoints/test_copies.py",
     ),
     M(
         "what does not fit into the memory of small pieces is lost",
