@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -111,19 +111,16 @@ class EvalStep:
 
     @cached_property
     def _program(self) -> Any:
-        return self._written(pipelines=True)
-
-    def _written(self, *, pipelines: bool) -> Any:
         plan = self._plan
 
         def program(weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
             return run(on_device(weights), batch, on_device(variables), shared)
 
-        run: Any = partial(self._whole, pipelines=pipelines)
+        run: Any = self._whole
         if plan.engine == "pjit":
             return jax.jit(program)
         local: Any = jax.shard_map(
-            partial(self._local, pipelines=pipelines),
+            self._local,
             mesh=plan.mesh,
             in_specs=(plan.data_specs, plan.axes.batch_spec, plan.variable_specs, PartitionSpec()),
             out_specs=(
@@ -145,12 +142,10 @@ class EvalStep:
         run = placed if plan.model_axes.names else local
         return jax.jit(program)
 
-    def _local(
-        self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared, *, pipelines: bool
-    ) -> Evaluated:
+    def _local(self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
         plan = self._plan
         own = of_this_device(variables, plan.axes)
-        loss, by_row, after = self._forward(weights, batch, own, shared, pipelines)
+        loss, by_row, after = self._forward(weights, batch, own, shared)
         if loss is not None:
             loss = sum_over_devices(loss, plan.axes.names)
         if self._mutable:
@@ -159,10 +154,8 @@ class EvalStep:
             )
         return None if loss is None else self._mean(loss), by_row, after if self._mutable else {}
 
-    def _whole(
-        self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared, *, pipelines: bool
-    ) -> Evaluated:
-        loss, by_row, after = self._forward(weights, batch, variables, shared, pipelines)
+    def _whole(self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
+        loss, by_row, after = self._forward(weights, batch, variables, shared)
         changed = self._as_at_rest(after) if self._mutable else {}
         return None if loss is None else self._mean(loss), self._in_rows(by_row), changed
 
@@ -176,9 +169,7 @@ class EvalStep:
         rows = NamedSharding(self._plan.mesh, self._plan.axes.batch_spec)
         return lax.with_sharding_constraint(by_row, rows)
 
-    def _forward(
-        self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared, pipelines: bool
-    ) -> Evaluated:
+    def _forward(self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Evaluated:
         plan = self._plan
 
         def call(weights: Buffers, batch: Batch, variables: Variables, shared: Shared) -> Any:
@@ -187,7 +178,7 @@ class EvalStep:
             returned, after = call_model(plan, collectors(plan), held, variables, self._fn, batch, shared)
             return returned, mark_after(after)
 
-        if plan.prefetch and pipelines:
+        if plan.prefetch:
             call = pipelined(call, ways_of(plan, forward=True))
         returned, after = call(weights, batch, variables, shared)
         if self._has_aux or is_loss(returned):
@@ -212,9 +203,6 @@ class EvalStep:
         check_seals(program)
         one_part = plan.engine == "pjit" or plan.data_ranks == 1
         check_means(program, equal_parts=self._equal_parts or one_part)
-        if plan.prefetch and any(unit.module.layers is not None for unit in plan.units.values()):
-            # In loops that are written anew it does not show what stays the same.
-            program = self._written(pipelines=False).trace(*given).jaxpr
         after, read = variables_after(program)
         if self._mutable and not one_part:
             check_variables(plan.variables, after, plan.axes)

@@ -288,10 +288,11 @@ class StackedWriter(nnx.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:pjit engine")
+@pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_stacks_cache_works_and_is_saved(engine: str, tmp_path: Path) -> None:
+def test_a_stacks_cache_works_and_is_saved(engine: str, prefetch: int, tmp_path: Path) -> None:
     model = StackedWriter(nnx.Rngs(0))
-    options: Any = {"units": ["layers/*"], "stacked": ["layers"], "engine": engine}
+    options: Any = {"units": ["layers/*"], "stacked": ["layers"], "engine": engine, "prefetch": prefetch}
     plan, weights = fully_shard(model, data_parallel_mesh(4), **options)
     state = init_state(plan, weights, optax.sgd(0.1))
     decode = make_eval_step(plan, last, mutable=True)
@@ -370,7 +371,8 @@ class Scanned(nnx.Module):
         return run(self.layers, x)
 
 
-def test_scanned_layers_that_leave_their_statistics_alone_are_not_refused() -> None:
+def test_scanned_layers_are_refused_where_they_change_their_statistics_alone() -> None:
+    """In loops that are written anew to gather ahead, too."""
     model = Scanned(nnx.Rngs(0))
     model.eval()
     plan, weights = fully_shard(
@@ -379,6 +381,13 @@ def test_scanned_layers_that_leave_their_statistics_alone_are_not_refused() -> N
     state = init_state(plan, weights, optax.sgd(0.1))
     found = make_eval_step(plan, lambda model, x: model(x))(state, rows())
     np.testing.assert_allclose(found, model(jnp.asarray(rows())), rtol=1e-5, atol=1e-6)
+    model.train()
+    plan, weights = fully_shard(
+        model, data_parallel_mesh(2), units=["layers/*"], stacked=["layers"], prefetch=1
+    )
+    state = init_state(plan, weights, optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"changes none of its variables, .*layers/1/mean"):
+        make_eval_step(plan, lambda model, x: model(x))(state, rows())
 
 
 def test_rows_that_fill_up_a_batch_may_change_no_state() -> None:
