@@ -385,8 +385,15 @@ def test_large_raw_chunks_are_verified_before_bytes_are_taken(
         flip_bit(file, position + place, place % 8)
         with OrbaxReader(tmp_path / "c") as reader:
             assert_same_bits(reader.read("w", Box((1, 2), (2, 5))), value[1:3, 2:7])
-            with pytest.raises(CheckpointError, match=r"'w/c/1/0': (checksum mismatch|damaged shard index)"):
-                reader.read("w", box)
+            for asked in (box, Box((32, 0), (32, 32))):
+                for look in (reader.read, reader.lend):
+                    with pytest.raises(
+                        CheckpointError, match=r"'w/c/1/0': (checksum mismatch|damaged shard index)"
+                    ):
+                        look("w", asked)
+            # A whole chunk is compared in the memory that it is read into, also among others.
+            with pytest.raises(CheckpointError, match="'w/c/1/0'"):
+                reader.read("w")
         if place < size:
             with OrbaxReader(tmp_path / "c", verify=False) as reader:
                 assert reader.read("w", box).shape == (2, 5)
