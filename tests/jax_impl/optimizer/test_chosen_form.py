@@ -302,9 +302,21 @@ def switched() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), update)
 
 
+def looped(chosen: Any) -> optax.GradientTransformation:
+    """Updates by a loop, whose program is another one for parameters that are ``chosen`` by their path."""
+
+    def repeated(path: Any, update: jax.Array) -> jax.Array:
+        factor = 0.5 if chosen(path) else 0.9
+        return jax.lax.fori_loop(0, 3, lambda _, value: value * factor, update)
+
+    return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(repeated, updates))
+
+
 @pytest.mark.parametrize(
     ("optimizer", "form"),
     [
+        (looped(lambda path: any(getattr(entry, "idx", None) == 3 for entry in path)), "tree"),
+        (looped(lambda path: False), "name"),
         (freezing(lambda path: "3" in keys_of(path)), "name"),
         (freezing(lambda path: any(getattr(entry, "idx", None) == 3 for entry in path)), "tree"),
         (optax.adamw(RATE, mask={"head": True, "layers": [i != 2 for i in range(6)]}), "tree"),
