@@ -336,6 +336,21 @@ def test_all_names_and_later_steps_count(optimizer: Any, form: str | None) -> No
     assert chosen_form(optimizer, arrays_of(plan), trees_of(plan), True) == form
 
 
+def divided_by_sum(measure: Any) -> optax.GradientTransformation:
+    def update(updates: Any, _: Any) -> Any:
+        total = sum(jnp.sum(measure(leaf)) for leaf in jax.tree.leaves(updates))
+        return jax.tree.map(lambda leaf: leaf / total, updates)
+
+    return optax.stateless(update)
+
+
+@pytest.mark.parametrize(("measure", "form"), [(jnp.abs, None), (jnp.exp, "name"), (jnp.cos, "name")])
+def test_sums_that_padding_would_change_are_taken_over_parameters(measure: Any, form: str | None) -> None:
+    """Shards end in zeros that belong to no parameter, of which these are 0 or 1."""
+    plan, _ = plan_and_weights()
+    assert chosen_form(divided_by_sum(measure), arrays_of(plan), trees_of(plan), True) == form
+
+
 class Blocks(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.blocks = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(5)])
