@@ -116,4 +116,6 @@ def test_dpo_trains_beside_a_reference_model(ranks: RankGroup, tmp_path: Path) -
     for result in found[0] + found[1]:
         # The policy starts as the reference, so the first loss is the same for all data.
         assert result.losses.pop(0) == pytest.approx(0.6931, abs=1e-3)
-    assert_equal_runs(found, learned=0.0)
+    # A loss near 0 is exp(-margin), so its relative error is the margin's absolute one: sums of log-probabilities of
+    # some 50, which float32 rounds by 4e-6.
+    assert_equal_runs(found, learned=0.0, rel=1e-5)
