@@ -241,8 +241,11 @@ class ExtendedWeights:
             one.free()
 
     def _note_versions(self) -> None:
-        known = [*self.compute_tensors, *self.unsharded]
-        known += [part for one in self.unsharded for part in plain_parts(one)]
+        # A class may share small tensors, such as a table of codes, between shards and whole weights: these are not freed,
+        # and their versions tell changes of the main weights.
+        shared = {one.untyped_storage().data_ptr() for one in self.main_tensors} - {0}
+        parts = [part for one in (*self.compute_tensors, *self.unsharded) for part in plain_parts(one)]
+        known = [*self.unsharded, *(p for p in parts if p.untyped_storage().data_ptr() not in shared)]
         distinct = {id(one): one for one in known} if self._made else {}
         self._versions = [(one, one._version) for one in distinct.values()]
         self._changed = False

@@ -332,6 +332,91 @@ def test_frozen_bytes_are_gathered_as_they_are(ranks: RankGroup, tmp_path: Path)
     ranks.run(2, adapters, str(tmp_path / "refused"))
 
 
+class Coded(Bytes):
+    """``payload`` times ``scale``, one number that all parts share, not gathered, as NF4's table of codes is."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> Coded:
+        return Coded(inner["payload"], inner["scale"])
+
+    def dequantize(self) -> torch.Tensor:  # type: ignore[override]
+        return self.payload * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first, *others = args
+        if func is torch.ops.aten.copy_.default:
+            first.payload.copy_(others[0].payload)
+            return first
+        made = func(first.payload, *others, **(kwargs or {}))
+        return [cls(one, first.scale) for one in made] if isinstance(made, list) else cls(made, first.scale)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        return (self.payload,), self.scale
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        return None if out is not None else (Coded(*gathered, metadata), gathered)
+
+
+class Product(torch.autograd.Function):
+    """Saves the weight as it is, as torchao's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        result: torch.Tensor = x @ weight.dequantize().T
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        return gradients[0] @ weight.dequantize(), None
+
+
+class Quantized(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            codes = torch.randint(-127, 127, (7, 5), dtype=torch.int8)
+            self.base = nn.Parameter(Coded(codes, torch.tensor([0.01])), requires_grad=False)
+            self.down = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Product.apply(self.down(x), self.base)
+        return result
+
+
+def with_shared_codes(reshard: bool) -> None:
+    plain = Quantized(1)
+    model = nn.Sequential(torch_impl.fully_shard(Quantized(1), reshard_after_forward=reshard))
+    torch_impl.fully_shard(model)
+    pairs = [(plain, everyone), (model, own)]
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1) for m, _ in pairs]
+    for step in range(3):
+        for (module, batch), optimizer in zip(pairs, optimizers, strict=True):
+            (module(batch(step)) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 1:
+            for module, _ in pairs:
+                base = module.base if isinstance(module, Quantized) else module[0].base
+                local_of(base.data).scale.mul_(2)
+    for name, param in plain.named_parameters():
+        if param.requires_grad:
+            torch.testing.assert_close(
+                whole(model.get_parameter(f"0.{name}")), param.detach(), rtol=2e-4, atol=2e-6
+            )
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_class_may_share_tensors_between_shards_and_whole_weights(ranks: RankGroup, reshard: bool) -> None:
+    """Freeing the whole weight changes no main weight, and what is changed counts."""
+    ranks.run(2, with_shared_codes, reshard)
+
+
 class Leaving(Bytes):
     """``empty_like`` leaves the scale where it is, as that of torchao's NF4 leaves some of its tensors."""
 
