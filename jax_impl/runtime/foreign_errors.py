@@ -25,6 +25,13 @@ def explained(error: Exception, plan: ShardingPlan) -> str | None:
             "loss: expected parameters of a unit inside of the unit only: call the unit, a method of it or "
             f"jax_impl.call_unit(function, unit, ...), got another use{line_in(error)} ({error})"
         )
+    if "unit_parameter.Unit" in message:
+        return (
+            "loss: expected a unit's parameters not to be put together with another tree (a mask, weights of another "
+            f"unit or model) by a library or under another name{line_in(error)}: say it by jax.tree.map, inside of "
+            "the unit by jax_impl.call_unit(function, unit, tree), or by fully_shard(..., frozen=[...]) "
+            f"({message.splitlines()[0]})"
+        )
     if any(part in message for part in _DERIVATIVES):
         units = [path for path in plan.units if path][:3]
         return (
