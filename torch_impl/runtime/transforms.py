@@ -44,8 +44,8 @@ def refuse_recording(unit: str) -> None:
     if get_proxy_mode() is not None:
         raise RuntimeError(
             f"unit {unit}: torch.func.linearize, make_fx and torch.export record weights that are freed after this "
-            "forward: for products with the Jacobian use torch.func.jvp or torch.func.vjp, and record or export a plain "
-            "model that was loaded with the whole weights (full_tensor())"
+            "forward: for products with the Jacobian use torch.func.jvp or torch.func.vjp, and record or export a "
+            "plain model that was loaded with the whole weights (full_tensor())"
         )
 
 
