@@ -362,12 +362,17 @@ def _nodes(module: nnx.Pytree) -> dict[Key, nnx.Pytree]:
 
 def _static(node: nnx.Pytree) -> dict[str, Any]:
     """Attributes that are no arrays, and hold none."""
+    kinds = nnx.Pytree | nnx.Variable | jax.Array | np.ndarray
     return {
         name: value
         for name, value in vars(node).items()
         if not name.startswith("_pytree")
-        and not isinstance(value, nnx.Pytree | nnx.Variable | jax.Array | np.ndarray)
         and not nnx.is_data(value)
+        # Of dictionaries and lists of arrays (nnx.data), too.
+        and not any(
+            isinstance(leaf, kinds)
+            for leaf in jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, kinds))
+        )
     }
 
 

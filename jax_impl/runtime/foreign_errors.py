@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from flax import nnx
+
 from jax_impl.modules.seal import line_in
 from jax_impl.modules.stack_lengths import unnamed_stack
 from jax_impl.runtime.sharding_plan import ShardingPlan
@@ -15,6 +17,7 @@ _CONSTRAINTS = (
     "with_sharding_constraint can only refer to Auto axes",
     "with_sharding_constraint requires a non-empty",
 )
+_SHAPES = ("Incompatible types for broadcasting", "ncompatible shapes", "requires contracting dimensions")
 
 
 def explained(error: Exception, plan: ShardingPlan) -> str | None:
@@ -50,6 +53,13 @@ def explained(error: Exception, plan: ShardingPlan) -> str | None:
         return (
             "with_sharding_constraint: expected a mesh with the PartitionSpec: jax.sharding.NamedSharding(mesh, spec), "
             f"or jax.set_mesh(mesh) around the step, with the mesh that fully_shard got ({error})"
+        )
+    caches = [path for path, info in plan.variables.items() if issubclass(info.kind, nnx.Cache)]
+    if caches and plan.engine == "shard_map" and any(part in message for part in _SHAPES):
+        return (
+            f"variables {caches[:3]} (Cache): expected rows of the batch as first dimension, behind that of a stack's "
+            "layers, since each device has those of its own rows; fully_shard(..., engine='pjit') takes caches whose "
+            f"rows lie elsewhere ({error})"
         )
     return (
         unnamed_stack(error, [unit.module for unit in plan.units.values()])
