@@ -8,6 +8,7 @@ but libraries that take pytrees apart to hand them to JAX.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
@@ -31,6 +32,7 @@ _NAMES = (
 )
 _JAX: dict[str, Callable[..., Any]] = {name: getattr(jax.tree_util, name) for name in _NAMES}
 _SHORT = {name.removeprefix("tree_"): name for name in _NAMES}
+_NONE = object()
 # What may be replaced, with the function that it is.
 _KNOWN = {_JAX[name]: name for name in _NAMES} | {getattr(jax.tree, short): _SHORT[short] for short in _SHORT}
 
@@ -62,8 +64,9 @@ def _is_known(function: Any) -> bool:
     return type(function) is FunctionType and function in _KNOWN
 
 
-def _leaf(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
-    return lambda node: is_unit_parameter(node) or (is_leaf is not None and is_leaf(node))
+def _leaf(is_leaf: Callable[..., bool] | None) -> Callable[..., bool]:
+    """Of a node, or of its path and the node (``is_leaf_takes_path``)."""
+    return lambda *node: is_unit_parameter(node[-1]) or (is_leaf is not None and is_leaf(*node))
 
 
 def _shown(leaf: Any) -> Any:
@@ -79,20 +82,19 @@ def _leaves_with_path(tree: Any, is_leaf: Any = None, **options: Any) -> list[tu
     return [(path, _shown(leaf)) for path, leaf in found]
 
 
-def _reduce(function: Any, tree: Any, *initializer: Any, is_leaf: Any = None, **options: Any) -> Any:
-    if len(initializer) > 1:
-        initializer, is_leaf = initializer[:1], initializer[1]
-    return _JAX["tree_reduce"](function, _leaves(tree, is_leaf), *initializer, is_leaf=is_leaf, **options)
+def _reduce(function: Any, tree: Any, initializer: Any = _NONE, is_leaf: Any = None) -> Any:
+    initial = () if initializer is _NONE else (initializer,)
+    return functools.reduce(function, _leaves(tree, is_leaf), *initial)
 
 
-def _map(function: Any, tree: Any, *rest: Any, is_leaf: Any = None) -> Any:
-    mapped: Callable[..., Any] = lambda *leaves: applied(function, leaves)  # noqa: E731
+def _map(f: Any, tree: Any, *rest: Any, is_leaf: Any = None) -> Any:
+    mapped: Callable[..., Any] = lambda *leaves: applied(f, leaves)  # noqa: E731
     return _JAX["tree_map"](mapped, tree, *rest, is_leaf=_leaf(is_leaf))
 
 
-def _map_with_path(function: Any, tree: Any, *rest: Any, is_leaf: Any = None, **options: Any) -> Any:
+def _map_with_path(f: Any, tree: Any, *rest: Any, is_leaf: Any = None, **options: Any) -> Any:
     def mapped(path: Any, *leaves: Any) -> Any:
-        return applied(lambda *leaves: function(path, *leaves), leaves)
+        return applied(lambda *leaves: f(path, *leaves), leaves)
 
     return _JAX["tree_map_with_path"](mapped, tree, *rest, is_leaf=_leaf(is_leaf), **options)
 

@@ -345,6 +345,8 @@ def counted(params: Any, x: jax.Array) -> jax.Array:
         sum(jax.tree.leaves(jax.tree.map(jnp.size, params))),
         jax.tree.reduce(lambda n, leaf: n + leaf.size, params, 0),
         optax.tree.size(params),
+        jax.tree.reduce(lambda n, leaf: n + leaf.size, [params], 0, lambda node: hasattr(node, "shape")),
+        len(jax.tree.leaves_with_path(params, lambda path, _: len(path) == 2, is_leaf_takes_path=True)),
         sum(
             leaf.size
             for path, leaf in tree_flatten_with_path(params)[0]
