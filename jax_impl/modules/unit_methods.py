@@ -16,12 +16,15 @@ from typing import Any
 
 from flax import nnx
 
+from jax_impl.modules.unit_leaves import replaced, restored
 from jax_impl.modules.unit_parameter import run_in_unit, unit_at
 
 _LOCK = threading.Lock()
 # How many traces need a class's methods caught, and what the class itself had by their names.
 _traces: dict[type, int] = {}
 _own: dict[type, dict[str, Any]] = {}
+# What of jax.tree is another function, as long as any class's methods are others.
+_of_trees: list[Any] = []
 
 
 @contextmanager
@@ -29,6 +32,8 @@ def caught_calls(classes: Iterable[type]) -> Iterator[None]:
     """Methods of ``classes``, called on units or parts of them, run inside of the unit."""
     classes = set(classes)
     with _LOCK:
+        if classes and not any(_traces.values()):
+            _of_trees.extend(replaced())
         for cls in classes:
             _traces[cls] = _traces.get(cls, 0) + 1
             if _traces[cls] == 1:
@@ -47,6 +52,9 @@ def caught_calls(classes: Iterable[type]) -> Iterator[None]:
                             delattr(cls, name)
                         else:
                             type.__setattr__(cls, name, method)
+            if not any(_traces.values()):
+                restored(_of_trees)
+                _of_trees.clear()
 
 
 def _methods(cls: type) -> dict[str, Any]:

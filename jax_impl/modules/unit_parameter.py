@@ -169,6 +169,38 @@ def zeros_of(parameter: UnitParameter) -> Any:
     return parameter._array
 
 
+def applied(function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    """``function(*leaves)`` of leaves of which some are stand-ins, which may be handed on: moved, or stopped.
+
+    What is no array, such as a size or a label, is the result alone. Raises ``ValueError`` for parameters of two units,
+    and where the unit's arrays, which go the way of its parameters, cannot go it.
+    """
+    parameters = [leaf for leaf in leaves if is_unit_parameter(leaf)]
+    if not parameters:
+        return function(*leaves)
+    first = parameters[0]
+    for other in parameters[1:]:
+        if other._origin.unit is not first._origin.unit or other._origin.place != first._origin.place:
+            raise ValueError(
+                f"jax.tree.map of parameter {'/'.join(map(str, other._origin.place))!r} of unit "
+                f"{other._origin.unit.path!r} and {first._refusal()}; stack layers before fully_shard(stacked=...)"
+            )
+
+    def of(nth: int) -> Any:
+        arrays = [(leaf._array, *leaf._carried)[nth] if is_unit_parameter(leaf) else leaf for leaf in leaves]
+        return function(*arrays)
+
+    result = of(0)
+    if result is first._array:
+        return first
+    if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(result)):
+        return result
+    try:
+        return type(first)(result, tuple(of(1 + i) for i in range(len(first._carried))), first._origin)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"use of {first._refusal()} ({error})") from error
+
+
 def with_arrays(tree: Any, zeros: Sequence[Any], arrays: Sequence[Any] | None) -> Any:
     """A unit with other zeros for its parameters, and other arrays that it carries unless these are None."""
     parameters = zip(unit_parameters(tree), zeros, strict=True)
@@ -330,12 +362,17 @@ def _nodes(module: nnx.Pytree) -> dict[Key, nnx.Pytree]:
 
 def _static(node: nnx.Pytree) -> dict[str, Any]:
     """Attributes that are no arrays, and hold none."""
+    kinds = nnx.Pytree | nnx.Variable | jax.Array | np.ndarray
     return {
         name: value
         for name, value in vars(node).items()
         if not name.startswith("_pytree")
-        and not isinstance(value, nnx.Pytree | nnx.Variable | jax.Array | np.ndarray)
         and not nnx.is_data(value)
+        # Of dictionaries and lists of arrays (nnx.data), too.
+        and not any(
+            isinstance(leaf, kinds)
+            for leaf in jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, kinds))
+        )
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from flax import nnx
+
 from jax_impl.modules.seal import line_in
 from jax_impl.modules.stack_lengths import unnamed_stack
 from jax_impl.runtime.sharding_plan import ShardingPlan
@@ -15,6 +17,7 @@ _CONSTRAINTS = (
     "with_sharding_constraint can only refer to Auto axes",
     "with_sharding_constraint requires a non-empty",
 )
+_SHAPES = ("Incompatible types for broadcasting", "ncompatible shapes", "requires contracting dimensions")
 
 
 def explained(error: Exception, plan: ShardingPlan) -> str | None:
@@ -24,6 +27,13 @@ def explained(error: Exception, plan: ShardingPlan) -> str | None:
         return (
             "loss: expected parameters of a unit inside of the unit only: call the unit, a method of it or "
             f"jax_impl.call_unit(function, unit, ...), got another use{line_in(error)} ({error})"
+        )
+    if "unit_parameter.Unit" in message:
+        return (
+            "loss: expected a unit's parameters not to be put together with another tree (a mask, weights of another "
+            f"unit or model) by a library or under another name{line_in(error)}: say it by jax.tree.map, inside of "
+            "the unit by jax_impl.call_unit(function, unit, tree), or by fully_shard(..., frozen=[...]) "
+            f"({message.splitlines()[0]})"
         )
     if any(part in message for part in _DERIVATIVES):
         units = [path for path in plan.units if path][:3]
@@ -43,6 +53,13 @@ def explained(error: Exception, plan: ShardingPlan) -> str | None:
         return (
             "with_sharding_constraint: expected a mesh with the PartitionSpec: jax.sharding.NamedSharding(mesh, spec), "
             f"or jax.set_mesh(mesh) around the step, with the mesh that fully_shard got ({error})"
+        )
+    caches = [path for path, info in plan.variables.items() if issubclass(info.kind, nnx.Cache)]
+    if caches and plan.engine == "shard_map" and any(part in message for part in _SHAPES):
+        return (
+            f"variables {caches[:3]} (Cache): expected rows of the batch as first dimension, behind that of a stack's "
+            "layers, since each device has those of its own rows; fully_shard(..., engine='pjit') takes caches whose "
+            f"rows lie elsewhere ({error})"
         )
     return (
         unnamed_stack(error, [unit.module for unit in plan.units.values()])

@@ -122,10 +122,19 @@ class PlannedSave:
 
         plans = gather(agree(local_plan, group=group).value, group)
 
+        group_ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
+
         def global_plans() -> list[SavePlan]:
             if not first:
                 return []
-            shared, self._metadata = self._planner.create_global_plan(plans)
+            try:
+                shared, self._metadata = self._planner.create_global_plan(plans)
+            except ValueError as error:
+                # Rows of a tensor are missing: DCP says how many, and not why.
+                raise CheckpointError(
+                    f"expected ranks that hold all rows together, got ranks {group_ranks}: save by a process_group= of "
+                    f"all ranks that share the model's rows, or by none ({str(error)[:300]})"
+                ) from error
             return self._writer.prepare_global_plan(shared)
 
         plan = scatter(agree(global_plans, group=group).value, group)

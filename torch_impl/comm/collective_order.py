@@ -35,6 +35,8 @@ _REASON = (
 class _History:
     """What has been begun on the axes of a mesh. Without the mesh, so that its process groups can end."""
 
+    # How many groups of parameters there are, by which all ranks number them.
+    groups: int = 0
     last: str = ""
     count: int = 0
     checksum: int = 0
@@ -45,7 +47,11 @@ _histories: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], _History]
 
 
 class CollectiveOrder:
-    """The order of all collectives of units over the axes of ``mesh``, on which equal meshes have one history."""
+    """The order of all collectives of units over the axes of ``mesh``, on which equal meshes have one history.
+
+    One a group of parameters, made in the same order on all ranks: units of several models, or each called as a root,
+    may have equal names.
+    """
 
     def __init__(self, mesh: DataParallelMesh) -> None:
         backends = [dist.get_backend(group) for group in mesh.groups]
@@ -53,6 +59,8 @@ class CollectiveOrder:
         self._mesh = mesh
         names = tuple(group.group_name for group in mesh.groups)
         self._history = _histories.setdefault(mesh.groups[0], {}).setdefault(names, _History())
+        self._number = self._history.groups
+        self._history.groups += 1
 
     def begin(self, what: str) -> None:
         """To be called before a collective. ``what``: a sentence that tells it from others, equal on all ranks.
@@ -61,9 +69,9 @@ class CollectiveOrder:
         """
         if not self._compares:
             return
-        its = self._history
-        count, checksum, pair = its.count + 1, zlib.crc32(what.encode(), its.checksum), (its.last, what)
+        its, mine = self._history, f"{self._number} {what}"
+        count, checksum, pair = its.count + 1, zlib.crc32(mine.encode(), its.checksum), (its.last, mine)
         if pair not in its.agreed or count % _EVERY == 0:
             require_all_ranks(what, self._mesh, _REASON, since=f"{count} {checksum:08x}")
             its.agreed.add(pair)
-        its.last, its.count, its.checksum = what, count, checksum
+        its.last, its.count, its.checksum = mine, count, checksum

@@ -32,6 +32,7 @@ from torch_impl.comm.collective_order import CollectiveOrder
 from torch_impl.comm.streams import Step, Streams, Transfer
 from torch_impl.dtensor.local import is_partial, local_of
 from torch_impl.dtensor.placement import row_placement
+from torch_impl.dtensor.refusals import described
 from torch_impl.dtensor.tensor import RowDTensor, make_partial, wrap_like
 from torch_impl.runtime.gradient_spec import GradientSpec
 from torch_impl.runtime.pool import PooledGradient
@@ -231,6 +232,12 @@ class GroupReduction:
                 continue
             # Sums that are not reduced at all were collected together with the new ones.
             if param.grad is not None and _cut_of(param.grad) != (0, True):
+                if param._backward_hooks and not _cut_of(param.grad)[1]:
+                    raise RuntimeError(
+                        f"{described(param)} has a hook (register_hook), which has seen its reduced gradient and would "
+                        "see it again in the sum of microbatches: call zero_grad() before the first microbatch, with "
+                        "set_to_none=True"
+                    )
                 self._add_to_partial(view, name, param.grad, level)
             bounds = spec.levels.row_bounds(level, name) if level else None
             param.grad = make_partial(
@@ -323,6 +330,8 @@ class GroupReduction:
             for index, (p, view) in enumerate(zip(spec.params, views, strict=True))
             if p.requires_grad and index in used
         ]
+        for param, view in fresh:
+            _run_tensor_hooks(param, view)
         # Partial sums were added on the way; a reduced gradient is of an earlier backward, or was set by hand.
         present = [
             (local_of(p.grad), view) for p, view in fresh if p.grad is not None and not _cut_of(p.grad)[1]
@@ -350,6 +359,18 @@ def _add_flags(flags: torch.Tensor, used: Collection[int]) -> None:
         if position == len(ordered) or ordered[position] != index + 1:
             flags[:, ordered[first] : index + 1].add_(1)
             first = position
+
+
+def _run_tensor_hooks(param: nn.Parameter, view: torch.Tensor) -> None:
+    """The user's ``Tensor.register_hook``: each may give another gradient in place of this reduced one."""
+    for hook in list((param._backward_hooks or {}).values()):
+        given = hook(wrap_like(param, view))
+        if given is not None:
+            if _cut_of(given) != _cut_of(wrap_like(param, view)) or given.shape != param.shape:
+                raise ValueError(
+                    f"hook of {described(param)}: expected None or a gradient placed like the parameter, got {given!r}"
+                )
+            view.copy_(local_of(given))
 
 
 def _run_hooks(param: nn.Parameter) -> None:

@@ -23,6 +23,7 @@ from torch._C._functorch import (
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 T = TypeVar("T")
 
@@ -36,6 +37,16 @@ def outside_transforms(method: Callable[..., T]) -> Callable[..., T]:
             return method(*args, **kwargs)
 
     return call
+
+
+def refuse_recording(unit: str) -> None:
+    """Raises RuntimeError where operators are recorded, to run again when the weights that they read are gone."""
+    if get_proxy_mode() is not None:
+        raise RuntimeError(
+            f"unit {unit}: torch.func.linearize, make_fx and torch.export record weights that are freed after this "
+            "forward: for products with the Jacobian use torch.func.jvp or torch.func.vjp, and record or export a "
+            "plain model that was loaded with the whole weights (full_tensor())"
+        )
 
 
 def levels_of(tensor: torch.Tensor) -> list[torch.Tensor]:

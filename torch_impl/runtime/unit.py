@@ -38,7 +38,7 @@ from torch_impl.runtime.phase import Event, Phase
 from torch_impl.runtime.precision import MixedPrecisionPolicy, input_dtype
 from torch_impl.runtime.schedule import Schedule, ScheduledUnit
 from torch_impl.runtime.shown import Shown
-from torch_impl.runtime.transforms import outside_transforms
+from torch_impl.runtime.transforms import outside_transforms, refuse_recording
 from torch_impl.runtime.unit_backwards import UnitBackwards
 from torch_impl.runtime.unit_gradients import UnitGradients
 
@@ -181,6 +181,7 @@ class Unit:
     @autograd.eager
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         in_backward = autograd.current_backward() is not None
+        refuse_recording(self._context.name or "root")
         if self._is_root is None:
             self._become_root(module)
         event, phase = Event.FORWARD_BEGINS, Phase.FORWARD

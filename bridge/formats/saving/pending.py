@@ -14,10 +14,13 @@ from __future__ import annotations
 import atexit
 import inspect
 import io
+import multiprocessing
+import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +81,20 @@ class PendingSave:
 
 
 _latest: PendingSave | None = None
+# The process that tells of errors at its end; a process that was forked has its parent's number.
+_telling: int | None = None
+_FAILED = 120
 
 
 def start(path: Path, work: Callable[[], None]) -> PendingSave:
     """Run ``work`` in a thread; call ``settle`` first."""
-    global _latest
-    if _latest is None:
+    global _latest, _telling
+    if _telling != os.getpid():
+        _telling = os.getpid()
         atexit.register(_report)
+        # Forked processes of multiprocessing end without exit functions.
+        if multiprocessing.parent_process() is not None:
+            Finalize(None, _report_of_child, exitpriority=1000)
     _latest = PendingSave(path, work)
     return _latest
 
@@ -117,6 +127,18 @@ def _report() -> None:
     if text is not None:
         print(f"twinshard: {text}", file=sys.stderr, flush=True)
         sys.stderr = _FailsAtExit(sys.stderr)
+
+
+def _report_of_child() -> None:
+    """Before a process of multiprocessing ends, whose status is that of this ``SystemExit``."""
+    own = sys.exc_info()[1]
+    try:
+        settle()
+    except CheckpointError as error:
+        print(f"twinshard: {error}", file=sys.stderr, flush=True)
+        # The program's own error, or exit, has a status of its own.
+        if own is None or (isinstance(own, SystemExit) and not own.code):
+            raise SystemExit(_FAILED) from None
 
 
 class _FailsAtExit(io.TextIOBase):

@@ -127,3 +127,43 @@ save = None
     )
     assert done.stderr.splitlines()[1:] == ["before"]
     assert done.returncode == 120
+
+
+CHILD = """
+import multiprocessing, sys
+from pathlib import Path
+from bridge.formats.saving import pending
+
+def fail():
+    raise OSError(28, "No space left on device")
+
+def child(end):
+    save = pending.start(Path("runs/7"), fail)
+    if end == "error":
+        raise RuntimeError("of the program")
+    if end == "told":
+        try: save.wait()
+        except OSError: pass
+    sys.exit(0)
+
+if __name__ == "__main__":
+    # A save of the parent must not keep children from telling of theirs.
+    pending.start(Path("runs/6"), lambda: None).wait()
+    for end in ("", "error", "told"):
+        process = multiprocessing.get_context(sys.argv[1]).Process(target=child, args=(end,))
+        process.start()
+        process.join()
+        print(end, process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_process_of_multiprocessing_tells_of_its_save_too(method: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(CHILD)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py"), method], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == " 120\nerror 1\ntold 0\n"
+    assert done.stderr.count("save of runs/7 failed: OSError: [Errno 28] No space left on device") == 2
+    assert "RuntimeError: of the program" in done.stderr
+    assert done.returncode == 0

@@ -6,6 +6,7 @@ Models train as plain optax does on the whole batch, in float64 to 1e-12; every 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from functools import singledispatch
 from typing import Any
@@ -18,6 +19,8 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.traverse_util import flatten_dict
+from jax.tree_util import tree_flatten_with_path, tree_leaves
+from jax.tree_util import tree_map as tree_map_by_another_name
 
 from jax_impl import (
     apply_linen,
@@ -326,6 +329,101 @@ def tree() -> dict[str, Any]:
 )
 def test_what_becomes_of_some_parameters_of_a_unit_is_seen(change, match):
     refused(tree(), by_path(change), match, units=["layers/*"])
+
+
+def layered(params: Any, x: jax.Array) -> jax.Array:
+    run = lambda p, x: jnp.tanh(x @ p["a_kernel"] + p["bias"])  # noqa: E731
+    for layer in params["layers"]:
+        x = call_unit(run, layer, x)
+    return jnp.mean((x @ params["out"]) ** 2)
+
+
+def counted(params: Any, x: jax.Array) -> jax.Array:
+    """Numbers of parameters, as programs count them, and the paths that they know."""
+    sizes = [
+        sum(leaf.size for leaf in tree_leaves(params)),
+        sum(jax.tree.leaves(jax.tree.map(jnp.size, params))),
+        jax.tree.reduce(lambda n, leaf: n + leaf.size, params, 0),
+        optax.tree.size(params),
+        jax.tree.reduce(lambda n, leaf: n + leaf.size, [params], 0, lambda node: hasattr(node, "shape")),
+        len(jax.tree.leaves_with_path(params, lambda path, _: len(path) == 2, is_leaf_takes_path=True)),
+        sum(
+            leaf.size
+            for path, leaf in tree_flatten_with_path(params)[0]
+            if path[-1].key in ("a_kernel", "bias", "out")
+        ),
+    ]
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
+    leaves, structure = jax.tree.flatten(params)
+    params = jax.tree.unflatten(structure, leaves)
+    biases = sum(name.endswith("['bias']") for name in names)
+    return layered(params, x) * sum(sizes) / 100 * len(leaves) * len(names) * biases
+
+
+def masked(mask: Any, *, first: bool) -> Callable[[Any, Any], jax.Array]:
+    """A loss that stops gradients of what a tree from outside names."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        stop = lambda leaf, trains: leaf if trains else jax.lax.stop_gradient(leaf)  # noqa: E731
+        if first:
+            return layered(jax.tree.map(lambda trains, leaf: stop(leaf, trains), mask, params), x)
+        return layered(jax.tree.map(stop, params, mask), x)
+
+    return loss
+
+
+WHOLE_LAYERS = {
+    "layers": [dict.fromkeys(["a_kernel", "bias"], trains) for trains in (True, False)],
+    "out": True,
+}
+
+
+@pytest.mark.parametrize(
+    "loss", [counted, masked(WHOLE_LAYERS, first=True), masked(WHOLE_LAYERS, first=False)], ids=str
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_functions_of_jax_tree_see_one_leaf_a_parameter(loss, engine):
+    before = [vars(module)["tree_leaves"] for module in (jax.tree_util, sys.modules[__name__])]
+    assert_trains(tree(), loss, engine, units=["layers/*"])
+    assert [vars(module)["tree_leaves"] for module in (jax.tree_util, sys.modules[__name__])] == before
+
+
+def test_parameters_of_modules_count_once():
+    def loss(m: Any, x: jax.Array) -> jax.Array:
+        return flags(m, x) * sum(leaf.size for leaf in jax.tree.leaves(nnx.state(m, nnx.Param))) / 100
+
+    assert_trains(net(), loss, **UNITS)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        # By the last entry of the path, which a bias and nothing else has.
+        (
+            lambda params: jax.tree.map_with_path(
+                lambda path, leaf: (
+                    jax.lax.stop_gradient(leaf) if getattr(path[-1], "key", "") == "bias" else leaf
+                ),
+                params,
+            ),
+            "unit 'layers/0': expected jax.lax.stop_gradient of all .* frozen=",
+        ),
+        (
+            lambda params: {**params, "layers": [jax.tree.map(jnp.add, *params["layers"])]},
+            r"jax.tree.map of parameter 'a_kernel' of unit 'layers/1' and .*stacked=",
+        ),
+        (
+            lambda params: jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, params, tree()),
+            "use of parameter 'a_kernel' of unit 'layers/0': .*call_unit",
+        ),
+        (
+            lambda params: tree_map_by_another_name(lambda a, b: a if b else -a, params, WHOLE_LAYERS),
+            "expected a unit's parameters not to be put together .*jax.tree.map.*frozen=",
+        ),
+    ],
+)
+def test_what_maps_make_of_a_units_parameters_is_refused_in_words(change, match):
+    refused(tree(), lambda params, x: layered(change(params), x), match, units=["layers/*"])
 
 
 def test_parameters_of_two_units_that_become_one_are_refused_by_name():

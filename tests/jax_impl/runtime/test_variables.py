@@ -130,6 +130,43 @@ def test_variables_are_those_of_the_unsharded_model(change: Any, rules: Any, eng
         np.testing.assert_allclose(value, getattr(model, path)[...], rtol=1e-6, err_msg=path)
 
 
+class Spectral(nnx.Module):
+    """Units whose variables lie in dictionaries, and that replace their parameters, which flax's SpectralNorm does."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        linears = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+        self.layers = nnx.List([nnx.SpectralNorm(linear, rngs=rngs) for linear in linears])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = jnp.tanh(layer(x, update_stats=True))
+        return x
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_variables_in_dictionaries_of_units_are_those_of_the_unsharded_model(engine: str) -> None:
+    model, optimizer = Spectral(nnx.Rngs(0)), optax.sgd(0.5)
+    plan, weights = fully_shard(Spectral(nnx.Rngs(0)), data_parallel_mesh(4), engine=engine)
+    state, step = init_state(plan, weights, optimizer), make_train_step(plan, loss, optimizer)
+    plain = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    for _ in range(3):
+        graphdef, parameters, rest = nnx.split(model, nnx.Param, ...)
+
+        def of(parameters: Any) -> Any:
+            merged = nnx.merge(graphdef, parameters, rest, copy=True)  # noqa: B023  # called in this pass only
+            return loss(merged, jnp.asarray(rows())), nnx.state(merged, nnx.Not(nnx.Param))
+
+        (expected, changed), gradients = jax.value_and_grad(of, has_aux=True)(parameters)
+        plain.update(model, gradients)
+        nnx.update(model, changed)
+        state, metrics = step(state, rows())
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    found = {path: value for path, value in state.variables.items() if "batch_stats" in path}
+    assert len(found) == 4
+    for path, value in nnx.to_flat_state(nnx.state(model, nnx.BatchStat)):
+        np.testing.assert_allclose(found["/".join(map(str, path))], value[...], rtol=1e-4, atol=1e-5)
+
+
 class Prefix(nnx.Module):
     """Attention to a cache that all rows of a batch share."""
 
@@ -166,6 +203,35 @@ def test_a_cache_without_rows_of_the_batch_is_not_cut_silently() -> None:
     for plan, made in (state({"prefix": "max"}), state({}, "pjit")):
         found = jax_impl.make_eval_step(plan, lambda model, rows: model(rows))(made, batch)
         np.testing.assert_allclose(found, model(jnp.asarray(batch)), rtol=1e-5, atol=1e-6)
+
+
+class TimeFirst(nnx.Module):
+    """A decode cache whose rows are its second dimension."""
+
+    def __init__(self, rngs: nnx.Rngs, tokens: int) -> None:
+        self.up, self.index = nnx.Linear(6, 6, rngs=rngs), nnx.Cache(jnp.zeros((), jnp.int32))
+        self.seen = nnx.Cache(jnp.zeros((tokens, 8, 6)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.seen[...] = self.seen[...].at[self.index[...]].set(self.up(x))
+        self.index[...] += 1
+        return self.seen[...].sum(0)
+
+
+@pytest.mark.parametrize("tokens", [5, 8])
+def test_caches_whose_rows_lie_elsewhere_are_refused_in_words_or_followed(tokens: int) -> None:
+    x = jnp.linspace(-1, 1, 48).reshape(8, 6)
+    for engine in ENGINES:
+        plan, weights = fully_shard(
+            TimeFirst(nnx.Rngs(0), tokens), data_parallel_mesh(4), units=[], engine=engine
+        )
+        state = init_state(plan, weights, optax.sgd(0.1))
+        decode = make_eval_step(plan, lambda model, x: model(x), mutable=True)
+        if engine == "pjit":
+            np.testing.assert_allclose(decode(state, x)[0], TimeFirst(nnx.Rngs(0), tokens)(x), rtol=1e-5)
+            continue
+        with pytest.raises(ValueError, match=r"\['index', 'seen'\] \(Cache\): expected rows .*engine='pjit'"):
+            decode(state, x)
 
 
 def test_sums_go_over_microbatches_too() -> None:

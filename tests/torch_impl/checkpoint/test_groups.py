@@ -192,3 +192,17 @@ def wrong_groups(path: str) -> None:
 
 def test_a_group_is_one_that_the_rank_is_in(ranks: RankGroup, tmp_path: Any) -> None:
     ranks.run(2, wrong_groups, str(tmp_path / "a"))
+
+
+def too_few(path: str) -> None:
+    model, group = model_of(init_device_mesh("cpu", (4,)), 0), dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        with pytest.raises(
+            CheckpointError, match=r"hold all rows together, got ranks \[0, 1\]: .*process_group="
+        ):
+            save_checkpoint(path, model, process_group=group)
+
+
+def test_a_group_without_some_of_the_rows_is_refused_by_name(ranks: RankGroup, tmp_path: Any) -> None:
+    ranks.run(4, too_few, str(tmp_path / "a"), timeout=100)
+    assert not list(tmp_path.iterdir())

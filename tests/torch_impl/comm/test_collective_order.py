@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +69,30 @@ def test_units_that_ranks_call_in_other_orders_are_named(
         assert f" on rank {1 - rank}: call the same units in the same order on all ranks" in text
         assert "(unit a)" in text
         assert "(unit b)" in text or "(unit c)" in text
+
+
+def of_equal_names(apart: str) -> str:
+    """What a rank says that calls units whose names are equal in another order: of two models, or each as a root."""
+    first, second = sharded("optim_grads_params"), sharded("optim_grads_params")
+    for step in range(3):
+        calls = (
+            [first.a, first.b]
+            if apart == "units"
+            else [partial(first, names="a"), partial(second, names="a")]
+        )
+        try:
+            for call in reversed(calls) if step and dist.get_rank() else calls:
+                call(torch.ones(2, 4)).sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("apart", ["units", "models"])
+@pytest.mark.each_value
+def test_units_of_equal_names_are_told_apart(ranks: RankGroup, apart: str) -> None:
+    for said in ranks.run(2, of_equal_names, apart, timeout=60):
+        assert "call the same units in the same order on all ranks" in said
 
 
 def late(routes: list[list[str]]) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import torch_impl
 from tests.support.ranks import RankGroup
@@ -169,3 +170,68 @@ def test_what_only_another_replica_used_is_refused_by_name(ranks: RankGroup) -> 
 
 def test_a_hook_of_one_rank_changes_no_collective(ranks: RankGroup) -> None:
     assert ranks.run(4, replicas_that_use_others, True, timeout=60) == [""] * 4
+
+
+def hooked(strategy: str, microbatches: int) -> None:
+    """Rows of an embedding that do not train, a scaled bias, and two hooks of one weight, by ``register_hook``."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 3)).double()
+
+    def register(model: nn.Module) -> None:
+        table, (first, second) = model[0].weight, model[1:]
+        trains = torch.arange(7).remainder(2).double()[:, None].expand(7, 5).contiguous()
+        if isinstance(table, DTensor):
+            mask = torch.zeros_like(table)
+            mask.copy_(trains)
+            trains = mask
+        table.register_hook(lambda grad: grad * trains)
+        first.bias.register_hook(lambda grad: 0.5 * grad)
+        second.weight.register_hook(lambda grad: 3 * grad)
+        second.weight.register_hook(lambda grad: grad.clamp(-1e-2, 1e-2))
+        first.weight.register_hook(lambda grad: None)
+
+    def tokens(rank: int, step: int) -> torch.Tensor:
+        return (torch.arange(6) * (3 + rank) + step) % 7
+
+    model, reference = made(), made()
+    for layer in model:
+        torch_impl.fully_shard(layer, strategy=strategy)
+    torch_impl.fully_shard(model, strategy=strategy)
+    for one in (model, reference):
+        register(one)
+    for step in range(2):
+        for k in range(microbatches):
+            model.set_is_last_backward(k == microbatches - 1)
+            (model(tokens(rank, 5 * step + k)).square().mean() / microbatches).backward()
+        losses = [
+            reference(tokens(r, 5 * step + k)).square().mean()
+            for r in range(world)
+            for k in range(microbatches)
+        ]
+        (torch.stack(losses).sum() / len(losses)).backward()
+        for param, plain in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), plain.grad, rtol=1e-11, atol=1e-13)
+        if microbatches > 1 and step == 1:
+            model.set_is_last_backward(False)
+            with pytest.raises(RuntimeError, match=r"has a hook .* call zero_grad"):
+                model(tokens(rank, 0)).sum().backward()
+            model.set_is_last_backward(True)
+        if microbatches > 1:
+            model.zero_grad()
+            reference.zero_grad()
+    wrong = model[0].weight.register_hook(lambda grad: grad.to_local())
+    with pytest.raises((TypeError, ValueError), match=r"expected .* placed like the parameter"):
+        model(tokens(rank, 0)).sum().backward()
+    wrong.remove()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.pairwise
+def test_hooks_of_gradients_are_called_with_the_reduced_ones(
+    ranks: RankGroup, strategy: str, microbatches: int
+) -> None:
+    ranks.run(3, hooked, strategy, 1 if strategy == "optim_grads_params" else microbatches)

@@ -321,3 +321,18 @@ def test_derivatives_with_all_strategies_and_worlds(ranks: RankGroup, loss_of: L
     ranks.run(1, exact, loss_of, {}, True)
     for strategy in ("hsdp", "hfsdp"):
         ranks.run(4, exact, loss_of, {"strategy": strategy, "mesh": (2, 2)}, True)
+
+
+def recorded() -> None:
+    model = made(Field)
+    for layer in model.layers:
+        torch_impl.fully_shard(layer)
+    torch_impl.fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"unit root: torch.func.linearize.* use torch.func.jvp"):
+        torch.func.linearize(model, points(dist.get_rank(), 0))
+    energy(model, points(dist.get_rank(), 0)).backward()
+    assert all(whole(param.grad).isfinite().all() for param in model.parameters())
+
+
+def test_what_would_run_without_the_weights_is_refused_by_name(ranks: RankGroup) -> None:
+    ranks.run(2, recorded)
