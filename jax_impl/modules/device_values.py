@@ -37,13 +37,16 @@ class DeviceValue:
     """``axes``: along which devices may have other values. ``made_of``: paths of variables that it depends on.
 
     ``base``: the path of a variable, where the value is a sum of that variable and of what does not depend on it.
-    ``same``: whether the value is the variable itself.
+    ``same``: whether the value is the variable itself. ``numbers``: constants and shapes that went into a value without
+    ``axes``; None where a collective did, which brings all rows. With other numbers where a device has other rows, the
+    value counts the rows of one device.
     """
 
     axes: frozenset[str] = frozenset()
     made_of: frozenset[str] = frozenset()
     base: str | None = None
     same: bool = False
+    numbers: frozenset[Any] | None = frozenset()
 
     def __or__(self, other: DeviceValue) -> DeviceValue:
         """What may be one or the other."""
@@ -53,10 +56,15 @@ class DeviceValue:
             self.made_of | other.made_of,
             base,
             self.same and other.same and base is not None,
+            _joined(self.numbers, other.numbers),
         )
 
     def mixed(self) -> DeviceValue:
-        return DeviceValue(self.axes, self.made_of)
+        return DeviceValue(self.axes, self.made_of, numbers=self.numbers)
+
+
+def _joined(first: frozenset[Any] | None, second: frozenset[Any] | None) -> frozenset[Any] | None:
+    return None if first is None or second is None else first | second
 
 
 _EQUAL = DeviceValue()
@@ -99,7 +107,9 @@ class _Reader:
 
         def get(atom: Any) -> DeviceValue:
             # Literals have a value, and no hash.
-            return _EQUAL if hasattr(atom, "val") else known.get(atom, _EQUAL)
+            if hasattr(atom, "val"):
+                return DeviceValue(numbers=frozenset([str(atom.val)]))
+            return known.get(atom, _EQUAL)
 
         for equation in jaxpr.eqns:
             results = self._results(equation, [get(atom) for atom in equation.invars])
@@ -135,10 +145,12 @@ class _Reader:
         if inner is not None:
             return self.outputs(inner, given)
         value = _any_of([operand.mixed() for operand in given])
+        shapes = frozenset([variable.aval.shape for variable in equation.outvars])
+        value = replace(value, numbers=frozenset() if value.axes else _joined(value.numbers, shapes))
         if primitive == "axis_index" or primitive in _COLLECTIVES:
             over = _axes_of(equation)
             equal = primitive in _MAKE_EQUAL and params.get("axis_index_groups") is None
-            value = replace(value, axes=value.axes - over if equal else value.axes | over)
+            value = replace(value, axes=value.axes - over if equal else value.axes | over, numbers=None)
         elif primitive in _ADD:
             first, others = given[0], given[1:]
             if primitive in ("add", "add_any") and first.base is None:
@@ -147,7 +159,7 @@ class _Reader:
             if not any(first.base in other.made_of for other in others) and any(x.axes for x in others):
                 value = replace(value, base=first.base)
         elif primitive == "select_n":
-            value = replace(_any_of(given[1:]), axes=value.axes, made_of=value.made_of)
+            value = replace(_any_of(given[1:]), axes=value.axes, made_of=value.made_of, numbers=value.numbers)
             if value.base in given[0].made_of:
                 value = value.mixed()
         return [value] * len(equation.outvars)
@@ -215,6 +227,7 @@ def _chosen(value: DeviceValue, decides: DeviceValue) -> DeviceValue:
         value.made_of | decides.made_of,
         base,
         value.same,
+        _joined(value.numbers, decides.numbers),
     )
 
 

@@ -13,14 +13,15 @@ In the shard_map engine there is one value again after a step, by the variable's
 
 ``fully_shard(..., variables={"codebook/counts": "sum"})`` tells. A random key is after a step what it was before. A
 variable without a rule that comes from rows of the batch is refused before anything is compiled, and so are a "sum" of
-anything but the value before and what does not depend on it, and "rows" of another number than the batch's that are
-read. The pjit engine sees all rows, so nothing is put together.
+anything but the value before and what does not depend on it, "rows" of another number than the batch's that are read,
+and a count by ``x.shape[0]``, which is that of one device's rows. The pjit engine sees all rows, so nothing is put
+together.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -120,6 +121,36 @@ def check_variables(infos: Infos, after: Mapping[str, DeviceValue], axes: DataPa
                 "that depends on the one before in another way, such as decay * counts + batch_counts: sum what comes "
                 f"from the batch over the devices in the model (jax.lax.psum(batch_counts, {axes.names[::-1]!r})), and "
                 "leave the rule out; or use engine='pjit'"
+            )
+
+
+def check_row_counts(
+    infos: Infos,
+    after: Mapping[str, DeviceValue],
+    with_more_rows: Callable[[], Mapping[str, DeviceValue]],
+    axes: DataParallelMesh,
+) -> None:
+    """Raises ``ValueError`` where a variable without a rule takes the number of a device's rows for that of all.
+
+    ``with_more_rows``: traces the step for another number of rows, and gives ``after`` of that.
+    """
+    counters = [
+        path for path, value in after.items() if infos[path].rule is None and value.numbers and not value.same
+    ]
+    if not counters:
+        return
+    try:
+        later = with_more_rows()
+    except Exception:
+        # A model for just so many rows.
+        return
+    for path in counters:
+        if after[path].numbers != later[path].numbers:
+            raise ValueError(
+                f"variable {path!r} ({infos[path].kind.__name__}): expected the same change whatever the number of "
+                "rows, or one that comes from the rows of all devices, got one that depends on the number of rows, "
+                "which inside of a step is that of one device (x.shape[0]): count on all devices, by "
+                f"jax.lax.psum(jnp.sum(jnp.ones_like(x[:, 0])), {axes.names[::-1]!r}); or use engine='pjit'"
             )
 
 

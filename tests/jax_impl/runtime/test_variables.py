@@ -49,6 +49,24 @@ def counted(model: Codebook, _: jax.Array, codes: jax.Array) -> None:
     model.calls[...] += 1
 
 
+def counted_by_shape(model: Codebook, x: jax.Array, _: jax.Array) -> None:
+    model.calls[...] += x.shape[0]
+
+
+def counted_by_size(model: Codebook, x: jax.Array, _: jax.Array) -> None:
+    model.calls[...] = model.calls[...] + jnp.ones(x.shape, jnp.int32).sum()
+
+
+def counted_by_choice_of_a_shape(model: Codebook, x: jax.Array, _: jax.Array) -> None:
+    calls = model.calls[...]
+    model.calls[...] = lax.cond(model.flags[0], lambda: calls + len(x), lambda: calls)
+
+
+def counted_on_all_devices(model: Codebook, x: jax.Array, _: jax.Array) -> None:
+    model.calls[...] += lax.psum(jnp.sum(jnp.ones_like(x[:, 0], jnp.int32)), "dp")
+    model.average[...] = lax.psum(x.sum(0), "dp") / lax.psum(x.shape[0], "dp")
+
+
 def scattered(model: Codebook, _: jax.Array, codes: jax.Array) -> None:
     model.counts[...] = model.counts[...].at[codes].add(1.0)
 
@@ -89,6 +107,15 @@ def averaged(model: Codebook, x: jax.Array, _: jax.Array) -> None:
     model.average[...] = 0.9 * model.average[...] + 0.1 * x.mean(0)
 
 
+def counted_alone(model: Codebook, x: jax.Array, _: jax.Array) -> None:
+    model.calls[...] += len(x)
+    model.average[...] = x.mean(0)
+
+
+# What the sums over devices are on one.
+ALONE = {decayed_everywhere: decayed, counted_on_all_devices: counted_alone}
+
+
 def rows() -> np.ndarray:
     return np.random.default_rng(0).standard_normal((8, WIDTH)).astype(np.float32) * np.arange(1, 9)[:, None]
 
@@ -108,7 +135,12 @@ def one_step(change: Any, rules: Any, engine: str, microbatches: int = 1) -> dic
     return {path: np.asarray(value) for path, value in state.variables.items()}
 
 
-@pytest.mark.fast_cases("counted-rules0-shard_map", "largest-rules3-shard_map", "averaged-rules4-shard_map")
+@pytest.mark.fast_cases(
+    "counted-rules0-shard_map",
+    "counted_on_all_devices-rules3-shard_map",
+    "largest-rules4-shard_map",
+    "averaged-rules5-shard_map",
+)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("change", "rules"),
@@ -116,15 +148,16 @@ def one_step(change: Any, rules: Any, engine: str, microbatches: int = 1) -> dic
         (counted, {"counts": "sum"}),
         (scattered, {"cou*": "sum"}),
         (decayed_everywhere, {}),
+        (counted_on_all_devices, {}),
         (largest, {Largest: "max"}),
         (averaged, {"*": "max", "average": "mean"}),
     ],
 )
 def test_variables_are_those_of_the_unsharded_model(change: Any, rules: Any, engine: str) -> None:
-    if change is decayed_everywhere and engine == "pjit":
+    if change in ALONE and engine == "pjit":
         pytest.skip("has no axis to sum over, and no need to")
     found = one_step(change, rules, engine)
-    model = Codebook(nnx.Rngs(0), decayed if change is decayed_everywhere else change)
+    model = Codebook(nnx.Rngs(0), ALONE.get(change, change))
     model(jnp.asarray(rows()))
     for path, value in found.items():
         np.testing.assert_allclose(value, getattr(model, path)[...], rtol=1e-6, err_msg=path)
@@ -416,6 +449,19 @@ def test_an_evaluation_that_changes_state_is_refused_by_name(engine: str, trains
     assert after.variables["calls"] == counts
     assert bool(np.any(after.variables["norm/mean"])) == trains
     assert state.variables["calls"] == 0
+
+
+@pytest.mark.parametrize("change", [counted_by_shape, counted_by_size, counted_by_choice_of_a_shape])
+def test_counts_of_one_devices_rows_are_refused_where_devices_see_their_own(change: Any) -> None:
+    with pytest.raises(ValueError, match=r"variable 'calls'.* got one that depends on the number of rows"):
+        one_step(change, {}, "shard_map")
+    plan, weights = fully_shard(Codebook(nnx.Rngs(0), change), data_parallel_mesh(4))
+    state = init_state(plan, weights, optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"variable 'calls'.*\(x\.shape\[0\]\): count on all devices"):
+        make_eval_step(plan, lambda model, x: model(x), mutable=True)(state, rows())
+    alone = Codebook(nnx.Rngs(0), change)
+    alone(jnp.asarray(rows()))
+    assert one_step(change, {}, "pjit")["calls"] == alone.calls[...]
 
 
 class Scanned(nnx.Module):
