@@ -44,7 +44,7 @@ from bridge.mapping.problems import NAMES, Problems, misfit
 from bridge.mapping.relation import identity
 from bridge.mapping.scales import of_whole_rows
 from bridge.mapping.sizes import known_sizes
-from bridge.mapping.states import StatePlan, like_source, merged, require_whole
+from bridge.mapping.states import StatePlan, like_source, merged, of_other_shapes, require_whole
 from bridge.mapping.table import MappingTable
 from bridge.mapping.tied import one_of_two, require_ties, second_of_two, under_first_names
 from bridge.text import did_you_mean
@@ -154,9 +154,11 @@ class _Planner:
             )
         for text, rule in uneven(self.mapping.rules, self.source.name, owners):
             self.problems.add(text, rule)
+        cut = of_other_shapes(found, str(self.reader.path), self.problems)
         outputs: dict[Section, dict[str, View]] = {section: {} for section in BY_WEIGHT}
         for moment in MOMENTS:
-            owned = self._owners(moment, sections[moment])
+            mapped = {w: info for w, info in sections[moment].items() if info.name not in cut}
+            owned = self._owners(moment, mapped)
             scales = {w: info for w, info in sections[SCALES[moment]].items() if w in owned}
             made = self._outputs(moment, sections[moment], owned, scales)
             outputs[moment], outputs[SCALES[moment]] = made
