@@ -16,7 +16,16 @@ import numpy as np
 
 from bridge.formats.base import CheckpointReader, TensorInfo
 from bridge.mapping import beside_weights
-from bridge.mapping.conventions import ADAM, BY_WEIGHT, MOMENTS, SCALES, Convention, Section, State, tree_places
+from bridge.mapping.conventions import (
+    ADAM,
+    BY_WEIGHT,
+    MOMENTS,
+    SCALES,
+    Convention,
+    Section,
+    State,
+    tree_places,
+)
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import Found, Tensors
 from bridge.mapping.instance import View

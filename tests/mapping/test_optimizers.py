@@ -427,7 +427,9 @@ def test_moments_of_other_shapes_than_their_weights_are_refused() -> None:
     reader = adam_with()
     galore = {n: a[:2] if n.endswith("exp_avg") and a.ndim > 1 else a for n, a in reader.arrays.items()}
     objects = {tuple(path): reader.objects[n] for n, path in reader.object_paths.items()}
-    with pytest.raises(MappingError, match=r"moments of other shapes .*a\.weight\.exp_avg.*--weights-only") as error:
+    with pytest.raises(
+        MappingError, match=r"moments of other shapes .*a\.weight\.exp_avg.*--weights-only"
+    ) as error:
         make_plan(MemoryReader("dcp", galore, objects), "orbax", table())
     assert "\n" not in str(error.value)
     params = jax_tree({n: np.ones(shape, np.float32) for n, shape in SHAPES.items()})
