@@ -18,7 +18,7 @@ from bridge.parity.pair.distance import FACTOR, distance
 from bridge.parity.pair.precision import Rounding, rounding
 from bridge.parity.pair.recording import Call, Leaves, Replacements, Rerun
 from bridge.parity.pair.rows import ratio_of
-from bridge.parity.pair.runs import CallPair, Children, Runs, in_layout
+from bridge.parity.pair.runs import CallPair, Children, Runs, children_of, in_layout
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,22 @@ def run_alone(runs: Runs, pair: CallPair, inner: Children, own: Sequence[CallPai
         given = {index: call.inputs for index, call in enumerate(calls) if call is not None}
         cause = module_cause(pair, inner, found.outputs, given, floors, parts)
     return replace(alone, note=note, cause=cause)
+
+
+def with_right_layouts(runs: Runs, pairs: Sequence[CallPair]) -> list[CallPair]:
+    """The pairs, those that are wrong alone with the layout in which they are right, where there is one.
+
+    A convolution that is given images with height and width exchanged, as values say, is no place of that fault.
+    """
+    found = []
+    for pair in pairs:
+        others = [*pair.in_other_layouts()]
+        inner = children_of(pair, pairs, runs) if others else Children((), (), ())
+        if others and run_alone(runs, pair, inner).places:
+            alone = ((other, run_alone(runs, other, inner)) for other in others)
+            pair = next((other for other, seen in alone if seen.outputs and not seen.places), pair)
+        found.append(pair)
+    return found
 
 
 def _given(

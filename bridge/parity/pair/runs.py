@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bridge.parity.pair.align import CHANNELS_LAST, Alignment, Moves, match_leaves
+from bridge.parity.pair.align import CHANNELS_LAST, Alignment, Moves, match_leaves, other_ways
 from bridge.parity.pair.distance import distance, noise
 from bridge.parity.pair.modules import ModulePair, Modules
 from bridge.parity.pair.recording import Call, Leaves, Recording, Side
@@ -63,6 +63,24 @@ class CallPair:
             found += [(again, other, way) for again in self._again(found, 0, name)]
             found += [(name, again, way) for again in self._again(found, 1, other)]
         return found
+
+    def in_other_layouts(self) -> Iterator[CallPair]:
+        """The same with one input, and outputs that lie like it, as known of other arrays, or in the usual layout."""
+        for number, (name, other, way) in enumerate(self.inputs):
+            ways = other_ways(way, self.jax.inputs[other].shape, self.known)
+            for instead in ways[: len(self.known) + 1] if way.doubt or self.known else ():
+                pair, inputs = replace(self), [*self.inputs]
+                inputs[number] = name, other, instead
+                outputs = [
+                    (
+                        leaf,
+                        twin,
+                        _like(instead, lies, self.jax.outputs[twin]) if lies.moves == way.moves else lies,
+                    )
+                    for leaf, twin, lies in self.outputs
+                ]
+                pair.__dict__.update(inputs=inputs, outputs=outputs)
+                yield pair
 
     def _again(self, found: Matched, side: int, name: str) -> list[str]:
         """Other inputs of one side that hold the same as ``name`` and have no twin."""
@@ -131,6 +149,12 @@ class Runs:
             if name in matrices and call.path not in orders:
                 orders[call.path] = weights.feature_orders(name, matrices[name])
             yield CallPair(pair, call.number, call, twin, orders.get(call.path, (None, None)))
+
+
+def _like(instead: Alignment, way: Alignment, jax: np.ndarray) -> Alignment:
+    """The way of ``instead`` for another array, or ``way`` where its shapes do not allow it."""
+    ways = other_ways(way, jax.shape, (instead.moves,))
+    return next((other for other in ways if other.moves == instead.moves), way)
 
 
 def decided(pairs: Sequence[CallPair]) -> list[CallPair]:
