@@ -292,31 +292,58 @@ class _Matcher:
 
     def _fused_by_name(self) -> list[_Choice]:
         """Families named as several parts, such as `w13` or `qkv_proj`, with the families named as one of them."""
+        wanted = [
+            (whole, names, turned)
+            for turned, wholes in ((False, self._a), (True, self._b))
+            for whole in wholes
+            for names in whole.own_parts or [n for n in FUSED_WORDS if whole.words.issuperset(n)]
+        ]
+        # Of several attentions the one with the same name comes first: no part is in two wholes.
+        wanted.sort(key=lambda one: -self._likeness(*one))
         choices = []
-        for turned, (wholes, parts) in enumerate(
-            ((self._a, self._b), (self._b, self._a)),
-        ):
-            for whole in wholes:
-                own = whole.own_parts
-                for names in own or [names for names in FUSED_WORDS if whole.words.issuperset(names)]:
-                    chosen = [
-                        _most_alike(
-                            whole, name, [p for p in parts if name in p.words and not _plural(p, names)]
-                        )
-                        for name in names
-                    ]
-                    if None in chosen or whole.path not in (self._free_b if turned else self._free_a):
-                        continue
-                    known = [part for part in chosen if part is not None]
-                    # Values may show that the parts are in another order than the names.
-                    orders = itertools.permutations(known) if self._evidence is not None else [tuple(known)]
-                    found = [fit for order in orders for fit in _fused(whole, order, bool(turned))]
-                    if found:
-                        choices.append(self._take_fused(found, "" if own else "names"))
-                        break
+        for whole, names, turned in wanted:
+            parts = self._parts(whole, names, turned)
+            if None in parts or whole.path not in (self._free_b if turned else self._free_a):
+                continue
+            known = [part for part in parts if part is not None]
+            # Values may show that the parts are in another order than the names.
+            orders = itertools.permutations(known) if self._evidence is not None else [tuple(known)]
+            found = [fit for order in orders for fit in _fused(whole, order, turned)]
+            if found:
+                rivals = self._other_parts(whole, names, known, turned)
+                choices.append(self._take_fused(found, "" if whole.own_parts else "names", rivals))
         return choices
 
-    def _take_fused(self, joints: list[Fit], order: str) -> _Choice:
+    def _candidates(self, names: Sequence[str], turned: bool) -> list[list[Family]]:
+        """For each name of a part the families that may be it, taken ones too."""
+        side = self._a if turned else self._b
+        return [[part for part in side if name in part.words and not _plural(part, names)] for name in names]
+
+    def _parts(self, whole: Family, names: Sequence[str], turned: bool) -> list[Family | None]:
+        free = self._free_a if turned else self._free_b
+        return [
+            _most_alike(whole, name, [part for part in parts if part.path in free])
+            for name, parts in zip(names, self._candidates(names, turned), strict=True)
+        ]
+
+    def _likeness(self, whole: Family, names: Sequence[str], turned: bool) -> float:
+        pairs = zip(names, self._parts(whole, names, turned), strict=True)
+        return min(
+            0.0 if part is None else similarity(part.words, _as_part(whole, name)) for name, part in pairs
+        )
+
+    def _other_parts(
+        self, whole: Family, names: Sequence[str], chosen: Sequence[Family], turned: bool
+    ) -> list[str]:
+        """Families that fit as well as the chosen parts, and whose names are as near."""
+        found = []
+        for name, part, others in zip(names, chosen, self._candidates(names, turned), strict=True):
+            near = similarity(part.words, wanted := _as_part(whole, name))
+            alike = (other for other in others if other is not part and other.shape == part.shape)
+            found += [other.path for other in alike if similarity(other.words, wanted) >= near]
+        return found
+
+    def _take_fused(self, joints: list[Fit], order: str, rivals: Sequence[str] = ()) -> _Choice:
         """``order``: what that of the parts is taken from; empty where the module's code says it."""
         fit, doubts = self._settle(joints)
         entries = fit.b if len(fit.b) > 1 else fit.a
@@ -324,6 +351,8 @@ class _Matcher:
         agreed = self._evidence is not None and self._evidence.agrees(fit)
         if len(set(shapes)) < len(shapes) and order and not agreed:
             doubts.append(f"parts of one shape: their order is taken from {order}")
+        if rivals and not agreed:
+            doubts.append(f"by name only: {first_of(rivals, _SHOWN)} would fit as well")
         return self._take(fit, doubts)
 
     def _concatenations(self, whole: Family, parts: Sequence[Family], turned: bool) -> list[Fit]:
@@ -370,9 +399,13 @@ def _plural(family: Family, names: Sequence[str]) -> bool:
 
 
 def _most_alike(whole: Family, name: str, parts: Sequence[Family]) -> Family | None:
-    others = {word for words in FUSED_WORDS for word in words}
-    wanted = (whole.words - others) | {name}
+    wanted = _as_part(whole, name)
     return max(parts, key=lambda part: similarity(part.words, wanted), default=None)
+
+
+def _as_part(whole: Family, name: str) -> frozenset[str]:
+    """The words that a part of ``whole`` would have under the same name."""
+    return (whole.words - {word for words in FUSED_WORDS for word in words}) | {name}
 
 
 def _comparable(a: Sequence[Family], b: Sequence[Family]) -> Iterator[tuple[Family, Family]]:
