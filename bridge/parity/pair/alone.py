@@ -106,14 +106,15 @@ def run_alone(runs: Runs, pair: CallPair, inner: Children, own: Sequence[CallPai
     return replace(alone, note=note, cause=cause)
 
 
-def with_right_layouts(runs: Runs, pairs: Sequence[CallPair]) -> list[CallPair]:
-    """The pairs, those that are wrong alone with the layout in which they are right, where there is one.
+def with_right_inputs(runs: Runs, pairs: Sequence[CallPair]) -> list[CallPair]:
+    """The pairs, those that are wrong alone with the inputs and layouts with which they are right, if there are any.
 
-    A convolution that is given images with height and width exchanged, as values say, is no place of that fault.
+    A convolution that is given images with height and width exchanged, as values say, is no place of that fault, nor is
+    an attention that is given another value than torch's.
     """
     found = []
     for pair in pairs:
-        others = [*pair.in_other_layouts()]
+        others = [*pair.alternatives()]
         inner = children_of(pair, pairs, runs) if others else Children((), (), ())
         if others and run_alone(runs, pair, inner).places:
             alone = ((other, run_alone(runs, other, inner)) for other in others)

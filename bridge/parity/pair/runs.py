@@ -51,21 +51,34 @@ class CallPair:
         """
         found: list[tuple[str, str, Alignment]] = []
         first = True
-        for name, other, way in match_leaves(self.torch.inputs, self.jax.inputs, self.orders[0], self.known):
+        for name, other, way in self._every_input:
             theirs, ours = way.to_jax(self.torch.inputs[name]), self.jax.inputs[other]
             whole = ours.dtype.kind in "iub"
             near = distance(theirs.astype(np.float64), ours.astype(np.float64)).relative <= _NEAR
             if near or (first and not whole) or self._repeats(found, name, other):
                 found.append((name, other, way))
             first = first and whole
-        # One tensor given twice is one input, whatever the other side makes of it: attention(y, y, y), attention(y).
-        for name, other, way in tuple(found):
+        return self._with_repeated(found)
+
+    @cached_property
+    def _every_input(self) -> Matched:
+        return match_leaves(self.torch.inputs, self.jax.inputs, self.orders[0], self.known)
+
+    def _with_repeated(self, matched: Matched) -> Matched:
+        """One tensor given twice is one input, whatever the other side makes of it: module(y, y, y), module(y)."""
+        found = [*matched]
+        for name, other, way in matched:
             found += [(again, other, way) for again in self._again(found, 0, name)]
             found += [(name, again, way) for again in self._again(found, 1, other)]
         return found
 
-    def in_other_layouts(self) -> Iterator[CallPair]:
-        """The same with one input, and outputs that lie like it, as known of other arrays, or in the usual layout."""
+    def alternatives(self) -> Iterator[CallPair]:
+        """The same with all inputs that shapes allow, however far apart; then with one input, and outputs that lie like
+        it, as known of other arrays, or in the usual layout."""
+        if {places[:2] for places in self._every_input} - {places[:2] for places in self.inputs}:
+            pair = replace(self)
+            pair.__dict__["inputs"] = self._with_repeated(self._every_input)
+            yield pair
         for number, (name, other, way) in enumerate(self.inputs):
             ways = other_ways(way, self.jax.inputs[other].shape, self.known)
             for instead in ways[: len(self.known) + 1] if way.doubt or self.known else ():

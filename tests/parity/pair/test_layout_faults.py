@@ -1,4 +1,4 @@
-"""A model that gives a module its input in another layout: the module is right, and not the place of the fault."""
+"""A model that gives a module another input, or its input in another layout: the module is right, and not blamed."""
 
 from __future__ import annotations
 
@@ -62,3 +62,54 @@ def test_a_module_is_not_blamed_for_axes_that_the_model_exchanges(kind: str, exc
     report = parity(Torch(kind), Jax(kind, exchanged), batch, mapping=mapping, weights="torch", steps=0)
     assert report.same != exchanged
     assert [row.name for row in report.introduced if row.stage == "forward"] == ([""] if exchanged else [])
+
+
+class TorchSum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.linspace(0.5, 1.0, SIZE))
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return x * self.w + residual
+
+
+class JaxSum(nnx.Module):
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.zeros(SIZE))
+
+    def __call__(self, x: jax.Array, residual: jax.Array) -> jax.Array:
+        return x * self.w[...] + residual
+
+
+class TorchResidual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.sum = nn.Linear(SIZE, SIZE, bias=False), TorchSum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        found: torch.Tensor = self.sum(y, residual=y)
+        return found
+
+
+class JaxResidual(nnx.Module):
+    def __init__(self, given: str) -> None:
+        self.first, self.sum = nnx.Linear(SIZE, SIZE, use_bias=False, rngs=nnx.Rngs(0)), JaxSum()
+        self.given = given
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.first(x)
+        return self.sum(y, residual={"same": y, "scaled": 1.5 * y, "input": x}[self.given])
+
+
+@pytest.mark.parametrize("given", ["same", "scaled", "input"])
+def test_a_module_is_not_blamed_for_a_further_input_that_the_model_gives_it(given: str) -> None:
+    rules = [
+        {"torch": "first.weight : o i_", "jax": "first/kernel : i_ o"},
+        {"torch": "sum.w", "jax": "sum/w"},
+    ]
+    batch = np.random.default_rng(0).normal(size=(5, SIZE)).astype(np.float32)
+    mapping = {"name": "residual", "rule": rules}
+    report = parity(TorchResidual(), JaxResidual(given), batch, mapping=mapping, weights="torch", steps=0)
+    assert report.same == (given == "same")
+    assert {row.name for row in report.introduced} == (set() if given == "same" else {""})
