@@ -18,7 +18,7 @@ from bridge.parity.pair.distance import FACTOR, distance
 from bridge.parity.pair.precision import Rounding, rounding
 from bridge.parity.pair.recording import Call, Leaves, Replacements, Rerun
 from bridge.parity.pair.rows import ratio_of
-from bridge.parity.pair.runs import CallPair, Children, Runs, children_of, in_layout
+from bridge.parity.pair.runs import CallPair, Children, Runs, children_of, in_layout, largest_ratio
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ def with_right_inputs(runs: Runs, pairs: Sequence[CallPair]) -> list[CallPair]:
     """
     found = []
     for pair in pairs:
-        others = [*pair.alternatives()]
+        differs = largest_ratio(runs, pair, "outputs") > FACTOR
+        others = [*pair.alternatives()] if differs else []
         inner = children_of(pair, pairs, runs) if others else Children((), (), ())
         if others and run_alone(runs, pair, inner).places:
             alone = ((other, run_alone(runs, other, inner)) for other in others)
