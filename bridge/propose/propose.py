@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +27,16 @@ from bridge.mapping.conventions import WEIGHT
 from bridge.mapping.rules import parse_mapping
 from bridge.propose.axes import Fit, fits, fused_fits
 from bridge.propose.layer_series import BY_ORDER, BY_SIZES, by_order, numbered_alike
-from bridge.propose.names import FUSED_WORDS, Family, families, similarity
+from bridge.propose.names import (
+    FUSED_WORDS,
+    Family,
+    as_part,
+    comparable,
+    families,
+    most_alike,
+    parts_named,
+    similarity,
+)
 from bridge.propose.own_modules import COUNTER, FLIPPED, in_usual_order, is_known_layout, may_be_flipped
 from bridge.propose.places import Places, places_in
 from bridge.propose.text import Namer, ProposedRule, conventions, render, writable
@@ -37,7 +46,6 @@ from bridge.text import first_of
 
 _SHOWN = 3
 _MAX_LEFT = 24
-_MAX_PAIRS = 20_000
 _LOOSE = frozenset({"gate", "up", "down", "router", "norm", "post", "mlp"})
 """Words that code gives to more than one thing: `w1` is a gate here and an up-projection there."""
 _ROTARY = "rotary layouts (halves or pairs of rows) cannot be told from names and shapes"
@@ -172,7 +180,7 @@ class _Matcher:
         self._fits: dict[tuple[str, str], list[Fit]] = {}
         self._partners_of_a: dict[str, list[Family]] = {}
         self._partners_of_b: dict[str, list[Family]] = {}
-        for x, y in _comparable(a, b):
+        for x, y in comparable(a, b):
             if found := fits(x, y):
                 self._fits[x.path, y.path] = found
                 self._partners_of_a.setdefault(x.path, []).append(y)
@@ -314,22 +322,17 @@ class _Matcher:
                 choices.append(self._take_fused(found, "" if whole.own_parts else "names", rivals))
         return choices
 
-    def _candidates(self, names: Sequence[str], turned: bool) -> list[list[Family]]:
-        """For each name of a part the families that may be it, taken ones too."""
-        side = self._a if turned else self._b
-        return [[part for part in side if name in part.words and not _plural(part, names)] for name in names]
-
     def _parts(self, whole: Family, names: Sequence[str], turned: bool) -> list[Family | None]:
         free = self._free_a if turned else self._free_b
+        pairs = zip(names, parts_named(self._a if turned else self._b, names), strict=True)
         return [
-            _most_alike(whole, name, [part for part in parts if part.path in free])
-            for name, parts in zip(names, self._candidates(names, turned), strict=True)
+            most_alike(whole, name, [part for part in parts if part.path in free]) for name, parts in pairs
         ]
 
     def _likeness(self, whole: Family, names: Sequence[str], turned: bool) -> float:
         pairs = zip(names, self._parts(whole, names, turned), strict=True)
         return min(
-            0.0 if part is None else similarity(part.words, _as_part(whole, name)) for name, part in pairs
+            0.0 if part is None else similarity(part.words, as_part(whole, name)) for name, part in pairs
         )
 
     def _other_parts(
@@ -337,8 +340,10 @@ class _Matcher:
     ) -> list[str]:
         """Families that fit as well as the chosen parts, and whose names are as near."""
         found = []
-        for name, part, others in zip(names, chosen, self._candidates(names, turned), strict=True):
-            near = similarity(part.words, wanted := _as_part(whole, name))
+        for name, part, others in zip(
+            names, chosen, parts_named(self._a if turned else self._b, names), strict=True
+        ):
+            near = similarity(part.words, wanted := as_part(whole, name))
             alike = (other for other in others if other is not part and other.shape == part.shape)
             found += [other.path for other in alike if similarity(other.words, wanted) >= near]
         return found
@@ -392,33 +397,3 @@ def _leaves(fit: Fit) -> tuple[str, str]:
 def _fused(whole: Family, parts: Sequence[Family], swapped: bool) -> list[Fit]:
     found = fused_fits(whole, parts) if len({part.path for part in parts}) == len(parts) else []
     return [fit.swapped() for fit in found] if swapped else found
-
-
-def _plural(family: Family, names: Sequence[str]) -> bool:
-    return len(family.words.intersection(names)) > 1
-
-
-def _most_alike(whole: Family, name: str, parts: Sequence[Family]) -> Family | None:
-    wanted = _as_part(whole, name)
-    return max(parts, key=lambda part: similarity(part.words, wanted), default=None)
-
-
-def _as_part(whole: Family, name: str) -> frozenset[str]:
-    """The words that a part of ``whole`` would have under the same name."""
-    return (whole.words - {word for words in FUSED_WORDS for word in words}) | {name}
-
-
-def _comparable(a: Sequence[Family], b: Sequence[Family]) -> Iterator[tuple[Family, Family]]:
-    """Pairs with equally many elements; where there are too many to try, only those with the same words."""
-    sizes: dict[int, tuple[list[Family], list[Family]]] = {}
-    for side, several in enumerate((a, b)):
-        for family in several:
-            sizes.setdefault(family.info.numel * len(family.members), ([], []))[side].append(family)
-    for left, right in sizes.values():
-        if len(left) * len(right) <= _MAX_PAIRS:
-            yield from itertools.product(left, right)
-        else:
-            by_words: dict[frozenset[str], list[Family]] = {}
-            for y in right:
-                by_words.setdefault(y.words, []).append(y)
-            yield from itertools.islice(((x, y) for x in left for y in by_words.get(x.words, ())), _MAX_PAIRS)
