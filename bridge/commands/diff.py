@@ -215,10 +215,12 @@ def _print(out: Console, report: DiffReport, all_: bool, histogram: bool) -> Non
     total, tolerance = report.total, report.tolerance
     rounded = sum(tensor.dtype_a != tensor.dtype_b for tensor in report.tensors)
     found = f"largest distance {total.max_ulp} ULP" if total.differing else "all bits agree"
+    none_there = not (report.tensors or report.missing or report.extra or report.mismatched)
     if not report.tensors:
-        found = "they have none in common"
+        found = "neither has any" if none_there else "they have none in common"
     after = f" (of {rounded} after rounding)" if rounded else ""
-    verdict = "within" if report.tensors and all(tensor.within for tensor in report.tensors) else "beyond"
+    every = none_there or (report.tensors and all(tensor.within for tensor in report.tensors))
+    verdict = "within" if every else "beyond"
     allowed = [f"{tolerance.max_ulp} ULP"]
     allowed += [f"rtol {tolerance.rtol:g}"] if tolerance.rtol else []
     allowed += [f"atol {tolerance.atol:g}"] if tolerance.atol else []

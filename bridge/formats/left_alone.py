@@ -46,7 +46,9 @@ def left_alone(reader: CheckpointReader) -> Mapping[str, str]:
     if home.name.endswith(INDEX_END):
         home = home.parent
     if not home.is_dir():
-        return _counted(home.parent, [file.name for file in files])
+        above = home.parent
+        ranks = _counted(above.parent, [above.name], of_ranks=True)
+        return {**_counted(above, [file.name for file in files]), **ranks}
     start = len(str(home)) + 1
     read = {str(file)[start:].partition("/")[0] for file in files}
     index = next((name for name in read if name.endswith(INDEX_END)), "")

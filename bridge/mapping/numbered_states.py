@@ -81,7 +81,7 @@ def unnamed(reader: CheckpointReader, prefix: TreePath) -> str:
     )
     return (
         f"{'.'.join(map(str, (*prefix, _STATE)))} of {reader.path} numbers its {len(shapes)} weights, and "
-        f"nothing tells which number is whose{such}. If the optimizer was made of model.parameters(), or of groups "
+        f"nothing tells which number is whose{such}. If the optimizer has all of model.parameters(), or groups "
         "that each follow the model's order, say so (--optimizer-order model). Else give a file with the name of a "
         "weight on each line, in the order of the optimizer (--optimizer-order FILE), or save the optimizer with names "
         "(model.named_parameters() in torch 2.6 and later), or leave its state out (--weights-only)"

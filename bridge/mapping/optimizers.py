@@ -100,8 +100,8 @@ _READ_AS: tuple[tuple[Section, str, str], ...] = (
     (
         "exp_avg_sq",
         "mu, nu and count",
-        "those of optax.adam, adamw or radam; adamax, yogi and adabelief keep other numbers under these names, and "
-        "nadam makes other updates of them",
+        "those of optax.adam, adamw or radam; adamax, yogi, adabelief and adopt keep other numbers under these "
+        "names, and nadam makes other updates of them",
     ),
     ("momentum_buffer", "trace", "that of optax.sgd, of gradients without the learning rate"),
 )

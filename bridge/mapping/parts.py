@@ -44,6 +44,19 @@ def idle(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -> 
     return [rule for rule in rules if id(rule) in due - used]
 
 
+def num_layers(convention: str, owners: Mapping[str, Rule]) -> int:
+    """The most numbers that names with one number have; 0 where none counts, or where blocks are counted apart."""
+    seen: dict[str, set[int]] = {}
+    for weight, rule in owners.items():
+        if convention in rule.cases:
+            return 0
+        for entry in rule.entries(convention):
+            values = entry.path.match(weight) or {}
+            if len(values) == 1:
+                seen.setdefault(entry.path.text.partition("{")[0], set()).update(values.values())
+    return max(map(len, seen.values()), default=0)
+
+
 def uneven(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -> Iterator[tuple[str, str]]:
     """Find rules without a tensor for a number that other rules have. owners: the rule of each weight.
 

@@ -188,7 +188,7 @@ def _with_own_config(table: MappingTable, state: RunState, config: Mapping[str, 
     where = f"the configuration of {state.where}"
     require_model(table, config, where)
     # Ties are held against values, and no process has all of a tensor.
-    return replace(with_config_fields(table, config, where), ties=None)
+    return replace(with_config_fields(table, config, where), ties=None, told=None)
 
 
 def _other_side(state: RunState, table: MappingTable) -> str | None:

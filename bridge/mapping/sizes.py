@@ -27,9 +27,10 @@ from bridge.mapping.errors import MappingError
 from bridge.mapping.instance import Axes
 from bridge.mapping.model_types import field_of, mismatch
 from bridge.mapping.rules import family_names, load_mapping
-from bridge.mapping.table import MappingTable
+from bridge.mapping.table import MappingTable, Told
 
 _TIES = "tie_word_embeddings"
+_LAYERS = "num_hidden_layers"
 _UNCLEAR = -1
 _FIELD = r"[A-Za-z_][\w.]*"
 _SIZE = re.compile(
@@ -150,7 +151,7 @@ def with_config_fields(table: MappingTable, fields: Mapping[str, object], where:
     for axis in table.config:
         if axis in table.axes and axis not in checked:
             continue
-        found = ((text, _config_value(text, fields, where)) for text in table.config[axis])
+        found = ((text, _config_value(text, fields, where, axis)) for text in table.config[axis])
         text, size_ = next((pair for pair in found if pair[1] is not None), ("", _UNCLEAR))
         if size_ is None or size_ == _UNCLEAR:
             continue
@@ -163,10 +164,13 @@ def with_config_fields(table: MappingTable, fields: Mapping[str, object], where:
     ties = next(
         (t for f in (_TIES, f"text_config.{_TIES}") if isinstance(t := field_of(fields, f), bool)), table.ties
     )
-    return replace(table.with_axes(sizes), ties=None if table.any_model else ties)
+    layers = (field_of(fields, field) for field in (_LAYERS, f"text_config.{_LAYERS}"))
+    count = next((number for number in layers if type(number) is int), None)
+    told = Told(where, sizes, None if table.any_model else count)
+    return replace(table.with_axes(sizes), ties=None if table.any_model else ties, told=told)
 
 
-def _config_value(text: str, fields: Mapping[str, object], file: str) -> int | None:
+def _config_value(text: str, fields: Mapping[str, object], file: str, axis: str) -> int | None:
     """The size that a text of [config] stands for; None where a field is missing or null, or the condition fails.
 
     -1 where the text says that the fields do not tell.
@@ -195,7 +199,10 @@ def _config_value(text: str, fields: Mapping[str, object], file: str) -> int | N
     # A number of layers may be 0.
     least = 0 if len(numbers) == 1 else 1
     if not all(type(number) is int and number >= least for number in numbers):
-        raise MappingError(f"{file}: expected positive integers for {text!r}, got {numbers}")
+        raise MappingError(
+            f"{file}: expected positive integers for {text!r}, got {numbers}. If the file is wrong, give the size "
+            f"(--axis {axis}=SIZE --any-model)"
+        )
     over, under = (*numbers, 1)[:2]
     assert isinstance(over, int)
     assert isinstance(under, int)

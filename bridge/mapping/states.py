@@ -16,11 +16,20 @@ import numpy as np
 
 from bridge.formats.base import CheckpointReader, TensorInfo
 from bridge.mapping import beside_weights
-from bridge.mapping.conventions import ADAM, BY_WEIGHT, SCALES, Convention, Section, State, tree_places
+from bridge.mapping.conventions import (
+    ADAM,
+    BY_WEIGHT,
+    MOMENTS,
+    SCALES,
+    Convention,
+    Section,
+    State,
+    tree_places,
+)
 from bridge.mapping.errors import MappingError
 from bridge.mapping.found import Found, Tensors
 from bridge.mapping.instance import View
-from bridge.mapping.problems import NAMES, Problems
+from bridge.mapping.problems import NAMES, Problems, some
 from bridge.mapping.relation import identity
 from bridge.text import first_of
 
@@ -43,6 +52,24 @@ def merged(found: Found, problems: Problems) -> dict[Section, Tensors]:
                         f"{weight} ({other.name}, {info.name})",
                     )
     return sections
+
+
+def of_other_shapes(found: Found, where: str, problems: Problems) -> frozenset[str]:
+    """The names of moments that are no array of a number for each element of their weight, which is a problem."""
+    names = [
+        info.name
+        for state in found.states
+        for moment in MOMENTS
+        for weight, info in state.sections.get(moment, {}).items()
+        if weight in found.weights and found.weights[weight].shape != info.shape
+    ]
+    if names:
+        problems.append(
+            f"{where} has moments of other shapes than their weights ({some(names)}), as GaLore, NovoGrad and "
+            "Adam-mini keep them, and no rule tells which elements they are of. Leave the optimizer's state out "
+            "(--weights-only)"
+        )
+    return frozenset(names)
 
 
 def require_whole(found: Found, usual: Convention, where: str, problems: Problems) -> None:
@@ -81,7 +108,10 @@ def require_whole(found: Found, usual: Convention, where: str, problems: Problem
         )
     if source.one_step and not found.states and (count := usual.name_of("step")) in found.others:
         moments = " and ".join(usual.name_of(section, "*") for section in ADAM)
-        problems.append(f"expected moments ({moments}) with the {count} in {where}, found none")
+        problems.append(
+            f"expected moments ({moments}) with the {count} in {where}, found none. If that counts something else, "
+            f"such as a schedule's steps, leave it out (--drop {count})"
+        )
 
 
 def like_source(source: Convention, target: Convention) -> Convention:

@@ -20,13 +20,22 @@ _SYNONYMS = {"jax": "flax", "flax": "jax", "hf": "torch", "torch": "hf"}
 
 
 @dataclass(frozen=True)
+class Told:
+    """What a `config.json` says. where: the file. layers: the number of layers, if that is held against the weights."""
+
+    where: str
+    sizes: Mapping[str, int]
+    layers: int | None
+
+
+@dataclass(frozen=True)
 class MappingTable:
     """A validated mapping table. ``conventions``: those of the rules, by name. tied: see `tied.py`.
 
     config: the fields of a `config.json` beside the source that give sizes of axes, see `sizes.py`. models: the models
     that the mapping is for, by their model_type; empty: any. See `model_types.py`. asked: the axes whose sizes the
     caller gave. any_model: nothing that a `config.json` says is held against the caller. ties: whether the output layer
-    is the embedding by the `config.json`; None: not said.
+    is the embedding by the `config.json`; None: not said. told: what else that file says, for messages.
     """
 
     name: str
@@ -40,6 +49,7 @@ class MappingTable:
     asked: frozenset[str] = frozenset()
     any_model: bool = False
     ties: bool | None = field(default=None, compare=False)
+    told: Told | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.conventions:
@@ -150,7 +160,7 @@ class MappingTable:
     def part(self) -> MappingTable:
         """The table for a part of a model: no rule requires its tensors."""
         rules = tuple(replace(rule, optional=True, part="") for rule in self.rules)
-        return replace(self, rules=rules, ties=None)
+        return replace(self, rules=rules, ties=None, told=None)
 
     def rotary_axes(self) -> tuple[str, ...]:
         """The axes that a rule interleaves."""

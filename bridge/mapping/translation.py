@@ -38,13 +38,13 @@ from bridge.mapping.notes import PLACES, added_parts, conventions_for, noted, no
 from bridge.mapping.numbered_states import is_numbered, unnamed
 from bridge.mapping.optimizers import refused, remarks
 from bridge.mapping.padding import require_zeros
-from bridge.mapping.parts import idle, uneven
+from bridge.mapping.parts import idle, num_layers, uneven
 from bridge.mapping.plan import Plan, PlannedTensor
 from bridge.mapping.problems import NAMES, Problems, misfit
 from bridge.mapping.relation import identity
 from bridge.mapping.scales import of_whole_rows
 from bridge.mapping.sizes import known_sizes
-from bridge.mapping.states import StatePlan, like_source, merged, require_whole
+from bridge.mapping.states import StatePlan, like_source, merged, of_other_shapes, require_whole
 from bridge.mapping.table import MappingTable
 from bridge.mapping.tied import one_of_two, require_ties, second_of_two, under_first_names
 from bridge.text import did_you_mean
@@ -154,9 +154,11 @@ class _Planner:
             )
         for text, rule in uneven(self.mapping.rules, self.source.name, owners):
             self.problems.add(text, rule)
+        cut = of_other_shapes(found, str(self.reader.path), self.problems)
         outputs: dict[Section, dict[str, View]] = {section: {} for section in BY_WEIGHT}
         for moment in MOMENTS:
-            owned = self._owners(moment, sections[moment])
+            mapped = {w: info for w, info in sections[moment].items() if info.name not in cut}
+            owned = self._owners(moment, mapped)
             scales = {w: info for w, info in sections[SCALES[moment]].items() if w in owned}
             made = self._outputs(moment, sections[moment], owned, scales)
             outputs[moment], outputs[SCALES[moment]] = made
@@ -190,7 +192,7 @@ class _Planner:
         paths, values = self._try(follow) or ({}, {})
         empty, chain = self._chain(outputs, [*(tensor.path for tensor in planned), *paths.values()])
         if self.problems:
-            problems = self.problems.texts(self.mapping.name)
+            problems = self._told_by_config(self.problems.texts(self.mapping.name))
             shown = problems[:_MAX_PROBLEMS]
             more = len(problems) - len(shown)
             raise MappingError("\n".join([*shown, *([f"... and {more} more problems"] if more else [])]))
@@ -202,7 +204,7 @@ class _Planner:
             if self.target.name in self.notes
             else remarks(self.reader, self.object_paths, found, self.target, carried)
         )
-        said = (*told, *([chain] if chain else []))
+        said = (*told, *([chain] if chain else []), *self._fewer_layers(owners))
         return replace(plan, conventions=(self.source.name, self.target.name), remarks=said)
 
     def _target(self, into: str | None) -> Convention:
@@ -257,6 +259,25 @@ class _Planner:
         if self.to != "orbax" or not self.target.is_tree or self.target.states != usual:
             return {}, ""
         return completed(self.target, [section for section in outputs if outputs[section]], taken)
+
+    def _told_by_config(self, problems: Sequence[str]) -> Sequence[str]:
+        """The problems, with where sizes that do not fit come from."""
+        config = self.mapping.told
+        if config is None or not config.sizes or not any("expected size" in text for text in problems):
+            return problems
+        sizes = ", ".join(f"{axis}={size}" for axis, size in config.sizes.items())
+        return [
+            *problems,
+            f"{config.where} gives {sizes}: if it is of another model, give the sizes (--axis AXIS=SIZE --any-model)",
+        ]
+
+    def _fewer_layers(self, owners: Mapping[str, Rule]) -> Sequence[str]:
+        config, there = self.mapping.told, num_layers(self.source.name, owners)
+        if config is None or config.layers is None or not 0 < there < config.layers:
+            return ()
+        return (
+            f"{config.where} says that the model has {config.layers} layers: these are the weights of {there}",
+        )
 
     def _noted(self, empty: Iterable[TreePath]) -> dict[TreePath, object]:
         """What a conversion back has to know of this source, and what was noted before."""

@@ -99,4 +99,12 @@ class Factory:
                 "(a pytree of parameters; of a linen module, which needs an example input: return "
                 f'net.init(key, example)["params"]), got {type(model).__name__}'
             )
+        lazy = [
+            n for n, p in model.named_parameters() if isinstance(p, torch.nn.parameter.UninitializedParameter)
+        ]
+        if lazy:
+            raise PlanError(
+                f"model {self.name}: expected parameters of known shapes, got {lazy[0]}, whose shape the first call "
+                "tells: have the factory call the model once on an example"
+            )
         return model

@@ -8,9 +8,10 @@ layers/7/attention/query/kernel          family layers/{i}/attention/query/kerne
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,6 +91,7 @@ _AUTOMATIC = re.compile(r"[A-Z][A-Za-z0-9]*")
 
 FUSED_WORDS = (("query", "key", "value"), ("gate", "up"), ("key", "value"))
 """Parts that are often stored as one tensor, in the usual order."""
+_MAX_PAIRS = 20_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,3 +249,36 @@ def _words_of(parts: Sequence[str], present: Set[str]) -> frozenset[str]:
     if not inside and "norm" in words and not {"attention", "mlp", "embed"} & set(words):
         words.append("final")
     return frozenset(word for word in words if word not in ("i", "j", "k", "l") or len(word) > 1)
+
+
+def parts_named(side: Sequence[Family], names: Sequence[str]) -> list[list[Family]]:
+    """For each name of a part the families that may be it; those that name several of the parts are none."""
+    parts = [family for family in side if len(family.words.intersection(names)) == 1]
+    return [[part for part in parts if name in part.words] for name in names]
+
+
+def most_alike(whole: Family, name: str, parts: Sequence[Family]) -> Family | None:
+    """Of ``parts`` the one whose name is nearest to that of the part ``name`` of ``whole``."""
+    wanted = as_part(whole, name)
+    return max(parts, key=lambda part: similarity(part.words, wanted), default=None)
+
+
+def as_part(whole: Family, name: str) -> frozenset[str]:
+    """The words that a part of ``whole`` would have under the same name."""
+    return (whole.words - {word for words in FUSED_WORDS for word in words}) | {name}
+
+
+def comparable(a: Sequence[Family], b: Sequence[Family]) -> Iterator[tuple[Family, Family]]:
+    """Pairs with equally many elements; where there are too many to try, only those with the same words."""
+    sizes: dict[int, tuple[list[Family], list[Family]]] = {}
+    for side, several in enumerate((a, b)):
+        for family in several:
+            sizes.setdefault(family.info.numel * len(family.members), ([], []))[side].append(family)
+    for left, right in sizes.values():
+        if len(left) * len(right) <= _MAX_PAIRS:
+            yield from itertools.product(left, right)
+        else:
+            by_words: dict[frozenset[str], list[Family]] = {}
+            for y in right:
+                by_words.setdefault(y.words, []).append(y)
+            yield from itertools.islice(((x, y) for x in left for y in by_words.get(x.words, ())), _MAX_PAIRS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +27,16 @@ from bridge.mapping.conventions import WEIGHT
 from bridge.mapping.rules import parse_mapping
 from bridge.propose.axes import Fit, fits, fused_fits
 from bridge.propose.layer_series import BY_ORDER, BY_SIZES, by_order, numbered_alike
-from bridge.propose.names import FUSED_WORDS, Family, families, similarity
+from bridge.propose.names import (
+    FUSED_WORDS,
+    Family,
+    as_part,
+    comparable,
+    families,
+    most_alike,
+    parts_named,
+    similarity,
+)
 from bridge.propose.own_modules import COUNTER, FLIPPED, in_usual_order, is_known_layout, may_be_flipped
 from bridge.propose.places import Places, places_in
 from bridge.propose.text import Namer, ProposedRule, conventions, render, writable
@@ -37,7 +46,6 @@ from bridge.text import first_of
 
 _SHOWN = 3
 _MAX_LEFT = 24
-_MAX_PAIRS = 20_000
 _LOOSE = frozenset({"gate", "up", "down", "router", "norm", "post", "mlp"})
 """Words that code gives to more than one thing: `w1` is a gate here and an up-projection there."""
 _ROTARY = "rotary layouts (halves or pairs of rows) cannot be told from names and shapes"
@@ -172,7 +180,7 @@ class _Matcher:
         self._fits: dict[tuple[str, str], list[Fit]] = {}
         self._partners_of_a: dict[str, list[Family]] = {}
         self._partners_of_b: dict[str, list[Family]] = {}
-        for x, y in _comparable(a, b):
+        for x, y in comparable(a, b):
             if found := fits(x, y):
                 self._fits[x.path, y.path] = found
                 self._partners_of_a.setdefault(x.path, []).append(y)
@@ -292,31 +300,55 @@ class _Matcher:
 
     def _fused_by_name(self) -> list[_Choice]:
         """Families named as several parts, such as `w13` or `qkv_proj`, with the families named as one of them."""
+        wanted = [
+            (whole, names, turned)
+            for turned, wholes in ((False, self._a), (True, self._b))
+            for whole in wholes
+            for names in whole.own_parts or [n for n in FUSED_WORDS if whole.words.issuperset(n)]
+        ]
+        # Of several attentions the one with the same name comes first: no part is in two wholes.
+        wanted.sort(key=lambda one: -self._likeness(*one))
         choices = []
-        for turned, (wholes, parts) in enumerate(
-            ((self._a, self._b), (self._b, self._a)),
-        ):
-            for whole in wholes:
-                own = whole.own_parts
-                for names in own or [names for names in FUSED_WORDS if whole.words.issuperset(names)]:
-                    chosen = [
-                        _most_alike(
-                            whole, name, [p for p in parts if name in p.words and not _plural(p, names)]
-                        )
-                        for name in names
-                    ]
-                    if None in chosen or whole.path not in (self._free_b if turned else self._free_a):
-                        continue
-                    known = [part for part in chosen if part is not None]
-                    # Values may show that the parts are in another order than the names.
-                    orders = itertools.permutations(known) if self._evidence is not None else [tuple(known)]
-                    found = [fit for order in orders for fit in _fused(whole, order, bool(turned))]
-                    if found:
-                        choices.append(self._take_fused(found, "" if own else "names"))
-                        break
+        for whole, names, turned in wanted:
+            parts = self._parts(whole, names, turned)
+            if None in parts or whole.path not in (self._free_b if turned else self._free_a):
+                continue
+            known = [part for part in parts if part is not None]
+            # Values may show that the parts are in another order than the names.
+            orders = itertools.permutations(known) if self._evidence is not None else [tuple(known)]
+            found = [fit for order in orders for fit in _fused(whole, order, turned)]
+            if found:
+                rivals = self._other_parts(whole, names, known, turned)
+                choices.append(self._take_fused(found, "" if whole.own_parts else "names", rivals))
         return choices
 
-    def _take_fused(self, joints: list[Fit], order: str) -> _Choice:
+    def _parts(self, whole: Family, names: Sequence[str], turned: bool) -> list[Family | None]:
+        free = self._free_a if turned else self._free_b
+        pairs = zip(names, parts_named(self._a if turned else self._b, names), strict=True)
+        return [
+            most_alike(whole, name, [part for part in parts if part.path in free]) for name, parts in pairs
+        ]
+
+    def _likeness(self, whole: Family, names: Sequence[str], turned: bool) -> float:
+        pairs = zip(names, self._parts(whole, names, turned), strict=True)
+        return min(
+            0.0 if part is None else similarity(part.words, as_part(whole, name)) for name, part in pairs
+        )
+
+    def _other_parts(
+        self, whole: Family, names: Sequence[str], chosen: Sequence[Family], turned: bool
+    ) -> list[str]:
+        """Families that fit as well as the chosen parts, and whose names are as near."""
+        found = []
+        for name, part, others in zip(
+            names, chosen, parts_named(self._a if turned else self._b, names), strict=True
+        ):
+            near = similarity(part.words, wanted := as_part(whole, name))
+            alike = (other for other in others if other is not part and other.shape == part.shape)
+            found += [other.path for other in alike if similarity(other.words, wanted) >= near]
+        return found
+
+    def _take_fused(self, joints: list[Fit], order: str, rivals: Sequence[str] = ()) -> _Choice:
         """``order``: what that of the parts is taken from; empty where the module's code says it."""
         fit, doubts = self._settle(joints)
         entries = fit.b if len(fit.b) > 1 else fit.a
@@ -324,6 +356,8 @@ class _Matcher:
         agreed = self._evidence is not None and self._evidence.agrees(fit)
         if len(set(shapes)) < len(shapes) and order and not agreed:
             doubts.append(f"parts of one shape: their order is taken from {order}")
+        if rivals and not agreed:
+            doubts.append(f"by name only: {first_of(rivals, _SHOWN)} would fit as well")
         return self._take(fit, doubts)
 
     def _concatenations(self, whole: Family, parts: Sequence[Family], turned: bool) -> list[Fit]:
@@ -363,29 +397,3 @@ def _leaves(fit: Fit) -> tuple[str, str]:
 def _fused(whole: Family, parts: Sequence[Family], swapped: bool) -> list[Fit]:
     found = fused_fits(whole, parts) if len({part.path for part in parts}) == len(parts) else []
     return [fit.swapped() for fit in found] if swapped else found
-
-
-def _plural(family: Family, names: Sequence[str]) -> bool:
-    return len(family.words.intersection(names)) > 1
-
-
-def _most_alike(whole: Family, name: str, parts: Sequence[Family]) -> Family | None:
-    others = {word for words in FUSED_WORDS for word in words}
-    wanted = (whole.words - others) | {name}
-    return max(parts, key=lambda part: similarity(part.words, wanted), default=None)
-
-
-def _comparable(a: Sequence[Family], b: Sequence[Family]) -> Iterator[tuple[Family, Family]]:
-    """Pairs with equally many elements; where there are too many to try, only those with the same words."""
-    sizes: dict[int, tuple[list[Family], list[Family]]] = {}
-    for side, several in enumerate((a, b)):
-        for family in several:
-            sizes.setdefault(family.info.numel * len(family.members), ([], []))[side].append(family)
-    for left, right in sizes.values():
-        if len(left) * len(right) <= _MAX_PAIRS:
-            yield from itertools.product(left, right)
-        else:
-            by_words: dict[frozenset[str], list[Family]] = {}
-            for y in right:
-                by_words.setdefault(y.words, []).append(y)
-            yield from itertools.islice(((x, y) for x in left for y in by_words.get(x.words, ())), _MAX_PAIRS)

@@ -334,3 +334,15 @@ def test_checkpoints_with_nothing_in_common_are_not_said_to_agree(tmp_path: Path
     shown = CliRunner().invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "b")])
     assert shown.exit_code == 1
     assert "0 tensors, 0 elements compared: they have none in common; beyond" in shown.stdout
+
+
+def test_checkpoints_without_tensors_are_not_said_to_be_beyond_the_tolerance(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name, "dcp", {}, {("step",): 3})
+    shown = CliRunner().invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert shown.exit_code == 0
+    assert "0 tensors, 0 elements compared: neither has any; within" in shown.stdout
+    write(tmp_path / "c", "dcp", {}, {("step",): 4})
+    other = CliRunner().invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "c")])
+    assert other.exit_code == 1
+    assert "within the tolerance of 0 ULP; but A and B differ, as listed (other values: 1)" in other.stdout

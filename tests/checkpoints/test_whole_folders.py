@@ -155,6 +155,22 @@ def test_a_rank_in_a_folder_of_its_own_names_its_neighbours(tmp_path: Path) -> N
     for rank in range(2):
         save(tmp_path / f"mp_rank_0{rank}" / "model_optim_rng.pt", "a")
     assert {*told(tmp_path / "mp_rank_00", tmp_path / "o")} == {"mp_rank_01"}
+    by_file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    assert {*told(by_file, tmp_path / "of_file")} == {"mp_rank_01"}
+
+
+def test_placeholders_of_zero_stage_3_are_no_weights(tmp_path: Path) -> None:
+    state = {
+        "module": {"w": torch.empty(0), "table": torch.ones(3)},
+        "param_shapes": [{"w": torch.Size((2, 2))}],
+    }
+    for rank in range(2):
+        torch.save(state, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    for source in (tmp_path, tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        with pytest.raises(
+            CheckpointError, match=r"'module\.w' \(a placeholder of DeepSpeed.*zero_to_fp32\.py"
+        ):
+            convert(source, tmp_path / "o", to="safetensors")
 
 
 def test_a_rank_of_lora_is_no_number_of_a_file(tmp_path: Path) -> None:

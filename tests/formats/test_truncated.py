@@ -35,3 +35,16 @@ def test_the_error_says_to_copy_it_again(tmp_path: Path, name: str) -> None:
             open_checkpoint(tmp_path / name)
         assert str(refused.value).startswith(str(tmp_path / name))
         assert str(refused.value).endswith(COPY_AGAIN), (cut, str(refused.value))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123456\n")
+    with pytest.raises(CheckpointError, match=r"a pointer of Git LFS .*git lfs pull"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_module_that_was_saved_whole_is_refused_with_what_to_save(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 3), tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"Linear: of a module save the state_dict\(\)"):
+        open_checkpoint(tmp_path / "a.pt")

@@ -241,3 +241,29 @@ def test_ties_inside_of_a_text_config_and_in_a_mapping_of_ones_own(tmp_path: Pat
 def test_only_the_family_with_two_layouts_has_a_choice() -> None:
     assert "llama3_rope" in load_mapping("llama").config
     assert "llama3_rope" not in load_mapping("mixtral").config
+
+
+def test_fewer_layers_than_the_configuration_says_are_told(tmp_path: Path) -> None:
+    told = "says that the model has 2 layers: these are the weights of 1"
+    source = llama(tmp_path / "hf", {"num_hidden_layers": 2})
+    report = convert(source, tmp_path / "flax", to="orbax", mapping="llama", into="flax")
+    assert any(told in remark for remark in report.remarks)
+    back = convert(tmp_path / "flax", tmp_path / "back", to="safetensors", mapping="llama")
+    assert any(told in remark for remark in back.remarks)
+    # A part that was asked for, and a file that is said to be of another model.
+    part = convert(source, tmp_path / "p", mapping="llama", selection=Selection(select=("model.layers.*",)))
+    other = convert(source, tmp_path / "o", mapping="llama", any_model=True)
+    whole = convert(llama(tmp_path / "whole", {"num_hidden_layers": 1}), tmp_path / "w", mapping="llama")
+    assert not any("layers" in remark for r in (part, other, whole) for remark in r.remarks)
+
+
+def test_sizes_that_do_not_fit_name_the_configuration_and_the_way_out(tmp_path: Path) -> None:
+    source = llama(tmp_path / "hf", {"vocab_size": V - 1})
+    with pytest.raises(
+        MappingError, match=rf"config\.json gives vocab={V - 1}, .*--axis AXIS=SIZE --any-model"
+    ):
+        convert(
+            source, tmp_path / "out", to="orbax", mapping="llama", into="maxtext", axes={"llama3_rope": 0}
+        )
+    axes = {"vocab": V, "llama3_rope": 0}
+    convert(source, tmp_path / "out", to="orbax", mapping="llama", into="maxtext", axes=axes, any_model=True)

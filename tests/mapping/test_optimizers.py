@@ -420,3 +420,26 @@ def test_notes_leave_out_empty_parts_alone() -> None:
     tree = MemoryReader("orbax", contents(plan, reader), objects)
     kept = {path for path, _ in make_plan(tree, "dcp", table()).objects.values()}
     assert kept == {("opt_state", 2)}
+
+
+def test_moments_of_other_shapes_than_their_weights_are_refused() -> None:
+    """GaLore keeps moments of a projection of the gradient, NovoGrad one second moment for a whole weight."""
+    reader = adam_with()
+    galore = {n: a[:2] if n.endswith("exp_avg") and a.ndim > 1 else a for n, a in reader.arrays.items()}
+    objects = {tuple(path): reader.objects[n] for n, path in reader.object_paths.items()}
+    with pytest.raises(
+        MappingError, match=r"moments of other shapes .*a\.weight\.exp_avg.*--weights-only"
+    ) as error:
+        make_plan(MemoryReader("dcp", galore, objects), "orbax", table())
+    assert "\n" not in str(error.value)
+    params = jax_tree({n: np.ones(shape, np.float32) for n, shape in SHAPES.items()})
+    novograd = jax_reader(params, optax.novograd(RATE).init(params))
+    with pytest.raises(MappingError, match=r"moments of other shapes .*nu/a/kernel.*--weights-only"):
+        make_plan(novograd, "dcp", table())
+
+
+def test_a_count_without_moments_may_be_that_of_a_schedule() -> None:
+    params = jax_tree({n: np.ones(shape, np.float32) for n, shape in SHAPES.items()})
+    state = optax.chain(optax.scale_by_schedule(lambda _: 0.1), optax.scale(-1.0)).init(params)
+    with pytest.raises(MappingError, match=r"leave it out \(--drop opt_state/0/count\)"):
+        make_plan(jax_reader(params, state), "dcp", table())

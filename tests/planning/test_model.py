@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bridge.planning import PlanError, resolve_models
 from bridge.planning.activations import SegmentBytes
@@ -70,6 +71,11 @@ def test_a_decoder_from_a_file(tmp_path: Path) -> None:
         assert model.numel == 300 * 8 + 2 * (8 + 64 + 32 + 32 + 64 + 8 + 3 * 128) + 8
 
 
+def lazy() -> object:
+    """A model whose shapes nobody knows before its first call."""
+    return torch.nn.LazyLinear(3)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -80,6 +86,7 @@ def test_a_decoder_from_a_file(tmp_path: Path) -> None:
         ("decoder:nothing.toml", "expected a TOML file or one of .*default"),
         ("no.such.module:Model", "can be imported"),
         ("os:sep", "expected a class or function, got str"),
+        (f"{__name__}:lazy", "expected parameters of known shapes, got weight"),
         (
             "pathlib:Path",
             r"expected a torch.nn.Module, or a factory that takes rngs .* or key .*, got PosixPath",

@@ -224,3 +224,22 @@ def test_layers_that_may_be_those_of_another_series_are_not_certain(tmp_path: Pa
     found = proposed(tmp_path, ours, dense(sizes) | dense(sizes, first=3))
     assert not found.certain
     assert not any("by order only" in doubt for rule in found.rules for doubt in rule.doubts)
+
+
+def test_two_attentions_of_one_shape_have_parts_of_their_own(tmp_path: Path) -> None:
+    """A decoder layer of torch: the attention whose name only one side has must not take the other one's parts."""
+    names = ("self_attn", "multihead_attn")
+    ours: Shapes = {f"{name}.in_proj_weight": (24, 8) for name in names}
+    ours |= {f"{name}.in_proj_bias": (24,) for name in names}
+    theirs: Shapes = {}
+    for name, part in itertools.product(("self_attn", "cross_attn"), ("query", "key", "value")):
+        theirs |= {f"{name}/{part}/kernel": (8, 2, 4), f"{name}/{part}/bias": (2, 4)}
+    found = proposed(tmp_path, ours, theirs)
+    rule_of = {rule.fit.a[0].family.path: rule for rule in found.rules}
+    for ours_name, theirs_name in zip(names, ("self_attn", "cross_attn"), strict=True):
+        for leaf in ("weight", "bias"):
+            rule = rule_of[f"{ours_name}.in_proj_{leaf}"]
+            parts = [entry.family.path.rpartition("/")[0] for entry in rule.fit.b]
+            assert parts == [f"{theirs_name}/{part}" for part in ("query", "key", "value")]
+            assert bool(rule.doubts) == (ours_name == "multihead_attn")
+    assert (found.left_a, found.left_b) == ((), ())

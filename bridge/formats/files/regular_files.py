@@ -16,6 +16,9 @@ from bridge.formats.stores.listing import StorePath
 MAX_SMALL_FILE = 256 << 20
 """Bytes of a file that is read whole: metadata and the like, not data."""
 
+LFS_POINTER = b"version https://git-lfs"
+LFS_SAID = "a pointer of Git LFS in place of the file: fetch it (git lfs pull)"
+
 _SNAPSHOTS = "snapshots"
 _BLOBS = "blobs"
 

@@ -39,6 +39,10 @@ from bridge.formats.wrapping import ReadWhenAsked
 PIECE: Final = (
     "a piece of a DTensor, of which other ranks' files have the rest: give the folder with all of them"
 )
+_ZERO_3: Final = (
+    "a placeholder of DeepSpeed's ZeRO stage 3, whose elements are in the optim_states files of all ranks: join them "
+    "by the zero_to_fp32.py beside them"
+)
 _VOCABULARY: Final = Vocabulary(max_bytes=256 << 20, persistent=True, foreign=True)
 _MAX_REPEATED: Final = 64 << 20
 """Bytes of a tensor whose elements share memory, as those of `expand` do: more than its storage has."""
@@ -85,6 +89,11 @@ class TorchSaveReader(SingleChunkReader):
                     if reason is not None:
                         self._unreadable[name] = reason
                 whole.add(file)
+        if any(path[0] == "param_shapes" for path in self._object_paths.values()):
+            empty = (
+                n for n, info in self._tensors.items() if info.shape == (0,) and info.path[0] == "module"
+            )
+            self._unreadable |= dict.fromkeys(empty, _ZERO_3)
         if self._fileset.weight_map is not None:
             listed = {name: file for name, file in self._fileset.weight_map.items() if file in whole}
             with one_part(self._fileset.index or ""):

@@ -44,7 +44,10 @@ def leaves(root: object, what: str) -> Iterator[tuple[TreePath, object]]:
     large to be one: a small pickle can describe a large tree by naming one part often.
     """
     if not isinstance(root, dict | list | tuple):
-        raise CheckpointError(f"{what}: expected a state_dict, or a mapping of some, found {described(root)}")
+        raise CheckpointError(
+            f"{what}: expected a state_dict, or a mapping of some, found {described(root)}: of a module save the "
+            "state_dict(), of a tensor a dict with its name"
+        )
     budget = MAX_NODES
     stack: list[tuple[TreePath, object]] = [((), root)]
     tree = _Tree(what)

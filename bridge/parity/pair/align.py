@@ -127,6 +127,15 @@ def align(
     return replace(usual, certain=False, doubt=doubt)
 
 
+def other_ways(way: Alignment, jax: Sequence[int], known: Sequence[Moves]) -> list[Alignment]:
+    """All ways that shapes allow but ``way``: those of ``known`` first, then the usual ones."""
+    if way.copies:
+        return []
+    ways = sorted((other for other in _ways(way.torch, jax) if _keeps_axes(other)), key=_unusual)
+    ranked = [other for moves in known for other in ways if other.moves == moves] + ways
+    return [replace(other, order=way.order) for other in dict.fromkeys(ranked) if other.moves != way.moves]
+
+
 def _first_known(ways: Sequence[Alignment], known: Sequence[Moves]) -> Alignment | None:
     return next((way for moves in known for way in ways if way.moves == moves), None)
 

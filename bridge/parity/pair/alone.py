@@ -18,7 +18,7 @@ from bridge.parity.pair.distance import FACTOR, distance
 from bridge.parity.pair.precision import Rounding, rounding
 from bridge.parity.pair.recording import Call, Leaves, Replacements, Rerun
 from bridge.parity.pair.rows import ratio_of
-from bridge.parity.pair.runs import CallPair, Children, Runs, in_layout
+from bridge.parity.pair.runs import CallPair, Children, Runs, children_of, in_layout, largest_ratio
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,24 @@ def run_alone(runs: Runs, pair: CallPair, inner: Children, own: Sequence[CallPai
         given = {index: call.inputs for index, call in enumerate(calls) if call is not None}
         cause = module_cause(pair, inner, found.outputs, given, floors, parts)
     return replace(alone, note=note, cause=cause)
+
+
+def with_right_inputs(runs: Runs, pairs: Sequence[CallPair]) -> list[CallPair]:
+    """The pairs, those that are wrong alone with the inputs and layouts with which they are right, if there are any.
+
+    A convolution that is given images with height and width exchanged, as values say, is no place of that fault, nor is
+    an attention that is given another value than torch's.
+    """
+    found = []
+    for pair in pairs:
+        differs = largest_ratio(runs, pair, "outputs") > FACTOR
+        others = [*pair.alternatives()] if differs else []
+        inner = children_of(pair, pairs, runs) if others else Children((), (), ())
+        if others and run_alone(runs, pair, inner).places:
+            alone = ((other, run_alone(runs, other, inner)) for other in others)
+            pair = next((other for other, seen in alone if seen.outputs and not seen.places), pair)
+        found.append(pair)
+    return found
 
 
 def _given(

@@ -106,10 +106,11 @@ Compared = tuple[str, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | No
 
 def _inputs(pair: CallPair, high: Rerun, found: Rerun, low: Rerun, found_low: Rerun) -> Iterator[Compared]:
     """Inputs that are one tensor have one gradient, the sum: a side may be given it once, and the other three times."""
+    given = {**pair.jax.inputs, **in_layout(pair.inputs, pair.torch.inputs)}
     for name, other, way in pair.inputs:
         if name in high.input_gradients and other in found.input_gradients:
             ours = _summed(name, pair.torch.inputs, high, low)
-            theirs = _summed(other, pair.jax.inputs, found, found_low)
+            theirs = _summed(other, given, found, found_low)
             known = way.to_jax(ours.known) & theirs.known
             low_values = None if ours.low is None else way.to_jax(ours.low) * known
             yield (

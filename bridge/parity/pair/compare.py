@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge.parity.pair.alone import with_right_inputs
 from bridge.parity.pair.backward import (
     activation_rows,
     backward_alone,
@@ -99,7 +100,7 @@ def _one_run(
     say(f"forward and backward of both models, in float64 and in {dtype}")
     runs = Runs(torch, jax, batch, dtype)
     modules = pair_modules(weights, runs.torch_high, runs.jax_high, given)
-    pairs = runs.pairs(modules, weights)
+    pairs = with_right_inputs(runs, runs.pairs(modules, weights))
     say(f"{len(pairs)} modules, each alone")
     forward = compare_forward(runs, pairs)
     say("rows in another order")

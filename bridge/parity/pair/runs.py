@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bridge.parity.pair.align import CHANNELS_LAST, Alignment, Moves, match_leaves
+from bridge.parity.pair.align import CHANNELS_LAST, Alignment, Moves, match_leaves, other_ways
 from bridge.parity.pair.distance import distance, noise
 from bridge.parity.pair.modules import ModulePair, Modules
 from bridge.parity.pair.recording import Call, Leaves, Recording, Side
@@ -51,18 +51,49 @@ class CallPair:
         """
         found: list[tuple[str, str, Alignment]] = []
         first = True
-        for name, other, way in match_leaves(self.torch.inputs, self.jax.inputs, self.orders[0], self.known):
+        for name, other, way in self._every_input:
             theirs, ours = way.to_jax(self.torch.inputs[name]), self.jax.inputs[other]
             whole = ours.dtype.kind in "iub"
             near = distance(theirs.astype(np.float64), ours.astype(np.float64)).relative <= _NEAR
             if near or (first and not whole) or self._repeats(found, name, other):
                 found.append((name, other, way))
             first = first and whole
-        # One tensor given twice is one input, whatever the other side makes of it: attention(y, y, y), attention(y).
-        for name, other, way in tuple(found):
+        return self._with_repeated(found)
+
+    @cached_property
+    def _every_input(self) -> Matched:
+        return match_leaves(self.torch.inputs, self.jax.inputs, self.orders[0], self.known)
+
+    def _with_repeated(self, matched: Matched) -> Matched:
+        """One tensor given twice is one input, whatever the other side makes of it: module(y, y, y), module(y)."""
+        found = [*matched]
+        for name, other, way in matched:
             found += [(again, other, way) for again in self._again(found, 0, name)]
             found += [(name, again, way) for again in self._again(found, 1, other)]
         return found
+
+    def alternatives(self) -> Iterator[CallPair]:
+        """The same with all inputs that shapes allow, however far apart; then with one input, and outputs that lie like
+        it, as known of other arrays, or in the usual layout."""
+        if {places[:2] for places in self._every_input} - {places[:2] for places in self.inputs}:
+            pair = replace(self)
+            pair.__dict__["inputs"] = self._with_repeated(self._every_input)
+            yield pair
+        for number, (name, other, way) in enumerate(self.inputs):
+            ways = other_ways(way, self.jax.inputs[other].shape, self.known)
+            for instead in ways[: len(self.known) + 1] if way.doubt or self.known else ():
+                pair, inputs = replace(self), [*self.inputs]
+                inputs[number] = name, other, instead
+                outputs = [
+                    (
+                        leaf,
+                        twin,
+                        _like(instead, lies, self.jax.outputs[twin]) if lies.moves == way.moves else lies,
+                    )
+                    for leaf, twin, lies in self.outputs
+                ]
+                pair.__dict__.update(inputs=inputs, outputs=outputs)
+                yield pair
 
     def _again(self, found: Matched, side: int, name: str) -> list[str]:
         """Other inputs of one side that hold the same as ``name`` and have no twin."""
@@ -131,6 +162,12 @@ class Runs:
             if name in matrices and call.path not in orders:
                 orders[call.path] = weights.feature_orders(name, matrices[name])
             yield CallPair(pair, call.number, call, twin, orders.get(call.path, (None, None)))
+
+
+def _like(instead: Alignment, way: Alignment, jax: np.ndarray) -> Alignment:
+    """The way of ``instead`` for another array, or ``way`` where its shapes do not allow it."""
+    ways = other_ways(way, jax.shape, (instead.moves,))
+    return next((other for other in ways if other.moves == instead.moves), way)
 
 
 def decided(pairs: Sequence[CallPair]) -> list[CallPair]:
