@@ -379,7 +379,9 @@ WHOLE_LAYERS = {
 
 
 @pytest.mark.parametrize(
-    "loss", [counted, masked(WHOLE_LAYERS, first=True), masked(WHOLE_LAYERS, first=False)], ids=str
+    "loss",
+    [counted, masked(WHOLE_LAYERS, first=True), masked(WHOLE_LAYERS, first=False)],
+    ids=["counts", "mask first", "mask last"],
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_functions_of_jax_tree_see_one_leaf_a_parameter(loss, engine):
