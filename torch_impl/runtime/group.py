@@ -64,6 +64,7 @@ class ParameterGroup:
         self._group_spec, self.weights, self.unequal = spec, weights, unequal
         self.names, self.host = spec.names, spec.host
         self.layout, self.mesh = spec.layout, spec.levels.mesh
+        # Once: ranks may connect a group another number of times, as those do that load it from the meta device.
         self._order = CollectiveOrder(self.mesh)
         self.strategy, self.dtypes = spec.strategy, spec.dtypes
         # Weakly: a module holds its unit, the unit this group, and a deleted model is to free its memory at once.
@@ -151,7 +152,7 @@ class ParameterGroup:
             its.context,
             its.suffix,
         )
-        self.reduction = GroupReduction(spec, memory, its.context)
+        self.reduction = GroupReduction(spec, memory, its.context, self._order)
         self.gradient = GroupGradient(spec, self.unsharded, memory, self.reduction, its.context)
         self._first_version = self.weights.main_version
         self._transfer: Transfer | None = None

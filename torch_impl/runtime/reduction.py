@@ -93,11 +93,12 @@ class _UnderWay(NamedTuple):
 
 
 class GroupReduction:
-    """Reduces what was collected in ``memory``, and keeps ``.grad`` of the sharded parameters."""
+    """Reduces what was collected in ``memory``, and keeps ``.grad`` of sharded parameters. ``order``: the group's."""
 
-    def __init__(self, spec: GradientSpec, memory: PooledGradient, host: Host) -> None:
-        self._group_spec, self._memory, self._host = spec, memory, host
-        self._order = CollectiveOrder(spec.levels.mesh)
+    def __init__(
+        self, spec: GradientSpec, memory: PooledGradient, host: Host, order: CollectiveOrder
+    ) -> None:
+        self._group_spec, self._memory, self._host, self._order = spec, memory, host, order
         # Whether to look at every .grad after a backward, which costs too much to be done always.
         self._left_partial = False
         self._under_way: _UnderWay | None = None
