@@ -319,7 +319,10 @@ def test_the_language_model_of_gemma_3_alone(tmp_path: Path) -> None:
     text = transformers.Gemma3ForCausalLM(model.config.text_config)
     text.model, text.lm_head = model.model.language_model, model.lm_head
     same_bits(dict(flat(orbax_tree(tmp_path / "orbax")["params"])), hand_made_tree("gemma3", text))
-    # And on as the text model of transformers.
+    # And on as the text model of transformers, whose configuration is not the whole model's.
+    with pytest.raises(MappingError, match="expected model_type 'gemma3_text', found 'gemma3'"):
+        convert(tmp_path / "orbax", tmp_path / "text", to="safetensors", mapping="gemma3")
+    text.config.save_pretrained(tmp_path / "orbax")
     convert(tmp_path / "orbax", tmp_path / "text", to="safetensors", mapping="gemma3")
     text.config.save_pretrained(tmp_path / "config")
     again = loaded(transformers.Gemma3ForCausalLM, tmp_path / "config", tmp_path / "text")

@@ -335,7 +335,7 @@ REFUSED_OPTAX: dict[str, tuple[str, Callable[[], Any]]] = {
         r"another optimizer \(exp_avg, exp_avg_sq, grad_sum, params0 of a/kernel",
         lambda: optax.contrib.prodigy(RATE),
     ),
-    "adan": (r"another optimizer \(g of a/kernel", lambda: optax.adan(RATE)),
+    "adan": (r"another optimizer \(g, m, n of a/kernel", lambda: optax.adan(RATE)),
 }
 
 
