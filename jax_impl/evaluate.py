@@ -35,14 +35,7 @@ from jax_impl.runtime.losses import LossParts, as_parts, is_loss, sum_over_devic
 from jax_impl.runtime.memory_kinds import on_device
 from jax_impl.runtime.pipeline import pipelined
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.variables import (
-    Variables,
-    check_row_counts,
-    check_rows,
-    check_variables,
-    of_all_devices,
-    of_this_device,
-)
+from jax_impl.runtime.variables import Variables, check_rows, check_variables, of_all_devices, of_this_device
 from jax_impl.train import settled
 from jax_impl.train_state import TrainState, check_state
 
@@ -212,13 +205,12 @@ class EvalStep:
         check_means(program, equal_parts=self._equal_parts or one_part)
         after, read = variables_after(program)
         if self._mutable and not one_part:
-            check_variables(plan.variables, after, plan.axes)
 
             def with_more_rows() -> Any:
                 weights, batch, *rest = given
-                return variables_after(self._program.trace(weights, twice_as_many(batch), *rest).jaxpr)[0]
+                return self._program.trace(weights, twice_as_many(batch), *rest).jaxpr
 
-            check_row_counts(plan.variables, after, with_more_rows, plan.axes)
+            check_variables(plan.variables, after, plan.axes, with_more_rows)
         if plan.data_ranks > 1:
             check_rows(plan.variables, read, jax.tree.leaves(given[1])[0].shape[0])
         changed = [

@@ -133,11 +133,11 @@ class TrainStep:
         to_host = self._sends_gradients(state)
         traced = self._gradients.trace(*given, to_host=to_host)
 
-        def traced_for(rows: Batch) -> Any:
+        def trace(rows: Batch) -> Any:
             return self._gradients.trace(given[0], rows, *given[2:], to_host=to_host).jaxpr
 
         equal_parts = self._options.equal_parts
-        check_program(self._plan, traced.jaxpr, traced_for, batch, self._microbatches, equal_parts)
+        check_program(self._plan, traced.jaxpr, trace, batch, self._microbatches, equal_parts)
         loss, found, _ = traced.out_info
         gradients: Any = {
             key: jax.ShapeDtypeStruct(
@@ -184,14 +184,14 @@ class TrainStep:
                 # Tracing is half of what the first call does, and remembered for it.
                 found = self._gradients.trace(weights, placed, variables, whole, to_host=to_host)
 
-                def traced_for(rows: Batch) -> Any:
+                def trace(rows: Batch) -> Any:
                     return self._gradients.trace(weights, rows, variables, whole, to_host=to_host).jaxpr
 
                 def aux_of(rows: Batch) -> Any:
                     return self._gradients(weights, rows, variables, whole)[0].aux
 
                 equal_parts = self._options.equal_parts
-                check_program(self._plan, found.jaxpr, traced_for, placed, self._microbatches, equal_parts)
+                check_program(self._plan, found.jaxpr, trace, placed, self._microbatches, equal_parts)
                 check_aux(self._plan, aux_of, found.out_info[0].aux, placed, self._microbatches)
                 self._checked.add(traced)
             return self._settled(self._gradients(weights, placed, variables, whole, to_host=to_host))

@@ -273,8 +273,8 @@ class CheckpointReader(Protocol):
     def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
         """The block in memory that is used again, checked as `read` does, if it lies in one piece in a file; else None.
 
-        offset: the byte of a file that the elements will be written to. They are then as far from a multiple of 4096 in
-        memory, so that they can be written directly. Errors as `read`.
+        offset: the byte of a file that the elements will be written to. The memory begins as far behind a multiple of
+        4096, so that the elements can be written directly. Errors as `read`.
         """
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:

@@ -38,7 +38,7 @@ class DeviceValue:
 
     ``base``: the path of a variable, where the value is a sum of that variable and of what does not depend on it.
     ``same``: whether the value is the variable itself. ``numbers``: constants and shapes that went into a value without
-    ``axes``; None where a collective did, which brings all rows. With other numbers where a device has other rows, the
+    ``axes``; None where a collective did, which brings all rows. If the numbers change with the number of rows, the
     value counts the rows of one device.
     """
 

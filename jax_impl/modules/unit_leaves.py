@@ -2,8 +2,8 @@
 
 To JAX itself a stand-in has more leaves (``unit_parameter.py``): zeros of the parameter's shape and, of a unit's first
 parameter, the unit's arrays. So a user's ``jax.tree.leaves(params)`` would count too many parameters, paths would have
-an entry too much, and a mask would not fit. As long as a model is traced, these functions are others for all callers
-but libraries that take pytrees apart to hand them to JAX.
+an entry too much, and a mask would not fit. While a model is traced, functions of this file take the place of JAX's.
+Libraries that take pytrees apart to hand them to JAX still call JAX's own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jax_impl.modules.unit_parameter import applied, is_unit_parameter, zeros_of
+from jax_impl.modules.unit_parameter import apply_to_leaves, is_unit_parameter, zeros_of
 
 _LIBRARIES = frozenset({"jax", "jaxlib", "flax", "equinox", "haiku", "jax_impl"})
 # By their names in jax.tree_util; in jax.tree they have no prefix.
@@ -33,12 +33,12 @@ _NAMES = (
 _JAX: dict[str, Callable[..., Any]] = {name: getattr(jax.tree_util, name) for name in _NAMES}
 _SHORT = {name.removeprefix("tree_"): name for name in _NAMES}
 _NONE = object()
-# What may be replaced, with the function that it is.
+# JAX's functions that are replaced, with their names.
 _KNOWN = {_JAX[name]: name for name in _NAMES} | {getattr(jax.tree, short): _SHORT[short] for short in _SHORT}
 
 
-def replaced() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
-    """Put ours in the place of JAX's; what ``restored`` needs."""
+def replace_functions() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
+    """Put the functions of this file in the place of JAX's. Returns what ``restore_functions`` needs."""
     places = []
     for module in [jax.tree, *sys.modules.values()]:
         if module in (jax.tree, jax.tree_util) or _package(getattr(module, "__name__", "")) not in _LIBRARIES:
@@ -51,7 +51,8 @@ def replaced() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
     return places
 
 
-def restored(places: Sequence[tuple[ModuleType, str, Callable[..., Any]]]) -> None:
+def restore_functions(places: Sequence[tuple[ModuleType, str, Callable[..., Any]]]) -> None:
+    """Put JAX's own functions back."""
     for module, name, own in places:
         setattr(module, name, own)
 
@@ -65,7 +66,7 @@ def _is_known(function: Any) -> bool:
 
 
 def _leaf(is_leaf: Callable[..., bool] | None) -> Callable[..., bool]:
-    """Of a node, or of its path and the node (``is_leaf_takes_path``)."""
+    """``is_leaf`` that is also true for a unit's parameter. It takes a node, or a path and a node."""
     return lambda *node: is_unit_parameter(node[-1]) or (is_leaf is not None and is_leaf(*node))
 
 
@@ -88,13 +89,15 @@ def _reduce(function: Any, tree: Any, initializer: Any = _NONE, is_leaf: Any = N
 
 
 def _map(f: Any, tree: Any, *rest: Any, is_leaf: Any = None) -> Any:
-    mapped: Callable[..., Any] = lambda *leaves: applied(f, leaves)  # noqa: E731
+    def mapped(*leaves: Any) -> Any:
+        return apply_to_leaves(f, leaves)
+
     return _JAX["tree_map"](mapped, tree, *rest, is_leaf=_leaf(is_leaf))
 
 
 def _map_with_path(f: Any, tree: Any, *rest: Any, is_leaf: Any = None, **options: Any) -> Any:
     def mapped(path: Any, *leaves: Any) -> Any:
-        return applied(lambda *leaves: f(path, *leaves), leaves)
+        return apply_to_leaves(lambda *leaves: f(path, *leaves), leaves)
 
     return _JAX["tree_map_with_path"](mapped, tree, *rest, is_leaf=_leaf(is_leaf), **options)
 

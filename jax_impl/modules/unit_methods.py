@@ -16,15 +16,15 @@ from typing import Any
 
 from flax import nnx
 
-from jax_impl.modules.unit_leaves import replaced, restored
+from jax_impl.modules.unit_leaves import replace_functions, restore_functions
 from jax_impl.modules.unit_parameter import run_in_unit, unit_at
 
 _LOCK = threading.Lock()
 # How many traces need a class's methods caught, and what the class itself had by their names.
 _traces: dict[type, int] = {}
 _own: dict[type, dict[str, Any]] = {}
-# What of jax.tree is another function, as long as any class's methods are others.
-_of_trees: list[Any] = []
+# The functions of jax.tree that are replaced while the methods of any class are.
+_replaced: list[Any] = []
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def caught_calls(classes: Iterable[type]) -> Iterator[None]:
     classes = set(classes)
     with _LOCK:
         if classes and not any(_traces.values()):
-            _of_trees.extend(replaced())
+            _replaced.extend(replace_functions())
         for cls in classes:
             _traces[cls] = _traces.get(cls, 0) + 1
             if _traces[cls] == 1:
@@ -53,8 +53,8 @@ def caught_calls(classes: Iterable[type]) -> Iterator[None]:
                         else:
                             type.__setattr__(cls, name, method)
             if not any(_traces.values()):
-                restored(_of_trees)
-                _of_trees.clear()
+                restore_functions(_replaced)
+                _replaced.clear()
 
 
 def _methods(cls: type) -> dict[str, Any]:

@@ -169,7 +169,7 @@ def zeros_of(parameter: UnitParameter) -> Any:
     return parameter._array
 
 
-def applied(function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+def apply_to_leaves(function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     """``function(*leaves)`` of leaves of which some are stand-ins, which may be handed on: moved, or stopped.
 
     What is no array, such as a size or a label, is the result alone. Raises ``ValueError`` for parameters of two units,

@@ -27,14 +27,7 @@ from jax_impl.runtime.losses import LossParts, as_parts, sum_over_devices, twice
 from jax_impl.runtime.memory_kinds import as_before, in_host, on_device
 from jax_impl.runtime.pipeline import pipelined
 from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.variables import (
-    Variables,
-    check_row_counts,
-    check_rows,
-    check_variables,
-    of_all_devices,
-    of_this_device,
-)
+from jax_impl.runtime.variables import Variables, check_rows, check_variables, of_all_devices, of_this_device
 
 # Of an nnx model, or a pytree of parameters, and rows, and then inputs that every device has whole: a mean, or
 # (sum, weight); with ``has_aux`` a pair with aux.
@@ -88,11 +81,11 @@ def make_gradients(
     ) -> tuple[Any, Buffers, Variables]:
         given = (weights, batch, variables or {}, shared)
 
-        def traced(batch: Batch) -> Any:
+        def trace(batch: Batch) -> Any:
             return jax.make_jaxpr(function)(weights, batch, *given[2:])
 
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*given)
-        check_program(plan, program, traced, batch, microbatches, equal_parts)
+        check_program(plan, program, trace, batch, microbatches, equal_parts)
 
         def aux_of(batch: Batch) -> Any:
             return function(weights, batch, *given[2:])[0].aux
@@ -136,25 +129,23 @@ def unchecked_gradients(
 def check_program(
     plan: ShardingPlan,
     program: Any,
-    traced: Callable[[Batch], Any],
+    trace: Callable[[Batch], Any],
     batch: Batch,
     microbatches: int,
     equal_parts: bool,
 ) -> None:
     """Raises ``ValueError`` for a closed jaxpr of ``unchecked_gradients`` whose numbers would not be what they seem.
 
-    ``traced``: gives the jaxpr for another batch.
+    ``trace``: gives the jaxpr for another batch.
     """
     check_seals(program)
     parts = microbatches * (plan.data_ranks if plan.engine == "shard_map" else 1)
     check_means(program, equal_parts=equal_parts or parts == 1)
     after, read = variables_after(program)
     if plan.data_ranks > 1:
-        check_variables(plan.variables, after, plan.axes)
-        if plan.engine == "shard_map":
-            check_row_counts(
-                plan.variables, after, lambda: variables_after(traced(twice_as_many(batch)))[0], plan.axes
-            )
+        own_rows = plan.engine == "shard_map"
+        with_more_rows = (lambda: trace(twice_as_many(batch))) if own_rows else None
+        check_variables(plan.variables, after, plan.axes, with_more_rows)
         check_rows(plan.variables, read, jax.tree.leaves(batch)[0].shape[0] // microbatches)
 
 

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 
 from jax_impl.comm.collectives import fence
 from jax_impl.comm.mesh import DataParallelMesh
-from jax_impl.modules.device_values import DeviceValue
+from jax_impl.modules.device_values import DeviceValue, variables_after
 from jax_impl.modules.module_tree import VariableInfo
 
 Variables = dict[str, jax.Array]
@@ -103,8 +103,16 @@ def spec_of(info: VariableInfo, axes: DataParallelMesh) -> PartitionSpec:
     return PartitionSpec(*[None] * info.rows, *axes.batch_spec) if info.rule == "rows" else PartitionSpec()
 
 
-def check_variables(infos: Infos, after: Mapping[str, DeviceValue], axes: DataParallelMesh) -> None:
-    """Raises ``ValueError`` where a rule cannot make one value of what a traced step leaves on each device."""
+def check_variables(
+    infos: Infos,
+    after: Mapping[str, DeviceValue],
+    axes: DataParallelMesh,
+    with_more_rows: Callable[[], Any] | None,
+) -> None:
+    """Raises ``ValueError`` where a rule cannot make one value of what a traced step leaves on each device.
+
+    ``with_more_rows``: gives the jaxpr of the step for more rows; None where a step sees the rows of all devices.
+    """
     for path, value in after.items():
         info = infos[path]
         if info.rule is None and value.axes:
@@ -122,34 +130,30 @@ def check_variables(infos: Infos, after: Mapping[str, DeviceValue], axes: DataPa
                 f"from the batch over the devices in the model (jax.lax.psum(batch_counts, {axes.names[::-1]!r})), and "
                 "leave the rule out; or use engine='pjit'"
             )
+    if with_more_rows is not None:
+        _check_row_counts(infos, after, axes, with_more_rows)
 
 
-def check_row_counts(
-    infos: Infos,
-    after: Mapping[str, DeviceValue],
-    with_more_rows: Callable[[], Mapping[str, DeviceValue]],
-    axes: DataParallelMesh,
+def _check_row_counts(
+    infos: Infos, after: Mapping[str, DeviceValue], axes: DataParallelMesh, with_more_rows: Callable[[], Any]
 ) -> None:
-    """Raises ``ValueError`` where a variable without a rule takes the number of a device's rows for that of all.
-
-    ``with_more_rows``: traces the step for another number of rows, and gives ``after`` of that.
-    """
+    """Raises ``ValueError`` where a variable without a rule takes the number of a device's rows for that of all."""
     counters = [
         path for path, value in after.items() if infos[path].rule is None and value.numbers and not value.same
     ]
     if not counters:
         return
     try:
-        later = with_more_rows()
+        later, _ = variables_after(with_more_rows())
     except Exception:
-        # A model for just so many rows.
+        # The model takes this number of rows only, so no other number can be traced.
         return
     for path in counters:
         if after[path].numbers != later[path].numbers:
             raise ValueError(
-                f"variable {path!r} ({infos[path].kind.__name__}): expected the same change whatever the number of "
-                "rows, or one that comes from the rows of all devices, got one that depends on the number of rows, "
-                "which inside of a step is that of one device (x.shape[0]): count on all devices, by "
+                f"variable {path!r} ({infos[path].kind.__name__}): expected a change that does not depend on the "
+                "number of rows, or that comes from the rows of all devices, got a change that depends on the number "
+                "of rows of one device, which x.shape[0] is inside of a step: count the rows of all devices by "
                 f"jax.lax.psum(jnp.sum(jnp.ones_like(x[:, 0])), {axes.names[::-1]!r}); or use engine='pjit'"
             )
 

@@ -4,14 +4,13 @@ Few large tensors (8 of 64 MB) and many small ones (10,000 of 50 kB), where no d
 time shows here first. Every conversion runs in a fresh process. Prints the median wall seconds of both revisions, the
 median of the rounds' ratios with their spread, and both as multiples of `cp -r`.
 
-    git worktree add /tmp/before REVISION
-    python -m tests.bench.bench_revisions --before /tmp/before --scratch /dev/shm --rounds 5
+    git worktree add ../before REVISION
+    python -m tests.bench.bench_revisions --before ../before --scratch FOLDER_IN_MEMORY --rounds 5
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import statistics
 import subprocess
@@ -46,8 +45,8 @@ print("RESULT", time.perf_counter() - started, (resource.getrusage(resource.RUSA
 
 def run(tree: Path, text: str, *arguments: object) -> str:
     command = [sys.executable, "-c", text, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    process = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+    # `python -c` imports from the folder that it is run in first.
+    process = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     if process.returncode:
         raise RuntimeError(f"{tree}: {process.stderr[-2000:]}")
     return process.stdout

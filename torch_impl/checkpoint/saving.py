@@ -132,8 +132,8 @@ class PlannedSave:
             except ValueError as error:
                 # Rows of a tensor are missing: DCP says how many, and not why.
                 raise CheckpointError(
-                    f"expected ranks that hold all rows together, got ranks {group_ranks}: save by a process_group= of "
-                    f"all ranks that share the model's rows, or by none ({str(error)[:300]})"
+                    f"expected ranks that hold all rows together, got ranks {group_ranks}: save with a process_group= "
+                    f"of all ranks that share the model's rows, or without one ({str(error)[:300]})"
                 ) from error
             return self._writer.prepare_global_plan(shared)
 

@@ -284,8 +284,8 @@ def _meet(group: dist.ProcessGroup, what: str, since: str) -> str:
     own, names = dist.get_rank(group), dist.get_process_group_ranks(group)
     turn = store.add(f"twinshard turns {own}", 1)
     counts, all_here = (f"twinshard {turn} {since} {what}", f"twinshard {turn}"), f"twinshard all at {turn}"
-    # By turns of two: a rank may go on after the error of a turn, which others are still to read what it was at; and
-    # whoever comes to the turn after the next has seen all ranks leave this one.
+    # Each rank has two keys and uses them by turns. A rank that goes on after an error writes its other key, so the
+    # other ranks can still read what it was at. A rank reaches the turn after the next once all have left this one.
     at = [f"twinshard at {turn % 2} {k}" for k in range(len(names))]
     store.set(at[own], f"{turn} {what}")
 

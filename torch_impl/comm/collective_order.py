@@ -35,7 +35,7 @@ _REASON = (
 class _History:
     """What has been begun on the axes of a mesh. Without the mesh, so that its process groups can end."""
 
-    # How many groups of parameters there are, by which all ranks number them.
+    # How many groups of parameters have been made.
     groups: int = 0
     last: str = ""
     count: int = 0
@@ -49,8 +49,8 @@ _histories: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], _History]
 class CollectiveOrder:
     """The order of all collectives of units over the axes of ``mesh``, on which equal meshes have one history.
 
-    One a group of parameters, made in the same order on all ranks: units of several models, or each called as a root,
-    may have equal names.
+    Each group of parameters has one. All ranks make their groups in the same order, so a group has the same number on
+    all ranks. Names do not suffice: units of two models may have the same name.
     """
 
     def __init__(self, mesh: DataParallelMesh) -> None:

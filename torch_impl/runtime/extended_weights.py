@@ -241,8 +241,8 @@ class ExtendedWeights:
             one.free()
 
     def _note_versions(self) -> None:
-        # A class may share small tensors, such as a table of codes, between shards and whole weights: these are not
-        # freed, and their versions tell changes of the main weights.
+        # A class may share small tensors, such as a table of codes, between shards and whole weights. These tensors are
+        # not freed, and their versions tell changes of the main weights.
         shared = {one.untyped_storage().data_ptr() for one in self.main_tensors} - {0}
         parts = [part for one in (*self.compute_tensors, *self.unsharded) for part in plain_parts(one)]
         known = [*self.unsharded, *(p for p in parts if p.untyped_storage().data_ptr() not in shared)]

@@ -64,7 +64,7 @@ class ParameterGroup:
         self._group_spec, self.weights, self.unequal = spec, weights, unequal
         self.names, self.host = spec.names, spec.host
         self.layout, self.mesh = spec.layout, spec.levels.mesh
-        # Once: ranks may connect a group another number of times, as those do that load it from the meta device.
+        # Not in _connect(), which a rank that loads the group from the meta device calls more often than other ranks.
         self._order = CollectiveOrder(self.mesh)
         self.strategy, self.dtypes = spec.strategy, spec.dtypes
         # Weakly: a module holds its unit, the unit this group, and a deleted model is to free its memory at once.

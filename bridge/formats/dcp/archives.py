@@ -5,7 +5,7 @@ Two archives of chunks of one shape differ in the elements, in their checksum, a
     |  data.pkl, byteorder, ...  | crc |  data/0   | crc |  directory ... | crc |  end records |
     |          the same          |     |           |     |     the same   |     |   the same   |
 
-The first checksum is 0 where PyTorch wrote the archive, the second is there only then.
+PyTorch writes 0 as the first checksum, and the second one behind the elements. Archives written here lack the second.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Fixed(NamedTuple):
 class _Form:
     """All of an archive that decides how it is parsed: bytes by their place in it, and what was found.
 
-    Left out is what varies between archives that are alike: elements, checksums, and records not looked at.
+    Elements, checksums and records that nobody looks at vary between archives that are alike, and are left out.
     begins_as_safetensors: whether its first bytes could also be those of a safetensors file, in a file long enough.
     head, tail: what is before and after the elements. crc: where their checksum is in the tail.
     tensor: the result for the archive at offset 0.

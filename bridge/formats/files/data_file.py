@@ -66,7 +66,7 @@ class DataFile:
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Fill a reserved place, or a part of one. OSError when the disk is full, ValueError after `close`.
 
-        Data as far from a multiple of BLOCK in memory as in the file is written from there, other data is copied first.
+        Data as far behind a multiple of BLOCK in memory as in the file is written directly. Other data is copied first.
         """
         view = memoryview(data)
         if self._descriptor < 0:

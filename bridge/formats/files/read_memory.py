@@ -26,9 +26,9 @@ _LARGE: Final = 64 << 10
 def memory_for(nbytes: int, alignment: int = 64) -> np.ndarray:
     """New memory of so many bytes, of unsigned integers; MemoryError or ValueError if there is not enough.
 
-    Large memory begins at a multiple of ``alignment``. Processors by AMD copy a page five times more slowly into memory
-    that begins up to 31 bytes further into its own page (read() of 64 MiB from the page cache: 25 ms in place of 5).
-    NumPy's large arrays begin 16 bytes into a page, tensors in files often at the beginning of one.
+    Large memory begins at a multiple of ``alignment``. Some processors copy a page several times more slowly into
+    memory that begins up to 31 bytes further into its own page. NumPy's large arrays begin 16 bytes into a page, and
+    tensors in files often begin with a page. ``tests/bench/bench_revisions.py`` measures conversions.
     """
     if nbytes < _LARGE:
         return np.empty(nbytes, np.uint8)
@@ -65,7 +65,7 @@ class LoanBuffers:
     def take(self, nbytes: int, offset: int) -> tuple[np.ndarray, np.ndarray]:
         """A buffer, and so many bytes of it; MemoryError if there is none.
 
-        They are as far from a multiple of 4096 as ``offset``, but for less than ``_POOLED``.
+        At least ``_POOLED`` bytes begin as far behind a multiple of 4096 as ``offset``.
         """
         if nbytes < _POOLED:
             memory = memory_for(nbytes)

@@ -41,10 +41,10 @@ class RawChunks:
     def part(
         self, name: str, index: tuple[int, ...], part: Box, in_one_piece: bool = True
     ) -> tuple[FileArray, Callable[[np.ndarray], int | None]]:
-        """Where `part` of the array, inside a raw chunk, is, and what is to be called with it once it is read.
+        """Where `part` of the array, inside a raw chunk, is, and a function to be called with the elements once read.
 
-        This returns the CRC-32C of a whole chunk that has one. Of a part the chunk is compared with its CRC-32C before.
-        in_one_piece: whether the elements will be so in memory.
+        The function compares a whole chunk with its CRC-32C and returns that. For a part, the whole chunk is compared
+        here, and the function returns None. in_one_piece: whether the elements will follow each other in memory.
         """
         layout = self._layouts[name]
         key = layout.chunk_key(index)

@@ -40,8 +40,8 @@ PIECE: Final = (
     "a piece of a DTensor, of which other ranks' files have the rest: give the folder with all of them"
 )
 _ZERO_3: Final = (
-    "a placeholder of DeepSpeed's ZeRO stage 3, whose elements are in the optim_states files of all ranks: join them "
-    "by the zero_to_fp32.py beside them"
+    "a placeholder of DeepSpeed's ZeRO stage 3, whose elements are in the optim_states files of all ranks: run "
+    "zero_to_fp32.py, which DeepSpeed writes into the same folder, to join them"
 )
 _VOCABULARY: Final = Vocabulary(max_bytes=256 << 20, persistent=True, foreign=True)
 _MAX_REPEATED: Final = 64 << 20

@@ -70,7 +70,8 @@ def trained(folder: str) -> Result:
                 "state_dict_type": "SHARDED_STATE_DICT",
             },
             per_device_train_batch_size=2,
-            learning_rate=1e-2,
+            # A loss near 0 has the rounding of its margin as relative error; none comes near with this rate.
+            learning_rate=5e-4,
             lr_scheduler_type="constant",
             max_grad_norm=0.5,
             max_steps=5,
@@ -116,6 +117,4 @@ def test_dpo_trains_beside_a_reference_model(ranks: RankGroup, tmp_path: Path) -
     for result in found[0] + found[1]:
         # The policy starts as the reference, so the first loss is the same for all data.
         assert result.losses.pop(0) == pytest.approx(0.6931, abs=1e-3)
-    # A loss near 0 is exp(-margin), so its relative error is the margin's absolute one: sums of log-probabilities of
-    # some 50, which float32 rounds by 4e-6.
-    assert_equal_runs(found, learned=0.0, rel=1e-5)
+    assert_equal_runs(found, learned=0.0)
