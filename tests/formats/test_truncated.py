@@ -37,7 +37,18 @@ def test_the_error_says_to_copy_it_again(tmp_path: Path, name: str) -> None:
         assert str(refused.value).endswith(COPY_AGAIN), (cut, str(refused.value))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "pytorch_model.bin",
+        "a.npz",
+        "flax_model.msgpack",
+        "model.safetensors.index.json",
+        ".metadata",
+        "_METADATA",
+    ],
+)
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123456\n")
     with pytest.raises(CheckpointError, match=r"a pointer of Git LFS .*git lfs pull"):

@@ -16,8 +16,7 @@ from bridge.formats.stores.listing import StorePath
 MAX_SMALL_FILE = 256 << 20
 """Bytes of a file that is read whole: metadata and the like, not data."""
 
-LFS_POINTER = b"version https://git-lfs"
-LFS_SAID = "a pointer of Git LFS in place of the file: fetch it (git lfs pull)"
+_LFS_POINTER = b"version https://git-lfs"
 
 _SNAPSHOTS = "snapshots"
 _BLOBS = "blobs"
@@ -88,9 +87,19 @@ def small_file(
     if size > most:
         raise CheckpointError(f"{file}: expected at most {most} bytes, got {size}")
     try:
-        return file.read_bytes()
+        data = file.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    require_content(data, file)
+    return data
+
+
+def require_content(start: bytes, file: object) -> None:
+    """CheckpointError where a file begins as a pointer of Git LFS, which a clone has in place of a file not fetched."""
+    if start.startswith(_LFS_POINTER):
+        raise CheckpointError(
+            f"{file}: expected the file, found a pointer of Git LFS in place of it: fetch it (git lfs pull)"
+        )
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:

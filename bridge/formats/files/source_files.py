@@ -29,7 +29,7 @@ from bridge.formats.arrays import row_major
 from bridge.formats.base import COPY_AGAIN, Box, CheckpointError, Loan
 from bridge.formats.files.file_stamps import Stamp, change
 from bridge.formats.files.read_memory import BLOCK, SCAN, SCRATCH, LoanBuffers
-from bridge.formats.files.regular_files import open_regular
+from bridge.formats.files.regular_files import open_regular, require_content
 from bridge.formats.stores.listing import StorePath
 
 _PAGE_BEFORE: Final = 1 << 10
@@ -38,6 +38,8 @@ _PAGE: Final = 4 << 10
 begins, within."""
 
 _MAX_OPEN_FILES = 64
+_LARGEST_POINTER = 1024
+"""Bytes of a pointer of Git LFS are fewer, by its specification."""
 
 _GAP = 16 << 10
 """Bytes between two pieces that are read with them."""
@@ -134,7 +136,10 @@ class SourceFiles:
         """Bytes [start, stop) of a file. what: whose they are, for errors."""
         if isinstance(self.directory, StorePath):
             self._require_open()
-            return (self.directory / name).read_range(start, stop)
+            data = (self.directory / name).read_range(start, stop)
+            if start == 0:
+                require_content(data, self._path(name, what))
+            return data
         file = self.open(name, what)
         data = self.read_from(file, name, start, stop, what)
         self._require_same(name, file, what)
@@ -157,6 +162,8 @@ class SourceFiles:
             stamp = self._stamps.setdefault(name, file.stamp)
             if stamp != file.stamp:
                 raise CheckpointError(change(self._path(name, what), stamp, file.stamp))
+            if file.stamp.size <= _LARGEST_POINTER:
+                require_content(self.read_from(file, name, 0, file.stamp.size), self._path(name, what))
             self._opened[name] = file
             # Dropped, not closed: another thread may still read from it.
             if len(self._opened) > _most_open():

@@ -23,7 +23,6 @@ import ml_dtypes
 import numpy as np
 
 from bridge.formats.base import DTYPES, CheckpointError
-from bridge.formats.files.regular_files import LFS_POINTER, LFS_SAID
 from bridge.formats.files.source_files import FileView
 from bridge.formats.leaf_names import MAX_NAME
 
@@ -160,8 +159,6 @@ def read_header(file: FileView | bytes, what: str, start: int = 0) -> Header:
             "it begins with a pickle: PyTorch's HuggingFaceStorageWriter was given values that are not tensors, and "
             "makes of them a file that nothing can read; save the tensors alone",
         )
-    if file[start : start + len(LFS_POINTER)] == LFS_POINTER:
-        _refuse(what, f"this is {LFS_SAID}")
     base = start + LENGTH_BYTES + length
     if length > MAX_HEADER or base > size:
         _refuse(what, f"its header of {length} bytes is longer than the file of {size} or {MAX_HEADER} bytes")

@@ -7,7 +7,6 @@ from typing import Final
 
 from bridge.formats.base import COPY_AGAIN, CheckpointError
 from bridge.formats.files.model_files import FileKind
-from bridge.formats.files.regular_files import LFS_POINTER, LFS_SAID
 from bridge.formats.files.source_files import SourceFiles
 from bridge.formats.files.zip_directory import STORED, ZIP_MAGIC, Member, read_directory
 
@@ -49,8 +48,6 @@ def members_of(files: SourceFiles, name: str) -> dict[str, Member]:
         raise CheckpointError(
             f"{path}: expected {_KIND}, found the format before PyTorch 1.6, which has no parts: {_SAVE_AGAIN}"
         )
-    if head.startswith(LFS_POINTER):
-        raise CheckpointError(f"{path}: expected {_KIND}, found {LFS_SAID}")
     if not head.startswith(ZIP_MAGIC):
         found = "a pickle" if head.startswith(_PICKLE) else "a file of another kind"
         raise CheckpointError(f"{path}: expected {_KIND}, found {found}: {_SAVE_AGAIN}")
