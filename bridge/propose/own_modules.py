@@ -24,8 +24,8 @@ _AS_IT_IS = _MATRICES | frozenset(
     {"in_proj_bias", "bias", "scale", "embedding", "mean", "var", "running_mean", "running_var"}
 )
 _TRANSPOSED = frozenset({"transpose", "transposed", "deconv", "convt", "tconv", "upconv", "up", "upsample"})
-# Hugging Face's Conv1D is a linear layer whose weight is [in, out].
-_CONV1D = re.compile(r"\bc_(attn|fc|proj)\b")
+# Hugging Face's Conv1D is a linear layer whose weight is [in, out], and nn.Bilinear's weight is [out, in, in].
+_UNUSUAL = re.compile(r"\bc_(attn|fc|proj)\b|bilinear")
 
 
 def is_known_layout(fit: Fit, turned: bool | None) -> bool:
@@ -37,7 +37,7 @@ def is_known_layout(fit: Fit, turned: bool | None) -> bool:
         return all(leaf in _AS_IT_IS or leaf.startswith(_RECURRENT) for leaf in leaves) and fit.conventional
     if not torch or not all(leaf in _MATRICES or leaf.startswith(_RECURRENT) for leaf in torch):
         return False
-    unusual = turned is False or any(_CONV1D.search(entry.family.path) for entry in (*fit.a, *fit.b))
+    unusual = turned is False or any(_UNUSUAL.search(entry.family.path) for entry in (*fit.a, *fit.b))
     return not unusual and fit.conventional and not may_be_flipped(fit)
 
 

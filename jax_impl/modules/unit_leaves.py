@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
@@ -19,6 +20,8 @@ import jax
 from jax_impl.modules.unit_parameter import apply_to_leaves, is_unit_parameter, zeros_of
 
 _LIBRARIES = frozenset({"jax", "jaxlib", "flax", "equinox", "haiku", "jax_impl"})
+# Folders of packages and of Python's own modules.
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
 # By their names in jax.tree_util; in jax.tree they have no prefix.
 _NAMES = (
     "tree_leaves",
@@ -43,8 +46,10 @@ def replace_functions() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
     for module in [jax.tree, *sys.modules.values()]:
         if module in (jax.tree, jax.tree_util) or _package(getattr(module, "__name__", "")) not in _LIBRARIES:
             entries = getattr(module, "__dict__", {})
-            names = (name for name in (*_NAMES, *_SHORT) if callable(entries.get(name)))
-            places += [(module, name, entries[name]) for name in names if _is_known(entries[name])]
+            # Users' modules may import a function by any name. To look at all names of all packages takes four times as
+            # long, at every trace.
+            names = (*_NAMES, *_SHORT) if _is_installed(module) else tuple(entries)
+            places += [(module, name, entries[name]) for name in names if _is_known(entries.get(name))]
     places = list({(id(module), name): (module, name, own) for module, name, own in places}.values())
     for module, name, own in places:
         setattr(module, name, _OURS[_KNOWN[own]])
@@ -55,6 +60,10 @@ def restore_functions(places: Sequence[tuple[ModuleType, str, Callable[..., Any]
     """Put JAX's own functions back."""
     for module, name, own in places:
         setattr(module, name, own)
+
+
+def _is_installed(module: Any) -> bool:
+    return str(getattr(module, "__file__", None) or "").startswith(_INSTALLED)
 
 
 def _package(name: Any) -> str:

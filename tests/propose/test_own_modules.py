@@ -147,6 +147,12 @@ def test_gpt2s_linear_layers_are_not_taken_for_torchs(tmp_path: Path) -> None:
     assert any("also fits" in doubt for rule in found.rules for doubt in rule.doubts)
 
 
+def test_a_bilinear_layer_is_not_taken_for_a_convolution(tmp_path: Path) -> None:
+    found = proposed(tmp_path, {"bilinear.weight": (8, 4, 4)}, {"bilinear/kernel": (4, 4, 8)})
+    assert not found.certain
+    assert any("also fits" in doubt for rule in found.rules for doubt in rule.doubts), found.text
+
+
 def test_automatic_names_of_linen_are_layers_where_the_other_side_has_as_many(tmp_path: Path) -> None:
     theirs = {
         f"Dense_{i}/{leaf}": shape for i in range(3) for leaf, shape in (("kernel", (4, 4)), ("bias", (4,)))

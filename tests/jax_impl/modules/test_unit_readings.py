@@ -20,7 +20,7 @@ import pytest
 from flax import linen, nnx
 from flax.traverse_util import flatten_dict
 from jax.tree_util import tree_flatten_with_path, tree_leaves
-from jax.tree_util import tree_map as tree_map_by_another_name
+from jax.tree_util import tree_leaves as leaves_by_another_name
 
 from jax_impl import (
     apply_linen,
@@ -378,6 +378,10 @@ WHOLE_LAYERS = {
 }
 
 
+# A function of jax.tree that a module does not have by itself stays JAX's own.
+UNSEEN = {"tree_map": jax.tree.map}
+
+
 @pytest.mark.parametrize(
     "loss",
     [counted, masked(WHOLE_LAYERS, first=True), masked(WHOLE_LAYERS, first=False)],
@@ -388,6 +392,13 @@ def test_functions_of_jax_tree_see_one_leaf_a_parameter(loss, engine):
     before = [vars(module)["tree_leaves"] for module in (jax.tree_util, sys.modules[__name__])]
     assert_trains(tree(), loss, engine, units=["layers/*"])
     assert [vars(module)["tree_leaves"] for module in (jax.tree_util, sys.modules[__name__])] == before
+
+
+def test_parameters_count_once_where_a_module_has_the_function_by_another_name():
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return layered(params, x) * sum(leaf.size for leaf in leaves_by_another_name(params)) / 100
+
+    assert_trains(tree(), loss, "shard_map", units=["layers/*"])
 
 
 def test_parameters_of_modules_count_once():
@@ -419,7 +430,7 @@ def test_parameters_of_modules_count_once():
             "use of parameter 'a_kernel' of unit 'layers/0': .*call_unit",
         ),
         (
-            lambda params: tree_map_by_another_name(lambda a, b: a if b else -a, params, WHOLE_LAYERS),
+            lambda params: UNSEEN["tree_map"](lambda a, b: a if b else -a, params, WHOLE_LAYERS),
             "expected a unit's parameters not to be put together .*jax.tree.map.*frozen=",
         ),
     ],

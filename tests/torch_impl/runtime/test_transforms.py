@@ -205,6 +205,25 @@ def penalty_of_hidden_input(model: nn.Module, rank: int, step: int) -> torch.Ten
     return gradient.square().mean()
 
 
+class Projections(nn.Module):
+    """Of operators that have a rule for ``autograd.functional``'s own batches."""
+
+    def __init__(self, field: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.output = field.layers[2:], field.output
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.sin(layer(x))
+        return torch.sin(self.output(x))
+
+
+def batched_tangents(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The forward runs on a batch of tangents, whose wrappers hide their graphs."""
+    jacobian = functional.jacobian(model, points(rank, step), strategy="forward-mode", vectorize=True)
+    return jacobian.square().mean()
+
+
 LOSSES: Sequence[Loss] = (
     func_grad,
     late_vjp,
@@ -294,6 +313,10 @@ def test_the_gradients_of_a_single_unit_are_clipped_after_transforms(ranks: Rank
 
 def test_a_gradient_that_leaves_a_unit_unseen_keeps_its_weights(ranks: RankGroup) -> None:
     ranks.run(2, exact, penalty_of_hidden_input, {}, True, Unpacking)
+
+
+def test_a_forward_on_batched_tangents(ranks: RankGroup) -> None:
+    ranks.run(2, exact, batched_tangents, {}, True, Projections)
 
 
 @pytest.mark.parametrize("loss_of", [third_derivative, now_and_then])
