@@ -1,0 +1,1 @@
+"""Compares two checkpoints tensor by tensor, in units in the last place."""

@@ -1,0 +1,1 @@
+"""Converts checkpoints between formats and models."""

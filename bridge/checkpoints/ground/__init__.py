@@ -1,0 +1,1 @@
+"""What converting, comparing and verifying share: selections, casts, workers, borrowed memory."""

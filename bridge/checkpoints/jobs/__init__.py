@@ -1,0 +1,1 @@
+"""One conversion by several processes or machines."""

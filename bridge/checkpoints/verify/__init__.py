@@ -1,0 +1,1 @@
+"""Reads a whole checkpoint and says which tensors are whole."""

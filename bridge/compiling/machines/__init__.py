@@ -1,0 +1,1 @@
+"""Devices, their links and their compilers."""

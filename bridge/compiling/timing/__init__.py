@@ -1,0 +1,1 @@
+"""How long a compiled program takes on a device."""

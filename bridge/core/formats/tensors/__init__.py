@@ -1,0 +1,1 @@
+"""What every format shares about one tensor: boxes, dtypes, chunks, names of leaves, checksums."""

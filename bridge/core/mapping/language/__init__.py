@@ -1,0 +1,1 @@
+"""The language of mappings: files, rules, entries, axes, operations and arithmetic."""

@@ -1,0 +1,1 @@
+"""Optimizer states of both frameworks: moments, steps, numbered states, tied weights, hyperparameters."""

@@ -1,0 +1,1 @@
+"""Why two modules differ: known causes, tried one by one."""

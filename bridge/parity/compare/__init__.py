@@ -1,0 +1,1 @@
+"""Two recorded runs compared, from the models to the report."""

@@ -1,0 +1,1 @@
+"""The JAX side of a pair of models."""

@@ -1,0 +1,1 @@
+"""Which tensor, module and weight of one side belongs to which of the other."""

@@ -1,0 +1,1 @@
+"""The report: text, pictures and an HTML page."""

@@ -1,0 +1,1 @@
+"""Stages of a comparison: forward, single modules, backward, buffers, order, precision."""

@@ -1,0 +1,1 @@
+"""The PyTorch side of a pair of models."""

@@ -1,0 +1,1 @@
+"""Answers of `plan`: comparisons, searches, reports, charts and documents."""

@@ -1,0 +1,1 @@
+"""Memory and traffic of a model under a policy."""

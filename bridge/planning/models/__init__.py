@@ -1,0 +1,1 @@
+"""Models that are planned for: shapes, activations, traces."""

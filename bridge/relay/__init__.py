@@ -1,0 +1,1 @@
+"""The relay: one training run that hops between the two runtimes."""

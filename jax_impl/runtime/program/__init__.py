@@ -1,0 +1,1 @@
+"""Traced programs: gathers moved ahead, residuals dropped, buffers donated."""

@@ -1,0 +1,1 @@
+"""A step: forward, gradients, losses and their divisors."""

@@ -1,0 +1,1 @@
+"""A unit's call: gather, run, drop."""

@@ -1,0 +1,1 @@
+"""Gathering weights, in the dtype of the computation or in float8."""

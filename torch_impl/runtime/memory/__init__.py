@@ -1,0 +1,1 @@
+"""The pool that lends memory to whole weights and gradients."""

@@ -1,0 +1,1 @@
+"""A unit: its groups, its forward and its backward."""
