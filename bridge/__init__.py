@@ -15,16 +15,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from bridge.version import __version__
+from bridge.core.version import __version__
 
 if TYPE_CHECKING:
+    from bridge.checkpoints.compare.diff import diff
+    from bridge.checkpoints.compare.ulp import Tolerance
     from bridge.checkpoints.convert import convert
-    from bridge.checkpoints.diff import diff
-    from bridge.checkpoints.selection import Selection
-    from bridge.checkpoints.summary import inspect
-    from bridge.checkpoints.ulp import Tolerance
+    from bridge.checkpoints.ground.selection import Selection
+    from bridge.checkpoints.inspect.summary import inspect
     from bridge.checkpoints.verify import verify
-    from bridge.formats import Box, CheckpointError, create_checkpoint, open_checkpoint
+    from bridge.core.formats import Box, CheckpointError, create_checkpoint, open_checkpoint
 
 __all__ = [
     "Box",
@@ -41,15 +41,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Box": "bridge.formats",
-    "CheckpointError": "bridge.formats",
-    "Selection": "bridge.checkpoints.selection",
-    "Tolerance": "bridge.checkpoints.ulp",
+    "Box": "bridge.core.formats",
+    "CheckpointError": "bridge.core.formats",
+    "Selection": "bridge.checkpoints.ground.selection",
+    "Tolerance": "bridge.checkpoints.compare.ulp",
     "convert": "bridge.checkpoints.convert",
-    "create_checkpoint": "bridge.formats",
-    "diff": "bridge.checkpoints.diff",
-    "inspect": "bridge.checkpoints.summary",
-    "open_checkpoint": "bridge.formats",
+    "create_checkpoint": "bridge.core.formats",
+    "diff": "bridge.checkpoints.compare.diff",
+    "inspect": "bridge.checkpoints.inspect.summary",
+    "open_checkpoint": "bridge.core.formats",
     "verify": "bridge.checkpoints.verify",
 }
 

@@ -30,8 +30,8 @@ Gradients accumulate in the grad dtype, by default the main weights'. A step don
 ``donate=False``. A step is two programs: gradients, then the update. Inside of ``jax.jit`` or ``jax.lax.scan`` a step
 is a part of that one program; ``step.lower(abstract_state(plan, optimizer), shapes)`` compiles it ahead.
 
-**Collectives** are those of the strategy (bridge/sharding/README.md), with one all-reduce an axis for ``no_shard`` on
-two axes. Tests count them in the jaxpr and in the program that XLA compiled, with sizes and dtypes.
+**Collectives** are those of the strategy (bridge/core/sharding/README.md), with one all-reduce an axis for ``no_shard``
+on two axes. Tests count them in the jaxpr and in the program that XLA compiled, with sizes and dtypes.
 
 **Engines.** ``engine="shard_map"``, the default, has flat uneven arrays and writes every collective.
 ``engine="pjit"`` has one logical array a parameter, states how arrays must lie and leaves the collectives to XLA. It
@@ -220,8 +220,8 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("jax_impl needs JAX, which is not installed: pip install 'twinshard[jax]'") from error
 
-from bridge.formats.saving.pending import PendingSave
-from bridge.sharding import (
+from bridge.core.formats.saving.pending import PendingSave
+from bridge.core.sharding import (
     STRATEGIES,
     Layout,
     Placements,
@@ -238,11 +238,9 @@ from jax_impl.checkpoint.loading import LoadedCheckpoint, load_checkpoint
 from jax_impl.checkpoint.manager import CheckpointManager
 from jax_impl.comm.mesh import data_parallel_mesh, simulate_devices
 from jax_impl.diagnostics.collectives import count_collectives, count_compiled_collectives
-from jax_impl.diagnostics.layout_report import LayoutReport, layout_report
 from jax_impl.diagnostics.memory import MemoryReport, memory_report
 from jax_impl.diagnostics.nonfinite import NonFinite, find_nonfinite
 from jax_impl.diagnostics.norms import parameter_norms
-from jax_impl.diagnostics.outputs import NonFiniteOutput, watch_nonfinite_outputs
 from jax_impl.evaluate import EvalStep, make_eval_step
 from jax_impl.initialize import init_sharded
 from jax_impl.modules.linen_model import apply_linen
@@ -253,9 +251,11 @@ from jax_impl.optimizer.main_weight_adamw import AdamWState, main_weight_adamw
 from jax_impl.optimizer.main_weight_muon import MuonState, main_weight_muon
 from jax_impl.optimizer.main_weight_sgd import SGDState, main_weight_sgd
 from jax_impl.optimizer.offload import Offload
-from jax_impl.runtime.float8_products import float8_dot_general
-from jax_impl.runtime.gradients import make_gradients
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.layout_report import LayoutReport, layout_report
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
+from jax_impl.runtime.step.float8_products import float8_dot_general
+from jax_impl.runtime.step.gradients import make_gradients
+from jax_impl.runtime.step.outputs import NonFiniteOutput, watch_nonfinite_outputs
 from jax_impl.train import make_train_step
 from jax_impl.train_state import TrainState, abstract_state, init_state
 

@@ -14,9 +14,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from bridge.callers import warn_caller
-from bridge.sharding import ShardingPolicy
-from bridge.sharding.recompute import why_not_around
+from bridge.core.callers import warn_caller
+from bridge.core.sharding import ShardingPolicy
+from bridge.core.sharding.policy.recompute import why_not_around
 from jax_impl.comm.mesh import DataParallelMesh, check_context, is_simulated
 from jax_impl.grouping import groups_of
 from jax_impl.modules.module_tree import (
@@ -30,12 +30,12 @@ from jax_impl.modules.partitioning import cuts_of
 from jax_impl.modules.stack_lengths import recognized_stacks, stack_lengths
 from jax_impl.modules.tree_model import Tree, as_module
 from jax_impl.options import ShardingOptions, UnitOptions, resolve, unit_patterns
-from jax_impl.runtime.cut_group import CutGroup
-from jax_impl.runtime.memory_kinds import on_device
-from jax_impl.runtime.precision import is_integer
-from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.unit_plan import Group, UnitPlan
-from jax_impl.runtime.variables import with_rules
+from jax_impl.runtime.groups.cut_group import CutGroup
+from jax_impl.runtime.groups.memory_kinds import on_device
+from jax_impl.runtime.groups.precision import is_integer
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.unit_plan import Group, UnitPlan
+from jax_impl.runtime.groups.variables import with_rules
 from jax_impl.train_state import TrainState, whole_variables
 
 ENGINES = ("shard_map", "pjit")

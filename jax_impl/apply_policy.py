@@ -7,15 +7,15 @@ from typing import Unpack
 from flax import nnx
 from jax.sharding import Mesh
 
-import bridge.sharding
+import bridge.core.sharding
 from jax_impl.api import fully_shard
 from jax_impl.modules.tree_model import Tree
 from jax_impl.options import ShardingOptions
-from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 
 
-class ShardingPolicy(bridge.sharding.ShardingPolicy):
-    """A policy that shards JAX models; what a policy says is in ``bridge.sharding.policy``."""
+class ShardingPolicy(bridge.core.sharding.ShardingPolicy):
+    """A policy that shards JAX models; what a policy says is in ``bridge.core.sharding.policy.policy``."""
 
     def apply(
         self, model: nnx.Module | Tree, *, mesh: Mesh | None = None, **options: Unpack[ShardingOptions]

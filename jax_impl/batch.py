@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 Batch = Any
 

@@ -28,14 +28,20 @@ from jax_impl.modules.device_values import mark_after, mark_before, variables_af
 from jax_impl.modules.seal import check_seals
 from jax_impl.modules.uneven_means import check_means
 from jax_impl.modules.unit_parameter import unit_parameters
-from jax_impl.runtime.divisors import Divisors
-from jax_impl.runtime.forward import call_model, collectors, hold, ways_of
-from jax_impl.runtime.gradients import Shared
-from jax_impl.runtime.losses import LossParts, as_parts, is_loss, sum_over_devices, twice_as_many
-from jax_impl.runtime.memory_kinds import on_device
-from jax_impl.runtime.pipeline import pipelined
-from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.variables import Variables, check_rows, check_variables, of_all_devices, of_this_device
+from jax_impl.runtime.groups.memory_kinds import on_device
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.variables import (
+    Variables,
+    check_rows,
+    check_variables,
+    of_all_devices,
+    of_this_device,
+)
+from jax_impl.runtime.program.pipeline import pipelined
+from jax_impl.runtime.step.divisors import Divisors
+from jax_impl.runtime.step.forward import call_model, collectors, hold, ways_of
+from jax_impl.runtime.step.gradients import Shared
+from jax_impl.runtime.step.losses import LossParts, as_parts, is_loss, sum_over_devices, twice_as_many
 from jax_impl.train import settled
 from jax_impl.train_state import TrainState, check_state
 

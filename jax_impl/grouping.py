@@ -10,22 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from bridge.sharding import Strategy, plan_layout, strategy_named
-from bridge.sharding.float8 import is_quantized
-from bridge.sharding.parallel import local_shape
+from bridge.core.sharding import Strategy, plan_layout, strategy_named
+from bridge.core.sharding.policy.float8 import is_quantized
+from bridge.core.sharding.policy.parallel import local_shape
 from jax_impl.comm.collectives import Wire
 from jax_impl.comm.mesh import DataParallelMesh, is_tpu
+from jax_impl.comm.model_axes import ModelAxes
 from jax_impl.modules.module_tree import UnitModule
 from jax_impl.modules.partitioning import Cuts
 from jax_impl.options import Resolved, UnitOptions, within
-from jax_impl.runtime.cut_group import CutGroup
-from jax_impl.runtime.flat_group import FlatGroup
-from jax_impl.runtime.float8_group import CutFloat8Group, Float8Group
-from jax_impl.runtime.float8_logical import Float8LogicalGroup
-from jax_impl.runtime.logical_group import LogicalGroup, logical_array
-from jax_impl.runtime.model_axes import ModelAxes
-from jax_impl.runtime.precision import Precision, is_integer
-from jax_impl.runtime.unit_plan import Group
+from jax_impl.runtime.groups.cut_group import CutGroup
+from jax_impl.runtime.groups.flat_group import FlatGroup
+from jax_impl.runtime.groups.float8_group import CutFloat8Group, Float8Group
+from jax_impl.runtime.groups.float8_logical import Float8LogicalGroup
+from jax_impl.runtime.groups.logical_group import LogicalGroup, logical_array
+from jax_impl.runtime.groups.precision import Precision, is_integer
+from jax_impl.runtime.groups.unit_plan import Group
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,16 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
-from bridge.sharding import ShardingPolicy
+from bridge.core.sharding import ShardingPolicy
 from jax_impl.api import plan_sharding
 from jax_impl.comm.collectives import fence
 from jax_impl.modules.module_tree import ROOT, constant_leaves, joined, parameter_leaves, variable_leaves
 from jax_impl.modules.seal import jaxpr_of
 from jax_impl.modules.tree_model import Tree, as_module
 from jax_impl.options import ShardingOptions
-from jax_impl.runtime.flat_group import FlatGroup
-from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.variables import Variables
+from jax_impl.runtime.groups.flat_group import FlatGroup
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.variables import Variables
 
 Values = dict[str, jax.Array]
 

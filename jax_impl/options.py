@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from bridge.sharding import (
+from bridge.core.sharding import (
     DEFAULT_ALIGN,
     Align,
     Granularity,
@@ -28,20 +28,20 @@ from bridge.sharding import (
     check_axes,
     strategy_named,
 )
-from bridge.sharding.precision_policy import GIVEN
-from bridge.sharding.recompute import SELECTIVE, Recompute, is_recompute
+from bridge.core.sharding.policy.precision_policy import GIVEN
+from bridge.core.sharding.policy.recompute import SELECTIVE, Recompute, is_recompute
 from jax_impl.comm.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh
 from jax_impl.modules.chosen_parameters import Chosen, chosen_parameters
 from jax_impl.modules.module_tree import ROOT, module_paths, parameter_leaves
 from jax_impl.modules.repeated_blocks import repeated_blocks
-from jax_impl.runtime.precision import Precision
-from jax_impl.runtime.variables import Rules
+from jax_impl.runtime.groups.precision import Precision
+from jax_impl.runtime.groups.variables import Rules
 
 
 class ShardingOptions(TypedDict, total=False):
     """Keywords of ``fully_shard`` and ``plan_sharding``.
 
-    strategy: see ``bridge.sharding.strategy``; default "optim_grads_params", which on two axes is HSDP.
+    strategy: see ``bridge.core.sharding.policy.strategy``; default "optim_grads_params", which on two axes is HSDP.
     placements: the strategy spelled out for each mesh axis, instead of its name.
     units: patterns of module paths, part by part ("layers/*"); each matching module becomes a unit, and the root owns
         what is left. Default: the blocks that the model repeats (``layers/*``, ``blocks/*``, ``h/*``, ``Block_*``, ...;
@@ -76,12 +76,12 @@ class ShardingOptions(TypedDict, total=False):
         which they are what other programs call ignored: nothing but the program itself changes or sends them.
     variables: how one value of a variable that is no parameter comes of several devices' ("shard_map"), by pattern of
         paths or type: ``{"codebook/counts": "sum"}``; "mean", "sum" (of what rows add), "max", or "rows" (a row for
-        each of the batch, which stays cut as the batch is). See ``runtime/variables.py``.
+        each of the batch, which stays cut as the batch is). See ``runtime/groups/variables.py``.
     engine: "shard_map" or "pjit".
     prefetch: 1 lets a unit's gather run during the computation of the unit before it, and reductions during what
         follows, at the cost of a second unit's weights and gradients in memory; 0 lets nothing run during a transfer.
         None: what the policy says. Where none says it: 1 on accelerators, 0 on simulated devices, where it saves no
-        time. See ``runtime/order.py``, and ``runtime/pipeline.py`` for scanned layers.
+        time. See ``runtime/unit/order.py``, and ``runtime/program/pipeline.py`` for scanned layers.
     """
 
     strategy: str

@@ -11,7 +11,7 @@ import optax
 
 from jax_impl.comm.collectives import fence
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
-from jax_impl.runtime.sharding_plan import Buffers
+from jax_impl.runtime.groups.sharding_plan import Buffers
 
 GRAD_NORM = "grad_norm"
 LEARNING_RATE = "learning_rate"

@@ -14,8 +14,11 @@ from jax_impl.comm.mesh import is_simulated
 from jax_impl.optimizer.in_turn import lies_on_host, update_in_turn
 from jax_impl.optimizer.logical import fitted
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
-from jax_impl.runtime.donation import check_not_donated
-from jax_impl.runtime.gradients import (
+from jax_impl.runtime.groups.memory_kinds import HOST, constrained, in_memory, memory_kinds, on_device
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.variables import Variables
+from jax_impl.runtime.program.donation import check_not_donated
+from jax_impl.runtime.step.gradients import (
     Batch,
     GradDivisor,
     Loss,
@@ -24,10 +27,7 @@ from jax_impl.runtime.gradients import (
     check_program,
     unchecked_gradients,
 )
-from jax_impl.runtime.losses import LossParts
-from jax_impl.runtime.memory_kinds import HOST, constrained, in_memory, memory_kinds, on_device
-from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.variables import Variables
+from jax_impl.runtime.step.losses import LossParts
 from jax_impl.step_metrics import GRAD_NORM, LEARNING_RATE, check_metrics, grad_norm, learning_rate
 from jax_impl.train_state import TrainState, check_state, shardings_of, trainable
 

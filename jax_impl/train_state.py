@@ -16,9 +16,9 @@ from jax_impl.batch import place_whole
 from jax_impl.comm.mesh import check_context
 from jax_impl.optimizer.logical import fitted, warn_of_whole_moments
 from jax_impl.optimizer.offload import Offload
-from jax_impl.runtime.memory_kinds import HOST, in_memory, moved, on_device
-from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.variables import Variables
+from jax_impl.runtime.groups.memory_kinds import HOST, in_memory, moved, on_device
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.variables import Variables
 
 # Bytes of moments on a device that are on their way to the host's memory.
 _AT_ONCE = 1 << 28

@@ -28,7 +28,7 @@ def test_importing_bridge_imports_no_other_package() -> None:
         "print(*sorted({n.partition('.')[0] for n in set(sys.modules) - before} - sys.stdlib_module_names))\n"
         "print(*sorted(n for n in sys.modules if n.startswith('bridge.')))"
     )
-    assert run(program).split() == ["bridge", "bridge.version"]
+    assert run(program).split() == ["bridge", "bridge.core", "bridge.core.version"]
 
 
 def test_converting_needs_neither_runtime() -> None:

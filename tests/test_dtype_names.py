@@ -8,17 +8,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bridge.checkpoints.casts import parse_casts
-from bridge.dtype_names import full_name, hint
-from bridge.formats.base import DTYPES, CheckpointError, dtype_from_name
-from bridge.parity.config import Leg
-from bridge.parity.pair.recording import checked_dtype
-from bridge.planning.batch_shapes import load_batch_shapes
-from bridge.planning.errors import PlanError
-from bridge.planning.optimizers import parse_optimizer
-from bridge.sharding import PolicyError, PrecisionPolicy, ShardingPolicy
+from bridge.checkpoints.ground.casts import parse_casts
+from bridge.compiling.batch_shapes import load_batch_shapes
+from bridge.core.dtype_names import full_name, hint
+from bridge.core.formats.tensors.base import DTYPES, CheckpointError, dtype_from_name
+from bridge.core.sharding import PolicyError, PrecisionPolicy, ShardingPolicy
+from bridge.parity.recorded.recording import checked_dtype
+from bridge.planning.cost.optimizers import parse_optimizer
+from bridge.planning.models.errors import PlanError
+from bridge.relay.config import Leg
 from jax_impl.optimizer.moments import MomentFormat
-from jax_impl.runtime.precision import Precision
+from jax_impl.runtime.groups.precision import Precision
 
 MEANT = {
     "bfloat16": "bf16 BF16 bfloat16 torch.bfloat16 jnp.bfloat16 ml_dtypes.bfloat16",

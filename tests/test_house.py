@@ -5,9 +5,9 @@
     5  bridge/parity       bridge/propose
     4  bridge/checkpoints
     3  torch_impl          jax_impl
-    2  bridge/mapping
-    1  bridge/sharding     bridge/formats        bridge/text.py
-    0  bridge/callers.py   bridge/dtype_names.py   bridge/text_files.py
+    2  bridge/core/mapping
+    1  bridge/core/sharding     bridge/core/formats        bridge/core/text.py
+    0  bridge/core/callers.py   bridge/core/dtype_names.py   bridge/core/text_files.py
 
 Mappings are below the runtimes, which save and load checkpoints under another model's names and layouts.
 
@@ -32,20 +32,21 @@ FLOORS = {
     "bridge.parity": 5,
     "bridge.propose": 5,
     "bridge.checkpoints": 4,
-    "bridge.mapping": 2,
+    "bridge.core.mapping": 2,
     "torch_impl": 3,
     "jax_impl": 3,
-    "bridge.sharding": 1,
-    "bridge.formats": 1,
-    "bridge.hlo": 1,
-    "bridge.text": 1,
-    "bridge.version": 1,
-    "bridge.callers": 0,
-    "bridge.dtype_names": 0,
-    "bridge.text_files": 0,
+    "bridge.core.sharding": 1,
+    "bridge.core.formats": 1,
+    "bridge.core.hlo": 1,
+    "bridge.core.text": 1,
+    "bridge.core.version": 1,
+    "bridge.core.callers": 0,
+    "bridge.core.dtype_names": 0,
+    "bridge.core.text_files": 0,
 }
 FORMATS = {
-    f"bridge.formats.{name}" for name in ("dcp", "orbax", "safetensors", "torch_save", "npz", "flax_msgpack")
+    f"bridge.core.formats.{name}"
+    for name in ("dcp", "orbax", "safetensors", "torch_save", "npz", "flax_msgpack")
 }
 
 
@@ -95,9 +96,9 @@ def test_formats_do_not_import_each_other() -> None:
     # Safetensors is DCP's second serialization. A chunk of DCP is a file of torch.save, whose records have checksums of
     # zip files.
     allowed = {
-        ("bridge.formats.dcp", "bridge.formats.safetensors"),
-        ("bridge.formats.torch_save", "bridge.formats.dcp"),
-        ("bridge.formats.npz", "bridge.formats.dcp"),
+        ("bridge.core.formats.dcp", "bridge.core.formats.safetensors"),
+        ("bridge.core.formats.torch_save", "bridge.core.formats.dcp"),
+        ("bridge.core.formats.npz", "bridge.core.formats.dcp"),
     }
     wrong = [
         f"{module} imports {other}"

@@ -25,7 +25,7 @@ RUNTIME_LEGS = {
 # These call a framework in the process of a leg, and are imported without it.
 RUNTIME_CALLS = {"compilers.py"}
 # What sharding may import: names of dtypes, and the limits that every text file is read with.
-BELOW = {"bridge.dtype_names", "bridge.text_files"}
+BELOW = {"bridge.core.dtype_names", "bridge.core.text_files"}
 # These hold one framework's side of a pair of models.
 PAIR = ROOT / "bridge" / "parity" / "pair"
 RUNTIME_SIDES = {
@@ -73,7 +73,7 @@ def test_a_side_of_a_pair_imports_its_own_runtime_at_most() -> None:
 
 
 def test_sharding_imports_the_standard_library_numpy_itself_and_what_is_below_only() -> None:
-    paths = modules("bridge/sharding")
+    paths = modules("bridge/core/sharding")
     assert len(paths) > 10
     for path in paths:
         outside = imported(path) - set(sys.stdlib_module_names) - {"numpy"}
@@ -82,7 +82,7 @@ def test_sharding_imports_the_standard_library_numpy_itself_and_what_is_below_on
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             ours = [name for name in names if name.startswith("bridge") and name not in BELOW]
-            assert all(name.startswith("bridge.sharding") for name in ours), path
+            assert all(name.startswith("bridge.core.sharding") for name in ours), path
     for name in sorted(BELOW):
         assert imported(ROOT / f"{name.replace('.', '/')}.py") <= set(sys.stdlib_module_names), name
 

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from bridge import text_files
-from bridge.formats.base import CheckpointError
-from bridge.mapping.errors import MappingError
-from bridge.mapping.rules import load_mapping
-from bridge.parity.config import ConfigError, RelayConfig
+from bridge.compiling.batch_shapes import load_batch_shapes
+from bridge.core import text_files
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.rules import load_mapping
+from bridge.core.sharding import PolicyError, ShardingPolicy
+from bridge.core.text_files import load_json, load_toml
+from bridge.parity.compare.run_file import RunFile, RunFileError
 from bridge.parity.curves.metrics_files import read_metrics
 from bridge.parity.curves.series import MetricsError
-from bridge.parity.pair.run_file import RunFile, RunFileError
-from bridge.planning.batch_shapes import load_batch_shapes
-from bridge.planning.errors import PlanError
-from bridge.planning.language_models import causal_lm_config, decoder_config
-from bridge.sharding import PolicyError, ShardingPolicy
-from bridge.text_files import load_json, load_toml
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.language_models import causal_lm_config, decoder_config
+from bridge.relay.config import ConfigError, RelayConfig
 
 Read = Callable[[Path], object]
 TOML: dict[str, tuple[Read, type[Exception]]] = {

@@ -94,12 +94,12 @@ sums kept between microbatches.
 
 **Tensor parallelism.** Parameters that are DTensors, placed by ``Shard`` and ``Replicate`` on further axes of the same
 named mesh, are sharded once more. At rest they are DTensors on all axes. Experts get a mesh of their own and
-``grad_divisor``. A data-parallel mesh with axes named for model parallelism (``bridge.sharding.mesh_axes``) is refused,
-unless ``dp_mesh_dims`` names the axes. A ``shard_placement_fn`` may give a parameter, such as experts, a mesh of its
-own. A policy cuts modules over such axes itself, see ``torch_impl.parallel``.
+``grad_divisor``. A data-parallel mesh with axes named for model parallelism (``bridge.core.sharding.policy.mesh_axes``)
+is refused, unless ``dp_mesh_dims`` names the axes. A ``shard_placement_fn`` may give a parameter, such as experts, a
+mesh of its own. A policy cuts modules over such axes itself, see ``torch_impl.parallel``.
 
 **Parameters with fsdp_pre_all_gather**, FSDP2's extension for float8 and quantized weights, keep their class, are cut
-between slices of dimension 0 into equal parts, and gather what they say; see ``torch_impl.runtime.extension``.
+between slices of dimension 0 into equal parts, and gather what they say; see ``torch_impl.runtime.weights.extension``.
 
 **Meta device.** Call ``fully_shard``, then ``model.to_empty(device=...)``, then ``init_weights()`` or
 ``reset_parameters()`` or load a state dict. The values are bit for bit those of one process seeded as rank 0. Ranks
@@ -110,7 +110,7 @@ A strict ``set_model_state_dict`` with ``full_state_dict=True`` makes the memory
 load the first rank's weights then.
 
 **CPU offload.** With ``offload_policy=CPUOffloadPolicy()`` main weights and gradients lie in CPU memory, where the
-optimizer updates them; see ``torch_impl.runtime.host_memory``. ``MainWeightAdamW(offload_fraction=...)`` keeps
+optimizer updates them; see ``torch_impl.runtime.ground.host_memory``. ``MainWeightAdamW(offload_fraction=...)`` keeps
 optimizer state in CPU memory and updates on the device.
 
 **torch.compile** works on blocks, before or after sharding, and on the whole model. The runtime's hooks are not
@@ -133,8 +133,8 @@ except ModuleNotFoundError as error:
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from bridge.formats.saving.pending import PendingSave
-from bridge.sharding import (
+from bridge.core.formats.saving.pending import PendingSave
+from bridge.core.sharding import (
     Layout,
     ParallelPolicy,
     Placements,
@@ -149,7 +149,6 @@ from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint, s
 from torch_impl.checkpoint.manager import CheckpointManager
 from torch_impl.diagnostics.collectives import CollectiveCount, count_collectives
 from torch_impl.diagnostics.layout_report import LayoutReport, layout_report
-from torch_impl.diagnostics.memory import MemoryReport
 from torch_impl.diagnostics.nonfinite import NonFinite, find_nonfinite, watch_nonfinite_outputs
 from torch_impl.diagnostics.tensors import memory_overlaps, parameter_norms
 from torch_impl.dtensor.tensor import full_tensor
@@ -164,7 +163,8 @@ from torch_impl.installation import Installation, install, uninstall
 from torch_impl.optimizer.main_weight_adamw import MainWeightAdamW
 from torch_impl.optimizer.main_weight_muon import MainWeightMuon
 from torch_impl.optimizer.main_weight_sgd import MainWeightSGD
-from torch_impl.runtime.precision import MixedPrecisionPolicy
+from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
+from torch_impl.runtime.unit.memory_report import MemoryReport
 
 __all__ = [
     "CPUOffloadPolicy",

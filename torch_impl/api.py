@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchModule
 
-from bridge.sharding import (
+from bridge.core.sharding import (
     DEFAULT_ALIGN,
     Align,
     Granularity,
@@ -20,7 +20,7 @@ from bridge.sharding import (
     check_axes,
     plan_layout,
 )
-from bridge.sharding.mesh_axes import why_not_data_parallel
+from bridge.core.sharding.policy.mesh_axes import why_not_data_parallel
 from torch_impl import fsdp2
 from torch_impl.checkpoint.assigned import load_assigned
 from torch_impl.checkpoint.full_state_dict import accept_full_state_dicts
@@ -30,20 +30,20 @@ from torch_impl.dtensor.construction import accept_row_placements
 from torch_impl.fsdp_module import FSDPModule
 from torch_impl.optimizer.remainders import refuse_other_optimizers
 from torch_impl.options import UnitOptions, chosen_strategy
-from torch_impl.runtime.buffer import ShardLevels
-from torch_impl.runtime.context import UnitContext
-from torch_impl.runtime.extended_weights import ExtendedWeights
-from torch_impl.runtime.extension import check_extension, extended_layout, own_rows
-from torch_impl.runtime.flat_weights import FlatWeights
-from torch_impl.runtime.float8_products import computing_class
-from torch_impl.runtime.group import ParameterGroup
-from torch_impl.runtime.group_weights import GroupSpec
-from torch_impl.runtime.host_memory import HostMemory
-from torch_impl.runtime.late_backward import watch_backwards
-from torch_impl.runtime.ownership import OwnedParameter, owned_parameters
-from torch_impl.runtime.precision import MixedPrecisionPolicy, check_quantized, group_dtypes
-from torch_impl.runtime.tensor_parallel import SpmdMesh, check_joint
-from torch_impl.runtime.unit import Unit
+from torch_impl.runtime.gather.float8_products import computing_class
+from torch_impl.runtime.ground.buffer import ShardLevels
+from torch_impl.runtime.ground.host_memory import HostMemory
+from torch_impl.runtime.ground.ownership import OwnedParameter, owned_parameters
+from torch_impl.runtime.ground.precision import MixedPrecisionPolicy, check_quantized, group_dtypes
+from torch_impl.runtime.ground.tensor_parallel import SpmdMesh, check_joint
+from torch_impl.runtime.unit.group import ParameterGroup
+from torch_impl.runtime.unit.unit import Unit
+from torch_impl.runtime.weights.context import UnitContext
+from torch_impl.runtime.weights.extended_weights import ExtendedWeights
+from torch_impl.runtime.weights.extension import check_extension, extended_layout, own_rows
+from torch_impl.runtime.weights.flat_weights import FlatWeights
+from torch_impl.runtime.weights.group_weights import GroupSpec
+from torch_impl.runtime.weights.late_backward import watch_backwards
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
@@ -81,12 +81,13 @@ def fully_shard(
     The first call wraps ``distribute_tensor``, ``DTensor.from_local`` and private functions of
     ``torch.distributed.checkpoint.state_dict``, for the whole process, so that they know how sharded parameters are
     placed; see ``torch_impl.dtensor.construction`` and ``torch_impl.checkpoint.full_state_dict``. It also wraps the
-    private function by which ``torch.autograd`` starts a backward, see ``torch_impl.runtime.late_backward``.
+    private function by which ``torch.autograd`` starts a backward, see ``torch_impl.runtime.weights.late_backward``.
 
     module: or a sequence of modules that form one unit together, whose weights are gathered and reduced as one.
     mesh: one or two data-parallel axes, outer to inner; None: all ranks of the default process group. Axes named for
-        model parallelism ("tp", ...; see ``bridge.sharding.mesh_axes``) are refused, unless dp_mesh_dims names them.
-    strategy: see ``bridge.sharding.strategy``; None: "optim_grads_params", which on two axes is HSDP.
+        model parallelism ("tp", ...; see ``bridge.core.sharding.policy.mesh_axes``) are refused, unless dp_mesh_dims
+        names them.
+    strategy: see ``bridge.core.sharding.policy.strategy``; None: "optim_grads_params", which on two axes is HSDP.
     placements: the strategy spelled out for each mesh axis, instead of its name.
     reshard_after_forward: where parameters are sharded, free compute weights between forward and backward. None: yes,
         but not in the root, the unit whose forward is called first, with gradients. Where they are not freed,
@@ -96,15 +97,15 @@ def fully_shard(
         ranks that hold the same experts.
     mp_policy: see ``MixedPrecisionPolicy``; torch's own is accepted.
     offload_policy: with ``CPUOffloadPolicy()`` main weights and gradients lie in CPU memory, pinned if it says so and
-        the mesh is of GPUs, and the optimizer updates them there; see ``torch_impl.runtime.host_memory``. A mesh of
-        GPUs then needs a backend for the CPU as well ("cpu:gloo,cuda:nccl") for what reduces parameters or gradients,
-        such as clipping. None or ``OffloadPolicy()``: on the mesh's device.
+        the mesh is of GPUs, and the optimizer updates them there; see ``torch_impl.runtime.ground.host_memory``. A mesh
+        of GPUs then needs a backend for the CPU as well ("cpu:gloo,cuda:nccl") for what reduces parameters or
+        gradients, such as clipping. None or ``OffloadPolicy()``: on the mesh's device.
     ignored_params: parameters that stay plain, and whose gradients stay local.
     dp_mesh_dims: ``DataParallelMeshDims``: which axes of ``mesh`` to use, by name. Parameters that are DTensors on all
         axes of ``mesh``, replicated on these, stay so in forward and backward.
     granularity: what a shard boundary never cuts: a "row", a "block" of ``rows`` rows, a "block(n)" or a "tensor"; or a
         mapping from names of the unit's parameters to these, "row" for those left out.
-    align: elements of which every shard is a multiple, or "auto"; see ``bridge.sharding.plan_layout``.
+    align: elements of which every shard is a multiple, or "auto"; see ``bridge.core.sharding.plan_layout``.
     grad_divisor: gradients are summed over ranks and divided by this (None: the number of ranks, hence the mean).
     prefetch: 1 (None: the same) gathers the next unit while one computes, and reduces gradients during the next unit's
         backward, so that two units' weights and two units' gradients are in memory at a time. 0 gathers a unit when it

@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import bridge.sharding
-from bridge.sharding import PolicyError, UnitPolicy
-from bridge.sharding.recompute import Recompute, why_not_around
+import bridge.core.sharding
+from bridge.core.sharding import PolicyError, UnitPolicy
+from bridge.core.sharding.policy.recompute import Recompute, why_not_around
 from torch_impl.api import fully_shard
 from torch_impl.fsdp_module import FSDPModule
 from torch_impl.parallel.cuts import apply_cuts, plan_cuts
-from torch_impl.runtime.precision import MixedPrecisionPolicy
+from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
 
 # They have no forward whose beginning and end could be a unit's.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -30,8 +30,8 @@ _BATCHED = (_aten.bmm.default, _aten.baddbmm.default)
 _KEPT = {"dots_saveable": (*_PRODUCTS, *_BATCHED), "dots_with_no_batch_dims_saveable": _PRODUCTS}
 
 
-class ShardingPolicy(bridge.sharding.ShardingPolicy):
-    """A policy that shards PyTorch models; what a policy says is in ``bridge.sharding.policy``."""
+class ShardingPolicy(bridge.core.sharding.ShardingPolicy):
+    """A policy that shards PyTorch models; what a policy says is in ``bridge.core.sharding.policy.policy``."""
 
     def apply(
         self, model: nn.Module, *, mesh: DeviceMesh | None = None, device_type: str | None = None

@@ -46,8 +46,8 @@ Behave otherwise than in FSDP2:
 * ``Shard(dim)`` from ``shard_placement_fn`` is a hint without influence: rows are cut where the layout says, evenly or
   not, and ``granularity`` says what stays together. The mesh of a ``ShardPlacementResult`` counts: parameters of one
   mesh are gathered and reduced over it, and their gradients divided by its number of ranks.
-* Parameters with ``fsdp_pre_all_gather`` (``torch_impl.runtime.extension``) are found by their class: methods that a
-  program sets on a local tensor are not called. Gathered tensors are padded to equal rows. Those that wrap their values
+* Parameters with ``fsdp_pre_all_gather`` (``torch_impl.runtime.weights.extension``) are found by their class: methods
+  that a program sets on a local tensor are not called. Gathered tensors are padded to equal rows. Those that wrap their values
   in another form (torchao's NF4) have no ``full_tensor()`` and are in no checkpoint: ``save_checkpoint`` and
   ``dcp.save`` name them. ``gather_dtype`` leaves them alone. torchao's ``precompute_float8_dynamic_scale_for_fsdp``
   needs norms that are DTensors: leave the call out, and each gather computes its scales.
@@ -128,9 +128,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from torch_impl.comm.mesh import DataParallelMesh
-from torch_impl.runtime.ownership import OwnedParameter
-from torch_impl.runtime.precision import MixedPrecisionPolicy
-from torch_impl.runtime.tensor_parallel import SpmdMesh, joined_axes
+from torch_impl.runtime.ground.ownership import OwnedParameter
+from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
+from torch_impl.runtime.ground.tensor_parallel import SpmdMesh, joined_axes
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_impl.diagnostics.memory import MemoryReport, memory_report
 from torch_impl.fsdp2 import Unavailable
 from torch_impl.options import check_divisor
-from torch_impl.runtime.pool_plan import BufferPlan
-from torch_impl.runtime.unit import Unit
+from torch_impl.runtime.memory.pool_plan import BufferPlan
+from torch_impl.runtime.unit.memory_report import MemoryReport, memory_report
+from torch_impl.runtime.unit.unit import Unit
 
 _COPY_ADVICE = (
     "build the module again, shard it and load a state dict into it (torch_impl.save_checkpoint/load_checkpoint, or "
@@ -231,7 +231,7 @@ class FSDPModule(Unavailable):
             group.all_reduce_hook.function, group.all_reduce_hook.stream = hook, stream
 
     def set_main_gradients(self, enable: bool, *, recurse: bool = True) -> None:
-        """With True, fused kernels may write ``param.main_grad`` in backward: see ``torch_impl.runtime.gradient``."""
+        """With True, fused kernels may write ``param.main_grad`` in backward: see ``gradients.gradient``."""
         _check_bool("set_main_gradients", enable)
         for unit in self._units(recurse):
             unit.gradients.exposes_main_grad = enable
@@ -248,7 +248,8 @@ class FSDPModule(Unavailable):
         event.wait()
 
     def set_buffer_pool(self, enabled: bool) -> None:
-        """With False, every unit below the root allocates its buffers for each use; see ``torch_impl.runtime.pool``.
+        """With False, every unit below the root allocates its buffers for each use; see
+        ``torch_impl.runtime.memory.pool``.
 
         It counts for all units of the root, whichever of them it is called on: they are pooled together. A backward
         with ``create_graph=True`` does the same; a program whose first one comes after steps without calls this before.

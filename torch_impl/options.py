@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from bridge.sharding import Align, Granularity, Placements, Strategy, plan_layout, strategy_named
-from torch_impl.runtime.precision import MixedPrecisionPolicy
+from bridge.core.sharding import Align, Granularity, Placements, Strategy, plan_layout, strategy_named
+from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
 
 
 @dataclass(frozen=True)

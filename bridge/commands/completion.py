@@ -11,9 +11,9 @@ from pathlib import Path
 
 import typer
 
-from bridge.formats.base import DTYPES, CheckpointError
-from bridge.mapping.rules import family_names, load_mapping
-from bridge.mapping.table import MappingTable
+from bridge.core.formats.tensors.base import DTYPES, CheckpointError
+from bridge.core.mapping.language.rules import family_names, load_mapping
+from bridge.core.mapping.language.table import MappingTable
 
 _Proposals = list[tuple[str, str]]
 
@@ -53,25 +53,25 @@ def casts(incomplete: str) -> _Proposals:
 
 def policies(incomplete: str) -> _Proposals:
     """Shipped policies."""
-    folder = Path(__file__).parents[1] / "sharding" / "policies"
+    folder = Path(__file__).parents[1] / "core" / "sharding" / "policies"
     return _stems(folder, incomplete)
 
 
 def relays(incomplete: str) -> _Proposals:
     """Built-in relays."""
-    return _stems(Path(__file__).parents[1] / "parity" / "configs", incomplete)
+    return _stems(Path(__file__).parents[1] / "relay" / "configs", incomplete)
 
 
 def models(incomplete: str) -> _Proposals:
     """Models that `plan` knows by name."""
-    from bridge.planning.shipped_models import SHIPPED
+    from bridge.planning.models.shipped_models import SHIPPED
 
     return [(name, "") for name in _starting([*SHIPPED, "decoder:default"], incomplete)]
 
 
 def optimizers(incomplete: str) -> _Proposals:
     """Optimizers that `plan` knows."""
-    from bridge.planning.optimizers import NAMES
+    from bridge.planning.cost.optimizers import NAMES
 
     return [(name, "") for name in _starting(NAMES, incomplete)]
 

@@ -44,11 +44,11 @@ from bridge.commands.part_options import (
     part_request,
 )
 from bridge.commands.stopping import leaving
-from bridge.formats.files.journal import abandoned
-from bridge.text import human_bytes
+from bridge.core.formats.files.journal import abandoned
+from bridge.core.text import human_bytes
 
 if TYPE_CHECKING:
-    from bridge.checkpoints.convert import Conversion
+    from bridge.checkpoints.convert.conversion import Conversion
 
 
 class TargetFormat(StrEnum):
@@ -161,11 +161,11 @@ def convert(
       twinshard convert runs/torch/step_40 small.safetensors --to safetensors --weights-only --cast '*=bfloat16'
       twinshard convert runs/torch/step_40 runs/jax/step_40 --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
     """
-    from bridge.checkpoints.convert import ConvertOptions, planned
-    from bridge.checkpoints.convert import convert as run
-    from bridge.checkpoints.destination import format_by_name
-    from bridge.checkpoints.selection import Selection
-    from bridge.formats.step_paths import at_step
+    from bridge.checkpoints.convert.conversion import ConvertOptions, planned
+    from bridge.checkpoints.convert.conversion import convert as run
+    from bridge.checkpoints.convert.destination import format_by_name
+    from bridge.checkpoints.ground.selection import Selection
+    from bridge.core.formats.whole.step_paths import at_step
 
     selection = Selection(tuple(select or ()), tuple(drop or ()), weights_only)
     axes = axis_sizes(axis, mapping)

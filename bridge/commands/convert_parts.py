@@ -5,20 +5,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from bridge.checkpoints.convert import ConvertOptions, planned
-from bridge.checkpoints.convert_report import ConvertReport
-from bridge.checkpoints.estimate import BANDWIDTH, PartEstimate, estimate_parts
-from bridge.checkpoints.parts import PartReport, commit_parts, convert_part
-from bridge.checkpoints.pieces import PartPlan, make_part_plan
-from bridge.checkpoints.workers import default_workers
+from bridge.checkpoints.convert.conversion import ConvertOptions, planned
+from bridge.checkpoints.convert.convert_report import ConvertReport
+from bridge.checkpoints.ground.workers import default_workers
+from bridge.checkpoints.jobs.estimate import BANDWIDTH, PartEstimate, estimate_parts
+from bridge.checkpoints.jobs.parts import PartReport, commit_parts, convert_part
+from bridge.checkpoints.jobs.pieces import PartPlan, make_part_plan
 from bridge.commands.convert_report import print_remarks, written_in
 from bridge.commands.options import progress_console, user_errors
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 from bridge.commands.part_options import Engine, PartRequest
 from bridge.commands.stopping import leaving
-from bridge.formats.regions import Progress
-from bridge.formats.step_paths import Step, at_step
-from bridge.text import human_bytes
+from bridge.core.formats.tensors.regions import Progress
+from bridge.core.formats.whole.step_paths import Step, at_step
+from bridge.core.text import human_bytes
 
 _PIECES_SHOWN = 20
 
@@ -99,17 +99,17 @@ def _on_engine(
     workers: int,
     progress: Progress,
 ) -> ConvertReport:
-    from bridge.checkpoints.cluster import convert_on
+    from bridge.checkpoints.jobs.cluster import convert_on
 
     if request.engine is Engine.processes:
-        from bridge.checkpoints.processes import Processes
+        from bridge.checkpoints.jobs.processes import Processes
 
         processes = Processes(workers)
         parts = request.count or processes.slots
         return convert_on(
             processes, src, dst, options, parts=parts, replace=replace, workers=1, progress=progress
         )
-    from bridge.checkpoints.ray_cluster import RayCluster
+    from bridge.checkpoints.jobs.ray_cluster import RayCluster
 
     cluster = RayCluster(workers)
     parts = request.count or cluster.slots

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from bridge.commands.grouping import grouped, print_left_alone
 from bridge.commands.options import some
 from bridge.commands.output import Console, print_line
-from bridge.text import human_bytes
+from bridge.core.text import human_bytes
 
 if TYPE_CHECKING:
-    from bridge.checkpoints.convert_report import ConvertReport
+    from bridge.checkpoints.convert.convert_report import ConvertReport
 
 ASKED_FOR = 5
 """How many of the names left out on request are shown; a selection may leave out most of a checkpoint."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridge.checkpoints.ulp import LARGEST_ULP
+from bridge.checkpoints.compare.ulp import LARGEST_ULP
 from bridge.commands.grouping import grouped, print_left_alone
 from bridge.commands.options import (
     SHOWN,
@@ -34,7 +34,7 @@ from bridge.commands.options import (
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from bridge.checkpoints.diff_report import DiffReport, TensorDiff
+    from bridge.checkpoints.compare.diff_report import DiffReport, TensorDiff
 
 _WORST = 5
 _BAR = 50
@@ -120,9 +120,9 @@ def diff(
       twinshard diff gradients_a gradients_b --max-error 1e-5 --histogram
       twinshard diff gradients_a gradients_b --noise gradients_float64
     """
-    from bridge.checkpoints.diff import diff as run
-    from bridge.checkpoints.selection import Selection
-    from bridge.checkpoints.ulp import Tolerance
+    from bridge.checkpoints.compare.diff import diff as run
+    from bridge.checkpoints.compare.ulp import Tolerance
+    from bridge.checkpoints.ground.selection import Selection
 
     axes, at = axis_sizes(axis, mapping), step_number(step)
     require_mapping(mapping, into, from_, tied, any_model, optimizer_order)
@@ -249,7 +249,7 @@ def _elsewhere(report: DiffReport) -> str:
 
 def _print_mappings(out: Console, report: DiffReport) -> None:
     """Families that may relate two checkpoints without a name in common."""
-    from bridge.mapping.fitting import fitting
+    from bridge.core.mapping.plan.fitting import fitting
 
     found = [
         f"--mapping {family} --into {convention}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bridge.commands.options import JsonOption
 from bridge.commands.output import Console, print_json, print_line, print_table
-from bridge.mapping.rules import family_names, load_mapping
+from bridge.core.mapping.language.rules import family_names, load_mapping
 
 
 def families(json: JsonOption = False) -> None:

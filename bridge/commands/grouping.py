@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from bridge.commands.output import Console, print_line
-from bridge.text import first_of
+from bridge.core.text import first_of
 
 _NAMED = 3
 _LISTED = 8

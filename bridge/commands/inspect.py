@@ -11,17 +11,17 @@ import typer
 from bridge.commands.grouping import print_left_alone
 from bridge.commands.options import ItemOption, JsonOption, StepOption, item_names, step_number, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table
-from bridge.formats.base import CheckpointError
-from bridge.formats.leaf_names import separator_of
-from bridge.formats.stores.hub import hub_hint
-from bridge.formats.stores.store import place_of
-from bridge.sharding.drawing import MAX_RANKS
-from bridge.sharding.layout import SLOT_FIELDS, Layout
-from bridge.text import human_bytes
-from bridge.text_files import MAX_JSON, read_text
+from bridge.core.formats.stores.hub import hub_hint
+from bridge.core.formats.stores.store import place_of
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.leaf_names import separator_of
+from bridge.core.sharding.layout.drawing import MAX_RANKS
+from bridge.core.sharding.layout.layout import SLOT_FIELDS, Layout
+from bridge.core.text import human_bytes
+from bridge.core.text_files import MAX_JSON, read_text
 
 if TYPE_CHECKING:
-    from bridge.checkpoints.summary import Summary
+    from bridge.checkpoints.inspect.summary import Summary
 _CHECKPOINTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".msgpack"})
 """Ends of the names of files that are no layouts."""
 
@@ -69,10 +69,10 @@ def inspect(
       twinshard inspect runs/torch/step_40 --list | grep exp_avg
       twinshard inspect layout.json --layout --picture layout.png
     """
-    from bridge.checkpoints.picture import PictureError, chunks_figure, save_picture
-    from bridge.checkpoints.summary import chunk_lines
-    from bridge.checkpoints.summary import inspect as run
-    from bridge.checkpoints.tensor_tree import tensor_tree
+    from bridge.checkpoints.inspect.picture import PictureError, chunks_figure, save_picture
+    from bridge.checkpoints.inspect.summary import chunk_lines
+    from bridge.checkpoints.inspect.summary import inspect as run
+    from bridge.checkpoints.inspect.tensor_tree import tensor_tree
     from bridge.commands.tree import print_tree
 
     if depth is not None and tree is False:
@@ -155,7 +155,7 @@ def _print_list(out: Console, summary: Summary) -> None:
 
 
 def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: bool) -> None:
-    from bridge.checkpoints.picture import layout_figure, save_picture
+    from bridge.checkpoints.inspect.picture import layout_figure, save_picture
 
     if not path.exists():
         raise FileNotFoundError(

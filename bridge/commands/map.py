@@ -19,7 +19,7 @@ from bridge.commands.options import (
 )
 from bridge.commands.output import Console, print_json, print_line, print_text
 from bridge.commands.parents import missing_parent
-from bridge.formats.stores.hub import store_hint
+from bridge.core.formats.stores.hub import store_hint
 
 
 def map_(

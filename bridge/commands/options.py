@@ -11,8 +11,8 @@ import typer
 
 from bridge.commands import completion
 from bridge.commands.output import Console, print_failure
-from bridge.formats.base import CheckpointError
-from bridge.text import first_of
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.text import first_of
 
 SHOWN = 20
 """Rows shown of a listing that may be long."""

@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from bridge.text import human_bytes, plain_json, printable
+from bridge.core.text import human_bytes, plain_json, printable
 
 _FOLDED_NAME = 12
 """Characters of a name in a line, at least, where a narrow terminal folds names."""

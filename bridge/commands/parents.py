@@ -11,9 +11,9 @@ from pathlib import Path
 
 import typer
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.stores.hub import store_hint
-from bridge.formats.stores.store import is_url, local_path
+from bridge.core.formats.stores.hub import store_hint
+from bridge.core.formats.stores.store import is_url, local_path
+from bridge.core.formats.tensors.base import CheckpointError
 
 
 def place_here(destination: str) -> Path | None:

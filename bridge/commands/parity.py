@@ -17,7 +17,7 @@ from bridge.commands.options import (
     user_errors,
 )
 from bridge.commands.output import Console, print_json, print_line, print_table, print_text
-from bridge.mapping import MappingError
+from bridge.core.mapping import MappingError
 
 
 def parity(
@@ -49,10 +49,10 @@ def parity(
       twinshard parity run.toml --out runs/parity
       twinshard parity torch.trace jax.trace --mapping llama --axis d=64
     """
-    from bridge.parity.pair.captured import compare_traces
-    from bridge.parity.pair.run import compare_run_file, write_report
-    from bridge.parity.pair.run_file import RunFile, RunFileError
-    from bridge.parity.pair.trace import TraceError, is_trace
+    from bridge.parity.compare.captured import compare_traces
+    from bridge.parity.compare.run import compare_run_file, write_report
+    from bridge.parity.compare.run_file import RunFile, RunFileError
+    from bridge.parity.recorded.trace import TraceError, is_trace
 
     folder = out or Path("runs") / time.strftime("parity-%Y%m%d-%H%M%S")
     console, progress = Console(), progress_console()

@@ -30,10 +30,10 @@ from bridge.commands.plan_options import (
     XlaChoice,
     XlaOption,
 )
-from bridge.text import human_bytes
+from bridge.core.text import human_bytes
 
 if TYPE_CHECKING:
-    from bridge.planning.comparison import Comparison
+    from bridge.planning.answers.comparison import Comparison
 
 
 def plan(
@@ -177,7 +177,7 @@ def plan(
       twinshard plan fsdp zero2 --model decoder:default --target h100:8,v5e:4x4 --engine both --length 64
       twinshard plan fsdp --model my.gpt:GPT --loss my.gpt:loss --batch-shapes batch.toml --target h100:64
     """
-    from bridge.checkpoints.picture import PictureError
+    from bridge.checkpoints.inspect.picture import PictureError
     from bridge.commands.options import explained
     from bridge.commands.plan_pictures import check_paths, write_pictures
     from bridge.commands.plan_search import check_options, print_search, searched
@@ -189,17 +189,17 @@ def plan(
         describe_step,
         print_targets,
     )
-    from bridge.planning.adapt import with_frozen, with_node, with_units
-    from bridge.planning.comparison import compare
-    from bridge.planning.cost import Workload, load_policy
-    from bridge.planning.document import document
-    from bridge.planning.errors import PlanError
-    from bridge.planning.formulas import Attention
-    from bridge.planning.models import resolve_models
-    from bridge.planning.optimizers import parse_optimizer
-    from bridge.planning.runtimes import RUNTIMES
-    from bridge.planning.search_report import as_json
-    from bridge.planning.sizes import parse_bytes, parse_counts, parse_share
+    from bridge.planning.answers.comparison import compare
+    from bridge.planning.answers.document import document
+    from bridge.planning.answers.search_report import as_json
+    from bridge.planning.cost.adapt import with_frozen, with_node, with_units
+    from bridge.planning.cost.cost import Workload, load_policy
+    from bridge.planning.cost.optimizers import parse_optimizer
+    from bridge.planning.models.errors import PlanError
+    from bridge.planning.models.formulas import Attention
+    from bridge.planning.models.models import resolve_models
+    from bridge.planning.models.runtimes import RUNTIMES
+    from bridge.planning.models.sizes import parse_bytes, parse_counts, parse_share
 
     out = Console()
     try:
@@ -246,7 +246,7 @@ def plan(
                     "--compile: expected no --frozen: for simulated devices XLA keeps the gathered weights of frozen "
                     "units from forward to backward, which it does not on accelerators; use --target"
                 )
-            from bridge.planning.compiled import check_compiled
+            from bridge.compiling.compiled import check_compiled
 
             checks = [
                 check_compiled(model, policy, count, work, stacks, trainer, kind)
@@ -299,7 +299,7 @@ def plan(
 
 
 def _print(out: Console, comparison: Comparison) -> None:
-    from bridge.planning.report import by_axis, by_term, by_unit, notes, overview
+    from bridge.planning.answers.report import by_axis, by_term, by_unit, notes, overview
 
     first = comparison.plans[0]
     works = comparison.workloads

@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bridge.checkpoints.picture import check_picture_path, save_picture
+from bridge.checkpoints.inspect.picture import check_picture_path, save_picture
 from bridge.commands.plan_targets import CompiledSteps
-from bridge.planning.comparison import Comparison
-from bridge.planning.errors import PlanError
-from bridge.planning.search import Finding
+from bridge.planning.answers.comparison import Comparison
+from bridge.planning.answers.search import Finding
+from bridge.planning.models.errors import PlanError
 
 
 def check_paths(chart: Path | None, page: Path | None) -> None:
@@ -35,12 +35,12 @@ def write_pictures(
     """Of the compiled steps where there are some, else of the comparison and what a search has found."""
     # Drawing libraries take longer to import than many plans to compute.
     if chart is not None:
-        from bridge.planning.chart import chart as compared
-        from bridge.planning.target_chart import memory_figure
+        from bridge.compiling.target_chart import memory_figure
+        from bridge.planning.answers.chart import chart as compared
 
         save_picture(memory_figure(compiled.plan) if compiled else compared(comparison), chart)
     if page is not None:
-        from bridge.planning.page import comparison_page, targets_page
+        from bridge.compiling.page import comparison_page, targets_page
 
         text = (
             targets_page(compiled.model, compiled.described, compiled.plan, compiled.roofline)

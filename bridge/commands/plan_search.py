@@ -8,14 +8,14 @@ from pathlib import Path
 
 from bridge.commands.output import Console, print_line, print_table, print_text
 from bridge.commands.plan_pictures import write_whole
-from bridge.planning.comparison import Comparison
-from bridge.planning.cost import Plan, Workload, make_plan
-from bridge.planning.errors import PlanError
-from bridge.planning.optimizers import Optimizer
-from bridge.planning.search import Finding, search
-from bridge.planning.search_report import answers, heading, only_file, policy_file, ways_table
-from bridge.planning.shipped_models import SHIPPED
-from bridge.sharding import ShardingPolicy
+from bridge.core.sharding import ShardingPolicy
+from bridge.planning.answers.comparison import Comparison
+from bridge.planning.answers.search import Finding, search
+from bridge.planning.answers.search_report import answers, heading, only_file, policy_file, ways_table
+from bridge.planning.cost.cost import Plan, Workload, make_plan
+from bridge.planning.cost.optimizers import Optimizer
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.shipped_models import SHIPPED
 
 
 def check_options(searching: bool, save: Path | None, memory: str | None, target: str | None) -> None:

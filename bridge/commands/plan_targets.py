@@ -11,21 +11,21 @@ from pathlib import Path
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bridge.commands.output import Console, print_line, print_table
-from bridge.planning import target_time
-from bridge.planning.batch_shapes import BatchArray, load_batch_shapes
-from bridge.planning.cost import Workload
-from bridge.planning.errors import PlanError
-from bridge.planning.language_models import causal_lm_config, idle_elements, is_decoder
-from bridge.planning.model import Model
-from bridge.planning.optimizers import ADAMW, Optimizer
-from bridge.planning.sizes import parse_counts
-from bridge.planning.step_time import Efficiency
-from bridge.planning.target_plan import TargetPlan, Task, compile_tasks, in_order, tasks_of
-from bridge.planning.target_report import LEFT, notes, table, unrolled_layers
-from bridge.planning.target_step import ENGINES, StepRequest
-from bridge.planning.target_time import Roofline, parse_efficiency
-from bridge.planning.targets import Target, targets_named
-from bridge.sharding import ShardingPolicy
+from bridge.compiling import target_time
+from bridge.compiling.batch_shapes import BatchArray, load_batch_shapes
+from bridge.compiling.machines.targets import Target, targets_named
+from bridge.compiling.target_plan import TargetPlan, Task, compile_tasks, in_order, tasks_of
+from bridge.compiling.target_report import LEFT, notes, table, unrolled_layers
+from bridge.compiling.target_step import ENGINES, StepRequest
+from bridge.compiling.target_time import Roofline, parse_efficiency
+from bridge.compiling.timing.step_time import Efficiency
+from bridge.core.sharding import ShardingPolicy
+from bridge.planning.cost.cost import Workload
+from bridge.planning.cost.optimizers import ADAMW, Optimizer
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.language_models import causal_lm_config, idle_elements, is_decoder
+from bridge.planning.models.model import Model
+from bridge.planning.models.sizes import parse_counts
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The `twinshard relay` command: see ``bridge.parity.relay`` for what runs."""
+"""The `twinshard relay` command: see ``bridge.relay.relay`` for what runs."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def relay(
     Example:
       twinshard relay --out runs/first
     """
-    from bridge.parity.config import ConfigError, RelayConfig
-    from bridge.parity.relay import RelayError, run
+    from bridge.relay.config import ConfigError, RelayConfig
+    from bridge.relay.relay import RelayError, run
 
     def configured() -> RelayConfig:
         loaded = RelayConfig.load(config)

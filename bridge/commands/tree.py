@@ -8,8 +8,8 @@ from rich.console import Console as RichConsole
 from rich.text import Text
 from rich.tree import Tree
 
-from bridge.checkpoints.tensor_tree import Branch
-from bridge.text import human_bytes, printable
+from bridge.checkpoints.inspect.tensor_tree import Branch
+from bridge.core.text import human_bytes, printable
 
 
 def print_tree(console: RichConsole, title: str, branches: Iterable[Branch], depth: int | None) -> None:

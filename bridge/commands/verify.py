@@ -19,10 +19,10 @@ from bridge.commands.options import (
     user_errors,
 )
 from bridge.commands.output import Console, byte_progress, failure, print_json, print_line, print_table
-from bridge.text import human_bytes
+from bridge.core.text import human_bytes
 
 if TYPE_CHECKING:
-    from bridge.checkpoints.verify import VerifyReport
+    from bridge.checkpoints.verify.verification import VerifyReport
 
 
 def verify(
@@ -47,7 +47,7 @@ def verify(
       twinshard verify runs/jax/step_40
       twinshard verify runs/jax/step_40 --finite --json
     """
-    from bridge.checkpoints.verify import verify as run
+    from bridge.checkpoints.verify.verification import verify as run
 
     at = step_number(step)
     with user_errors(json=json), byte_progress(progress_console(), "verify") as progress:

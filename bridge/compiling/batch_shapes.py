@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge.dtype_names import full_name
-from bridge.planning.dtypes import BYTES
-from bridge.planning.errors import PlanError
-from bridge.text_files import load_toml
+from bridge.core.dtype_names import full_name
+from bridge.core.text_files import load_toml
+from bridge.planning.models.dtypes import BYTES
+from bridge.planning.models.errors import PlanError
 
 EXAMPLE = 'tokens = { shape = [2, 1025], dtype = "int32" }'
 

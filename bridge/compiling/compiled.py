@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bridge.planning.cost import Plan, Workload, make_plan
-from bridge.planning.dtypes import size_of
-from bridge.planning.errors import PlanError
-from bridge.planning.formulas import Attention
-from bridge.planning.language_models import is_language_model
-from bridge.planning.models import resolve_models
-from bridge.planning.optimizers import ADAMW, Optimizer
-from bridge.planning.target_step import StepRequest
-from bridge.sharding import ShardingPolicy
-from bridge.text import human_bytes
+from bridge.compiling.target_step import StepRequest
+from bridge.core.sharding import ShardingPolicy
+from bridge.core.text import human_bytes
+from bridge.planning.cost.cost import Plan, Workload, make_plan
+from bridge.planning.cost.optimizers import ADAMW, Optimizer
+from bridge.planning.models.dtypes import size_of
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.formulas import Attention
+from bridge.planning.models.language_models import is_language_model
+from bridge.planning.models.models import resolve_models
 
 TOLERANCE = 0.10
 """Tolerance of the peak, relative to the compiled one."""
@@ -120,7 +120,7 @@ def check_compiled(
         "source": policy.source,
         "devices": devices,
     }
-    command = [sys.executable, "-m", "bridge.planning.compiled_leg"]
+    command = [sys.executable, "-m", "bridge.compiling.compiled_leg"]
     try:
         done = subprocess.run(
             command, input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS

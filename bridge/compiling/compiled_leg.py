@@ -1,6 +1,6 @@
 """Compile a step for simulated devices and report XLA's allocations: the process behind ``compiled.py``.
 
-``python -m bridge.planning.compiled_leg < request.json > answer.json``. Nothing is trained and no weight is allocated:
+``python -m bridge.compiling.compiled_leg < request.json > answer.json``. Nothing is trained and no weight is allocated:
 programs are compiled for shapes. The two programs of a step, gradients and update, are compiled separately, as they
 are at run time.
 """
@@ -12,10 +12,10 @@ import sys
 from collections import Counter
 from typing import Any
 
-from bridge.planning.device_bytes import allocated, held
-from bridge.planning.optimizers import CONSTANTS
-from bridge.planning.runtimes import framework
-from bridge.planning.target_step import StepRequest
+from bridge.compiling.device_bytes import allocated, held
+from bridge.compiling.target_step import StepRequest
+from bridge.planning.cost.optimizers import CONSTANTS
+from bridge.planning.models.runtimes import framework
 
 _KINDS = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "psum": "all_reduce"}
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Self
 
-from bridge.planning import tpu_text
-from bridge.planning.compilers import environment, folders
-from bridge.planning.errors import PlanError
+from bridge.compiling.machines import tpu_text
+from bridge.compiling.machines.compilers import environment, folders
+from bridge.planning.models.errors import PlanError
 
 _LONGEST = 3000
 

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 
-from bridge.planning import report, search_report, target_chart, target_report, target_time
-from bridge.planning.chart import chart
-from bridge.planning.comparison import Comparison
-from bridge.planning.search import Finding
-from bridge.planning.target_plan import TargetPlan, TargetRow
-from bridge.planning.target_time import Estimate, Roofline
-from bridge.text import human_bytes, printable
+from bridge.compiling import target_chart, target_report, target_time
+from bridge.compiling.target_plan import TargetPlan, TargetRow
+from bridge.compiling.target_time import Estimate, Roofline
+from bridge.core.text import human_bytes, printable
+from bridge.planning.answers import report, search_report
+from bridge.planning.answers.chart import chart
+from bridge.planning.answers.comparison import Comparison
+from bridge.planning.answers.search import Finding
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

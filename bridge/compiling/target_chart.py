@@ -19,10 +19,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from bridge.planning.target_plan import TargetPlan, TargetRow
-from bridge.planning.target_time import Estimate
-from bridge.planning.timeline import DEVICE, LINKS, Span
-from bridge.text import human_bytes
+from bridge.compiling.target_plan import TargetPlan, TargetRow
+from bridge.compiling.target_time import Estimate
+from bridge.compiling.timing.timeline import DEVICE, LINKS, Span
+from bridge.core.text import human_bytes
 
 # The palette of Okabe and Ito, whose colours people with colour blindness tell apart.
 MEMORY_COLOURS = {

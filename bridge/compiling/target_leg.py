@@ -1,4 +1,4 @@
-"""The process that compiles a step for a target: ``python -m bridge.planning.target_leg``, see ``leg_process.py``.
+"""The process that compiles a step for a target: ``python -m bridge.compiling.target_leg``, see ``leg_process.py``.
 
 A step is two programs, gradients and update, as ``jax_impl.make_train_step`` runs them. Nothing is allocated. What is
 alive during a program, such as the moments while gradients are computed, counts in its peak. What lies in the host's
@@ -17,14 +17,15 @@ import time
 import warnings
 from typing import Any
 
-from bridge.planning import device_bytes, tpu_text
-from bridge.planning.compile_cache import key_of, load, save
-from bridge.planning.compilers import devices_of, options_of, versions
-from bridge.planning.errors import PlanError
-from bridge.planning.leg_process import serve
-from bridge.planning.runtimes import framework, part
-from bridge.planning.target_step import StepRequest
-from bridge.planning.targets import Target, target_named
+from bridge.compiling import device_bytes
+from bridge.compiling.compile_cache import key_of, load, save
+from bridge.compiling.leg_process import serve
+from bridge.compiling.machines import tpu_text
+from bridge.compiling.machines.compilers import devices_of, options_of, versions
+from bridge.compiling.machines.targets import Target, target_named
+from bridge.compiling.target_step import StepRequest
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.runtimes import framework, part
 
 PROGRAMS = ("gradients", "update")
 _HOST = "pinned_host"

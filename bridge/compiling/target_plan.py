@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.planning.compilers import why_not
-from bridge.planning.errors import PlanError
-from bridge.planning.leg_process import Leg, LegError
-from bridge.planning.target_step import StepRequest
-from bridge.planning.targets import Target
-from bridge.planning.tpu_lock import SECONDS, wait_for_lock
-from bridge.sharding import PolicyError, ShardingPolicy
+from bridge.compiling.leg_process import Leg, LegError
+from bridge.compiling.machines.compilers import why_not
+from bridge.compiling.machines.targets import Target
+from bridge.compiling.machines.tpu_lock import SECONDS, wait_for_lock
+from bridge.compiling.target_step import StepRequest
+from bridge.core.sharding import PolicyError, ShardingPolicy
+from bridge.planning.models.errors import PlanError
 
 RESERVE = 0.10
 """The default share of a device's memory that is kept for what no compiler counts: fragments, buffers of libraries."""
-LEG = "bridge.planning.target_leg"
+LEG = "bridge.compiling.target_leg"
 GATHERS, REDUCTIONS = ("all_gather",), ("reduce_scatter", "psum")
 Say = Callable[[str], None]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from bridge.planning.compilers import RECOMMENDED
-from bridge.planning.model import Model
-from bridge.planning.target_plan import GATHERS, REDUCTIONS, TargetPlan, TargetRow
-from bridge.text import human_bytes
+from bridge.compiling.machines.compilers import RECOMMENDED
+from bridge.compiling.target_plan import GATHERS, REDUCTIONS, TargetPlan, TargetRow
+from bridge.core.text import human_bytes
+from bridge.planning.models.model import Model
 
 Row = tuple[str, ...]
 HEADINGS = (

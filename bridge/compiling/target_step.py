@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bridge.planning.batch_shapes import EXAMPLE, BatchArray
-from bridge.planning.cost import Workload
-from bridge.planning.errors import PlanError
-from bridge.planning.factory import Factory, function_named
-from bridge.planning.language_models import abstract_model, is_language_model
-from bridge.planning.optimizers import ADAMW, Optimizer
-from bridge.planning.runtimes import framework, part
+from bridge.compiling.batch_shapes import EXAMPLE, BatchArray
+from bridge.planning.cost.cost import Workload
+from bridge.planning.cost.optimizers import ADAMW, Optimizer
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.factory import Factory, function_named
+from bridge.planning.models.language_models import abstract_model, is_language_model
+from bridge.planning.models.runtimes import framework, part
 
 ENGINES = ("shard_map", "pjit")
 

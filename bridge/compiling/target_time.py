@@ -13,12 +13,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bridge.planning.errors import PlanError
-from bridge.planning.links import machine_named
-from bridge.planning.program import Program, read_program
-from bridge.planning.step_time import Efficiency, StepTime, Throughput, step_time, throughput, timeline
-from bridge.planning.target_plan import TargetRow
-from bridge.planning.timeline import Span
+from bridge.compiling.machines.links import machine_named
+from bridge.compiling.target_plan import TargetRow
+from bridge.compiling.timing.program import Program, read_program
+from bridge.compiling.timing.step_time import (
+    Efficiency,
+    StepTime,
+    Throughput,
+    step_time,
+    throughput,
+    timeline,
+)
+from bridge.compiling.timing.timeline import Span
+from bridge.planning.models.errors import PlanError
 
 Row = tuple[str, ...]
 HEADINGS = (

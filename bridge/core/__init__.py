@@ -1,1 +1,1 @@
-"""What everything else stands on: layouts and policies, checkpoint formats, mappings between models, names of dtypes."""
+"""What everything else stands on: layouts and policies, checkpoint formats, mappings between models."""

@@ -17,11 +17,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bridge.parity.pair.captured import capture_jax, capture_torch, compare_traces
-    from bridge.parity.pair.parity import parity
-    from bridge.parity.pair.report import ParityReport
-    from bridge.parity.pair.run import write_report
-    from bridge.parity.pair.tap import tap
+    from bridge.parity.compare.captured import capture_jax, capture_torch, compare_traces
+    from bridge.parity.compare.parity import parity
+    from bridge.parity.compare.run import write_report
+    from bridge.parity.recorded.tap import tap
+    from bridge.parity.report_page.report import ParityReport
 
 __all__ = [
     "ParityReport",
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ParityReport": "bridge.parity.pair.report",
-    "capture_jax": "bridge.parity.pair.captured",
-    "capture_torch": "bridge.parity.pair.captured",
-    "compare_traces": "bridge.parity.pair.captured",
-    "parity": "bridge.parity.pair.parity",
-    "tap": "bridge.parity.pair.tap",
-    "write_report": "bridge.parity.pair.run",
+    "ParityReport": "bridge.parity.report_page.report",
+    "capture_jax": "bridge.parity.compare.captured",
+    "capture_torch": "bridge.parity.compare.captured",
+    "compare_traces": "bridge.parity.compare.captured",
+    "parity": "bridge.parity.compare.parity",
+    "tap": "bridge.parity.recorded.tap",
+    "write_report": "bridge.parity.compare.run",
 }
 
 if not TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""Memory and traffic of a sharded model before a device is there: see ``bridge/planning/cost.py`` for where to begin.
+"""Memory and traffic of a sharded model before a device is there: see ``bridge/planning/cost/cost.py`` for where to
+begin.
 
 ::
 
@@ -9,8 +10,8 @@
     print(plan.at_rest.total, plan.traffic.wire_bytes())
 """
 
-from bridge.planning.cost import Plan, Workload, load_policy, make_plan, parse_policy
-from bridge.planning.errors import PlanError
-from bridge.planning.models import resolve_models
+from bridge.planning.cost.cost import Plan, Workload, load_policy, make_plan, parse_policy
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.models import resolve_models
 
 __all__ = ["Plan", "PlanError", "Workload", "load_policy", "make_plan", "parse_policy", "resolve_models"]

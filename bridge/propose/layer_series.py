@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bridge.formats.base import TensorInfo
+from bridge.core.formats.tensors.base import TensorInfo
 from bridge.propose.names import Family, filled, leaf_word, pattern_of
 
 BY_ORDER, BY_SIZES = "layer ", "only layer "

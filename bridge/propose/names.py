@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.formats.base import TensorInfo
+from bridge.core.formats.tensors.base import TensorInfo
 
 INDEX_NAMES = ("{i}", "{j}", "{k}", "{l}")
 

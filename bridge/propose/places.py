@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from bridge.formats.base import CheckpointReader
-from bridge.mapping.conventions import SECTIONS
-from bridge.mapping.errors import MappingError
-from bridge.mapping.found import find
-from bridge.mapping.table import MappingTable
+from bridge.core.formats.tensors.base import CheckpointReader
+from bridge.core.mapping.language.conventions import SECTIONS
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.table import MappingTable
+from bridge.core.mapping.states.found import find
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bridge.checkpoints.selection import STATE_ROOTS, WEIGHT_ROOTS
-from bridge.formats import items_of_each, open_checkpoint
-from bridge.formats.base import CheckpointReader, TensorInfo
-from bridge.formats.leaf_names import TREE_FORMATS
-from bridge.formats.step_paths import Step, each_at_step
-from bridge.formats.stores.store import place_of
-from bridge.mapping.conventions import WEIGHT
-from bridge.mapping.rules import parse_mapping
+from bridge.checkpoints.ground.selection import STATE_ROOTS, WEIGHT_ROOTS
+from bridge.core.formats import items_of_each, open_checkpoint
+from bridge.core.formats.stores.store import place_of
+from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo
+from bridge.core.formats.tensors.leaf_names import TREE_FORMATS
+from bridge.core.formats.whole.step_paths import Step, each_at_step
+from bridge.core.mapping.language.conventions import WEIGHT
+from bridge.core.mapping.language.rules import parse_mapping
+from bridge.core.text import first_of
 from bridge.propose.axes import Fit, fits, fused_fits
 from bridge.propose.layer_series import BY_ORDER, BY_SIZES, by_order, numbered_alike
 from bridge.propose.names import (
@@ -42,7 +43,6 @@ from bridge.propose.places import Places, places_in
 from bridge.propose.text import Namer, ProposedRule, conventions, render, writable
 from bridge.propose.uneven import settled
 from bridge.propose.values import Evidence
-from bridge.text import first_of
 
 _SHOWN = 3
 _MAX_LEFT = 24

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from bridge.formats.base import CheckpointReader
+from bridge.core.formats.tensors.base import CheckpointReader
 from bridge.propose.axes import Dim, Entry, Fit
 from bridge.propose.names import INDEX_NAMES, Family
 from bridge.propose.places import Places

@@ -9,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from bridge.checkpoints.common_dtype import common_dtype
-from bridge.formats.base import Box, CheckpointReader, unreadable
-from bridge.mapping.expression import Expression
-from bridge.mapping.operations import as_dtype
+from bridge.checkpoints.ground.common_dtype import common_dtype
+from bridge.core.formats.tensors.base import Box, CheckpointReader, unreadable
+from bridge.core.mapping.language.expression import Expression
+from bridge.core.mapping.language.operations import as_dtype
 from bridge.propose.axes import Entry, Fit
 from bridge.propose.names import INDEX_NAMES, Family
 from bridge.propose.text import Namer, entry_text

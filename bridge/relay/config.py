@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bridge.dtype_names import full_name
-from bridge.parity.corpus import VOCABULARY
-from bridge.sharding import PolicyError, ShardingPolicy
-from bridge.text_files import MAX_TOML, load_toml, parse_toml, read_text
+from bridge.core.dtype_names import full_name
+from bridge.core.sharding import PolicyError, ShardingPolicy
+from bridge.core.text_files import MAX_TOML, load_toml, parse_toml, read_text
+from bridge.relay.corpus import VOCABULARY
 
 FRAMEWORKS = ("torch", "jax")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -26,7 +26,7 @@ GRANULARITY = r"row|tensor|block\([1-9][0-9]*\)"
 # The JAX runtime tabulates powers of the betas until they vanish, in 2**22 steps at most.
 LARGEST_BETA = 2.0 ** (-56 / (2**22 - 1))
 BUILT_IN = Path(__file__).parent / "configs"
-POLICIES = Path(__file__).parents[1] / "sharding" / "policies"
+POLICIES = Path(__file__).parents[1] / "core" / "sharding" / "policies"
 
 
 class ConfigError(ValueError):

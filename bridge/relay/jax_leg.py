@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bridge.mapping import MappingTable, load_mapping
-from bridge.parity.corpus import Corpus
-from bridge.parity.job import Job, Metrics, main, resume_position, train_state, write_memory
-from bridge.parity.norms import KINDS, Norms, in_torch_names
+from bridge.core.mapping import MappingTable, load_mapping
+from bridge.relay.corpus import Corpus
+from bridge.relay.job import Job, Metrics, main, resume_position, train_state, write_memory
+from bridge.relay.norms import KINDS, Norms, in_torch_names
 from jax_impl import (
     Offload,
     ShardingPlan,

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from bridge.parity.config import DataConfig, Leg, ModelConfig, OptimizerConfig
-from bridge.parity.corpus import Corpus
-from bridge.parity.lifetime import end_with_parent
-from bridge.parity.norms import Norms
+from bridge.relay.config import DataConfig, Leg, ModelConfig, OptimizerConfig
+from bridge.relay.corpus import Corpus
+from bridge.relay.lifetime import end_with_parent
+from bridge.relay.norms import Norms
 
 REHEARSE = "--rehearse"
 

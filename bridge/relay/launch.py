@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge.parity.job import REHEARSE, Job, read_metrics
-from bridge.parity.lifetime import naming_parent
+from bridge.relay.job import REHEARSE, Job, read_metrics
+from bridge.relay.lifetime import naming_parent
 
 POLL_SECONDS = 0.2
 STALL_SECONDS = 900.0
@@ -43,10 +43,10 @@ def command(job: Job) -> list[str]:
     """The command line of a leg."""
     file = str(_file_of(job))
     if job.leg.framework == "jax":
-        return [sys.executable, "-m", "bridge.parity.jax_leg", file]
+        return [sys.executable, "-m", "bridge.relay.jax_leg", file]
     ranks = str(job.leg.ranks)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    return [sys.executable, "-m", "bridge.parity.lifetime", *torchrun, "-m", "bridge.parity.torch_leg", file]
+    return [sys.executable, "-m", "bridge.relay.lifetime", *torchrun, "-m", "bridge.relay.torch_leg", file]
 
 
 def command_of_references(references: Sequence[Reference]) -> list[str]:
@@ -55,7 +55,7 @@ def command_of_references(references: Sequence[Reference]) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "bridge.parity.torch_reference",
+        "bridge.relay.torch_reference",
         *(word for each in arguments for word in each),
     ]
 

@@ -6,7 +6,7 @@ signal. On other systems nothing happens.
 
 Run as a module, this file requests the signal for another Python program, and then becomes that program::
 
-    python -m bridge.parity.lifetime -m torch.distributed.run ...
+    python -m bridge.relay.lifetime -m torch.distributed.run ...
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bridge.mapping.table import MappingTable
+from bridge.core.mapping.language.table import MappingTable
 
 Norms = Mapping[str, Mapping[str, float]]
 """Euclidean norms of whole parameters, or of their moments: by kind (`KINDS`), then by name in torch's convention."""

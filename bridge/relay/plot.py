@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from bridge.parity.report import RelayReport
+from bridge.relay.report import RelayReport
 
 COLOURS = {"torch": "#d1495b", "jax": "#00798c"}
 # A log axis has no place for differences of exactly zero; they are drawn at its foot.

@@ -24,14 +24,14 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.parity.config import ConfigError, Leg, RelayConfig
-from bridge.parity.job import Job, read_metrics
-from bridge.parity.launch import LegError, OnStep, Reference, rehearse, run_leg, run_references
-from bridge.parity.norms import Norms
-from bridge.parity.plot import save_picture
-from bridge.parity.report import Hop, LegResult, RelayReport
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.relay.config import ConfigError, Leg, RelayConfig
+from bridge.relay.job import Job, read_metrics
+from bridge.relay.launch import LegError, OnStep, Reference, rehearse, run_leg, run_references
+from bridge.relay.norms import Norms
+from bridge.relay.plot import save_picture
+from bridge.relay.report import Hop, LegResult, RelayReport
 
 MAPPING = "decoder"
 FORMATS = {"torch": "dcp", "jax": "orbax"}

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.parity.config import RelayConfig
-from bridge.parity.losses import FP32_TOLERANCE, ROUNDING, LossCurves, compare_losses, tolerance_of
-from bridge.parity.norms import KINDS, Departure, Norms, distances, first_departure, tolerances
-from bridge.text import plain_json
+from bridge.core.text import plain_json
+from bridge.relay.config import RelayConfig
+from bridge.relay.losses import FP32_TOLERANCE, ROUNDING, LossCurves, compare_losses, tolerance_of
+from bridge.relay.norms import KINDS, Departure, Norms, distances, first_departure, tolerances
 
 VERSION = 1
 """Of the report as JSON; see `JSON_VERSION` of the commands."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bridge.parity.norms import KINDS
+from bridge.relay.norms import KINDS
 
 STATE = dict(zip(KINDS[1:], ("exp_avg", "exp_avg_sq"), strict=True))
 

@@ -14,10 +14,10 @@ import sys
 import numpy as np
 import torch
 
-from bridge.parity.corpus import Corpus
-from bridge.parity.job import Job, Metrics, reported_errors, resume_position, train_state
-from bridge.parity.lifetime import end_with_parent
-from bridge.parity.torch_norms import state_norms
+from bridge.relay.corpus import Corpus
+from bridge.relay.job import Job, Metrics, reported_errors, resume_position, train_state
+from bridge.relay.lifetime import end_with_parent
+from bridge.relay.torch_norms import state_norms
 from torch_impl import load_checkpoint, save_checkpoint
 from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from bridge.formats import Box, CheckpointReader, TreePath, open_checkpoint
-from bridge.formats.base import TensorInfo
-from bridge.formats.leaf_kinds import LEAVES, key_types
+from bridge.core.formats import Box, CheckpointReader, TreePath, open_checkpoint
+from bridge.core.formats.tensors.base import TensorInfo
+from bridge.core.formats.tensors.leaf_kinds import LEAVES, key_types
 
 
 class TreeReader:

@@ -35,19 +35,19 @@ from typing import Any
 
 import numpy as np
 
-from bridge.formats import CheckpointError, TreePath
-from bridge.formats.orbax.writer import OrbaxPart, OrbaxWriter
-from bridge.formats.saving import pending
-from bridge.formats.saving.extras import SaveExtras
-from bridge.formats.saving.pending import PendingSave
-from bridge.formats.stores.store import path_here
-from bridge.mapping.running import AnyMapping
+from bridge.core.formats import CheckpointError, TreePath
+from bridge.core.formats.orbax.writer import OrbaxPart, OrbaxWriter
+from bridge.core.formats.saving import pending
+from bridge.core.formats.saving.extras import SaveExtras
+from bridge.core.formats.saving.pending import PendingSave
+from bridge.core.formats.stores.store import path_here
+from bridge.core.mapping.plan.running import AnyMapping
 from jax_impl.checkpoint.chunks import Chunks
 from jax_impl.checkpoint.contents import Contents
 from jax_impl.checkpoint.mapped import MappedContents
 from jax_impl.checkpoint.names import KEY_IMPLS, key_impls, kinds, train_tensors
 from jax_impl.comm.agreement import TIMEOUT, Processes
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from jax_impl.train_state import TrainState
 
 _SPILLED = "spilled"
@@ -81,8 +81,8 @@ def save_checkpoint(
         item: name of a directory in ``path`` for the arrays. Stock ``CheckpointManager`` restores ``path`` as one of
             its steps with ``item="default"`` only; stock ``StandardCheckpointer`` then restores ``path/default``, and
             ``path`` without an item. ``load_checkpoint`` and ``twinshard`` take either.
-        mapping: a family's name, a file or a table (``bridge.mapping``), of which the plan has one side. The checkpoint
-            gets the other side's names and layouts, as ``twinshard convert`` with this mapping makes them of the plain
+        mapping: a family's name, a file or a table (``bridge.core.mapping``), of which the plan has one side. The
+            checkpoint gets the other side's names and layouts, as ``twinshard convert`` with this mapping makes them of the plain
             checkpoint. Each process translates its own rows; all are given the same ``train``, which may have sizes of
             axes. Of a mapping with more than two conventions ``load_mapping(name).between("hf", "flax")`` leaves two.
         timeout: seconds that processes wait for one another in each of the four steps.

@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bridge.formats import Box, CheckpointError
-from bridge.formats.base import TensorInfo
-from bridge.formats.orbax.writer import OrbaxPart
+from bridge.core.formats import Box, CheckpointError
+from bridge.core.formats.orbax.writer import OrbaxPart
+from bridge.core.formats.tensors.base import TensorInfo
 
 # Bytes of boxes that wait for the rest of their chunks in memory.
 _HELD = 64 << 20

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bridge.formats import Box, CheckpointError, TreePath
-from bridge.formats.base import TensorInfo
-from bridge.formats.scaled import decode, run_lengths, scale_box
+from bridge.core.formats import Box, CheckpointError, TreePath
+from bridge.core.formats.tensors.base import TensorInfo
+from bridge.core.formats.tensors.scaled import decode, run_lengths, scale_box
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.moments import SCALE
 from jax_impl.checkpoint.names import Kind, kinds
@@ -32,7 +32,7 @@ from jax_impl.checkpoint.roots import is_of_optimizer
 from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
 from jax_impl.optimizer.moment_arrays import ParameterMoments, Parts, PlanMoments
 from jax_impl.optimizer.moments import MomentFormat
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 _VALUE = "/value"
 

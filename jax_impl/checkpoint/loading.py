@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bridge.formats import CheckpointError, CheckpointReader, TreePath
-from bridge.formats.saving import pending
-from bridge.formats.saving.steps import choose_step
-from bridge.formats.stores.store import path_here
-from bridge.mapping.running import AnyMapping
+from bridge.core.formats import CheckpointError, CheckpointReader, TreePath
+from bridge.core.formats.saving import pending
+from bridge.core.formats.saving.steps import choose_step
+from bridge.core.formats.stores.store import path_here
+from bridge.core.mapping.plan.running import AnyMapping
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.conversion import Conversion, conversion
 from jax_impl.checkpoint.mapped import mapped_reader
@@ -27,9 +27,9 @@ from jax_impl.checkpoint.names import KEY_IMPLS, check_key_impls, key_impls, kin
 from jax_impl.checkpoint.placing import Tensors
 from jax_impl.comm.agreement import TIMEOUT, Processes
 from jax_impl.optimizer.logical import fitted, warn_of_whole_moments
-from jax_impl.runtime.memory_kinds import kinds_like, moved
-from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.variables import Variables
+from jax_impl.runtime.groups.memory_kinds import kinds_like, moved
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.variables import Variables
 from jax_impl.train_state import TrainState, initial_moments, place_variables, trainable
 
 
@@ -101,7 +101,7 @@ def load_checkpoint(
         moments: "same": they must have been saved in the dtypes, and with the scales, of this optimizer. "convert":
             those saved otherwise are decoded and stored as this optimizer stores them; a device holds them in float32
             for the while. Moments with scales of an optimizer inside of another (a chain) are kept or refused.
-        mapping: a family's name, a file or a table (``bridge.mapping``) between the names and layouts of the
+        mapping: a family's name, a file or a table (``bridge.core.mapping``) between the names and layouts of the
             checkpoint, of any format, and those of the plan. Only what a device's boxes are made of is read for it.
             Moments with scales of another model's rows need ``moments="convert"``.
         timeout: seconds that processes wait for one another.

@@ -7,14 +7,14 @@ from typing import Any, SupportsFloat
 
 import optax
 
-from bridge.formats import TreePath
-from bridge.formats.saving.manager import StepManager
-from bridge.formats.saving.pending import PendingSave
-from bridge.mapping.running import AnyMapping
+from bridge.core.formats import TreePath
+from bridge.core.formats.saving.manager import StepManager
+from bridge.core.formats.saving.pending import PendingSave
+from bridge.core.mapping.plan.running import AnyMapping
 from jax_impl.checkpoint.checkpoint import start_save
 from jax_impl.checkpoint.loading import LoadedCheckpoint, load_checkpoint
 from jax_impl.comm.agreement import TIMEOUT, Processes
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from jax_impl.train_state import TrainState
 
 

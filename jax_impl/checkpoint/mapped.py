@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from bridge.formats import Box, CheckpointReader, TreePath
-from bridge.formats.base import TensorInfo
-from bridge.formats.orbax.writer import OrbaxPart
-from bridge.mapping.running import AnyMapping, LoadedAs, Move, RunState, SavedAs
+from bridge.core.formats import Box, CheckpointReader, TreePath
+from bridge.core.formats.orbax.writer import OrbaxPart
+from bridge.core.formats.tensors.base import TensorInfo
+from bridge.core.mapping.plan.running import AnyMapping, LoadedAs, Move, RunState, SavedAs
 from jax_impl.checkpoint.chunks import Chunks
 from jax_impl.checkpoint.contents import Contents, local_value
 from jax_impl.checkpoint.names import Kind

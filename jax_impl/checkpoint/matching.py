@@ -21,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from bridge.formats import CheckpointError
+from bridge.core.formats import CheckpointError
 from jax_impl.checkpoint.moments import SCALE, match_moments, parameter_of
 from jax_impl.checkpoint.names import Kind, listed
 from jax_impl.checkpoint.roots import (

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from bridge.formats import CheckpointError, TreePath
-from bridge.formats.base import TensorInfo
+from bridge.core.formats import CheckpointError, TreePath
+from bridge.core.formats.tensors.base import TensorInfo
 from jax_impl.checkpoint.by_path import TreeReader
-from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 
 _SHOWN = 10
 # Random keys are saved as numbers; the object of this name tells their algorithms.

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from bridge.formats import Box
+from bridge.core.formats import Box
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.names import is_key, parts_of
-from jax_impl.runtime.memory_kinds import moved
-from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.memory_kinds import moved
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 
 
 @dataclass(frozen=True)

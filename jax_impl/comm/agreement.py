@@ -22,7 +22,7 @@ import jax
 from jax._src import distributed
 from jax.sharding import Mesh
 
-from bridge.formats import CheckpointError
+from bridge.core.formats import CheckpointError
 
 # Seconds to wait for other processes, by default.
 TIMEOUT = 900.0

@@ -91,7 +91,7 @@ class Wire:
     ``main``: at rest; ``compute``: in forward and backward, and as gathered; ``reduce``: while gradients are summed;
     ``grad``: as accumulated over microbatches and given to the optimizer. An axis of one device takes no collective.
     ``in_rows``: shards travel as rows of ``LANES`` elements. ``float8``: the format in which the group is gathered
-    instead (``bridge.sharding.float8``).
+    instead (``bridge.core.sharding.policy.float8``).
 
     Gradients are summed, and divided when they are in the grad dtype. Two cases take each axis's mean (``averages``),
     as in PyTorch. In float16, whose largest number is 65504, sums over many devices overflow: there what is to be

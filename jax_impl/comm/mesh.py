@@ -10,7 +10,7 @@ coordinate n and outer coordinate m, k = n * M + m::
     m=1:  3  4  5
 
 so a gather over the outer axis joins neighbours, and gathers from any level to any other leave elements in one order.
-Of model axes see ``runtime/cut_group.py``.
+Of model axes see ``runtime/groups/cut_group.py``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from jax import lax
 from jax._src import xla_bridge
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from bridge.callers import warn_caller
-from bridge.sharding.mesh_axes import MODEL_AXES, is_model_axis, why_refused
+from bridge.core.callers import warn_caller
+from bridge.core.sharding.policy.mesh_axes import MODEL_AXES, is_model_axis, why_refused
 
 AXIS = "dp"
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from bridge.sharding.mesh_axes import is_model_axis
+from bridge.core.sharding.policy.mesh_axes import is_model_axis
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from jax_impl.train_state import TrainState
 
 KINDS = ("main_weights", "moments", "padding", "other")

@@ -23,9 +23,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_impl.comm.collectives import fence
-from jax_impl.runtime.flat_group import FlatGroup
-from jax_impl.runtime.logical_group import LogicalArray
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.flat_group import FlatGroup
+from jax_impl.runtime.groups.logical_group import LogicalArray
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 
 def parameter_norms(

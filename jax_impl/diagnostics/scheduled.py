@@ -6,7 +6,7 @@ A transfer that runs during other work has a start and a done, and what stands b
     %p = f32[8,8] custom-call(...), custom_call_target="__cublas$gemm"
     %d = f32[128] all-gather-done(%s)
 
-How the TPU compiler writes both is in ``bridge.hlo.collectives``.
+How the TPU compiler writes both is in ``bridge.core.hlo.collectives``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bridge.hlo.collectives import (
+from bridge.core.hlo.collectives import (
     DONE,
     KINDS,
     START,
@@ -29,7 +29,7 @@ from bridge.hlo.collectives import (
     marked,
     partitions_of,
 )
-from bridge.hlo.text import Computation, Module, Operation, nbytes, read_module
+from bridge.core.hlo.text import Computation, Module, Operation, nbytes, read_module
 
 _PRODUCT = re.compile(r'custom_call_target="__(?:cublas|cudnn|triton_gemm|triton_nested_gemm)')
 _HAVE_OPERATIONS = ("fusion", "while", "call", "conditional", "async-start")

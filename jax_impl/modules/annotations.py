@@ -12,7 +12,7 @@ from flax import nnx
 from flax.core import meta
 from flax.linen import get_logical_axis_rules
 
-from bridge.callers import warn_caller
+from bridge.core.callers import warn_caller
 from jax_impl.modules.tree_model import given_node
 
 _SHOWN = 3

@@ -7,7 +7,7 @@ which devices may have other numbers: rows vary, sums over all devices do not. T
     rows -> mean -> variable after the step                     one value has to come of several: needs a rule
 
 Of variables it is also known whether they changed, and whether the change is a sum of the old value and something that
-does not depend on it. ``runtime/variables.py`` has the rules.
+does not depend on it. ``runtime/groups/variables.py`` has the rules.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ class UnitModule:
 class VariableInfo:
     """A variable that is no parameter: its nnx type, shape and dtype.
 
-    ``rule``: how one value comes of several devices' (``runtime/variables.py``), None where all must have the same.
-    ``rows``: of rule "rows", the dimension that is cut over the devices as a batch is.
+    ``rule``: how one value comes of several devices' (``runtime/groups/variables.py``), None where all must have the
+    same. ``rows``: of rule "rows", the dimension that is cut over the devices as a batch is.
     """
 
     kind: type[nnx.Variable]

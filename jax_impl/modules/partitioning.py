@@ -26,14 +26,14 @@ from flax import nnx
 from flax.core import meta
 from jax.sharding import Mesh, PartitionSpec
 
-from bridge.sharding import ShardingPolicy
-from bridge.sharding.mesh_axes import EXPERT_AXES, is_model_axis
-from bridge.sharding.parallel import Cut, ParallelPolicy, check_cuts, entries_of
-from bridge.sharding.patterns import matches
+from bridge.core.sharding import ShardingPolicy
+from bridge.core.sharding.policy.mesh_axes import EXPERT_AXES, is_model_axis
+from bridge.core.sharding.policy.parallel import Cut, ParallelPolicy, check_cuts, entries_of
+from bridge.core.sharding.policy.patterns import matches
+from jax_impl.comm.model_axes import ModelAxes
 from jax_impl.modules.annotations import annotations_of, warn_of_annotations
 from jax_impl.modules.module_tree import dotted_paths, joined, module_paths, parameter_leaves
 from jax_impl.modules.tree_model import given_node
-from jax_impl.runtime.model_axes import ModelAxes
 
 Parallel = Mapping[str, str | PartitionSpec]
 Cuts = dict[str, tuple[Cut, ...]]

@@ -3,7 +3,7 @@
 A step averages the losses of its parts (the rows of each device in each microbatch), every part with the same weight.
 ``sum(loss * mask) / sum(mask)`` is a mean over as many tokens as the mask has in that part, so tokens of a part that
 has few of them would count more, without a word, and a part without any would give NaN. A loss that returns
-``(sum, weight)`` is right (``runtime/losses.py``). One that divides shows in the traced program: the loss is a
+``(sum, weight)`` is right (``runtime/step/losses.py``). One that divides shows in the traced program: the loss is a
 quotient whose denominator is a sum over the batch alone::
 
     rows -> mask -> sum -> max(., 1) --------.

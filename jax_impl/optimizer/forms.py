@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 
 from jax_impl.modules.tree_model import as_given
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 # By path.
 Values = Mapping[str, jax.Array]

@@ -19,9 +19,9 @@ from jax.extend.core import ClosedJaxpr
 from jax_impl.comm.collectives import fence
 from jax_impl.optimizer.on_host import computed_on_host, is_local
 from jax_impl.optimizer.streaming import Stream
-from jax_impl.runtime.memory_kinds import as_before, is_on_device, on_device
-from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.traced import Env, Values, evaluate, inlined, operands, read, variables
+from jax_impl.runtime.groups.memory_kinds import as_before, is_on_device, on_device
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.program.traced import Env, Values, evaluate, inlined, operands, read, variables
 
 Update = Callable[[Buffers, Any, Buffers, jax.Array], tuple[Any, Buffers]]
 """``(gradients, optimizer state, weights, loss) -> (optimizer state, weights)``."""

@@ -62,8 +62,8 @@ from jax_impl.optimizer.update import (
     updated,
     vanishing_step,
 )
-from jax_impl.runtime.precision import update_dtype
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.precision import update_dtype
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 _LONGEST_TABLE = 1 << 22
 _NAME = "main_weight_adamw"

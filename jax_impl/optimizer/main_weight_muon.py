@@ -32,8 +32,8 @@ from jax_impl.optimizer.main_weight_adamw import (
 from jax_impl.optimizer.moment_arrays import MomentArrays, ParameterMoments, TreeMoments
 from jax_impl.optimizer.moments import MomentFormat
 from jax_impl.optimizer.muon_update import Constants, accumulated, orthogonal, stepped
-from jax_impl.runtime.precision import update_dtype
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.precision import update_dtype
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 _NAME = "main_weight_muon"
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")

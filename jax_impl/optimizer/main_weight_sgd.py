@@ -39,8 +39,8 @@ from jax_impl.optimizer.main_weight_adamw import (
 from jax_impl.optimizer.moment_arrays import MomentArrays, MomentRows, Parts, PlanMoments, TreeMoments
 from jax_impl.optimizer.moments import MomentFormat
 from jax_impl.optimizer.update import as_stored
-from jax_impl.runtime.precision import update_dtype
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.precision import update_dtype
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 _NAME = "main_weight_sgd"
 

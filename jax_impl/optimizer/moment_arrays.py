@@ -26,14 +26,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from bridge.sharding.rows import rows_of
+from bridge.core.sharding.layout.rows import rows_of
 from jax_impl.optimizer.moments import MomentFormat, Rows, decoded
 from jax_impl.optimizer.shard_rows import ShardRows
-from jax_impl.runtime.flat_group import FlatGroup
-from jax_impl.runtime.precision import update_dtype
-from jax_impl.runtime.row_arrays import SCALES
-from jax_impl.runtime.sharding_plan import ShardingPlan
-from jax_impl.runtime.unit_plan import Group
+from jax_impl.runtime.groups.flat_group import FlatGroup
+from jax_impl.runtime.groups.precision import update_dtype
+from jax_impl.runtime.groups.row_arrays import SCALES
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.unit_plan import Group
 
 VALUES = ""
 # The arrays of a moment of one array of weights, by suffix of their keys.

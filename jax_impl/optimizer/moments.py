@@ -33,9 +33,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge.dtype_names import full_name
+from bridge.core.dtype_names import full_name
 from jax_impl.comm.collectives import divide_exactly, round_to
-from jax_impl.runtime.precision import update_dtype
+from jax_impl.runtime.groups.precision import update_dtype
 
 _UNSCALED = ("float32", "bfloat16")
 _SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")

@@ -25,7 +25,7 @@ import numpy as np
 from jax_impl.comm.collectives import round_to
 from jax_impl.optimizer.main_weight_sgd import negative
 from jax_impl.optimizer.update import as_stored, lerp
-from jax_impl.runtime.precision import update_dtype
+from jax_impl.runtime.groups.precision import update_dtype
 
 
 @dataclass(frozen=True)

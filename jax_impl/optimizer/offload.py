@@ -11,8 +11,8 @@ import jax
 
 from jax_impl.optimizer.arguments import check_flag
 from jax_impl.optimizer.in_turn import key_of
-from jax_impl.runtime.memory_kinds import HOST
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.memory_kinds import HOST
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 
 @dataclass(frozen=True)

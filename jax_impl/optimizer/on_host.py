@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.experimental import compute_on
 
-from jax_impl.runtime.memory_kinds import in_host, is_on_device, on_device
-from jax_impl.runtime.traced import runs_any
+from jax_impl.runtime.groups.memory_kinds import in_host, is_on_device, on_device
+from jax_impl.runtime.program.traced import runs_any
 
 # Before, a program of the host cannot say in which memory its results lie.
 _SINCE = (0, 10, 1)

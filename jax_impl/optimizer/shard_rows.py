@@ -23,13 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge.sharding.parallel import Cut
-from bridge.sharding.slot import Slot
+from bridge.core.sharding.layout.slot import Slot
+from bridge.core.sharding.policy.parallel import Cut
 from jax_impl.comm.collectives import fence
 from jax_impl.optimizer.moments import MomentFormat, Rows, decoded
-from jax_impl.runtime.flat_group import FlatGroup
-from jax_impl.runtime.precision import update_dtype
-from jax_impl.runtime.row_arrays import SCALED, SCALES, UNSCALED, RowArray, is_scaled
+from jax_impl.runtime.groups.flat_group import FlatGroup
+from jax_impl.runtime.groups.precision import update_dtype
+from jax_impl.runtime.groups.row_arrays import SCALED, SCALES, UNSCALED, RowArray, is_scaled
 
 Parts = Mapping[str, jax.Array]
 

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_impl.runtime.fetching import fetched
-from jax_impl.runtime.memory_kinds import in_host, on_device
+from jax_impl.runtime.groups.fetching import fetched
+from jax_impl.runtime.groups.memory_kinds import in_host, on_device
 
 # By the number of an array.
 Arrays = dict[int, jax.Array]

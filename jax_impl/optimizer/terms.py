@@ -25,7 +25,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jax_impl.modules.seal import inner_program, jaxpr_of
-from jax_impl.runtime.traced import called
+from jax_impl.runtime.program.traced import called
 
 _SAME = frozenset(
     {"copy", "copy_p", "name", "optimization_barrier", "device_put", "sharding_constraint", "stop_gradient"}

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.formats import create_checkpoint
+from bridge.core.formats import create_checkpoint
 from tests.support.buckets import free_port, s3_environment, server
 
 FORMATS = ("dcp", "orbax", "safetensors")
@@ -93,7 +93,7 @@ def plain_upload(name: str, nbytes: int) -> None:
 
 
 def convert(source: str, destination: str, format: str) -> None:
-    from bridge.checkpoints.convert import convert as run
+    from bridge.checkpoints.convert.conversion import convert as run
 
     run(source, destination, to=format)
 

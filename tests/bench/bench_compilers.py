@@ -27,8 +27,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bridge.planning.errors import PlanError
-from bridge.planning.targets import target_named
+from bridge.compiling.machines.targets import target_named
+from bridge.planning.models.errors import PlanError
 from tests.support.compilers.setting import CONTESTANTS, PJIT, SHARD_MAP, Compiled, Setting
 from tests.support.compilers.worker import Compiler, unavailable
 

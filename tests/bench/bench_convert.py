@@ -63,11 +63,12 @@ dcp.save(tree(draw, matrices), checkpoint_id=path, no_dist=True)
 OURS = (
     COMMON
     + """
-import tensorstore, bridge.checkpoints.convert, bridge.formats.dcp.reader, bridge.formats.dcp.writer
-import bridge.formats.orbax.reader, bridge.formats.orbax.writer
-import bridge.formats.safetensors.reader, bridge.formats.safetensors.writer
+import tensorstore, bridge.core.formats.dcp.reader, bridge.core.formats.dcp.writer
+import bridge.core.formats.orbax.reader, bridge.core.formats.orbax.writer
+import bridge.core.formats.safetensors.reader, bridge.core.formats.safetensors.writer
+from bridge.checkpoints.convert import convert
 start = begin()
-bridge.checkpoints.convert.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], verify="unverified" not in sys.argv)
+convert(sys.argv[1], sys.argv[2], to=sys.argv[3], verify="unverified" not in sys.argv)
 done(*start)
 """
 )

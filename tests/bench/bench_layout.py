@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge.sharding import plan_layout
+from bridge.core.sharding import plan_layout
 from tests.bench.layout_groups import Shape, Shapes, reference_groups
 from tests.bench.layout_rules import fsdp2_rule, lcm_rule, row_bound
 
@@ -83,7 +83,7 @@ SPEED_KINDS = ("mixture of experts", "23 odd rows", "20,000 distinct rows")
 SPEED = """
 import resource, sys, time
 from tests.bench.bench_layout import speed_shapes
-from bridge.sharding import plan_layout
+from bridge.core.sharding import plan_layout
 shapes = speed_shapes(sys.argv[1])
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 before, started = peak(), time.process_time()

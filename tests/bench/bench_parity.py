@@ -33,7 +33,7 @@ def gpt2_pair() -> tuple[Any, Any, Any, Any, dict[str, int]]:
     import transformers
     from flax import nnx
 
-    from bridge.mapping import load_mapping
+    from bridge.core.mapping import load_mapping
     from jax_impl.models import CausalLM
     from jax_impl.models.causal_lm_config import CausalLMConfig
 

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge.compiling.target_step import StepRequest
 from bridge.planning import make_plan, resolve_models
-from bridge.planning.target_step import StepRequest
 from tests.bench.peak_shapes import CONFIGS, DEVICES, LENGTHS, MICROBATCHES, Cell, cells, model_named
 
 WITHIN = 0.10
@@ -86,7 +86,7 @@ def summary(found: Sequence[Found]) -> Iterator[str]:
 def compiled_cells(chosen: Sequence[Cell]) -> Iterator[Found]:
     """Compiled in this process, whose first use of JAX it must be."""
     import jax_impl
-    from bridge.planning.compiled_leg import compiled
+    from bridge.compiling.compiled_leg import compiled
 
     jax_impl.simulate_devices(DEVICES)
 

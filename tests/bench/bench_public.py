@@ -19,15 +19,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from bridge.compiling.batch_shapes import BatchArray
+from bridge.compiling.machines.links import machine_named
+from bridge.compiling.machines.targets import target_named
+from bridge.compiling.target_plan import TargetRow, plan_targets
+from bridge.compiling.target_step import StepRequest
+from bridge.compiling.target_time import Estimate, Roofline
+from bridge.core.text import human_bytes
 from bridge.planning import Workload, load_policy
-from bridge.planning.batch_shapes import BatchArray
-from bridge.planning.links import machine_named
-from bridge.planning.models import resolve_models
-from bridge.planning.target_plan import TargetRow, plan_targets
-from bridge.planning.target_step import StepRequest
-from bridge.planning.target_time import Estimate, Roofline
-from bridge.planning.targets import target_named
-from bridge.text import human_bytes
+from bridge.planning.models.models import resolve_models
 
 TORCHTITAN = "torchtitan, docs/performance.md"
 TIERING = "MaxText, docs/reference/models/tiering.md"

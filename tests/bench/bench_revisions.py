@@ -35,8 +35,8 @@ dcp.save({"model": model}, checkpoint_id=sys.argv[1], no_dist=True)
 """
 CONVERT = """
 import resource, sys, time
-import bridge.formats.dcp.reader, bridge.formats.orbax.reader, bridge.formats.safetensors.reader
-from bridge.checkpoints.convert import convert
+import bridge.core.formats.dcp.reader, bridge.core.formats.orbax.reader, bridge.core.formats.safetensors.reader
+from bridge.checkpoints.convert.conversion import convert
 before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
 convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
 print("RESULT", time.perf_counter() - started, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)

@@ -25,12 +25,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.summary import inspect
-from bridge.checkpoints.verify import verify
-from bridge.checkpoints.workers import default_workers
-from bridge.formats import create_checkpoint
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.workers import default_workers
+from bridge.checkpoints.inspect.summary import inspect
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import create_checkpoint
 
 FORMATS = ("dcp", "orbax", "safetensors")
 ROOT = Path(__file__).parents[2]

@@ -33,8 +33,8 @@ import ml_dtypes
 import numpy as np
 import zstandard
 
-from bridge.formats import create_checkpoint
-from bridge.formats.crc32c import extend
+from bridge.core.formats import create_checkpoint
+from bridge.core.formats.tensors.crc32c import extend
 
 ROOT = Path(__file__).parents[2]
 ROWS, COLUMNS = 4096, 4096
@@ -47,9 +47,9 @@ two = "layers.{i}.kernel : y x"
 """
 CONVERT = """
 import sys, threading, time, tensorstore
-import bridge.checkpoints.convert as convert
-from bridge.checkpoints.engine import Copier
-from bridge.formats.orbax import writer; from bridge.formats.dcp import reader
+import bridge.checkpoints.convert.conversion as convert
+from bridge.checkpoints.convert.engine import Copier
+from bridge.core.formats.orbax import writer; from bridge.core.formats.dcp import reader
 alone = []
 def on_core_and_queued():
     text = open(f"/proc/self/task/{threading.get_native_id()}/schedstat").read()

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jax_impl import count_collectives, count_compiled_collectives, main_weight_adamw, make_gradients
 from jax_impl.diagnostics.collectives import Collective
 from jax_impl.models import Decoder
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from tests.bench.jax_contestants import ADAMW, baseline_of, loss, plan_of
 from tests.bench.jax_setting import BASELINE, BASELINE_XLA, SHARD_MAP, Setting
 

@@ -23,7 +23,7 @@ from jax_impl import (
 )
 from jax_impl.models import Decoder, DecoderConfig, next_token_loss
 from jax_impl.modules.module_tree import parameter_leaves
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from tests.bench.jax_baseline import Baseline, build_baseline
 from tests.bench.jax_setting import BASELINE, BASELINE_XLA, NAMES, SIZES, Setting
 

@@ -1,7 +1,8 @@
 """The layouts that ours is compared with, and what no layout can go below: padded elements as functions of shapes.
 
 A *row* here is a slice of dimension 0, ``numel(shape[1:])`` elements, and one element of a vector or scalar, except in
-``row_bound``, where it is the last dimension, as in ``bridge.sharding.rows``. All count elements over all ranks.
+``row_bound``, where it is the last dimension, as in ``bridge.core.sharding.layout.rows``. All count elements over all
+ranks.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def lcm_layout(shapes: tuple[Shape, ...], align: int = 1) -> LcmLayout:
     falling size, each on a multiple of its row. Small tensors that remain follow at the end. Offsets do not depend on
     the number of shards.
 
-    Independent of ``bridge.sharding.aligned_packing``. Tensors of equal size and row wait in one queue, so that a
-    search takes time by distinct shapes.
+    Independent of ``bridge.core.sharding.layout.aligned_packing``. Tensors of equal size and row wait in one queue, so
+    that a search takes time by distinct shapes.
     """
     sizes = [(math.prod(shape), math.prod(shape[1:])) for shape in shapes]
     chunk = math.lcm(align, *(row for numel, row in sizes if numel))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge.core.sharding import ShardingPolicy
 from bridge.planning import Workload, parse_policy
-from bridge.sharding import ShardingPolicy
 
 LENGTHS = (64, 512, 2048, 4096, 8192)
 MICROBATCHES = (1, 4)

@@ -12,7 +12,7 @@ import torch
 
 import torch_impl
 from bridge.planning import make_plan, resolve_models
-from bridge.planning.formulas import Attention
+from bridge.planning.models.formulas import Attention
 from tests.bench.peak_shapes import CONFIGS, Cell, model_named
 from tests.bench.torch_memory import live_bytes
 from tests.support.ranks import RankGroup

@@ -21,20 +21,20 @@ import pytest
 from hypothesis import Phase, given
 from hypothesis import strategies as st
 
-from bridge.checkpoints import verify as verify_module
-from bridge.checkpoints.borrowed import MEMORY, borrow
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.finite import count_not_finite
-from bridge.checkpoints.spread import Spread
-from bridge.checkpoints.ulp import Difference, Tolerance
-from bridge.checkpoints.verify import verify
-from bridge.checkpoints.workers import batches, each, ordered
-from bridge.formats import create_checkpoint
-from bridge.formats.base import DTYPES, ORBAX_DTYPES, Box, CheckpointError, Loan, Wanted
-from bridge.formats.dcp.reader import DcpReader
-from bridge.formats.files.manifest import MANIFEST_FILE
-from bridge.formats.orbax.reader import OrbaxReader
-from bridge.formats.safetensors.reader import SafetensorsReader
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.compare.spread import Spread
+from bridge.checkpoints.compare.ulp import Difference, Tolerance
+from bridge.checkpoints.ground.borrowed import MEMORY, borrow
+from bridge.checkpoints.ground.finite import count_not_finite
+from bridge.checkpoints.ground.workers import batches, each, ordered
+from bridge.checkpoints.verify import verification as verify_module
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import create_checkpoint
+from bridge.core.formats.dcp.reader import DcpReader
+from bridge.core.formats.files.manifest import MANIFEST_FILE
+from bridge.core.formats.orbax.reader import OrbaxReader
+from bridge.core.formats.safetensors.reader import SafetensorsReader
+from bridge.core.formats.tensors.base import DTYPES, ORBAX_DTYPES, Box, CheckpointError, Loan, Wanted
 from tests.support.bridge.bits import random_bits
 from tests.support.examples import examples
 

@@ -16,18 +16,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.checkpoints import cluster as cluster_module
-from bridge.checkpoints.cluster import MAX_LOST, PartTask, Told, WorkerLost, convert_on
-from bridge.checkpoints.convert import ConvertOptions
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.parts import PartReport
-from bridge.checkpoints.processes import Processes
-from bridge.checkpoints.stage import stages_at
-from bridge.checkpoints.verify import verify
-from bridge.formats import create_checkpoint
-from bridge.formats.base import CheckpointError
-from bridge.formats.files.journal import Journal
-from bridge.mapping.rules import family_names, load_mapping
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import ConvertOptions
+from bridge.checkpoints.jobs import cluster as cluster_module
+from bridge.checkpoints.jobs.cluster import MAX_LOST, PartTask, Told, WorkerLost, convert_on
+from bridge.checkpoints.jobs.parts import PartReport
+from bridge.checkpoints.jobs.processes import Processes
+from bridge.checkpoints.jobs.stage import stages_at
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import create_checkpoint
+from bridge.core.formats.files.journal import Journal
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.mapping.language.rules import family_names, load_mapping
 
 ROOT = Path(__file__).parents[2]
 MAPPING = """
@@ -288,7 +288,7 @@ def test_progress_moves_within_a_part(tmp_path: Path, monkeypatch: pytest.Monkey
     whole = sum((200_000 + i) * 40 * 4 for i in range(12))
     if engine == "ray":
         pytest.importorskip("ray")
-        from bridge.checkpoints.ray_cluster import RayCluster
+        from bridge.checkpoints.jobs.ray_cluster import RayCluster
 
         monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     seen: list[tuple[int, int, str]] = []
@@ -306,7 +306,7 @@ def test_progress_moves_within_a_part(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.checkpoints.ray_cluster import RayCluster
+    from bridge.checkpoints.jobs.ray_cluster import RayCluster
 
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(CheckpointError, match=r"--engine ray needs Ray.*pip install 'twinshard\[ray\]'"):

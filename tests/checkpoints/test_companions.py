@@ -16,14 +16,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.verify import verify
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.verify.verification import verify
 from bridge.commands.main import app
-from bridge.formats import Box, create_checkpoint, open_checkpoint
-from bridge.formats.base import CheckpointError
-from bridge.formats.companions import Companions, is_companion
-from bridge.formats.files.atomic import temporaries_of
-from bridge.formats.files.data_file import DataFile
+from bridge.core.formats import Box, create_checkpoint, open_checkpoint
+from bridge.core.formats.files.atomic import temporaries_of
+from bridge.core.formats.files.data_file import DataFile
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.whole.companions import Companions, is_companion
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

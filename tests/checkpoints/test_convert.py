@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from bridge.checkpoints.convert import convert
-from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import DTYPES, CheckpointError, TensorInfo, TreePath, Wanted
-from bridge.formats.leaf_names import MAX_NAME
-from bridge.mapping import MappingError
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.tensors.base import DTYPES, CheckpointError, TensorInfo, TreePath, Wanted
+from bridge.core.formats.tensors.leaf_names import MAX_NAME
+from bridge.core.mapping import MappingError
 from tests.support.bridge import stock_dcp
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import stock_save
@@ -128,9 +128,9 @@ def test_orbax_to_dcp_and_back_keeps_every_byte_and_value(tmp_path: Path, worker
 def test_tensors_of_many_chunks_in_many_regions_arrive_whole_both_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, workers: int
 ) -> None:
-    monkeypatch.setattr("bridge.formats.regions.CHUNK_BYTES", 60)
-    monkeypatch.setattr("bridge.formats.orbax.row_slabs._CHUNK", 72)
-    monkeypatch.setattr("bridge.formats.regions.group_boxes.__defaults__", (200,))
+    monkeypatch.setattr("bridge.core.formats.tensors.regions.CHUNK_BYTES", 60)
+    monkeypatch.setattr("bridge.core.formats.orbax.row_slabs._CHUNK", 72)
+    monkeypatch.setattr("bridge.core.formats.tensors.regions.group_boxes.__defaults__", (200,))
     arrays = dcp_arrays()
     write(tmp_path / "dcp", "dcp", arrays, {})
     with open_checkpoint(tmp_path / "dcp") as reader:
@@ -251,7 +251,7 @@ def test_a_read_that_fails_half_way_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     write(tmp_path / "source", "dcp", dcp_arrays(), {})
-    from bridge.formats.dcp.reader import DcpReader
+    from bridge.core.formats.dcp.reader import DcpReader
 
     part, read_into = DcpReader._part, DcpReader.read_into
 

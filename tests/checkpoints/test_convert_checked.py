@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bridge.checkpoints.checked import checked
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.selection import Selection
-from bridge.checkpoints.verify import verify
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.checked import checked
+from bridge.checkpoints.ground.selection import Selection
+from bridge.checkpoints.verify.verification import verify
 from bridge.commands.main import app
-from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.arrays import array_checksum
-from bridge.formats.base import Box, CheckpointError
-from bridge.formats.files.manifest import MANIFEST_FILE
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.files.manifest import MANIFEST_FILE
+from bridge.core.formats.tensors.arrays import array_checksum
+from bridge.core.formats.tensors.base import Box, CheckpointError
 from tests.checkpoints.test_small_tensors import FEW, MANY, make, per_tensor
 from tests.support.bridge.verify_files import FORMATS, arrays, contents, converted, copy, flipped, places
 

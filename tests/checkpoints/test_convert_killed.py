@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.verify import verify
-from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import CheckpointError
-from bridge.formats.files.atomic import AtomicDirectory, temporaries_of
-from bridge.formats.files.journal import JOURNAL_FILE
-from bridge.formats.files.manifest import manifest_path
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.files.atomic import AtomicDirectory, temporaries_of
+from bridge.core.formats.files.journal import JOURNAL_FILE
+from bridge.core.formats.files.manifest import manifest_path
+from bridge.core.formats.tensors.base import CheckpointError
 from tests.support.bridge.bits import random_bits, same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -342,8 +342,8 @@ def test_two_at_once_do_not_share_a_working_directory(
 ) -> None:
     program = (
         "import sys, time\n"
-        "from bridge.checkpoints.convert import convert\n"
-        "from bridge.formats.dcp.writer import DcpWriter\n"
+        "from bridge.checkpoints.convert.conversion import convert\n"
+        "from bridge.core.formats.dcp.writer import DcpWriter\n"
         "def write(*_, **__):\n"
         "    print('writing', flush=True)\n"
         "    time.sleep(60)\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.formats import create_checkpoint
+from bridge.core.formats import create_checkpoint
 
 D, HEADS, HEAD_DIM, FF, VOCAB, LAYERS = 1536, 12, 128, 4211, 8011, 3
 LIMIT_MB = {1: 200, 2: 300}
@@ -18,15 +18,16 @@ LIMIT_MB = {1: 200, 2: 300}
 
 PROGRAM = """
 import json, sys
-import bridge.checkpoints.convert, bridge.checkpoints.diff
-import bridge.formats.dcp.reader, bridge.formats.dcp.writer, bridge.formats.orbax.reader, bridge.formats.orbax.writer
+import bridge.checkpoints.convert.conversion, bridge.checkpoints.compare.diff
+import bridge.core.formats.dcp.reader, bridge.core.formats.dcp.writer
+import bridge.core.formats.orbax.reader, bridge.core.formats.orbax.writer
 from tests.support.process_memory import status_bytes
 command, a, b, workers = sys.argv[1:]
 before = status_bytes("VmHWM")
 if command == "convert":
-    result = bridge.checkpoints.convert.convert(a, b, mapping="decoder", workers=int(workers)).bytes
+    result = bridge.checkpoints.convert.conversion.convert(a, b, mapping="decoder", workers=int(workers)).bytes
 else:
-    result = bridge.checkpoints.diff.diff(a, b, mapping="decoder").max_ulp
+    result = bridge.checkpoints.compare.diff.diff(a, b, mapping="decoder").max_ulp
 print(json.dumps([(status_bytes("VmHWM") - before) / 1e6, result]))
 """
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bridge.checkpoints import engine
-from bridge.checkpoints.convert import ConvertOptions, convert, planned
-from bridge.checkpoints.selection import Selection
+from bridge.checkpoints.convert import engine
+from bridge.checkpoints.convert.conversion import ConvertOptions, convert, planned
+from bridge.checkpoints.ground.selection import Selection
 from bridge.commands.main import app
-from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.arrays import array_checksum
-from bridge.formats.base import DTYPES, CheckpointError, TreePath
-from bridge.formats.files.journal import Journal
-from bridge.formats.files.manifest import MANIFEST_FILE, object_checksum, read_manifest
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.files.journal import Journal
+from bridge.core.formats.files.manifest import MANIFEST_FILE, object_checksum, read_manifest
+from bridge.core.formats.tensors.arrays import array_checksum
+from bridge.core.formats.tensors.base import DTYPES, CheckpointError, TreePath
 from tests.support.bridge.bits import random_bits, same_bits
 
 F32 = np.dtype(np.float32)
@@ -292,7 +292,7 @@ def test_too_little_space_is_said_before_the_first_byte(
     class Usage:
         free = 100
 
-    monkeypatch.setattr("bridge.checkpoints.destination.shutil.disk_usage", lambda _: Usage)
+    monkeypatch.setattr("bridge.checkpoints.convert.destination.shutil.disk_usage", lambda _: Usage)
     with pytest.raises(
         CheckpointError,
         match=r"too little free space for .*out: expected 2.. bytes, found 100; free some",
@@ -337,7 +337,7 @@ def test_a_chunk_is_noted_only_when_it_is_on_disk(
 ) -> None:
     """A power cut may lose what was written and not synced; the journal must not speak of it."""
     events: list[str] = []
-    monkeypatch.setattr("bridge.formats.files.record.SYNC_BYTES", 1)
+    monkeypatch.setattr("bridge.core.formats.files.record.SYNC_BYTES", 1)
     monkeypatch.setattr(os, "fdatasync", lambda _: events.append("synced"))
     monkeypatch.setattr(Journal, "record", lambda self, entries: events.extend("noted" for _ in entries))
     monkeypatch.setattr(os, "pwrite", counted(os.pwrite, events))

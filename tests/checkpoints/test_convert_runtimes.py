@@ -15,8 +15,8 @@ from flax import nnx
 
 import jax_impl
 import torch_impl
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
 from jax_impl.models import decoder as jax_decoder
 from tests.checkpoints.test_convert import assert_same, objects, tensors
 from tests.support.ranks import RankGroup
@@ -88,7 +88,7 @@ def test_an_uneven_save_of_three_torch_ranks_resumes_on_two_after_a_detour_throu
 
 
 def _chunks(path: Path) -> dict[str, tuple[Any, ...]]:
-    from bridge.formats import open_checkpoint
+    from bridge.core.formats import open_checkpoint
 
     with open_checkpoint(path) as reader:
         return {name: info.chunks for name, info in reader.tensors.items()}

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.checkpoints.convert import convert
-from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import DTYPES, Box
-from bridge.formats.files import data_file
-from bridge.formats.files.boxes import array_for
-from bridge.formats.files.read_memory import SCRATCH, memory_for
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.files import data_file
+from bridge.core.formats.reading.boxes import array_for
+from bridge.core.formats.reading.read_memory import SCRATCH, memory_for
+from bridge.core.formats.tensors.base import DTYPES, Box
 from tests.support.bridge.verify_files import write
 
 SHAPE = (1000, 2051)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bridge.formats.dcp.reader import DcpReader
+from bridge.core.formats.dcp.reader import DcpReader
 from tests.support.bridge.destination_sweep import SIZE, TARGETS, contents
 from tests.support.bridge.destinations import FORMATS, command, source
 from tests.support.processes import importing_from

@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from bridge.checkpoints import diff_tensors
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.ulp import Difference, Tolerance
+from bridge.checkpoints.compare import diff_tensors
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.compare.ulp import Difference, Tolerance
+from bridge.checkpoints.convert.conversion import convert
 from bridge.commands.main import app
-from bridge.formats import regions
-from bridge.formats.base import Box
-from bridge.formats.coverage import check_coverage
-from bridge.mapping.rules import parse_mapping
+from bridge.core.formats.tensors import regions
+from bridge.core.formats.tensors.base import Box
+from bridge.core.formats.tensors.coverage import check_coverage
+from bridge.core.mapping.language.rules import parse_mapping
 from tests.checkpoints.test_convert import HYPERPARAMETERS, write
 from tests.support.bridge.dcp_files import stock_save
 from tests.support.bridge.decoder_trees import dcp_arrays, expected_orbax

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from bridge import Tolerance
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.diff_report import DiffReport
-from bridge.checkpoints.selection import Selection
-from bridge.checkpoints.spread import Spread
-from bridge.checkpoints.ulp import compare
-from bridge.formats import regions
-from bridge.formats.base import DTYPES, CheckpointError
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.compare.diff_report import DiffReport
+from bridge.checkpoints.compare.spread import Spread
+from bridge.checkpoints.compare.ulp import compare
+from bridge.checkpoints.ground.selection import Selection
+from bridge.core.formats.tensors import regions
+from bridge.core.formats.tensors.base import DTYPES, CheckpointError
 from tests.checkpoints.test_convert import write
 from tests.support.bridge.decoder_trees import dcp_arrays, expected_orbax
 

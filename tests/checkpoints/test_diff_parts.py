@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.diff_report import DiffReport
-from bridge.checkpoints.selection import Selection
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.compare.diff_report import DiffReport
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
 from bridge.commands.main import app
-from bridge.formats.base import CheckpointError
-from bridge.mapping.rules import parse_mapping
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.mapping.language.rules import parse_mapping
 from tests.checkpoints.test_convert import HYPERPARAMETERS, write
 from tests.support.bridge.decoder_trees import dcp_arrays, expected_orbax
 

@@ -11,12 +11,13 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from bridge.checkpoints.common_dtype import common_dtype
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.common_dtype import common_dtype
 from bridge.commands.diff import diff as diff_command
-from bridge.formats import create_checkpoint, open_checkpoint, regions
-from bridge.formats.base import DTYPES
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.tensors import regions
+from bridge.core.formats.tensors.base import DTYPES
 from tests.checkpoints.test_convert import write
 from tests.support.bridge.bits import random_bits
 

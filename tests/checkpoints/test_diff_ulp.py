@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.checkpoints.ulp import Difference, Tolerance, compare
-from bridge.formats.base import DTYPES
+from bridge.checkpoints.compare.ulp import Difference, Tolerance, compare
+from bridge.core.formats.tensors.base import DTYPES
 from tests.support.examples import examples
 
 FLOATS = [name for name in DTYPES if "float" in name]
@@ -131,8 +131,8 @@ def test_integers_must_be_equal_whatever_the_tolerance(dtype: str) -> None:
 
 
 def test_many_differences_are_found_across_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.checkpoints.ulp._SLICE", 7)
-    monkeypatch.setattr("bridge.checkpoints.ulp._BLOCK", 31)
+    monkeypatch.setattr("bridge.checkpoints.compare.ulp._SLICE", 7)
+    monkeypatch.setattr("bridge.checkpoints.compare.ulp._BLOCK", 31)
     a = np.arange(1, 101, dtype=np.float32)
     b = a.copy()
     b[::3] = np.nextafter(b[::3], np.float32(np.inf))

@@ -12,13 +12,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.summary import inspect
-from bridge.checkpoints.verify import verify
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.inspect.summary import inspect
+from bridge.checkpoints.verify.verification import verify
 from bridge.commands.main import app
-from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
-from bridge.formats.orbax.items_writer import OrbaxItemsWriter
+from bridge.core.formats import CheckpointError, create_checkpoint, open_checkpoint
+from bridge.core.formats.orbax.items_writer import OrbaxItemsWriter
 from tests.checkpoints.test_whole_folders import index, save, told
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

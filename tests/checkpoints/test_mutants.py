@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from bridge.checkpoints.convert import convert
-from bridge.formats import CheckpointError, open_checkpoint
-from bridge.formats.dcp.archive_writer import _around
-from bridge.formats.files.manifest import MANIFEST_FILE
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats import CheckpointError, open_checkpoint
+from bridge.core.formats.dcp.archive_writer import _around
+from bridge.core.formats.files.manifest import MANIFEST_FILE
 from tests.support.bridge.bits import random_bits
 from tests.support.bridge.dcp_files import edit_metadata, stock_save
 from tests.support.bridge.mutants import hostile_pickles

@@ -12,16 +12,16 @@ import orbax.checkpoint as ocp
 import pytest
 from typer.testing import CliRunner
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.selection import Selection
-from bridge.checkpoints.ulp import Tolerance, largest_ulp
-from bridge.checkpoints.verify import verify
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.compare.ulp import Tolerance, largest_ulp
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.checkpoints.verify.verification import verify
 from bridge.commands.main import app
-from bridge.formats import open_checkpoint
-from bridge.formats.base import ORBAX_DTYPES, CheckpointError
-from bridge.formats.safetensors.header import PACKED
-from bridge.mapping import parse_mapping
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.safetensors.header import PACKED
+from bridge.core.formats.tensors.base import ORBAX_DTYPES, CheckpointError
+from bridge.core.mapping import parse_mapping
 from bridge.propose.propose import propose
 
 NARROW = ("int4", "int2", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz")

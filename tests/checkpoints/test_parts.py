@@ -16,20 +16,21 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from bridge.checkpoints import parts as parts_module
-from bridge.checkpoints import pieces
-from bridge.checkpoints.convert import ConvertOptions, convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.parts import PartReport, commit_parts, convert_part
-from bridge.checkpoints.pieces import PartPlan, make_part_plan
-from bridge.checkpoints.selection import Selection
-from bridge.checkpoints.stage import stages_at
-from bridge.checkpoints.verify import verify
-from bridge.formats import create_checkpoint, open_checkpoint, regions
-from bridge.formats.base import Box, CheckpointError
-from bridge.formats.files import journal
-from bridge.formats.orbax import row_slabs
-from bridge.formats.replaceable import require_replaceable
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import ConvertOptions, convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.checkpoints.jobs import parts as parts_module
+from bridge.checkpoints.jobs import pieces
+from bridge.checkpoints.jobs.parts import PartReport, commit_parts, convert_part
+from bridge.checkpoints.jobs.pieces import PartPlan, make_part_plan
+from bridge.checkpoints.jobs.stage import stages_at
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.files import journal
+from bridge.core.formats.orbax import row_slabs
+from bridge.core.formats.tensors import regions
+from bridge.core.formats.tensors.base import Box, CheckpointError
+from bridge.core.formats.whole.replaceable import require_replaceable
 from tests.support.bridge.bits import same_bits
 from tests.support.bridge.dcp_files import array_of, stock_load_all
 from tests.support.bridge.decoder_trees import dcp_arrays

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bridge.checkpoints.cluster import WorkerLost
-from bridge.checkpoints.ray_cluster import RayCluster
-from bridge.formats.base import CheckpointError
+from bridge.checkpoints.jobs.cluster import WorkerLost
+from bridge.checkpoints.jobs.ray_cluster import RayCluster
+from bridge.core.formats.tensors.base import CheckpointError
 
 
 class _RayError(Exception):

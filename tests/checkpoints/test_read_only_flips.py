@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.checkpoints.convert import convert
-from bridge.formats import CheckpointError, open_checkpoint
-from bridge.formats.base import unreadable
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats import CheckpointError, open_checkpoint
+from bridge.core.formats.tensors.base import unreadable
 from tests.support.bridge.bits import same_bits
 from tests.support.bridge.verify_files import contents
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.verify import verify
-from bridge.formats import CheckpointError, open_checkpoint
-from bridge.formats.base import unreadable
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import CheckpointError, open_checkpoint
+from bridge.core.formats.tensors.base import unreadable
 from tests.support.bridge.bits import random_bits, same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -141,11 +141,11 @@ def test_flips_in_msgpack_are_refused_or_change_one_value(tmp_path: Path) -> Non
 
 PROGRAM = """
 import json, sys
-import bridge.checkpoints.convert, bridge.formats.orbax.writer, bridge.formats.torch_save.reader
-import bridge.formats.npz.reader, bridge.formats.flax_msgpack.reader
+import bridge.checkpoints.convert.conversion, bridge.core.formats.orbax.writer, bridge.core.formats.torch_save.reader
+import bridge.core.formats.npz.reader, bridge.core.formats.flax_msgpack.reader
 from tests.support.process_memory import status_bytes
 before = status_bytes("VmHWM")
-report = bridge.checkpoints.convert.convert(sys.argv[1], sys.argv[2], workers=1)
+report = bridge.checkpoints.convert.conversion.convert(sys.argv[1], sys.argv[2], workers=1)
 print(json.dumps([(status_bytes("VmHWM") - before) / 1e6, report.bytes]))
 """
 

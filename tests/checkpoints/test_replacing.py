@@ -13,13 +13,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save_file
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.verify import verify
-from bridge.formats import Attempt, create_checkpoint, open_checkpoint
-from bridge.formats.base import CheckpointError
-from bridge.formats.files import atomic
-from bridge.formats.files.atomic import AtomicDirectory, sidecar_of, temporaries_of
-from bridge.formats.replaceable import require_replaceable
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import Attempt, create_checkpoint, open_checkpoint
+from bridge.core.formats.files import atomic
+from bridge.core.formats.files.atomic import AtomicDirectory, sidecar_of, temporaries_of
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.whole.replaceable import require_replaceable
 from tests.support.bridge.bits import random_bits, same_bits
 
 F32 = np.dtype(np.float32)

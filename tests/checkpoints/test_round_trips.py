@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.verify import verify
-from bridge.formats import open_checkpoint
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import open_checkpoint
 from tests.support.bridge import plain_torch
 from tests.support.compiler_effort import inherited_flags
 from tests.support.ranks import RankGroup

@@ -13,12 +13,12 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.summary import inspect
-from bridge.checkpoints.verify import verify
-from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import TensorInfo, dtype_from_name
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.inspect.summary import inspect
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.tensors.base import TensorInfo, dtype_from_name
 
 FORMATS = ("dcp", "orbax", "safetensors")
 FEW, MANY = 100, 300

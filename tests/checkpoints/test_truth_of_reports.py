@@ -14,12 +14,12 @@ import torch
 from typer.testing import CliRunner
 
 import bridge
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.ulp import Tolerance
-from bridge.checkpoints.verify import verify
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.compare.ulp import Tolerance
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.verify.verification import verify
 from bridge.commands.main import app
-from bridge.formats import create_checkpoint
+from bridge.core.formats import create_checkpoint
 
 ROOT = Path(__file__).parents[2]
 Content = Mapping[str, object]

@@ -20,15 +20,16 @@ import typer
 from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.finite import count_not_finite
-from bridge.checkpoints.summary import inspect
-from bridge.checkpoints.verify import verify
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.finite import count_not_finite
+from bridge.checkpoints.inspect.summary import inspect
+from bridge.checkpoints.verify.verification import verify
 from bridge.commands.verify import verify as verify_command
-from bridge.formats import create_checkpoint, regions
-from bridge.formats.base import DTYPES, Box
-from bridge.formats.dcp.reader import DcpReader
-from bridge.formats.files.manifest import MANIFEST_FILE
+from bridge.core.formats import create_checkpoint
+from bridge.core.formats.dcp.reader import DcpReader
+from bridge.core.formats.files.manifest import MANIFEST_FILE
+from bridge.core.formats.tensors import regions
+from bridge.core.formats.tensors.base import DTYPES, Box
 from tests.support.bridge.bits import random_bits
 from tests.support.bridge.dcp_files import stock_save
 from tests.support.bridge.orbax_helpers import stock_save as orbax_save
@@ -265,7 +266,7 @@ def test_chunks_above_the_budget_are_read_in_pieces_and_checked_as_a_whole(
     array = random_bits((40, 30), np.dtype(np.float32), 3)
     write(tmp_path / "a", "dcp", {"w.x": array}, (40, 30))
     monkeypatch.setattr(regions.split_box, "__defaults__", (256,))
-    monkeypatch.setattr("bridge.checkpoints.verify.REGION_BYTES", 256)
+    monkeypatch.setattr("bridge.checkpoints.verify.verification.REGION_BYTES", 256)
     read, sizes = DcpReader.read, []
 
     def recorded(self: DcpReader, name: str, box: Box | None = None) -> np.ndarray:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.checkpoints.verify import verify
+from bridge.checkpoints.verify.verification import verify
 from tests.support.bridge.verify_files import (
     FORMATS,
     arrays,

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from bridge import convert, verify
 from bridge.commands.main import app
-from bridge.formats import CheckpointError, open_checkpoint
-from bridge.formats.files.manifest import MANIFEST_FILE
+from bridge.core.formats import CheckpointError, open_checkpoint
+from bridge.core.formats.files.manifest import MANIFEST_FILE
 from tests.support.bridge.orbax_helpers import stock_save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from bridge.checkpoints.convert import ConvertOptions, convert, planned
-from bridge.checkpoints.summary import inspect
-from bridge.checkpoints.verify import verify
-from bridge.formats import CheckpointError, open_checkpoint
-from bridge.formats.files.numbered_files import numbered_sets
+from bridge.checkpoints.convert.conversion import ConvertOptions, convert, planned
+from bridge.checkpoints.inspect.summary import inspect
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import CheckpointError, open_checkpoint
+from bridge.core.formats.reading.numbered_files import numbered_sets
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.mapping.rules import family_names, load_mapping
+from bridge.core.mapping.language.rules import family_names, load_mapping
 from tests.support.processes import importing_from
 
 ROOT = Path(__file__).parents[2]

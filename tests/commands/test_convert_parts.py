@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.estimate import CPU_SECONDS_PER_GB, REARRANGED_CPU_SECONDS_PER_GB
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.jobs.estimate import CPU_SECONDS_PER_GB, REARRANGED_CPU_SECONDS_PER_GB
 from bridge.commands import output
 from bridge.commands.main import app
-from bridge.formats import create_checkpoint
-from bridge.formats.safetensors.header import format_header
-from bridge.text import human_bytes
+from bridge.core.formats import create_checkpoint
+from bridge.core.formats.safetensors.header import format_header
+from bridge.core.text import human_bytes
 
 MAPPING = """
 [convention.one]

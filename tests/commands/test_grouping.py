@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from typer.testing import CliRunner
 
-from bridge.checkpoints.convert import convert
+from bridge.checkpoints.convert.conversion import convert
 from bridge.commands.grouping import grouped
 from bridge.commands.main import app
 from tests.checkpoints.test_convert import write

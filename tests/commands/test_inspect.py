@@ -15,13 +15,13 @@ from rich.console import Console
 from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
-from bridge.checkpoints.summary import inspect
-from bridge.checkpoints.tensor_tree import tensor_tree
+from bridge.checkpoints.inspect.summary import inspect
+from bridge.checkpoints.inspect.tensor_tree import tensor_tree
 from bridge.commands.inspect import inspect as inspect_command
 from bridge.commands.main import app
 from bridge.commands.tree import print_tree
-from bridge.formats import open_checkpoint
-from bridge.formats.base import Box
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.tensors.base import Box
 from tests.checkpoints.test_convert import HYPERPARAMETERS, write
 from tests.support.bridge.decoder_trees import dcp_arrays
 
@@ -49,7 +49,7 @@ def test_tensors_groups_and_objects_are_listed(tmp_path: Path) -> None:
 
 
 def test_stored_chunks_are_those_of_the_writer(tmp_path: Path) -> None:
-    from bridge.formats import create_checkpoint
+    from bridge.core.formats import create_checkpoint
 
     with create_checkpoint(tmp_path / "a", "orbax") as writer:
         name = writer.add_tensor(("w",), (5, 3), np.dtype(np.float32), chunk_shape=(2, 3)).name
@@ -72,7 +72,7 @@ def test_an_object_that_is_not_plain_data_is_named_and_the_rest_is_shown(tmp_pat
 
 
 def test_no_tensor_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.formats.orbax.reader import OrbaxReader
+    from bridge.core.formats.orbax.reader import OrbaxReader
 
     write(tmp_path / "a", "orbax", {"w": np.ones(3)}, {})
     monkeypatch.setattr(OrbaxReader, "read", None)
@@ -80,7 +80,7 @@ def test_no_tensor_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_manifest_and_the_number_of_chunks_are_told(tmp_path: Path) -> None:
-    from bridge.formats import create_checkpoint
+    from bridge.core.formats import create_checkpoint
 
     with create_checkpoint(tmp_path / "runs/3/default", "orbax") as writer:
         writer.add_tensor(("w",), (5, 3), np.dtype(np.float32), chunk_shape=(2, 3))

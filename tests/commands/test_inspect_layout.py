@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from bridge.checkpoints.picture import chunks_figure, layout_figure, save_picture
-from bridge.checkpoints.summary import chunk_bars, chunk_lines
-from bridge.formats import create_checkpoint
-from bridge.formats.base import Box, TensorInfo
-from bridge.sharding import Layout, plan_layout
+from bridge.checkpoints.inspect.picture import chunks_figure, layout_figure, save_picture
+from bridge.checkpoints.inspect.summary import chunk_bars, chunk_lines
+from bridge.core.formats import create_checkpoint
+from bridge.core.formats.tensors.base import Box, TensorInfo
+from bridge.core.sharding import Layout, plan_layout
 from tests.checkpoints.test_convert import write
 from tests.commands.test_main import call, command
 
@@ -500,7 +500,7 @@ def test_the_chunk_picture_has_the_runs_of_every_bar() -> None:
 
 
 def test_nothing_but_metadata_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.formats.orbax.reader import OrbaxReader
+    from bridge.core.formats.orbax.reader import OrbaxReader
 
     write(tmp_path / "a", "orbax", {"w": np.ones(3)}, {})
     monkeypatch.setattr(OrbaxReader, "read", None)

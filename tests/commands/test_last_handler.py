@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from bridge.commands import main as module
-from bridge.formats import create_checkpoint
+from bridge.core.formats import create_checkpoint
 
 
 class _StrangeError(Exception):
@@ -64,7 +64,7 @@ def test_no_error_ends_with_status_1_or_a_traceback(
     def broken(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("bridge.checkpoints.summary.inspect", broken)
+    monkeypatch.setattr("bridge.checkpoints.inspect.summary.inspect", broken)
     assert run(monkeypatch, "inspect", checkpoint, "--json") == status
     told, said = capsys.readouterr()
     assert text in said
@@ -81,7 +81,7 @@ def test_the_traceback_is_there_for_the_asking(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(module.TRACEBACK, "1")
-    monkeypatch.setattr("bridge.checkpoints.summary.inspect", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr("bridge.checkpoints.inspect.summary.inspect", lambda *_, **__: 1 // 0)
     assert run(monkeypatch, "inspect", checkpoint) == 2
     said = capsys.readouterr().err
     assert "ZeroDivisionError" in said.splitlines()[-1]

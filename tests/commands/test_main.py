@@ -19,8 +19,8 @@ from typer.testing import CliRunner, Result
 import bridge
 from bridge.commands.main import app
 from bridge.commands.output import byte_progress, print_table
-from bridge.mapping.rules import family_names
-from bridge.text import human_bytes, plain_json
+from bridge.core.mapping.language.rules import family_names
+from bridge.core.text import human_bytes, plain_json
 from tests.checkpoints.test_convert import HYPERPARAMETERS, tensors, write
 from tests.support.bridge.decoder_trees import HEAD_DIM, dcp_arrays, expected_orbax
 from tests.support.processes import importing_from
@@ -255,7 +255,7 @@ def test_a_bug_keeps_its_traceback(dcp: Path, monkeypatch: pytest.MonkeyPatch) -
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("bridge.checkpoints.summary.inspect", broken)
+    monkeypatch.setattr("bridge.checkpoints.inspect.summary.inspect", broken)
     assert isinstance(call("inspect", dcp).exception, ZeroDivisionError)
 
 

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from bridge.commands.main import app
-from bridge.formats import create_checkpoint
-from bridge.text import printable
+from bridge.core.formats import create_checkpoint
+from bridge.core.text import printable
 
 NAMES = {
     "line": "w\nno problem found",

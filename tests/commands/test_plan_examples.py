@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bridge.commands.main import app
-from bridge.planning.targets import targets_named
+from bridge.compiling.machines.targets import targets_named
 from tests.support.compilers.worker import unavailable
 from tests.support.processes import importing_from
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from bridge.checkpoints.convert import convert
-from bridge.formats.files.journal import JOURNAL_FILE
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats.files.journal import JOURNAL_FILE
 from tests.checkpoints.test_convert import tensors, write
 from tests.support.processes import importing_from
 
@@ -25,7 +25,7 @@ KILLED = """
 import os, signal, sys
 from bridge.checkpoints import engine
 from bridge.commands.main import main
-from bridge.formats.dcp.writer import DcpWriter
+from bridge.core.formats.dcp.writer import DcpWriter
 stock, number, calls = DcpWriter.write_from, signal.Signals[os.environ["SIGNAL"]], []
 engine.TOGETHER_BYTES = 1
 def write(*arguments):

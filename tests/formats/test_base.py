@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.formats import FORMATS, create_checkpoint, detect_format, open_checkpoint
-from bridge.formats.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
-from bridge.formats.chunk_grid import grid_of_chunks
-from bridge.formats.coverage import check_coverage
-from bridge.formats.files.atomic import AtomicDirectory, is_temporary
+from bridge.core.formats import FORMATS, create_checkpoint, detect_format, open_checkpoint
+from bridge.core.formats.files.atomic import AtomicDirectory, is_temporary
+from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
+from bridge.core.formats.tensors.chunk_grid import grid_of_chunks
+from bridge.core.formats.tensors.coverage import check_coverage
 
 
 def count(shape: tuple[int, ...], chunks: list[Box]) -> np.ndarray:

@@ -9,8 +9,8 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from bridge.formats import crc32c
-from bridge.formats.arrays import array_checksum
+from bridge.core.formats.tensors import crc32c
+from bridge.core.formats.tensors.arrays import array_checksum
 
 
 @pytest.mark.parametrize("size", [0, 1, 9, (64 << 10) - 1, 64 << 10, (1 << 20) + 3])

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 import pytest
 
 from bridge.commands import grouping
-from bridge.formats.base import CheckpointError
-from bridge.formats.dcp.metadata import _RANK_FILE
-from bridge.formats.files import manifest
-from bridge.formats.npz.header import _DESCR, _ORDER, _SHAPE, read_npy_header
-from bridge.formats.safetensors import header as safetensors
-from bridge.mapping import entries, expression, operations
-from bridge.mapping.errors import MappingError
+from bridge.core.formats.dcp.metadata import _RANK_FILE
+from bridge.core.formats.files import manifest
+from bridge.core.formats.npz.header import _DESCR, _ORDER, _SHAPE, read_npy_header
+from bridge.core.formats.safetensors import header as safetensors
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.mapping.language import entries, expression, operations
+from bridge.core.mapping.language.errors import MappingError
 from tests.support.bridge.regex_steps import growth
 
 _SIZE = 1 << 20

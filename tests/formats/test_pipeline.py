@@ -13,11 +13,11 @@ import torch
 from safetensors.numpy import save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.summary import inspect
-from bridge.checkpoints.verify import verify
-from bridge.formats import CheckpointError, open_checkpoint
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.inspect.summary import inspect
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import CheckpointError, open_checkpoint
 from tests.support.bridge.bits import random_bits, same_bits
 
 INDEX = {

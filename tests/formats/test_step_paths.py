@@ -10,12 +10,12 @@ import torch
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.summary import inspect
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.inspect.summary import inspect
 from bridge.commands.main import app
-from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
-from bridge.formats.step_paths import at_step
+from bridge.core.formats import CheckpointError, create_checkpoint, open_checkpoint
+from bridge.core.formats.whole.step_paths import at_step
 
 
 def small(path: Path, format: str) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.formats import open_checkpoint
-from bridge.formats.base import COPY_AGAIN, CheckpointError
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.tensors.base import COPY_AGAIN, CheckpointError
 
 TREE = {"w": np.arange(300, dtype=np.float32), "layers": {"b": np.ones((3, 4), np.int16)}, "note": "x" * 300}
 ARRAYS = {"w": TREE["w"], "b": np.ones((3, 4), np.int16)}

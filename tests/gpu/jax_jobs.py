@@ -16,9 +16,9 @@ import optax
 from flax import nnx
 
 import jax_impl
+from bridge.compiling.device_bytes import allocated
+from bridge.compiling.target_step import StepRequest
 from bridge.planning import Workload, make_plan, parse_policy, resolve_models
-from bridge.planning.device_bytes import allocated
-from bridge.planning.target_step import StepRequest
 from jax_impl.models import Decoder, DecoderConfig, next_token_loss
 from tests.support.jax_impl.async_jobs import held_back
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.gpu.devices import DEVICE, ON_GPU, needs_device
 from tests.gpu.networks import LAYERS, adamw, loss_of, network, rows, same_bits, sharded, train
 from torch_impl import MixedPrecisionPolicy
-from torch_impl.runtime.float8_products import _cpus_have_kernels, _Product
+from torch_impl.runtime.gather.float8_products import _cpus_have_kernels, _Product
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -110,7 +110,7 @@ def test_float8_weights_learn_as_those_in_bfloat16(
 @pytest.mark.parametrize("gather", ["mxfp8", E4M3])
 def test_gathered_weights_have_the_bits_that_a_cpu_quantizes(one_rank: None, gather: Any) -> None:
     """Of what forward computes with, in float32, where nothing is rounded a second time."""
-    from bridge.sharding import float8 as formats
+    from bridge.core.sharding.policy import float8 as formats
 
     model = sharded(mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32, gather_dtype=gather))
     plain = network()

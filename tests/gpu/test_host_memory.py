@@ -17,7 +17,7 @@ from tests.gpu.networks import loss_of, network, rows, same_bits, sharded, train
 from torch_impl import MainWeightAdamW, MixedPrecisionPolicy
 from torch_impl.comm.streams import CudaStreams
 from torch_impl.dtensor.local import local_of
-from torch_impl.runtime.host_memory import HostMemory, fetch
+from torch_impl.runtime.ground.host_memory import HostMemory, fetch
 
 OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()}
 HALF = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}

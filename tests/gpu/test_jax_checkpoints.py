@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.checkpoints.verify import verify
+from bridge.checkpoints.verify.verification import verify
 from tests.gpu import jax_jobs as jobs
 from tests.gpu.devices import needs_jax_device
 from tests.gpu.jax_process import JaxProcess

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from bridge.checkpoints.verify import verify
+from bridge.checkpoints.verify.verification import verify
 from tests.gpu.devices import DEVICE, busy, needs_device
 from tests.gpu.networks import Network, same_bits, sharded, train, values
 from tests.support.torch_impl.async_jobs import held_back

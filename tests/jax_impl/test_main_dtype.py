@@ -13,7 +13,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from bridge.formats import CheckpointError, open_checkpoint
+from bridge.core.formats import CheckpointError, open_checkpoint
 from jax_impl import (
     PolicyError,
     apply_linen,

@@ -17,7 +17,7 @@ from jax_impl import (
     shard_batch,
     unshard,
 )
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from tests.support.jax_impl.checkpoint_runs import whole_buffer
 from tests.support.jax_impl.tiny import decoder, loss, named, tokens
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bridge.checkpoints.convert import convert
-from bridge.mapping import make_plan, parse_mapping
-from bridge.mapping.chains import completed
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.mapping import make_plan, parse_mapping
+from bridge.core.mapping.states.chains import completed
 from tests.support.bridge.memory_reader import MemoryReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.selection import Selection
-from bridge.formats import open_checkpoint
-from bridge.mapping import MappingError, load_mapping, parse_mapping
-from bridge.mapping.sizes import with_config_fields
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.core.formats import open_checkpoint
+from bridge.core.mapping import MappingError, load_mapping, parse_mapping
+from bridge.core.mapping.one_rule.sizes import with_config_fields
 
 HEAD, HEADS, KV, M, V = 8, 4, 2, 24, 65
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.checkpoints.convert import convert
-from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import CheckpointError
-from bridge.mapping.errors import MappingError
-from bridge.mapping.rules import parse_mapping
-from bridge.mapping.sizes import with_config, with_config_fields
-from bridge.mapping.table import MappingTable
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.rules import parse_mapping
+from bridge.core.mapping.language.table import MappingTable
+from bridge.core.mapping.one_rule.sizes import with_config, with_config_fields
 
 TABLE = """
 [config]

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.mapping import MappingError, load_mapping, make_plan, parse_mapping
-from bridge.mapping.conventions import usual_in
-from bridge.mapping.rules import family_names
-from bridge.mapping.sizes import with_stored_sizes
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.mapping import MappingError, load_mapping, make_plan, parse_mapping
+from bridge.core.mapping.language.conventions import usual_in
+from bridge.core.mapping.language.rules import family_names
+from bridge.core.mapping.one_rule.sizes import with_stored_sizes
 from tests.support.bridge.family_checkpoints import flat, orbax_tree, same_bits
 from tests.support.bridge.family_models import flax_weights, hf_model
 from tests.support.bridge.memory_reader import MemoryReader

@@ -14,12 +14,12 @@ import pytest
 import torch
 from hypothesis import given
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.formats import open_checkpoint
-from bridge.formats.base import Box, TensorInfo, TreePath
-from bridge.mapping import MappingError, Plan, load_mapping, make_plan, parse_mapping
-from bridge.mapping.found import find
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.tensors.base import Box, TensorInfo, TreePath
+from bridge.core.mapping import MappingError, Plan, load_mapping, make_plan, parse_mapping
+from bridge.core.mapping.states.found import find
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.memory_reader import MemoryReader
 from tests.support.bridge.orbax_helpers import random_box

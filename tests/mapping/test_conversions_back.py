@@ -10,12 +10,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.selection import Selection
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
 from bridge.commands.main import app
-from bridge.formats import open_checkpoint
-from bridge.mapping import MappingError
+from bridge.core.formats import open_checkpoint
+from bridge.core.mapping import MappingError
 from tests.mapping.test_config_choices import HEAD, llama, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

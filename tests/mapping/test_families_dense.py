@@ -15,12 +15,12 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.selection import Selection
-from bridge.formats.base import Box
-from bridge.mapping import MappingError, Plan, load_mapping, make_plan
-from bridge.mapping.sizes import require_model, with_config_fields
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.core.formats.tensors.base import Box
+from bridge.core.mapping import MappingError, Plan, load_mapping, make_plan
+from bridge.core.mapping.one_rule.sizes import require_model, with_config_fields
 from tests.support.bridge.dense_families import (
     MODELS,
     dense_config,

@@ -19,10 +19,10 @@ import transformers
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.selection import Selection
-from bridge.mapping import MappingError
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.core.mapping import MappingError
 from tests.support.bridge.family_checkpoints import (
     dcp_tensors,
     flat,

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from bridge.checkpoints.convert import convert
-from bridge.formats import open_checkpoint
-from bridge.mapping import MappingError
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats import open_checkpoint
+from bridge.core.mapping import MappingError
 from tests.support.bridge.family_checkpoints import (
     dcp_tensors,
     flat,

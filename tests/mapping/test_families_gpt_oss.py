@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
-from bridge.checkpoints.convert import convert
+from bridge.checkpoints.convert.conversion import convert
 from tests.support.bridge.family_checkpoints import (
     dcp_tensors,
     flat,

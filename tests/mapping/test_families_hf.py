@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
 from jax_impl.models import next_token_loss
 from tests.support.bridge.family_checkpoints import (
     HYPERPARAMETERS,

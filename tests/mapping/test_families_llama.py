@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from bridge.formats.base import Box
-from bridge.mapping import load_mapping, make_plan
+from bridge.core.formats.tensors.base import Box
+from bridge.core.mapping import load_mapping, make_plan
 from tests.mapping.test_conventions import AXES, HEADS, KV, LAYERS, TITANS, D, M, hf_checkpoint, meta_rows
 from tests.support.bridge.bits import same_bits
 from tests.support.bridge.memory_reader import MemoryReader

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bridge.checkpoints.convert import convert
-from bridge.mapping.rules import parse_mapping
-from bridge.mapping.table import MappingTable
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.mapping.language.rules import parse_mapping
+from bridge.core.mapping.language.table import MappingTable
 from tests.support.bridge.family_checkpoints import (
     config_json,
     dcp_tensors,
@@ -35,7 +35,7 @@ TOLERANCE = 2e-5  # of the standard deviation of the logits
 
 def family(model: torch.nn.Module, old: str = "", new: str = "") -> MappingTable:
     """The shipped family; with ``old`` and ``new`` swapped, so that every tensor is still matched once."""
-    text = (files("bridge.mapping") / "families" / "llama.toml").read_text()
+    text = (files("bridge.core.mapping") / "families" / "llama.toml").read_text()
     assert old in text
     assert new in text
     if old:
@@ -128,7 +128,7 @@ def test_a_wrong_rule_shows_in_the_logits(original, tmp_path: Path, old: str, ne
     model, hf = original
     if "interleaved" in old:
         mapping = parse_mapping(
-            (files("bridge.mapping") / "families" / "llama.toml").read_text().replace(old, new), "llama"
+            (files("bridge.core.mapping") / "families" / "llama.toml").read_text().replace(old, new), "llama"
         ).with_axes({"d": model.config.head_dim, "llama3_rope": 1})
     else:
         mapping = family(model, old, new)

@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
-from bridge.checkpoints.convert import convert
-from bridge.formats import open_checkpoint
-from bridge.mapping import load_mapping
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats import open_checkpoint
+from bridge.core.mapping import load_mapping
 from tests.mapping.test_families_gpt_oss import gpt_oss
 from tests.support.bridge.dense_families import MODELS, dense_model, randomize
 from tests.support.bridge.family_checkpoints import (

@@ -14,12 +14,12 @@ from safetensors.numpy import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from typer.testing import CliRunner
 
-from bridge.checkpoints.convert import convert
+from bridge.checkpoints.convert.conversion import convert
 from bridge.commands.main import app
-from bridge.formats import open_checkpoint
-from bridge.formats.base import Box, CheckpointError
-from bridge.formats.quantized import DequantizedReader
-from bridge.mapping import MappingError
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.tensors.base import Box, CheckpointError
+from bridge.core.formats.whole.quantized import DequantizedReader
+from bridge.core.mapping import MappingError
 from tests.mapping.test_families_gpt_oss import gpt_oss, jax_weights
 from tests.support.bridge.family_checkpoints import flat, orbax_tree, same_bits
 from tests.support.bridge.family_models import hf_model

@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
-from bridge.mapping import MappingTable, load_mapping, make_plan
-from bridge.mapping.sizes import require_model, with_config_fields
+from bridge.core.mapping import MappingTable, load_mapping, make_plan
+from bridge.core.mapping.one_rule.sizes import require_model, with_config_fields
 from tests.support.bridge.memory_reader import MemoryReader
 
 Shapes = Mapping[str, tuple[int, ...]]

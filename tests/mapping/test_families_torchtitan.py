@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bridge.formats.base import Box
-from bridge.mapping import load_mapping, make_plan
-from bridge.mapping.sizes import with_config_fields
+from bridge.core.formats.tensors.base import Box
+from bridge.core.mapping import load_mapping, make_plan
+from bridge.core.mapping.one_rule.sizes import with_config_fields
 from tests.support.bridge.bits import same_bits
 from tests.support.bridge.family_checkpoints import config_json
 from tests.support.bridge.family_models import hf_model

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from bridge.checkpoints.convert import convert
-from bridge.formats.base import TreePath
-from bridge.mapping import MappingError, make_plan, parse_mapping
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats.tensors.base import TreePath
+from bridge.core.mapping import MappingError, make_plan, parse_mapping
 from tests.support.bridge.memory_reader import MemoryReader
 
 RULES = """

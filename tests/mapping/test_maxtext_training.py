@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.checkpoints.convert import convert
-from bridge.formats import open_checkpoint
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats import open_checkpoint
 from tests.support.bridge import maxtext_training
 from tests.support.bridge.maxtext_trees import ENVIRONMENT
 

@@ -12,14 +12,14 @@ import transformers
 from typer.testing import CliRunner
 
 import torch_impl
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
 from bridge.commands.main import app
-from bridge.formats import open_checkpoint
-from bridge.formats.base import CheckpointError
-from bridge.mapping import MappingError, load_mapping, parse_mapping
-from bridge.mapping.rules import family_names
-from bridge.mapping.sizes import with_config
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.mapping import MappingError, load_mapping, parse_mapping
+from bridge.core.mapping.language.rules import family_names
+from bridge.core.mapping.one_rule.sizes import with_config
 from tests.support.bridge.family_models import FAMILIES, LLAMA_LIKE, PLAIN_ROPE, hf_config, hf_model
 
 SMALL = LLAMA_LIKE | {"rope_parameters": PLAIN_ROPE, "num_hidden_layers": 2, "pad_token_id": 0}

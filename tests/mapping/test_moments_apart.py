@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bridge.formats.base import Box
-from bridge.mapping import MappingError, MappingTable, make_plan, parse_mapping
-from bridge.mapping.running import SavedAs
+from bridge.core.formats.tensors.base import Box
+from bridge.core.mapping import MappingError, MappingTable, make_plan, parse_mapping
+from bridge.core.mapping.plan.running import SavedAs
 from tests.mapping.test_running import run_state
 from tests.mapping.test_scales import in_few_bits
 from tests.support.bridge.bits import random_bits, same_bits

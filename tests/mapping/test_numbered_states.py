@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.selection import Selection
-from bridge.formats import open_checkpoint
-from bridge.formats.base import CheckpointError
-from bridge.mapping import MappingError, MappingTable, parse_mapping
-from bridge.mapping.numbered_states import with_named_states
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.mapping import MappingError, MappingTable, parse_mapping
+from bridge.core.mapping.states.numbered_states import with_named_states
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bridge.formats.base import Box
-from bridge.mapping import MappingError, make_plan, parse_mapping
-from bridge.mapping.numbers import Numbering
+from bridge.core.formats.tensors.base import Box
+from bridge.core.mapping import MappingError, make_plan, parse_mapping
+from bridge.core.mapping.language.numbers import Numbering
 from tests.support.bridge.memory_reader import MemoryReader
 
 CONVENTIONS = '[convention.torch]\n[convention.jax]\n[convention.maxtext]\nformat = ""\n'

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.mapping.errors import MappingError
-from bridge.mapping.rules import load_mapping, parse_mapping
-from bridge.mapping.translation import make_plan
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.rules import load_mapping, parse_mapping
+from bridge.core.mapping.plan.translation import make_plan
 from tests.support.bridge.memory_reader import MemoryReader
 
 

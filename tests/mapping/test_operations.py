@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.formats.base import Box, CheckpointError
-from bridge.mapping import MappingError, MappingTable, Plan, make_plan, parse_mapping
-from bridge.mapping.operations import Operation, rounded
+from bridge.core.formats.tensors.base import Box, CheckpointError
+from bridge.core.mapping import MappingError, MappingTable, Plan, make_plan, parse_mapping
+from bridge.core.mapping.language.operations import Operation, rounded
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.memory_reader import MemoryReader
 from tests.support.examples import examples

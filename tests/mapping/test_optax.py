@@ -15,10 +15,10 @@ import pytest
 import torch
 from flax import nnx
 
-from bridge.checkpoints.convert import convert
-from bridge.formats import open_checkpoint
-from bridge.formats.base import Box
-from bridge.mapping import MappingError, MappingTable, Plan, make_plan, parse_mapping
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.tensors.base import Box
+from bridge.core.mapping import MappingError, MappingTable, Plan, make_plan, parse_mapping
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import stock_save
 from tests.support.bridge.memory_reader import MemoryReader

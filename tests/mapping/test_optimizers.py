@@ -12,8 +12,8 @@ import optax
 import pytest
 import torch
 
-from bridge.formats.base import Box
-from bridge.mapping import MappingError, MappingTable, Plan, make_plan, parse_mapping
+from bridge.core.formats.tensors.base import Box
+from bridge.core.mapping import MappingError, MappingTable, Plan, make_plan, parse_mapping
 from tests.support.bridge.memory_reader import MemoryReader
 
 SHAPES = {"a": (3, 4), "b": (5, 2)}

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.checkpoints.convert import convert
-from bridge.formats import open_checkpoint
-from bridge.formats.base import Box, CheckpointError
-from bridge.mapping import MappingError, MappingTable, Plan, make_plan, parse_mapping
-from bridge.mapping.running import LoadedAs, RunState, SavedAs
-from bridge.mapping.sizes import with_config_fields
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.tensors.base import Box, CheckpointError
+from bridge.core.mapping import MappingError, MappingTable, Plan, make_plan, parse_mapping
+from bridge.core.mapping.one_rule.sizes import with_config_fields
+from bridge.core.mapping.plan.running import LoadedAs, RunState, SavedAs
 from tests.checkpoints.test_convert import write
 from tests.support.bridge.bits import same_bits
 from tests.support.bridge.memory_reader import MemoryReader

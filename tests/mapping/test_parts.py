@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bridge.formats.base import Box
-from bridge.mapping import MappingError, MappingTable, Plan, make_plan, parse_mapping
+from bridge.core.formats.tensors.base import Box
+from bridge.core.mapping import MappingError, MappingTable, Plan, make_plan, parse_mapping
 from tests.support.bridge.bits import same_bits
 from tests.support.bridge.memory_reader import MemoryReader
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
-from bridge.formats.base import Box, TensorInfo, TreePath
-from bridge.mapping import load_mapping, make_plan
-from bridge.mapping.running import RunState
-from bridge.mapping.sizes import require_model, with_config_fields
+from bridge.core.formats.tensors.base import Box, TensorInfo, TreePath
+from bridge.core.mapping import load_mapping, make_plan
+from bridge.core.mapping.one_rule.sizes import require_model, with_config_fields
+from bridge.core.mapping.plan.running import RunState
 from tests.support.bridge.published_decoders import PUBLISHED
 
 Shapes = Mapping[str, tuple[int, ...]]

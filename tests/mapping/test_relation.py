@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.formats.base import DTYPES, Box
-from bridge.mapping import relation
-from bridge.mapping.apply import apply_rule
-from bridge.mapping.entries import Entry, Rule
-from bridge.mapping.instance import Axes
-from bridge.mapping.relation import Block, TensorView
+from bridge.core.formats.tensors.base import DTYPES, Box
+from bridge.core.mapping.language import relation
+from bridge.core.mapping.language.entries import Entry, Rule
+from bridge.core.mapping.language.relation import Block, TensorView
+from bridge.core.mapping.one_rule.apply import apply_rule
+from bridge.core.mapping.one_rule.instance import Axes
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.memory_reader import MemoryReader
 from tests.support.examples import examples

@@ -9,10 +9,10 @@ import einops
 import numpy as np
 import pytest
 
-from bridge.mapping import MappingError, load_mapping, parse_mapping
-from bridge.mapping.entries import PathPattern
-from bridge.mapping.expression import Affine, Expression, Undetermined
-from bridge.mapping.rules import family_names, mapping_of, mapping_table
+from bridge.core.mapping import MappingError, load_mapping, parse_mapping
+from bridge.core.mapping.language.entries import PathPattern
+from bridge.core.mapping.language.expression import Affine, Expression, Undetermined
+from bridge.core.mapping.language.rules import family_names, mapping_of, mapping_table
 
 
 def solve(

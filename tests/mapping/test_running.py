@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from bridge.formats.base import Box, CheckpointError
-from bridge.mapping import MappingError, MappingTable, load_mapping, make_plan, parse_mapping
-from bridge.mapping.running import LoadedAs, RunState, SavedAs
+from bridge.core.formats.tensors.base import Box, CheckpointError
+from bridge.core.mapping import MappingError, MappingTable, load_mapping, make_plan, parse_mapping
+from bridge.core.mapping.plan.running import LoadedAs, RunState, SavedAs
 from tests.mapping.test_scales import in_few_bits
 from tests.support.bridge.decoder_trees import dcp_arrays, expected_orbax
 from tests.support.bridge.memory_reader import MemoryReader

@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bridge.checkpoints.convert import convert
-from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import Box, CheckpointError
-from bridge.formats.scaled import read_decoded, run_lengths
-from bridge.mapping import MappingError, Plan, load_mapping, make_plan, parse_mapping
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.tensors.base import Box, CheckpointError
+from bridge.core.formats.tensors.scaled import read_decoded, run_lengths
+from bridge.core.mapping import MappingError, Plan, load_mapping, make_plan, parse_mapping
 from tests.support.bridge.decoder_trees import dcp_arrays, expected_orbax
 from tests.support.bridge.memory_reader import MemoryReader
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.selection import Selection
-from bridge.formats import open_checkpoint
-from bridge.formats.base import Box, TensorInfo
-from bridge.mapping import MappingError, MappingTable, parse_mapping
-from bridge.mapping.running import LoadedAs, RunState
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.tensors.base import Box, TensorInfo
+from bridge.core.mapping import MappingError, MappingTable, parse_mapping
+from bridge.core.mapping.plan.running import LoadedAs, RunState
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from bridge.commands.main import app
-from bridge.formats import open_checkpoint
-from bridge.formats.base import Box
-from bridge.mapping import MappingError, MappingTable, Plan, load_mapping, make_plan, parse_mapping
-from bridge.mapping.table import Tied
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.tensors.base import Box
+from bridge.core.mapping import MappingError, MappingTable, Plan, load_mapping, make_plan, parse_mapping
+from bridge.core.mapping.language.table import Tied
 from tests.checkpoints.test_convert import write
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.decoder_trees import HEAD_DIM, dcp_arrays

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.formats.base import Box, CheckpointError
-from bridge.mapping import MappingError, MappingTable, Plan, load_mapping, make_plan, parse_mapping
+from bridge.core.formats.tensors.base import Box, CheckpointError
+from bridge.core.mapping import MappingError, MappingTable, Plan, load_mapping, make_plan, parse_mapping
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.decoder_trees import HEAD_DIM, LAYERS, dcp_arrays, expected_orbax
 from tests.support.bridge.memory_reader import MemoryReader
@@ -438,7 +438,7 @@ def test_a_layer_that_lacks_a_tensor_is_named_also_when_it_is_the_last(missing: 
 
 
 def test_the_mapping_in_the_readme_is_one() -> None:
-    text = (Path(__file__).parents[2] / "bridge" / "mapping" / "README.md").read_text()
+    text = (Path(__file__).parents[2] / "bridge" / "core" / "mapping" / "README.md").read_text()
     (example,) = [part for part in text.split("```toml\n")[1:] if part.startswith("[axes]")]
     rules = parse_mapping(example.partition("```")[0], "the README")
     arrays = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.parity.corpus import SEPARATOR, VOCABULARY, Corpus, rank_slice
+from bridge.relay.corpus import SEPARATOR, VOCABULARY, Corpus, rank_slice
 
 
 def small_corpus(folder: Path) -> Corpus:

@@ -14,9 +14,9 @@ from flax import nnx
 
 import jax_impl.models.decoder as jax_decoder
 import torch_impl.models.decoder as torch_decoder
-from bridge.checkpoints.convert import convert
-from bridge.formats import open_checkpoint
-from bridge.parity.config import RelayConfig
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats import open_checkpoint
+from bridge.relay.config import RelayConfig
 from torch_impl import save_checkpoint
 
 SIZES = dataclasses.asdict(RelayConfig.load("quick").model)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from flax import nnx
 
-from bridge.checkpoints.convert import convert
-from bridge.formats import open_checkpoint
-from bridge.formats.scaled import read_decoded
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.tensors.scaled import read_decoded
 from jax_impl import data_parallel_mesh, load_checkpoint, main_weight_adamw, make_train_step, plan_sharding
 from jax_impl import save_checkpoint as save_jax
 from jax_impl.models import Decoder as JaxDecoder

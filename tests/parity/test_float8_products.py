@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from bridge.sharding import float8
+from bridge.core.sharding.policy import float8
 from jax_impl import float8_dot_general
-from torch_impl.runtime.float8_products import computing_class
+from torch_impl.runtime.gather.float8_products import computing_class
 
 # In units of the last place that the dtype has.
 DTYPES = {"float32": (torch.float32, 2.0**-20), "bfloat16": (torch.bfloat16, 2.0**-8)}

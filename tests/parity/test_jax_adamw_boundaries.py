@@ -13,7 +13,7 @@ import pytest
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from bridge.checkpoints.ulp import Tolerance, compare
+from bridge.checkpoints.compare.ulp import Tolerance, compare
 from jax_impl import AdamWState, main_weight_adamw
 from tests.parity.test_jax_adamw import (
     DTYPES,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bridge.parity import job as job_module
-from bridge.parity.config import Leg, RelayConfig
-from bridge.parity.corpus import Corpus
-from bridge.parity.job import Job, read_metrics, resume_position, train_state
+from bridge.relay import job as job_module
+from bridge.relay.config import Leg, RelayConfig
+from bridge.relay.corpus import Corpus
+from bridge.relay.job import Job, read_metrics, resume_position, train_state
 
 
 def job() -> Job:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.api import PContext
 
-from bridge.parity import launch
-from bridge.parity.config import Leg, RelayConfig
-from bridge.parity.job import Job
+from bridge.relay import launch
+from bridge.relay.config import Leg, RelayConfig
+from bridge.relay.job import Job
 
 
 def run(folder: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> None:

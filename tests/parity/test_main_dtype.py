@@ -14,7 +14,7 @@ from flax import nnx
 
 import jax_impl.models
 import torch_impl.models
-from bridge.formats import open_checkpoint
+from bridge.core.formats import open_checkpoint
 from jax_impl import main_weight_adamw, main_weight_muon, main_weight_sgd
 from tests.parity.test_momentum import convert
 from torch_impl import MainWeightAdamW, MainWeightMuon, MainWeightSGD

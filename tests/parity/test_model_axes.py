@@ -15,8 +15,8 @@ from flax import nnx
 
 import jax_impl
 import torch_impl
-from bridge.checkpoints.convert import convert
-from bridge.parity.config import DataConfig, RelayConfig
+from bridge.checkpoints.convert.conversion import convert
+from bridge.relay.config import DataConfig, RelayConfig
 from jax_impl.models import decoder as jax_decoder
 from tests.support.parity.policy_job import batch, cut_losses
 from tests.support.ranks import RankGroup

@@ -16,7 +16,7 @@ from flax import nnx
 import jax_impl.models
 import torch_impl.models
 from bridge.commands.main import main
-from bridge.formats import open_checkpoint
+from bridge.core.formats import open_checkpoint
 from jax_impl import main_weight_muon, main_weight_sgd
 from torch_impl import MainWeightMuon, MainWeightSGD
 

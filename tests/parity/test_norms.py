@@ -10,10 +10,10 @@ import pytest
 import torch
 from flax import nnx
 
-from bridge.mapping import load_mapping
-from bridge.parity.config import Leg, RelayConfig
-from bridge.parity.job import Job
-from bridge.parity.norms import (
+from bridge.core.mapping import load_mapping
+from bridge.relay.config import Leg, RelayConfig
+from bridge.relay.job import Job
+from bridge.relay.norms import (
     KINDS,
     LEAST,
     NORM_CLOSENESS,
@@ -23,9 +23,9 @@ from bridge.parity.norms import (
     in_torch_names,
     tolerances,
 )
-from bridge.parity.report import RelayReport
-from bridge.parity.torch_norms import state_norms
-from bridge.parity.torch_reference import build
+from bridge.relay.report import RelayReport
+from bridge.relay.torch_norms import state_norms
+from bridge.relay.torch_reference import build
 from jax_impl.models import decoder as jax_decoder
 from tests.parity.test_report import report
 from torch_impl.models import decoder as torch_decoder

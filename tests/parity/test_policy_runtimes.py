@@ -18,8 +18,8 @@ from flax import nnx
 
 import jax_impl
 import torch_impl
-from bridge.checkpoints.convert import convert
-from bridge.parity.config import POLICIES, DataConfig, RelayConfig
+from bridge.checkpoints.convert.conversion import convert
+from bridge.relay.config import POLICIES, DataConfig, RelayConfig
 from jax_impl.models import decoder as jax_decoder
 from tests.support.parity.policy_job import (
     LAYERS,

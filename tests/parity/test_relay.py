@@ -20,12 +20,12 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from bridge.formats import open_checkpoint
-from bridge.parity import relay
-from bridge.parity.config import ConfigError, Leg, ModelConfig, RelayConfig
-from bridge.parity.job import Job
-from bridge.parity.launch import LegError, rehearse, run_leg
-from bridge.parity.relay import RelayError
+from bridge.core.formats import open_checkpoint
+from bridge.relay import relay
+from bridge.relay.config import ConfigError, Leg, ModelConfig, RelayConfig
+from bridge.relay.job import Job
+from bridge.relay.launch import LegError, rehearse, run_leg
+from bridge.relay.relay import RelayError
 from jax_impl import data_parallel_mesh, plan_sharding
 from jax_impl.models import decoder as jax_decoder
 from torch_impl import plan_layout
@@ -51,7 +51,7 @@ def relayed(file: str | Path, folder: Path) -> Finished:
 def short(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """The first two legs of the quick relay, on two ranks each: half of its CPU time."""
     folder = tmp_path_factory.mktemp("relay")
-    text = (Path(__file__).parents[2] / "bridge" / "parity" / "configs" / "quick.toml").read_text()
+    text = (Path(__file__).parents[2] / "bridge" / "relay" / "configs" / "quick.toml").read_text()
     legs = "[[leg]]".join(text.split("[[leg]]")[:3])
     (folder / "short.toml").write_text(re.sub("ranks = [34]", "ranks = 2", legs))
     return relayed(folder / "short.toml", folder)
@@ -456,8 +456,8 @@ def test_ranks_end_when_their_launcher_is_killed(short: Finished, tmp_path: Path
 RUN_LEG = """
 import sys
 from pathlib import Path
-from bridge.parity.config import Leg
-from bridge.parity.launch import run_leg
+from bridge.relay.config import Leg
+from bridge.relay.launch import run_leg
 from tests.parity.test_relay import job
 leg = Leg(sys.argv[1], 2, "optim", steps=100_000)
 run_leg(job(Path(sys.argv[2]) / "leg", leg, Path(sys.argv[3])), lambda step, loss: print(step, flush=True))
@@ -481,7 +481,7 @@ def test_a_leg_whose_parent_ended_before_it_could_ask_does_not_start(tmp_path: P
     written = job(tmp_path / "leg", Leg("jax", 2, "optim", steps=1), tmp_path / "nowhere").write()
     with subprocess.Popen([sys.executable, "-c", ""]) as parent:
         parent.wait()
-    command = [sys.executable, "-m", "bridge.parity.jax_leg", str(written)]
+    command = [sys.executable, "-m", "bridge.relay.jax_leg", str(written)]
     done = subprocess.run(command, env={**os.environ, "TWINSHARD_PARENT": str(parent.pid)}, timeout=200)
     assert done.returncode == 1
     assert f"expected process {parent.pid}, which" in (tmp_path / "leg" / "error-rank0").read_text()
@@ -489,7 +489,7 @@ def test_a_leg_whose_parent_ended_before_it_could_ask_does_not_start(tmp_path: P
 
 SLOW_RELAY = """
 import signal, sys, time
-import bridge.commands.main, bridge.parity.relay
+import bridge.commands.main, bridge.relay.relay
 def run(*arguments):
     try:
         print("running", flush=True)
@@ -498,7 +498,7 @@ def run(*arguments):
         print("cleaning", flush=True)
         time.sleep(1)
         print("cleaned up", flush=True)
-bridge.parity.relay.run = run
+bridge.relay.relay.run = run
 # Whatever the tests themselves were started with.
 signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)
 sys.argv[1:] = ["relay", "quick"]
@@ -542,7 +542,7 @@ def test_a_run_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_relay_file_with_too_many_ranks_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[2] / "bridge" / "parity" / "configs" / "quick.toml").read_text()
+    text = (Path(__file__).parents[2] / "bridge" / "relay" / "configs" / "quick.toml").read_text()
     (tmp_path / "wide.toml").write_text(text.replace("ranks = 3", "ranks = 7"))
     done = twinshard("relay", tmp_path / "wide.toml", "--out", tmp_path / "run")
     assert done.returncode == 2
@@ -570,7 +570,7 @@ def test_more_ranks_than_the_relay_file_says_are_refused_by_the_leg(tmp_path: Pa
     leg = Leg("torch", 1, "optim", steps=1)
     job(tmp_path / "leg", leg, tmp_path / "nowhere").write()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "bridge.parity.torch_leg", str(tmp_path / "leg" / "job.json")]
+    command = [*launcher, "-m", "bridge.relay.torch_leg", str(tmp_path / "leg" / "job.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode != 0
     report = (tmp_path / "leg" / "error-rank0").read_text()

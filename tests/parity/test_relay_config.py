@@ -13,7 +13,7 @@ import pytest
 
 import jax_impl
 import torch_impl
-from bridge.parity.config import BUILT_IN, LARGEST_BETA, ConfigError, RelayConfig
+from bridge.relay.config import BUILT_IN, LARGEST_BETA, ConfigError, RelayConfig
 from jax_impl import main_weight_adamw
 
 

@@ -11,10 +11,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from bridge.commands.main import app
-from bridge.parity import launch, relay
-from bridge.parity.config import RelayConfig
-from bridge.parity.job import Job, read_metrics
-from bridge.parity.report import NAMED, RelayReport
+from bridge.relay import launch, relay
+from bridge.relay.config import RelayConfig
+from bridge.relay.job import Job, read_metrics
+from bridge.relay.report import NAMED, RelayReport
 
 pytestmark = pytest.mark.slow
 

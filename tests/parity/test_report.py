@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.parity.config import RelayConfig
-from bridge.parity.plot import relay_figure, save_picture
-from bridge.parity.report import Hop, LegResult, RelayReport
+from bridge.relay.config import RelayConfig
+from bridge.relay.plot import relay_figure, save_picture
+from bridge.relay.report import Hop, LegResult, RelayReport
 
 
 def report(

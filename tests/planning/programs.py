@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge.planning.program import Work, read_program
+from bridge.compiling.timing.program import Work, read_program
 
 
 def program(*lines: str, computations: str = "", partitions: int = 8) -> str:

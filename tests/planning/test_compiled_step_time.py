@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from bridge.hlo.collectives import COPY
-from bridge.planning.hardware import HARDWARE
-from bridge.planning.links import Machine
-from bridge.planning.program import Done, Loop, Program, Start, Step, read_program
-from bridge.planning.step_time import step_time
+from bridge.compiling.machines.hardware import HARDWARE
+from bridge.compiling.machines.links import Machine
+from bridge.compiling.timing.program import Done, Loop, Program, Start, Step, read_program
+from bridge.compiling.timing.step_time import step_time
+from bridge.core.hlo.collectives import COPY
 from jax_impl.diagnostics.scheduled import read_collectives
 from tests.support.compilers.setting import SHARD_MAP, SIZES, Setting
 from tests.support.compilers.worker import Compiler, unavailable

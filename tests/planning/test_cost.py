@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.planning import Plan, PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
-from bridge.planning.comparison import compare
-from bridge.planning.document import document
-from bridge.planning.formulas import Attention
-from bridge.planning.mesh import MeshShape
-from bridge.planning.model import Model, Parameter
-from bridge.planning.peak import TERMS
-from bridge.planning.report import notes, overview
-from bridge.planning.shipped_models import shipped_model
-from bridge.planning.sizes import parse_bytes, parse_counts, parse_share
+from bridge.planning.answers.comparison import compare
+from bridge.planning.answers.document import document
+from bridge.planning.answers.report import notes, overview
+from bridge.planning.cost.mesh import MeshShape
+from bridge.planning.cost.peak import TERMS
+from bridge.planning.models.formulas import Attention
+from bridge.planning.models.model import Model, Parameter
+from bridge.planning.models.shipped_models import shipped_model
+from bridge.planning.models.sizes import parse_bytes, parse_counts, parse_share
 
 ROOT = Path(__file__).parents[2]
 
@@ -241,7 +241,7 @@ def test_prefetch_adds_one_units_weights_and_gradients_to_the_peak(runtime: str)
 
 @pytest.mark.fast_cases("fsdp_tp", "mixture", "hfsdp", "zero1", "fsdp_bf16")
 @pytest.mark.parametrize(
-    "name", sorted(path.stem for path in (ROOT / "bridge" / "sharding" / "policies").glob("*.toml"))
+    "name", sorted(path.stem for path in (ROOT / "bridge" / "core" / "sharding" / "policies").glob("*.toml"))
 )
 def test_every_shipped_policy_plans_every_decoder(name: str) -> None:
     loaded = load_policy(name)

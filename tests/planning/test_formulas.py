@@ -9,13 +9,13 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from bridge.planning import torch_trace
-from bridge.planning.abstract import abstract_module
-from bridge.planning.activations import SegmentBytes
-from bridge.planning.decoder_activations import decoder_activations
-from bridge.planning.formulas import Attention
-from bridge.planning.models import nnx_shapes
-from bridge.planning.shipped_models import DecoderShape, DenseMlp, Experts, GroupedQueries, shape_model
+from bridge.planning.models import torch_trace
+from bridge.planning.models.abstract import abstract_module
+from bridge.planning.models.activations import SegmentBytes
+from bridge.planning.models.decoder_activations import decoder_activations
+from bridge.planning.models.formulas import Attention
+from bridge.planning.models.models import nnx_shapes
+from bridge.planning.models.shipped_models import DecoderShape, DenseMlp, Experts, GroupedQueries, shape_model
 from jax_impl import models
 
 SHAPES = {

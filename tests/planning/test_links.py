@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.hlo.collectives import Transfer
-from bridge.planning.cards import CARDS
-from bridge.planning.errors import PlanError
-from bridge.planning.hardware import HARDWARE, Fabric
-from bridge.planning.links import Machine, machine_named, seconds_on_links
-from bridge.planning.targets import TPUS
+from bridge.compiling.machines.cards import CARDS
+from bridge.compiling.machines.hardware import HARDWARE, Fabric
+from bridge.compiling.machines.links import Machine, machine_named, seconds_on_links
+from bridge.compiling.machines.targets import TPUS
+from bridge.core.hlo.collectives import Transfer
+from bridge.planning.models.errors import PlanError
 
 GB = 10**9
 

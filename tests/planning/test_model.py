@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from bridge.planning import PlanError, resolve_models
-from bridge.planning.activations import SegmentBytes
-from bridge.planning.formulas import FormulaSegment
-from bridge.planning.model import Model, Parameter
-from bridge.planning.shipped_models import SHIPPED, shipped_model
+from bridge.planning.models.activations import SegmentBytes
+from bridge.planning.models.formulas import FormulaSegment
+from bridge.planning.models.model import Model, Parameter
+from bridge.planning.models.shipped_models import SHIPPED, shipped_model
 
 # Of the published checkpoints, by their own counts; DeepSeek-V3's 671,026,419,200 less 58 x 256 correction biases.
 PARAMETERS = {

@@ -14,25 +14,18 @@ from flax import nnx
 
 import jax_impl
 import jax_impl.models
-from bridge.planning import (
-    PlanError,
-    Workload,
-    device_bytes,
-    load_policy,
-    make_plan,
-    parse_policy,
-    resolve_models,
-)
-from bridge.planning.adapt import with_frozen
-from bridge.planning.comparison import compare
-from bridge.planning.compiled import check_compiled
-from bridge.planning.document import document
-from bridge.planning.model import Model, Parameter
-from bridge.planning.moments import staged
-from bridge.planning.optimizers import CONSTANTS, NAMES, OF_MAIN_WEIGHTS, Optimizer, parse_optimizer
-from bridge.planning.report import notes, overview
-from bridge.planning.shipped_models import shipped_model
-from bridge.planning.target_step import StepRequest
+from bridge.compiling import device_bytes
+from bridge.compiling.compiled import check_compiled
+from bridge.compiling.target_step import StepRequest
+from bridge.planning import PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
+from bridge.planning.answers.comparison import compare
+from bridge.planning.answers.document import document
+from bridge.planning.answers.report import notes, overview
+from bridge.planning.cost.adapt import with_frozen
+from bridge.planning.cost.moments import staged
+from bridge.planning.cost.optimizers import CONSTANTS, NAMES, OF_MAIN_WEIGHTS, Optimizer, parse_optimizer
+from bridge.planning.models.model import Model, Parameter
+from bridge.planning.models.shipped_models import shipped_model
 from tests.planning.test_plan_jax import Whole, frozen_paths
 from tests.planning.test_plan_peak import WITHIN, policy
 from tests.planning.test_plan_torch import model_of, policy_text

@@ -19,15 +19,15 @@ from matplotlib.text import Text
 from typer.testing import CliRunner
 
 from bridge.commands.main import app
+from bridge.compiling.page import comparison_page, targets_page
+from bridge.compiling.target_chart import memory_figure, peak_by_kind, timeline_figure, visible
+from bridge.compiling.target_plan import TargetPlan, TargetRow
+from bridge.compiling.target_time import Roofline
+from bridge.compiling.timing.step_time import timeline
+from bridge.compiling.timing.timeline import DEVICE, Span
 from bridge.planning import Workload, load_policy, resolve_models
-from bridge.planning.chart import chart
-from bridge.planning.comparison import Comparison, compare
-from bridge.planning.page import comparison_page, targets_page
-from bridge.planning.step_time import timeline
-from bridge.planning.target_chart import memory_figure, peak_by_kind, timeline_figure, visible
-from bridge.planning.target_plan import TargetPlan, TargetRow
-from bridge.planning.target_time import Roofline
-from bridge.planning.timeline import DEVICE, Span
+from bridge.planning.answers.chart import chart
+from bridge.planning.answers.comparison import Comparison, compare
 from tests.parity.pair.test_html_in_browser import pytestmark as in_browser
 from tests.planning.programs import FACTORS, GATHER_DONE, GATHER_START, PRODUCT, SHARD, program
 from tests.planning.test_step_time import MACHINE, products
@@ -139,7 +139,7 @@ def test_a_step_without_time_has_no_timeline(tmp_path: Path) -> None:
 
 
 def timeline_of_products() -> tuple[Span, ...]:
-    from bridge.planning.program import Program
+    from bridge.compiling.timing.program import Program
 
     return timeline(Program((products(1),)), MACHINE)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from bridge.planning import Workload, make_plan, parse_policy, peak_jax
-from bridge.planning.activations import Segment, SegmentBytes
-from bridge.planning.model import Model, Parameter
-from bridge.planning.peak_steps import StepUnit, steps_of
+from bridge.planning import Workload, make_plan, parse_policy
+from bridge.planning.cost import peak_jax
+from bridge.planning.cost.peak_steps import StepUnit, steps_of
+from bridge.planning.models.activations import Segment, SegmentBytes
+from bridge.planning.models.model import Model, Parameter
 
 # Bytes of a layer's and of the root's weights, which divide evenly by 4 devices.
 LAYER, ROOT = 4 * 512, 4 * 1024

@@ -15,8 +15,8 @@ from hypothesis import given
 
 import jax_impl
 from bridge.planning import Plan, Workload, make_plan, parse_policy
-from bridge.planning.model import Model, Parameter
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from bridge.planning.models.model import Model, Parameter
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from tests.jax_impl.runtime import test_kept as nested
 from tests.planning.test_plan_torch import MAIN, PART, cases, model_of, policy_text
 from tests.support.examples import examples

@@ -17,17 +17,17 @@ import pytest
 from flax import nnx
 
 import jax_impl
+from bridge.core.sharding import ParallelPolicy, PrecisionPolicy, ShardingPolicy
 from bridge.planning import PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
-from bridge.planning.adapt import with_node
-from bridge.planning.at_rest import at_rest
-from bridge.planning.comparison import compare
-from bridge.planning.document import document
-from bridge.planning.mesh import MeshShape
-from bridge.planning.model import Model, Parameter
-from bridge.planning.optimizers import Optimizer
-from bridge.planning.report import notes, overview
-from bridge.planning.shipped_models import shipped_model
-from bridge.sharding import ParallelPolicy, PrecisionPolicy, ShardingPolicy
+from bridge.planning.answers.comparison import compare
+from bridge.planning.answers.document import document
+from bridge.planning.answers.report import notes, overview
+from bridge.planning.cost.adapt import with_node
+from bridge.planning.cost.at_rest import at_rest
+from bridge.planning.cost.mesh import MeshShape
+from bridge.planning.cost.optimizers import Optimizer
+from bridge.planning.models.model import Model, Parameter
+from bridge.planning.models.shipped_models import shipped_model
 from jax_impl.models import decoder as jax_decoder
 from tests.planning.test_plan_jax import counted, expected
 from tests.planning.test_plan_torch import PART, assert_collectives, model_of, policy_text

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import torch_impl
+from bridge.compiling.compiled import check_compiled
 from bridge.planning import Workload, load_policy, make_plan, parse_policy, resolve_models
-from bridge.planning.compiled import check_compiled
 from tests.bench import torch_peaks
 from tests.bench.peak_shapes import CONFIGS, DEVICES, Cell, model_named
 from tests.bench.torch_memory import live_bytes
@@ -205,7 +205,7 @@ def test_the_plan_of_units_inside_layers_agrees_with_what_xla_compiles() -> None
 @pytest.mark.slow
 def test_a_plan_of_another_model_does_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: what is compiled is the quick decoder, what is planned the default one."""
-    from bridge.planning import compiled
+    from bridge.compiling import compiled
 
     request = compiled.StepRequest
     monkeypatch.setattr(

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from bridge.planning import Plan, Workload, make_plan, parse_policy
-from bridge.planning.at_rest import at_rest
-from bridge.planning.model import Model, Parameter
+from bridge.planning.cost.at_rest import at_rest
+from bridge.planning.models.model import Model, Parameter
 from tests.support.examples import examples
 from tests.support.parity.plan_runs import KINDS, Spec, train
 from tests.support.ranks import RankGroup

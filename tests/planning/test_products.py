@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from bridge.planning.program import Work, read_program
+from bridge.compiling.timing.program import Work, read_program
 from tests.planning.programs import FACTORS, PRODUCT, PRODUCT_BYTES, PRODUCT_FLOPS, program, work
 
 CUBLAS = (

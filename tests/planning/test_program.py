@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from bridge.hlo.collectives import COPY, Transfer
-from bridge.planning.program import Done, Loop, Start, Work, read_program
+from bridge.compiling.timing.program import Done, Loop, Start, Work, read_program
+from bridge.core.hlo.collectives import COPY, Transfer
 from tests.planning.programs import (
     FACTORS,
     GATHER_BYTES,

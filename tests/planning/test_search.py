@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bridge.core.sharding import ShardingPolicy
 from bridge.planning import Plan, PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
-from bridge.planning.changes import variants
-from bridge.planning.comparison import compare
-from bridge.planning.formulas import FormulaSegment
-from bridge.planning.model import Model, Parameter
-from bridge.planning.search import (
+from bridge.planning.answers.changes import variants
+from bridge.planning.answers.comparison import compare
+from bridge.planning.answers.search import (
     FewestDevices,
     Finding,
     LargestBatch,
@@ -24,9 +23,10 @@ from bridge.planning.search import (
     largest_batch,
     search,
 )
-from bridge.planning.search_report import as_json, heading, only_file, policy_file
-from bridge.planning.shipped_models import shipped_model
-from bridge.sharding import ShardingPolicy
+from bridge.planning.answers.search_report import as_json, heading, only_file, policy_file
+from bridge.planning.models.formulas import FormulaSegment
+from bridge.planning.models.model import Model, Parameter
+from bridge.planning.models.shipped_models import shipped_model
 from tests.support.examples import examples
 
 LAYERS = 3

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.hlo.collectives import COPY, Transfer
-from bridge.planning.hardware import Fabric, Hardware
-from bridge.planning.links import Machine
-from bridge.planning.program import Done, Loop, Program, Start, Step, Work, read_program
-from bridge.planning.step_time import Efficiency, StepTime, step_time, throughput
+from bridge.compiling.machines.hardware import Fabric, Hardware
+from bridge.compiling.machines.links import Machine
+from bridge.compiling.timing.program import Done, Loop, Program, Start, Step, Work, read_program
+from bridge.compiling.timing.step_time import Efficiency, StepTime, step_time, throughput
+from bridge.core.hlo.collectives import COPY, Transfer
 from tests.planning.programs import (
     FACTORS,
     GATHER_BYTES,

@@ -17,17 +17,19 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from bridge.commands.main import app
-from bridge.planning import Workload, make_plan, resolve_models, target_leg, target_plan, tpu_lock
-from bridge.planning.batch_shapes import load_batch_shapes
-from bridge.planning.compile_cache import cache_folder, key_of, load, save
-from bridge.planning.compilers import why_not
-from bridge.planning.cost import load_policy, parse_policy
-from bridge.planning.errors import PlanError
-from bridge.planning.leg_process import Leg
-from bridge.planning.optimizers import Optimizer
-from bridge.planning.target_plan import Task
-from bridge.planning.target_step import StepRequest
-from bridge.planning.targets import target_named
+from bridge.compiling import target_leg, target_plan
+from bridge.compiling.batch_shapes import load_batch_shapes
+from bridge.compiling.compile_cache import cache_folder, key_of, load, save
+from bridge.compiling.leg_process import Leg
+from bridge.compiling.machines import tpu_lock
+from bridge.compiling.machines.compilers import why_not
+from bridge.compiling.machines.targets import target_named
+from bridge.compiling.target_plan import Task
+from bridge.compiling.target_step import StepRequest
+from bridge.planning import Workload, make_plan, resolve_models
+from bridge.planning.cost.cost import load_policy, parse_policy
+from bridge.planning.cost.optimizers import Optimizer
+from bridge.planning.models.errors import PlanError
 from tests.support.compilers.setting import Setting
 from tests.support.compilers.worker import Compiler, unavailable
 from tests.support.processes import importing_from
@@ -73,7 +75,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def gpu(cache: None) -> Iterator[Leg]:
     if reason := why_not("gpu"):
         pytest.skip(reason)
-    with Leg("bridge.planning.target_leg", "gpu") as leg:
+    with Leg("bridge.compiling.target_leg", "gpu") as leg:
         yield leg
 
 
@@ -409,7 +411,7 @@ def test_a_lock_taken_by_another_process_since_is_waited_for_again_and_told_once
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "locked.py").write_text(
-        "import pathlib, sys\nfrom bridge.planning.leg_process import serve\n"
+        "import pathlib, sys\nfrom bridge.compiling.leg_process import serve\n"
         f"starts = pathlib.Path({str(tmp_path / 'starts')!r})\n"
         "starts.write_text(starts.read_text() + 'x' if starts.exists() else 'x')\n"
         "def answer(request):\n"
@@ -458,7 +460,7 @@ def test_moments_in_the_memory_of_a_host_of_absent_gpus_are_refused() -> None:
 def test_moments_in_the_memory_of_a_host_are_no_part_of_a_tpu_s() -> None:
     if reason := unavailable("tpu"):
         pytest.skip(reason)
-    leg = Leg("bridge.planning.target_leg", "tpu")
+    leg = Leg("bridge.compiling.target_leg", "tpu")
     try:
         found = leg.ask(offloaded("v5e:2x2"))
     finally:

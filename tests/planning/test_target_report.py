@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from bridge.compiling.machines.targets import target_named
+from bridge.compiling.target_leg import exhausted
+from bridge.compiling.target_plan import TargetPlan, TargetRow, Task
+from bridge.compiling.target_report import notes, table, unrolled_layers
 from bridge.planning import load_policy
-from bridge.planning.model import Model, Parameter
-from bridge.planning.target_leg import exhausted
-from bridge.planning.target_plan import TargetPlan, TargetRow, Task
-from bridge.planning.target_report import notes, table, unrolled_layers
-from bridge.planning.targets import target_named
+from bridge.planning.models.model import Model, Parameter
 
 
 def row_of(

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from bridge.planning.cost import parse_policy
-from bridge.planning.errors import PlanError
-from bridge.planning.step_time import Efficiency
-from bridge.planning.target_plan import TargetPlan, TargetRow, Task
-from bridge.planning.target_time import HEADINGS, PRICE, Roofline, notes, parse_efficiency, table
-from bridge.planning.targets import target_named
+from bridge.compiling.machines.targets import target_named
+from bridge.compiling.target_plan import TargetPlan, TargetRow, Task
+from bridge.compiling.target_time import HEADINGS, PRICE, Roofline, notes, parse_efficiency, table
+from bridge.compiling.timing.step_time import Efficiency
+from bridge.planning.cost.cost import parse_policy
+from bridge.planning.models.errors import PlanError
 from tests.planning.programs import FACTORS, PRODUCT, PRODUCT_FLOPS, program
 
 POLICY = parse_policy('[precision]\ncompute = "bfloat16"\n[[unit]]\nmatch = ""\n', "own.toml")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from bridge.planning import compilers, tpu_lock
-from bridge.planning.cards import CARDS
-from bridge.planning.errors import PlanError
-from bridge.planning.leg_process import Leg, LegError
-from bridge.planning.targets import TPUS, Target, target_named, targets_named
+from bridge.compiling.leg_process import Leg, LegError
+from bridge.compiling.machines import compilers, tpu_lock
+from bridge.compiling.machines.cards import CARDS
+from bridge.compiling.machines.targets import TPUS, Target, target_named, targets_named
+from bridge.planning.models.errors import PlanError
 
 HOLD = """
 import fcntl, sys

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bridge.hlo.collectives import Transfer
-from bridge.planning.program import Done, Loop, Program, Start, Step, Work
-from bridge.planning.step_time import step_time, timeline
-from bridge.planning.target_time import Roofline
-from bridge.planning.timeline import DEVICE, DOINGS, LINKS, Span
+from bridge.compiling.target_time import Roofline
+from bridge.compiling.timing.program import Done, Loop, Program, Start, Step, Work
+from bridge.compiling.timing.step_time import step_time, timeline
+from bridge.compiling.timing.timeline import DEVICE, DOINGS, LINKS, Span
+from bridge.core.hlo.collectives import Transfer
 from tests.planning.programs import FACTORS, GATHER_DONE, GATHER_START, PRODUCT, SHARD, program
 from tests.planning.test_step_time import IDEAL, MACHINE, memory, products, transfer
 from tests.planning.test_target_time import compiled

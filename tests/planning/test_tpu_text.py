@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jax.errors import JaxRuntimeError
 
-from bridge.planning import tpu_text
+from bridge.compiling.machines import tpu_text
 
 LOWERED = "module @jit_update attributes {mhlo.num_partitions = 4 : i32} {"
 

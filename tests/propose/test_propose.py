@@ -27,10 +27,10 @@ from transformers import (
 )
 from typer.testing import CliRunner, Result
 
-from bridge.checkpoints.convert import convert
+from bridge.checkpoints.convert.conversion import convert
 from bridge.commands.map import map_
-from bridge.formats import open_checkpoint
-from bridge.mapping.rules import load_mapping, parse_mapping
+from bridge.core.formats import open_checkpoint
+from bridge.core.mapping.language.rules import load_mapping, parse_mapping
 from bridge.propose.propose import Proposal, propose
 from tests.checkpoints.test_convert import assert_same, tensors, write
 from tests.support.bridge.decoder_trees import dcp_arrays, expected_orbax

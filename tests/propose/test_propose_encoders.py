@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from bridge.formats.base import Box
-from bridge.mapping.rules import load_mapping
-from bridge.mapping.translation import make_plan
+from bridge.core.formats.tensors.base import Box
+from bridge.core.mapping.language.rules import load_mapping
+from bridge.core.mapping.plan.translation import make_plan
 from bridge.propose.propose import Proposal
 from tests.mapping.test_families_encoders import CASES, only, own_names, state_of
 from tests.mapping.test_families_gpt_oss import gpt_oss

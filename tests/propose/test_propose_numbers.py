@@ -11,9 +11,9 @@ import torch
 from safetensors.numpy import save_file
 from transformers import T5Config, T5ForConditionalGeneration
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.mapping.rules import parse_mapping
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.mapping.language.rules import parse_mapping
 from bridge.propose.propose import Proposal, propose
 from tests.checkpoints.test_convert import write
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.formats import create_checkpoint
+from bridge.core.formats import create_checkpoint
 from bridge.propose.axes import align
 from bridge.propose.names import families, similarity
 from bridge.propose.propose import propose

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.sharding import Layout, plan_layout
+from bridge.core.sharding import Layout, plan_layout
 from tests.support.examples import examples
 
 STACK = st.lists(st.integers(1, 7), min_size=3, max_size=4).map(tuple)

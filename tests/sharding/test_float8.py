@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bridge.sharding import Layout, PolicyError, PrecisionPolicy, ShardingPolicy, float8, plan_layout
-from bridge.sharding.slot import Slot
+from bridge.core.sharding import Layout, PolicyError, PrecisionPolicy, ShardingPolicy, plan_layout
+from bridge.core.sharding.layout.slot import Slot
+from bridge.core.sharding.policy import float8
 
 Array = Any
 

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import bridge.sharding.layout
-from bridge.sharding import Layout, Slot, plan_layout, row_boxes, rows_of
-from bridge.sharding.aligned_packing import pack_aligned
-from bridge.sharding.packing import Kind, admissible, admissible_steps, earliest
-from bridge.sharding.partition import plan_buffers
+import bridge.core.sharding.layout.layout
+from bridge.core.sharding import Layout, Slot, plan_layout, row_boxes, rows_of
+from bridge.core.sharding.layout.aligned_packing import pack_aligned
+from bridge.core.sharding.layout.packing import Kind, admissible, admissible_steps, earliest
+from bridge.core.sharding.layout.partition import plan_buffers
 from tests.sharding.golden import layouts as golden
 from tests.support.examples import examples
 
@@ -404,8 +404,8 @@ def test_the_golden_plans_load_as_valid_layouts():
 @pytest.mark.parametrize("place", ["module", "readme"])
 def test_the_documented_picture_is_what_the_layout_prints(place):
     plan = plan_layout(golden.WORKED_EXAMPLE, 4, align=1)
-    readme = Path(bridge.sharding.layout.__file__).with_name("README.md").read_text()
-    text = bridge.sharding.layout.__doc__ or "" if place == "module" else readme
+    readme = Path(bridge.core.sharding.layout.layout.__file__).with_name("README.md").read_text()
+    text = bridge.core.sharding.layout.layout.__doc__ or "" if place == "module" else readme
     documented = [line.strip() for line in text.splitlines()]
     printed = repr(plan).splitlines()
     start = documented.index(printed[0])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import bridge.sharding
+import bridge.core.sharding
 import tests.sharding.second_planner.layout as second_planner
 from tests.bench.layout_groups import reference_groups
 from tests.bench.layout_rules import lcm_rule
@@ -66,7 +66,7 @@ def unit_of(shape: tuple[int, ...], granularity: str, rows: int) -> int:
     return min(block, matrix) if one or matrix % block == 0 else matrix
 
 
-def assert_guarantees(layout: bridge.sharding.Layout, arguments: dict[str, Any]) -> None:
+def assert_guarantees(layout: bridge.core.sharding.Layout, arguments: dict[str, Any]) -> None:
     """Every tensor once, whole and in bounds; no overlap; equal shards whose boundaries cut no unit; little padding."""
     shapes, grains = arguments["shapes"], arguments["granularity"]
     assert [(slot.name, slot.shape) for slot in layout.slots] == list(shapes.items())
@@ -95,10 +95,10 @@ def assert_guarantees(layout: bridge.sharding.Layout, arguments: dict[str, Any])
 
 
 def assert_same(arguments: dict[str, Any]) -> None:
-    ours = bridge.sharding.plan_layout(**arguments)
+    ours = bridge.core.sharding.plan_layout(**arguments)
     theirs = second_planner.plan_layout(**arguments)
     assert_guarantees(ours, arguments)
-    assert bridge.sharding.Layout.from_json(theirs.to_json()) == ours
+    assert bridge.core.sharding.Layout.from_json(theirs.to_json()) == ours
     assert second_planner.Layout.from_json(ours.to_json()) == theirs
     assert theirs.to_json() == ours.to_json()
     assert theirs.fingerprint == ours.fingerprint
@@ -153,7 +153,7 @@ def test_both_planners_plan_the_same_layout_of_real_groups(name):
         shapes = dict(itertools.islice(shapes.items(), 2000))
     for num_shards in (8, 64, 256, 1024, 4096, 16384):
         for align in (1, 128, "auto"):
-            ours = bridge.sharding.plan_layout(shapes, num_shards, align=align)
+            ours = bridge.core.sharding.plan_layout(shapes, num_shards, align=align)
             assert second_planner.plan_layout(shapes, num_shards, align=align).to_json() == ours.to_json()
 
 
@@ -161,7 +161,7 @@ def test_both_planners_plan_the_same_layout_of_real_groups(name):
 @given(GROUP, SHARDS, ALIGN)
 def test_padding_is_never_above_that_of_one_common_multiple(shapes, num_shards, align):
     """Against an independent implementation of Megatron-FSDP's rule, with chunks of whole tiles."""
-    layout = bridge.sharding.plan_layout(shapes, num_shards, align=align)
+    layout = bridge.core.sharding.plan_layout(shapes, num_shards, align=align)
     assert layout.padded_size <= lcm_rule(tuple(shapes.values()), num_shards, layout.align)
 
 
@@ -184,7 +184,7 @@ def test_padding_is_not_above_it_in_groups_of_thousands_of_tensors_either(matric
     }
     for align in (1, 128):
         assert_same({**arguments, "align": align})
-        layout = bridge.sharding.plan_layout(shapes, num_shards, align=align)
+        layout = bridge.core.sharding.plan_layout(shapes, num_shards, align=align)
         assert layout.padded_size <= lcm_rule(tuple(shapes.values()), num_shards, align)
 
 
@@ -201,13 +201,13 @@ HUGE: list[dict[str, tuple[int, ...]]] = [
 def test_both_planners_plan_the_same_layout_of_huge_tensors(shapes, granularity):
     for num_shards, align in itertools.product((3, 7, 10**6), (1, 128)):
         arguments = {"shapes": shapes, "num_shards": num_shards, "granularity": granularity, "align": align}
-        ours = bridge.sharding.plan_layout(**arguments)
+        ours = bridge.core.sharding.plan_layout(**arguments)
         assert second_planner.plan_layout(**arguments).to_json() == ours.to_json()
         if granularity == "tensor":
             assert all(slot.block == max(1, slot.num_rows) for slot in ours.slots)
 
 
-@pytest.mark.parametrize("module", [bridge.sharding, second_planner])
+@pytest.mark.parametrize("module", [bridge.core.sharding, second_planner])
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -252,7 +252,7 @@ def test_both_planners_refuse_bad_input(module, arguments):
 SLOT = {"block": 1, "buffer": 0, "name": "w", "offset": 0, "shape": [4]}
 
 
-@pytest.mark.parametrize("module", [bridge.sharding, second_planner])
+@pytest.mark.parametrize("module", [bridge.core.sharding, second_planner])
 @pytest.mark.parametrize(
     "change",
     [
@@ -285,7 +285,7 @@ def test_both_planners_refuse_json_of_the_wrong_form(module, change):
         module.Layout.from_json(json.dumps({**value, **change}))
 
 
-@pytest.mark.parametrize("module", [bridge.sharding, second_planner])
+@pytest.mark.parametrize("module", [bridge.core.sharding, second_planner])
 def test_both_planners_refuse_what_is_no_layout(module):
     for text in (None, 5, "[" * 100_000, "{", "{}", '{"num_shards":1,"shard_sizes":[2],"slots":[3]}'):
         with pytest.raises(ValueError, match="expected"):
@@ -299,7 +299,7 @@ def test_both_planners_refuse_what_is_no_layout(module):
 @examples(1000)
 @given(requests(GROUP).filter(lambda arguments: arguments["shapes"]), st.data())
 def test_both_planners_accept_the_same_edited_layouts(arguments, data):
-    value = json.loads(bridge.sharding.plan_layout(**arguments).to_json())
+    value = json.loads(bridge.core.sharding.plan_layout(**arguments).to_json())
     for _ in range(data.draw(st.integers(1, 2))):
         slot = data.draw(st.sampled_from(value["slots"]))
         field = data.draw(st.sampled_from(["block", "buffer", "offset", "name", "shard", "num_shards"]))
@@ -313,7 +313,7 @@ def test_both_planners_accept_the_same_edited_layouts(arguments, data):
         elif field != "shard":
             slot[field] += data.draw(st.integers(-3, 3))
     found = []
-    for module in (bridge.sharding, second_planner):
+    for module in (bridge.core.sharding, second_planner):
         try:
             found.append(json.loads(module.Layout.from_json(json.dumps(value)).to_json()))
         except ValueError:
@@ -322,7 +322,7 @@ def test_both_planners_accept_the_same_edited_layouts(arguments, data):
     assert found[0] in (None, value)
 
 
-@pytest.mark.parametrize("module", [bridge.sharding, second_planner])
+@pytest.mark.parametrize("module", [bridge.core.sharding, second_planner])
 def test_more_buffers_than_units_are_not_searched_for(module):
     shapes = {"a": (7, 5), "b": (5, 7)}
     assert module.plan_layout(shapes, 3, max_buffers=10**9) == module.plan_layout(shapes, 3)
@@ -331,9 +331,9 @@ def test_more_buffers_than_units_are_not_searched_for(module):
 @examples(500)
 @given(SHAPE, st.data())
 def test_both_planners_cut_row_ranges_into_the_same_boxes(shape, data):
-    _, num_rows = bridge.sharding.rows_of(shape)
+    _, num_rows = bridge.core.sharding.rows_of(shape)
     r0 = data.draw(st.integers(0, num_rows))
     r1 = data.draw(st.integers(r0, num_rows))
-    ours = [(tuple(b.offsets), tuple(b.sizes)) for b in bridge.sharding.row_boxes(shape, r0, r1)]
+    ours = [(tuple(b.offsets), tuple(b.sizes)) for b in bridge.core.sharding.row_boxes(shape, r0, r1)]
     theirs = [(tuple(b.offsets), tuple(b.sizes)) for b in second_planner.row_boxes(shape, r0, r1)]
     assert theirs == ours

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.sharding import (
+from bridge.core.sharding import (
     Cut,
     ParallelPolicy,
     PolicyError,
@@ -19,7 +19,7 @@ from bridge.sharding import (
     local_ranges,
     local_shape,
 )
-from bridge.sharding.mesh_axes import MODEL_AXES, REFUSED_AXES
+from bridge.core.sharding.policy.mesh_axes import MODEL_AXES, REFUSED_AXES
 from tests.support.examples import examples
 
 ROOT = UnitPolicy("")

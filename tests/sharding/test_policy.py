@@ -13,15 +13,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import bridge.sharding.policy
-from bridge.sharding import STRATEGIES, Placements, PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
-from bridge.sharding.recompute import RECOMPUTE_WORDS, SELECTIVE, why_not_around
+import bridge.core.sharding.policy.policy
+from bridge.core.sharding import (
+    STRATEGIES,
+    Placements,
+    PolicyError,
+    PrecisionPolicy,
+    ShardingPolicy,
+    UnitPolicy,
+)
+from bridge.core.sharding.policy.recompute import RECOMPUTE_WORDS, SELECTIVE, why_not_around
 from tests.sharding.golden import policies as golden
 from tests.support.examples import examples
 
 ROOT = UnitPolicy("")
 SHIPPED = sorted(
-    path.stem for path in (Path(bridge.sharding.policy.__file__).parent / "policies").glob("*.toml")
+    path.stem for path in (Path(bridge.core.sharding.__file__).parent / "policies").glob("*.toml")
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bridge.sharding import STRATEGIES, Placements, check_axes, strategy_named
+from bridge.core.sharding import STRATEGIES, Placements, check_axes, strategy_named
 
 
 def test_placements_are_legal_exactly_when_inner_axes_are_sharded_first_and_the_optimizer_most() -> None:

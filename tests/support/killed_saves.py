@@ -26,9 +26,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from bridge.checkpoints.verify import verify
-from bridge.formats import open_checkpoint
-from bridge.formats.saving.steps import complete_steps
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.saving.steps import complete_steps
 
 _ROOT = Path(__file__).parents[2]
 _OPERATIONS = (

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_impl
-from bridge.sharding.recompute import SELECTIVE
+from bridge.core.sharding.policy.recompute import SELECTIVE
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import assert_same_gradients, assert_same_weights, mean_over_ranks
 from torch_impl import PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy

@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torch_impl.fsdp_module import FSDPModule
-from torch_impl.runtime.group import ParameterGroup
-from torch_impl.runtime.unit import Unit
+from torch_impl.runtime.unit.group import ParameterGroup
+from torch_impl.runtime.unit.unit import Unit
 
 _DISTRIBUTE = (
     "make it a DTensor by torch.distributed.tensor.distribute_tensor(whole, param.device_mesh, param.placements), or "

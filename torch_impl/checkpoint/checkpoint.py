@@ -25,13 +25,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from bridge.formats import Box, CheckpointError, CheckpointReader, open_checkpoint
-from bridge.formats.saving import pending
-from bridge.formats.saving.extras import SaveExtras
-from bridge.formats.saving.pending import PendingSave
-from bridge.formats.saving.steps import choose_step
-from bridge.formats.stores.store import path_here
-from bridge.mapping.running import AnyMapping
+from bridge.core.formats import Box, CheckpointError, CheckpointReader, open_checkpoint
+from bridge.core.formats.saving import pending
+from bridge.core.formats.saving.extras import SaveExtras
+from bridge.core.formats.saving.pending import PendingSave
+from bridge.core.formats.saving.steps import choose_step
+from bridge.core.formats.stores.store import path_here
+from bridge.core.mapping.plan.running import AnyMapping
 from torch_impl.checkpoint.contents import (
     GroupUpdate,
     drop_state,
@@ -87,7 +87,7 @@ def save_checkpoint(
         model: sharded by ``fully_shard``, or a plain module whose tensors are equal on all ranks.
         optimizer: over the model's parameters.
         train: nested mapping of str to int or numpy array, equal on all ranks; ints become 0-d int64 tensors.
-        mapping: a family's name, a file or a table (``bridge.mapping``), of which the model has one side. The
+        mapping: a family's name, a file or a table (``bridge.core.mapping``), of which the model has one side. The
             checkpoint gets the other side's names and layouts, as ``twinshard convert`` with this mapping makes them of
             the plain checkpoint. Each rank translates its own rows. Of a mapping with more than two conventions
             ``load_mapping(name).between("hf", "torchtitan")`` leaves two.
@@ -218,7 +218,8 @@ def load_checkpoint(
         step: the number of another step to take.
         moments: "same": they must have been saved in the format of this optimizer. "convert": others, such as float32
             for float8 with scales, become this optimizer's, rounded as an update rounds them.
-        mapping: a family's name, a file or a table (``bridge.mapping``) between the names and layouts of the checkpoint
+        mapping: a family's name, a file or a table (``bridge.core.mapping``) between the names and layouts of the
+        checkpoint
             and those of the model. The checkpoint may then be of any format: Orbax, safetensors, DCP. Each rank reads
             what its rows are made of.
         process_group: the ranks that load together, as for ``save_checkpoint``.

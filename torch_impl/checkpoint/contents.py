@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from bridge.formats import CheckpointError, CheckpointReader
+from bridge.core.formats import CheckpointError, CheckpointReader
 from torch_impl.diagnostics.tensors import named_main_parameters
 from torch_impl.dtensor.remainders import main_values, remainder_of
 from torch_impl.dtensor.tensor import wrap_like

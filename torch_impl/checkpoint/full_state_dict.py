@@ -34,7 +34,7 @@ from torch_impl.comm.agreement import agree
 from torch_impl.dtensor.placement import row_placement
 from torch_impl.dtensor.tensor import RowDTensor, distribute
 from torch_impl.fsdp_module import FSDPModule
-from torch_impl.runtime.unit import Unit
+from torch_impl.runtime.unit.unit import Unit
 
 
 def filling(original: Callable[..., None]) -> Callable[..., None]:

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from bridge.formats.saving.manager import StepManager
-from bridge.formats.saving.pending import PendingSave
-from bridge.mapping.running import AnyMapping
+from bridge.core.formats.saving.manager import StepManager
+from bridge.core.formats.saving.pending import PendingSave
+from bridge.core.mapping.plan.running import AnyMapping
 from torch_impl.checkpoint.checkpoint import load_checkpoint, start_save, together
 from torch_impl.comm.agreement import agree, rank
 

@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from bridge.formats import Box, CheckpointReader, TreePath
-from bridge.formats.base import TensorInfo, dtype_from_name
-from bridge.mapping.running import AnyMapping, LoadedAs, Move, RunState, SavedAs
+from bridge.core.formats import Box, CheckpointReader, TreePath
+from bridge.core.formats.tensors.base import TensorInfo, dtype_from_name
+from bridge.core.mapping.plan.running import AnyMapping, LoadedAs, Move, RunState, SavedAs
 from torch_impl.checkpoint.contents import in_one_piece, model_tensors, optimizer_tensors, state_tree
 from torch_impl.checkpoint.moments import held_boxes
 

@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from bridge.formats import Box, CheckpointReader
-from bridge.formats.scaled import read_decoded
+from bridge.core.formats import Box, CheckpointReader
+from bridge.core.formats.tensors.scaled import read_decoded
 from torch_impl.checkpoint.contents import parameter_names
 from torch_impl.dtensor.local import local_boxes, local_of, local_pieces
 from torch_impl.optimizer.moments import MomentFormat, first_row

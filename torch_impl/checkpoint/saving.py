@@ -31,12 +31,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bridge.formats import Box, CheckpointError
-from bridge.formats.arrays import array_checksum
-from bridge.formats.base import dtype_from_name
-from bridge.formats.dcp.data_files import StoredChunk, data_file_entry
-from bridge.formats.files.atomic import AtomicDirectory
-from bridge.formats.files.manifest import (
+from bridge.core.formats import Box, CheckpointError
+from bridge.core.formats.dcp.data_files import StoredChunk, data_file_entry
+from bridge.core.formats.files.atomic import AtomicDirectory
+from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestFile,
@@ -45,9 +43,11 @@ from bridge.formats.files.manifest import (
     object_checksum,
     render_manifest,
 )
-from bridge.formats.saving import pending
-from bridge.formats.saving.extras import SaveExtras
-from bridge.formats.stores.store import path_here
+from bridge.core.formats.saving import pending
+from bridge.core.formats.saving.extras import SaveExtras
+from bridge.core.formats.stores.store import path_here
+from bridge.core.formats.tensors.arrays import array_checksum
+from bridge.core.formats.tensors.base import dtype_from_name
 from torch_impl.checkpoint.contents import named_tensors
 from torch_impl.comm.agreement import agree, exchange, gather, rank, require_same_claims, scatter
 

@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from bridge.formats import CheckpointError
+from bridge.core.formats import CheckpointError
 from torch_impl.comm import collectives
 from torch_impl.comm.mesh import DataParallelMesh
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from bridge.sharding import float8
+from bridge.core.sharding.policy import float8
 from torch_impl.diagnostics.tensors import named_units
-from torch_impl.runtime.extended_weights import ExtendedWeights
-from torch_impl.runtime.group import ParameterGroup
-from torch_impl.runtime.unit import Unit
+from torch_impl.runtime.unit.group import ParameterGroup
+from torch_impl.runtime.unit.unit import Unit
+from torch_impl.runtime.weights.extended_weights import ExtendedWeights
 
 _HEADER = (
     "unit",

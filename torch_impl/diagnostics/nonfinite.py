@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from bridge.sharding.rows import Box
+from bridge.core.sharding.layout.rows import Box
 from torch_impl.comm.agreement import rank
 from torch_impl.diagnostics.tensors import named_main_parameters, process_groups, refuse_meta
 from torch_impl.dtensor.local import (

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch_impl.dtensor.local import is_partial, local_of, plain_parts
 from torch_impl.dtensor.reductions import norms
 from torch_impl.fsdp_module import FSDPModule
-from torch_impl.runtime.unit import Unit
+from torch_impl.runtime.unit.unit import Unit
 
 
 def named_units(model: nn.Module) -> dict[Unit, str]:

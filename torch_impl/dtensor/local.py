@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from bridge.sharding.rows import Box, row_boxes, rows_of
+from bridge.core.sharding.layout.rows import Box, row_boxes, rows_of
 from torch_impl.comm.mesh import shard_index
 from torch_impl.dtensor.placement import (
     Ranges,

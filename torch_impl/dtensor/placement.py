@@ -30,8 +30,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from bridge.sharding import Cut, local_ranges
-from bridge.sharding.rows import local_shape, rows_of
+from bridge.core.sharding import Cut, local_ranges
+from bridge.core.sharding.layout.rows import local_shape, rows_of
 from torch_impl.comm import collectives
 from torch_impl.comm.mesh import check_order, coordinate_of, shard_index
 

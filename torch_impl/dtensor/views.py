@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bridge.sharding.rows import local_shape, rows_of
+from bridge.core.sharding.layout.rows import local_shape, rows_of
 from torch_impl.dtensor.local import local_of, row_bounds_of, row_range_of
 from torch_impl.dtensor.placement import is_tensor_parallel
 from torch_impl.dtensor.remainders import remainder_of

@@ -19,7 +19,7 @@ from torch_impl.optimizer.moments import MomentFormat
 from torch_impl.optimizer.offload import Share, Transfers, transfers_for
 from torch_impl.optimizer.remainders import check_no_remainders
 from torch_impl.optimizer.update import ParameterUpdate
-from torch_impl.runtime.ownership import taken_by
+from torch_impl.runtime.ground.ownership import taken_by
 
 
 class MainWeightOptimizer(torch.optim.Optimizer):

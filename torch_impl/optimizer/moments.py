@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
-from bridge.sharding.rows import rows_of
+from bridge.core.sharding.layout.rows import rows_of
 from torch_impl.dtensor.local import local_of, plain_values, row_bounds_of, row_range_of
 from torch_impl.dtensor.placement import FusedShard, RowShard
 from torch_impl.dtensor.tensor import RowDTensor, make_dtensor, wrap_like

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from bridge.sharding import Cut, ParallelPolicy, PolicyError, ShardingPolicy, check_cuts
+from bridge.core.sharding import Cut, ParallelPolicy, PolicyError, ShardingPolicy, check_cuts
 from torch_impl.dtensor.placement import FusedShard
 from torch_impl.parallel.modules import (
     ColwiseEmbedding,
@@ -24,7 +24,7 @@ from torch_impl.parallel.modules import (
     RowwiseLinear,
     cut_module,
 )
-from torch_impl.runtime.tensor_parallel import TensorParallel, mark
+from torch_impl.runtime.ground.tensor_parallel import TensorParallel, mark
 
 # The dimension of weight and bias that a style cuts; None: whole.
 _LINEAR: dict[str, tuple[int, int | None]] = {"colwise": (0, 0), "rowwise": (1, None)}

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from torch_impl.dtensor.placement import row_axes
 from torch_impl.parallel import regions
-from torch_impl.runtime.tensor_parallel import SUMMED
+from torch_impl.runtime.ground.tensor_parallel import SUMMED
 
 # What modules beside each other have entered, an attribute of the module around them.
 _ENTERED = "_entered_region"

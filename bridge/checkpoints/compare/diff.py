@@ -10,35 +10,35 @@ import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 
-from bridge.checkpoints.common_dtype import common_dtype
-from bridge.checkpoints.diff_report import DiffReport
-from bridge.checkpoints.diff_tensors import Pair, compared
-from bridge.checkpoints.dtypes import require_readable
-from bridge.checkpoints.kinds import dtype_names, structure_differences
-from bridge.checkpoints.noise import Noise
-from bridge.checkpoints.selection import SelectedReader, Selection, selected_pair
-from bridge.checkpoints.ulp import Tolerance
-from bridge.checkpoints.workers import large_buffers_returned
-from bridge.formats import items_of_each, open_checkpoint
-from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, is_whole
-from bridge.formats.files.file_stamps import changed, stamps
-from bridge.formats.leaf_kinds import LEAVES
-from bridge.formats.left_alone import left_alone
-from bridge.formats.quantized import DequantizedReader
-from bridge.formats.regions import Progress
-from bridge.formats.step_paths import Step, each_at_step
-from bridge.formats.stores.store import place_of
-from bridge.mapping.conventions import Convention
-from bridge.mapping.errors import MappingError
-from bridge.mapping.found import find
-from bridge.mapping.notes import PLACES
-from bridge.mapping.numbered_states import with_named_states
-from bridge.mapping.plan import Plan, PlannedTensor
-from bridge.mapping.rules import MappingLike, mapping_table
-from bridge.mapping.sizes import with_config, with_stored_sizes
-from bridge.mapping.step_values import with_step_tensors
-from bridge.mapping.table import MappingTable, Tied
-from bridge.mapping.translation import make_plan
+from bridge.checkpoints.compare.diff_report import DiffReport
+from bridge.checkpoints.compare.diff_tensors import Pair, compared
+from bridge.checkpoints.compare.noise import Noise
+from bridge.checkpoints.compare.ulp import Tolerance
+from bridge.checkpoints.ground.common_dtype import common_dtype
+from bridge.checkpoints.ground.dtypes import require_readable
+from bridge.checkpoints.ground.kinds import dtype_names, structure_differences
+from bridge.checkpoints.ground.selection import SelectedReader, Selection, selected_pair
+from bridge.checkpoints.ground.workers import large_buffers_returned
+from bridge.core.formats import items_of_each, open_checkpoint
+from bridge.core.formats.reading.file_stamps import changed, stamps
+from bridge.core.formats.stores.store import place_of
+from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TensorInfo, is_whole
+from bridge.core.formats.tensors.leaf_kinds import LEAVES
+from bridge.core.formats.tensors.regions import Progress
+from bridge.core.formats.whole.left_alone import left_alone
+from bridge.core.formats.whole.quantized import DequantizedReader
+from bridge.core.formats.whole.step_paths import Step, each_at_step
+from bridge.core.mapping.language.conventions import Convention
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.rules import MappingLike, mapping_table
+from bridge.core.mapping.language.table import MappingTable, Tied
+from bridge.core.mapping.one_rule.sizes import with_config, with_stored_sizes
+from bridge.core.mapping.plan.plan import Plan, PlannedTensor
+from bridge.core.mapping.plan.translation import make_plan
+from bridge.core.mapping.states.found import find
+from bridge.core.mapping.states.notes import PLACES
+from bridge.core.mapping.states.numbered_states import with_named_states
+from bridge.core.mapping.states.step_values import with_step_tensors
 
 _NOTES = (PLACES, LEAVES)
 """Objects that conversions add, which are about the checkpoint."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bridge.checkpoints.ulp import Difference, Tolerance
+from bridge.checkpoints.compare.ulp import Difference, Tolerance
 
 
 @dataclass(frozen=True)

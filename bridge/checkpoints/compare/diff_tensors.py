@@ -11,18 +11,18 @@ from typing import TypeAlias
 
 import numpy as np
 
-from bridge.checkpoints.borrowed import MEMORY, borrow
-from bridge.checkpoints.common_dtype import common_dtype
-from bridge.checkpoints.diff_report import TensorDiff
-from bridge.checkpoints.noise import Noise
-from bridge.checkpoints.spread import Spread
-from bridge.checkpoints.ulp import Difference, Tolerance, compare, squared_distance, sum_of_squares
-from bridge.checkpoints.workers import batches, each, ordered
-from bridge.formats.base import Box, CheckpointReader, TensorInfo, is_whole, name_of
-from bridge.formats.regions import group_boxes, split_box
-from bridge.mapping.operations import as_dtype
-from bridge.mapping.plan import PlannedTensor
-from bridge.mapping.relation import whole_source
+from bridge.checkpoints.compare.diff_report import TensorDiff
+from bridge.checkpoints.compare.noise import Noise
+from bridge.checkpoints.compare.spread import Spread
+from bridge.checkpoints.compare.ulp import Difference, Tolerance, compare, squared_distance, sum_of_squares
+from bridge.checkpoints.ground.borrowed import MEMORY, borrow
+from bridge.checkpoints.ground.common_dtype import common_dtype
+from bridge.checkpoints.ground.workers import batches, each, ordered
+from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo, is_whole, name_of
+from bridge.core.formats.tensors.regions import group_boxes, split_box
+from bridge.core.mapping.language.operations import as_dtype
+from bridge.core.mapping.language.relation import whole_source
+from bridge.core.mapping.plan.plan import PlannedTensor
 
 _SMALL = 8 << 20
 """Bytes of a tensor that one worker compares, while others compare its neighbours; a larger one is shared."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, is_whole
-from bridge.mapping.plan import Plan
-from bridge.mapping.translation import make_plan
-from bridge.text import first_of
+from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TensorInfo, is_whole
+from bridge.core.mapping.plan.plan import Plan
+from bridge.core.mapping.plan.translation import make_plan
+from bridge.core.text import first_of
 
 _NAMED = 20
 

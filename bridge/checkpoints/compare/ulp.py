@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bridge.checkpoints.spread import Spread
-from bridge.formats.base import ORBAX_DTYPES, is_whole
+from bridge.checkpoints.compare.spread import Spread
+from bridge.core.formats.tensors.base import ORBAX_DTYPES, is_whole
 
 LARGEST_ULP = 2**64 - 1
 """The largest distance that two 64-bit numbers can have."""

@@ -18,43 +18,49 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from bridge.checkpoints.casts import Output, apply_casts, parse_casts
-from bridge.checkpoints.checked import checked
-from bridge.checkpoints.convert_report import ConvertReport, went_along
-from bridge.checkpoints.destination import (
+from bridge.checkpoints.convert.convert_report import ConvertReport, went_along
+from bridge.checkpoints.convert.destination import (
     format_by_name,
     naming,
     require_place,
     require_space,
     require_untouched,
 )
-from bridge.checkpoints.dtypes import require_dtypes
-from bridge.checkpoints.engine import Copier, runs
-from bridge.checkpoints.kinds import carried_kinds
-from bridge.checkpoints.selection import SelectedReader, Selection, readable_values
-from bridge.checkpoints.workers import default_workers, large_buffers_returned
-from bridge.formats import FORMATS, create_checkpoint, open_checkpoint
-from bridge.formats.base import CheckpointError, CheckpointReader, CheckpointWriter, TreePath, name_of
-from bridge.formats.companions import ADAPTER, ADAPTER_CONFIG, Companions, companions_home
-from bridge.formats.files.working import Attempt
-from bridge.formats.garbage import collection_paused
-from bridge.formats.leaf_kinds import LEAVES
-from bridge.formats.left_alone import left_alone
-from bridge.formats.quantized import DequantizedReader
-from bridge.formats.regions import REGION_BYTES, Progress
-from bridge.formats.replaceable import require_replaceable
-from bridge.formats.step_paths import Step, at_step
-from bridge.formats.stores.reader import StoredReader, home_of
-from bridge.formats.stores.store import is_url, local_path, place_of, without_end
-from bridge.formats.stores.upload_path import UploadPath
-from bridge.mapping.numbered_states import with_named_states
-from bridge.mapping.relation import whole_source
-from bridge.mapping.rules import MappingLike, mapping_table
-from bridge.mapping.sizes import with_config, with_stored_sizes
-from bridge.mapping.step_values import with_step_tensors
-from bridge.mapping.table import Tied
-from bridge.mapping.translation import make_plan
-from bridge.version import __version__
+from bridge.checkpoints.convert.engine import Copier, runs
+from bridge.checkpoints.ground.casts import Output, apply_casts, parse_casts
+from bridge.checkpoints.ground.checked import checked
+from bridge.checkpoints.ground.dtypes import require_dtypes
+from bridge.checkpoints.ground.kinds import carried_kinds
+from bridge.checkpoints.ground.selection import SelectedReader, Selection, readable_values
+from bridge.checkpoints.ground.workers import default_workers, large_buffers_returned
+from bridge.core.formats import FORMATS, create_checkpoint, open_checkpoint
+from bridge.core.formats.files.working import Attempt
+from bridge.core.formats.stores.reader import StoredReader, home_of
+from bridge.core.formats.stores.store import is_url, local_path, place_of, without_end
+from bridge.core.formats.stores.upload_path import UploadPath
+from bridge.core.formats.tensors.base import (
+    CheckpointError,
+    CheckpointReader,
+    CheckpointWriter,
+    TreePath,
+    name_of,
+)
+from bridge.core.formats.tensors.garbage import collection_paused
+from bridge.core.formats.tensors.leaf_kinds import LEAVES
+from bridge.core.formats.tensors.regions import REGION_BYTES, Progress
+from bridge.core.formats.whole.companions import ADAPTER, ADAPTER_CONFIG, Companions, companions_home
+from bridge.core.formats.whole.left_alone import left_alone
+from bridge.core.formats.whole.quantized import DequantizedReader
+from bridge.core.formats.whole.replaceable import require_replaceable
+from bridge.core.formats.whole.step_paths import Step, at_step
+from bridge.core.mapping.language.relation import whole_source
+from bridge.core.mapping.language.rules import MappingLike, mapping_table
+from bridge.core.mapping.language.table import Tied
+from bridge.core.mapping.one_rule.sizes import with_config, with_stored_sizes
+from bridge.core.mapping.plan.translation import make_plan
+from bridge.core.mapping.states.numbered_states import with_named_states
+from bridge.core.mapping.states.step_values import with_step_tensors
+from bridge.core.version import __version__
 
 
 @dataclass(frozen=True)
@@ -70,9 +76,9 @@ class ConvertOptions:
     manifest and to the checksums of its format, as far as it is read. any_model: use the mapping whatever model the
     source's `config.json` names. companions: copy `config.json`, tokenizer files and the like along. dequantize: take
     MXFP4 weights and float8 weights with scales of blocks as the bfloat16 numbers that they stand for, see
-    `formats/quantized.py`. items: of an Orbax source, see `open_checkpoint`. write_items: keys of the tree that become
-    an item each of an Orbax destination. optimizer_order: what torch's numbers in optimizer states stand for: "model",
-    or a file with a weight's name on each line, see `numbered_states.py`.
+    `formats/whole/quantized.py`. items: of an Orbax source, see `open_checkpoint`. write_items: keys of the tree that
+    become an item each of an Orbax destination. optimizer_order: what torch's numbers in optimizer states stand for:
+    "model", or a file with a weight's name on each line, see `numbered_states.py`.
     """
 
     to: str | None = None
@@ -106,8 +112,8 @@ class Conversion:
     of tensors and objects by name in the destination, see `leaf_kinds.py`, but for implied ones.
     files: the source's files, empty if they are in a store. digest: of these, by name, size and time. left_out: names
     in the source that do not go along, dropped or not selected. inexact: names in the destination of tensors that the
-    mapping calculates, with rounding. companions: files that go along, see `bridge.formats.companions`. conventions,
-    remarks: see `bridge.mapping.plan`. left_alone: see `bridge.formats.left_alone`.
+    mapping calculates, with rounding. companions: files that go along, see `bridge.core.formats.whole.companions`.
+    conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: see `bridge.core.formats.whole.left_alone`.
     """
 
     source: Path | str

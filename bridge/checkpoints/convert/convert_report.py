@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bridge.checkpoints.destination import format_by_name
-from bridge.formats.companions import Companions
+from bridge.checkpoints.convert.destination import format_by_name
+from bridge.core.formats.whole.companions import Companions
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class ConvertReport:
     NaN, without those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding.
     verified: whether the source's checksums, where it has any, were compared. companions: files that went along, such
     as `config.json`. kept: those that a replaced checkpoint had, and the source has not. not_copied: why others did not
-    go along. conventions, remarks: see `bridge.mapping.plan`. left_alone: why files beside the source, which look like
-    weights, were not read. As a truth value it is `complete`.
+    go along. conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: why files beside the source, which
+    look like weights, were not read. As a truth value it is `complete`.
     """
 
     source: Path | str

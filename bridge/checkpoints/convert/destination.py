@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.files.journal import abandoned
-from bridge.formats.replaceable import require_replaceable
-from bridge.formats.stores.store import local_path
+from bridge.core.formats.files.journal import abandoned
+from bridge.core.formats.stores.store import local_path
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.whole.replaceable import require_replaceable
 
 
 def format_by_name(dst: str | os.PathLike[str]) -> str | None:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.checkpoints.casts import Output
-from bridge.formats.base import Box, CheckpointReader, CheckpointWriter, Checksums, Loan
-from bridge.formats.regions import Progress, group_boxes
-from bridge.mapping.relation import TensorView, whole_source
+from bridge.checkpoints.ground.casts import Output
+from bridge.core.formats.tensors.base import Box, CheckpointReader, CheckpointWriter, Checksums, Loan
+from bridge.core.formats.tensors.regions import Progress, group_boxes
+from bridge.core.mapping.language.relation import TensorView, whole_source
 
 RUN_BYTES = 256 << 20
 """Regions of one tensor, in bytes, that go to one worker."""

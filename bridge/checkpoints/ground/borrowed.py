@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Loan
+from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, Loan
 
 _SMALL = 1 << 20
 

@@ -10,14 +10,21 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from bridge.dtype_names import full_name, hint
-from bridge.formats.base import DTYPES, Box, CheckpointError, CheckpointReader, TreePath, is_whole
-from bridge.formats.quantized import DECODE, DECODE_ELSEWHERE, quantized
-from bridge.mapping.conventions import path_of_scales
-from bridge.mapping.operations import ChangedView, as_dtype
-from bridge.mapping.plan import PlannedTensor
-from bridge.mapping.relation import TensorView
-from bridge.mapping.scales import DecodedView
+from bridge.core.dtype_names import full_name, hint
+from bridge.core.formats.tensors.base import (
+    DTYPES,
+    Box,
+    CheckpointError,
+    CheckpointReader,
+    TreePath,
+    is_whole,
+)
+from bridge.core.formats.whole.quantized import DECODE, DECODE_ELSEWHERE, quantized
+from bridge.core.mapping.language.conventions import path_of_scales
+from bridge.core.mapping.language.operations import ChangedView, as_dtype
+from bridge.core.mapping.language.relation import TensorView
+from bridge.core.mapping.one_rule.scales import DecodedView
+from bridge.core.mapping.plan.plan import PlannedTensor
 
 _KINDS = {
     "f": "floating-point",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.checkpoints.manifest_problems import (
+from bridge.checkpoints.ground.manifest_problems import (
     Problem,
     SaysWhatIsChecked,
     crc_problems,
@@ -23,17 +23,25 @@ from bridge.checkpoints.manifest_problems import (
     rest_problems,
     structure_problems,
 )
-from bridge.checkpoints.summary import manifest_home
-from bridge.formats.arrays import array_checksum
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Checksums, Loan, TensorInfo, Wanted
-from bridge.formats.crc32c import extend
-from bridge.formats.files.boxes import ChunkIndex
-from bridge.formats.files.manifest import Manifest, manifest_path, read_manifest
-from bridge.formats.joined import JoinedReader
-from bridge.formats.regions import split_box
-from bridge.formats.stores.listing import StorePath
-from bridge.formats.stores.reader import StoredReader, home_of
-from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
+from bridge.checkpoints.inspect.summary import manifest_home
+from bridge.core.formats.files.manifest import Manifest, manifest_path, read_manifest
+from bridge.core.formats.reading.boxes import ChunkIndex
+from bridge.core.formats.stores.listing import StorePath
+from bridge.core.formats.stores.reader import StoredReader, home_of
+from bridge.core.formats.tensors.arrays import array_checksum
+from bridge.core.formats.tensors.base import (
+    Box,
+    CheckpointError,
+    CheckpointReader,
+    Checksums,
+    Loan,
+    TensorInfo,
+    Wanted,
+)
+from bridge.core.formats.tensors.crc32c import extend
+from bridge.core.formats.tensors.regions import split_box
+from bridge.core.formats.tensors.wrapping import ReadWhenAsked, WrappingReader
+from bridge.core.formats.whole.joined import JoinedReader
 
 
 def checked(reader: CheckpointReader) -> CheckpointReader:

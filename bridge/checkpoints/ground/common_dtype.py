@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from bridge.formats.base import is_whole
+from bridge.core.formats.tensors.base import is_whole
 
 
 def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import islice
 
-from bridge.checkpoints.casts import Output
-from bridge.formats.base import (
+from bridge.checkpoints.ground.casts import Output
+from bridge.core.formats.safetensors.header import DTYPE_NAMES
+from bridge.core.formats.tensors.base import (
     DTYPES,
     ORBAX_DTYPES,
     CheckpointError,
@@ -14,7 +15,6 @@ from bridge.formats.base import (
     drop_options,
     unreadable,
 )
-from bridge.formats.safetensors.header import DTYPE_NAMES
 
 _SHOWN = 5
 _KNOWN: Mapping[str, frozenset[str]] = {

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from bridge.formats.base import ORBAX_DTYPES, is_whole
+from bridge.core.formats.tensors.base import ORBAX_DTYPES, is_whole
 
 # The bits of the exponent, all of which are set in infinities and NaNs and in nothing else.
 _EXPONENT = {"float64": 0x7FF << 52, "float32": 0xFF << 23, "float16": 0x1F << 10, "bfloat16": 0xFF << 7}

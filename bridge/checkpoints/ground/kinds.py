@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 
 import numpy as np
 
-from bridge.checkpoints.casts import Output
-from bridge.formats.base import CheckpointError, CheckpointReader, TreePath
-from bridge.formats.leaf_kinds import (
+from bridge.checkpoints.ground.casts import Output
+from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TreePath
+from bridge.core.formats.tensors.leaf_kinds import (
     EMPTY,
     STRING,
     implied_kinds,
@@ -18,8 +18,8 @@ from bridge.formats.leaf_kinds import (
     kinds_of,
     tree_kinds,
 )
-from bridge.formats.leaf_names import separator_of
-from bridge.mapping.plan import Plan, PlannedTensor
+from bridge.core.formats.tensors.leaf_names import separator_of
+from bridge.core.mapping.plan.plan import Plan, PlannedTensor
 
 _ROOT = "(the whole tree)"
 

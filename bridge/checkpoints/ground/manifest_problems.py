@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, name_of
-from bridge.formats.coverage import check_coverage
-from bridge.formats.crc32c import extend
-from bridge.formats.files.manifest import (
+from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestTensor,
     object_checksum,
     rest_checksum,
 )
-from bridge.formats.files.source_files import FileView
+from bridge.core.formats.reading.source_files import FileView
+from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TensorInfo, name_of
+from bridge.core.formats.tensors.coverage import check_coverage
+from bridge.core.formats.tensors.crc32c import extend
 
 _FILE_BLOCK = 8 << 20
 

@@ -10,10 +10,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from bridge.checkpoints.dtypes import some_with_reasons
-from bridge.formats.base import CheckpointError, CheckpointReader, TreePath, UnreadableValue, drop_options
-from bridge.formats.leaf_kinds import EMPTY, tree_kinds
-from bridge.formats.wrapping import ReadWhenAsked, WrappingReader
+from bridge.checkpoints.ground.dtypes import some_with_reasons
+from bridge.core.formats.tensors.base import (
+    CheckpointError,
+    CheckpointReader,
+    TreePath,
+    UnreadableValue,
+    drop_options,
+)
+from bridge.core.formats.tensors.leaf_kinds import EMPTY, tree_kinds
+from bridge.core.formats.tensors.wrapping import ReadWhenAsked, WrappingReader
 
 WEIGHT_ROOTS = frozenset({"model", "params", "module", "state_dict", "weights"})
 """Top-level keys below which checkpoints keep weights."""

@@ -8,11 +8,11 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.checkpoints.summary import MAX_BARS, chunk_bars
-from bridge.formats.base import TensorInfo
-from bridge.sharding import Layout
-from bridge.sharding.drawing import MAX_TENSORS, drawn_ranks
-from bridge.text import printable
+from bridge.checkpoints.inspect.summary import MAX_BARS, chunk_bars
+from bridge.core.formats.tensors.base import TensorInfo
+from bridge.core.sharding import Layout
+from bridge.core.sharding.layout.drawing import MAX_TENSORS, drawn_ranks
+from bridge.core.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge.formats import detect_format, open_checkpoint
-from bridge.formats.base import Box, CheckpointError, TensorInfo, TreePath, unreadable
-from bridge.formats.files.manifest import manifest_path
-from bridge.formats.joined import JoinedReader
-from bridge.formats.leaf_kinds import LEAVES, key_types
-from bridge.formats.left_alone import left_alone
-from bridge.formats.orbax.item import find_item
-from bridge.formats.safetensors.files import find_files
-from bridge.formats.step_paths import Step, at_step
-from bridge.formats.stores.reader import StoredReader, home_of
-from bridge.formats.stores.store import place_of
-from bridge.sharding.drawing import MAX_TENSORS, letter, more_tensors
+from bridge.core.formats import detect_format, open_checkpoint
+from bridge.core.formats.files.manifest import manifest_path
+from bridge.core.formats.orbax.item import find_item
+from bridge.core.formats.safetensors.files import find_files
+from bridge.core.formats.stores.reader import StoredReader, home_of
+from bridge.core.formats.stores.store import place_of
+from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, TreePath, unreadable
+from bridge.core.formats.tensors.leaf_kinds import LEAVES, key_types
+from bridge.core.formats.whole.joined import JoinedReader
+from bridge.core.formats.whole.left_alone import left_alone
+from bridge.core.formats.whole.step_paths import Step, at_step
+from bridge.core.sharding.layout.drawing import MAX_TENSORS, letter, more_tensors
 
 MAX_BARS = 16
 _MAX_LISTED_CHUNKS = 16

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bridge.formats.base import TensorInfo
+from bridge.core.formats.tensors.base import TensorInfo
 
 _ALIKE = 3
 """Branches that are one, at least: two are as easily read."""

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from bridge.checkpoints.convert import ConvertOptions
-from bridge.checkpoints.convert_report import ConvertReport
-from bridge.checkpoints.parts import PartReport, commit_parts, convert_part, require_directory
-from bridge.formats.base import CheckpointError
-from bridge.formats.files.journal import InUse
-from bridge.formats.regions import Progress
-from bridge.formats.stores.store import is_url
-from bridge.mapping.rules import mapping_table
+from bridge.checkpoints.convert.conversion import ConvertOptions
+from bridge.checkpoints.convert.convert_report import ConvertReport
+from bridge.checkpoints.jobs.parts import PartReport, commit_parts, convert_part, require_directory
+from bridge.core.formats.files.journal import InUse
+from bridge.core.formats.stores.store import is_url
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.regions import Progress
+from bridge.core.mapping.language.rules import mapping_table
 
 MAX_LOST = 5
 """How often the worker of one part may be lost: a part that kills each of its workers will kill the next, too."""

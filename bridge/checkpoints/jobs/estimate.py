@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from bridge.checkpoints.casts import Output
-from bridge.checkpoints.pieces import PartPlan, Piece
-from bridge.formats.regions import REGION_BYTES
-from bridge.mapping.relation import READ_BYTES
+from bridge.checkpoints.ground.casts import Output
+from bridge.checkpoints.jobs.pieces import PartPlan, Piece
+from bridge.core.formats.tensors.regions import REGION_BYTES
+from bridge.core.mapping.language.relation import READ_BYTES
 
 CPU_SECONDS_PER_GB: Final = 0.8
 """Reading, checking, writing and its checksums, of one core, where elements lie in the source as they are written."""

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from bridge.checkpoints.casts import Output
-from bridge.formats.base import CheckpointError
-from bridge.formats.in_parts import chunk_count, divisible
-from bridge.formats.share import Share
+from bridge.checkpoints.ground.casts import Output
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.share import Share
+from bridge.core.formats.whole.in_parts import chunk_count, divisible
 
 PIECE_BYTES = 256 << 20
 """Bytes of a piece, as far as one tensor goes."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from bridge.checkpoints.cluster import TELL_SECONDS, PartTask, Told, WorkerLost
-from bridge.checkpoints.parts import PartReport
-from bridge.formats.base import CheckpointError
+from bridge.checkpoints.jobs.cluster import TELL_SECONDS, PartTask, Told, WorkerLost
+from bridge.checkpoints.jobs.parts import PartReport
+from bridge.core.formats.tensors.base import CheckpointError
 
 _BOARD_SECONDS = 1.0
 _LOST = (

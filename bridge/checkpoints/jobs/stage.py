@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from bridge.checkpoints.pieces import PartPlan
-from bridge.formats.base import CheckpointError
-from bridge.formats.files.atomic import fsync_directory, rename_new, temporaries_of
-from bridge.formats.files.journal import JOURNAL_FILE
-from bridge.formats.files.manifest import read_manifest
-from bridge.formats.share import PARTS_FOLDER
+from bridge.checkpoints.jobs.pieces import PartPlan
+from bridge.core.formats.files.atomic import fsync_directory, rename_new, temporaries_of
+from bridge.core.formats.files.journal import JOURNAL_FILE
+from bridge.core.formats.files.manifest import read_manifest
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.share import PARTS_FOLDER
 
 PLAN_FILE = "plan.json"
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from bridge.checkpoints.borrowed import MEMORY, borrow
-from bridge.checkpoints.finite import count_not_finite
-from bridge.checkpoints.manifest_problems import (
+from bridge.checkpoints.ground.borrowed import MEMORY, borrow
+from bridge.checkpoints.ground.finite import count_not_finite
+from bridge.checkpoints.ground.manifest_problems import (
     Problem,
     SaysWhatIsChecked,
     copy_problems,
@@ -32,27 +32,27 @@ from bridge.checkpoints.manifest_problems import (
     rest_problems,
     structure_problems,
 )
-from bridge.checkpoints.summary import manifest_home
-from bridge.checkpoints.verify_report import NotFinite, VerifyReport, joined
-from bridge.checkpoints.workers import batches, default_workers, each, large_buffers_returned, ordered
-from bridge.formats import open_checkpoint
-from bridge.formats.arrays import array_checksum
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, unreadable
-from bridge.formats.composite import parts_of
-from bridge.formats.damaged_parts import damage_noted
-from bridge.formats.files.file_stamps import changed, stamps
-from bridge.formats.files.manifest import (
+from bridge.checkpoints.ground.workers import batches, default_workers, each, large_buffers_returned, ordered
+from bridge.checkpoints.inspect.summary import manifest_home
+from bridge.checkpoints.verify.verify_report import NotFinite, VerifyReport, joined
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.files.manifest import (
     Manifest,
     ManifestTensor,
     manifest_path,
     read_manifest,
 )
-from bridge.formats.left_alone import left_alone, left_alone_by_parts
-from bridge.formats.regions import REGION_BYTES, Progress, group_boxes, split_box
-from bridge.formats.step_paths import Step, at_step
-from bridge.formats.stores.hub import hub_hint
-from bridge.formats.stores.listing import Listing
-from bridge.formats.stores.store import is_url
+from bridge.core.formats.reading.file_stamps import changed, stamps
+from bridge.core.formats.stores.hub import hub_hint
+from bridge.core.formats.stores.listing import Listing
+from bridge.core.formats.stores.store import is_url
+from bridge.core.formats.tensors.arrays import array_checksum
+from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TensorInfo, unreadable
+from bridge.core.formats.tensors.damaged_parts import damage_noted
+from bridge.core.formats.tensors.regions import REGION_BYTES, Progress, group_boxes, split_box
+from bridge.core.formats.whole.composite import parts_of
+from bridge.core.formats.whole.left_alone import left_alone, left_alone_by_parts
+from bridge.core.formats.whole.step_paths import Step, at_step
 
 
 def verify(

@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bridge.planning.cards import CARDS
-from bridge.planning.errors import PlanError
-from bridge.planning.targets import Target
+from bridge.compiling.machines.cards import CARDS
+from bridge.compiling.machines.targets import Target
+from bridge.planning.models.errors import PlanError
 
 VARIABLE = "TWINSHARD_COMPILERS"
 """Names a folder with the compilers."""
-FOLDER = Path(__file__).parents[2] / ".venv" / "compilers"
+FOLDER = Path(__file__).parents[3] / ".venv" / "compilers"
 """Where ``make compilers`` puts them: apart from the environment, in which JAX would look for their devices."""
 
 _PACKAGES = {

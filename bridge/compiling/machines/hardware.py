@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bridge.planning.cards import CARDS
+from bridge.compiling.machines.cards import CARDS
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from bridge.hlo.collectives import Transfer
-from bridge.planning.errors import PlanError
-from bridge.planning.hardware import HARDWARE, Fabric, Hardware, Torus
-from bridge.planning.targets import target_named
+from bridge.compiling.machines.hardware import HARDWARE, Fabric, Hardware, Torus
+from bridge.compiling.machines.targets import target_named
+from bridge.core.hlo.collectives import Transfer
+from bridge.planning.models.errors import PlanError
 
 _TIMES_AROUND = {"all_gather": 1, "reduce_scatter": 1, "psum": 2}
 

@@ -9,8 +9,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from bridge.planning.cards import CARDS
-from bridge.planning.errors import PlanError
+from bridge.compiling.machines.cards import CARDS
+from bridge.planning.models.errors import PlanError
 
 HOST = 8
 """Most GPUs of a host."""

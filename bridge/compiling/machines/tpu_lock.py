@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bridge.planning.errors import PlanError
+from bridge.planning.models.errors import PlanError
 
 SECONDS = 3600.0
 """How long to wait."""

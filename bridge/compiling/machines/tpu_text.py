@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bridge.planning.runtimes import framework
+from bridge.planning.models.runtimes import framework
 
 _VARIABLE = "TWINSHARD_TPU_TEXTS"
 _FLAGS = {

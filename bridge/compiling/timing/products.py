@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter
 
-from bridge.hlo.text import Array, Computation, Module, Operation
+from bridge.core.hlo.text import Array, Computation, Module, Operation
 
 _DIMENSIONS = re.compile(r'"?lhs_contracting_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]')
 _WINDOW = re.compile(r"window=\{([^}]*)\}")

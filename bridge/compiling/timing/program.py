@@ -15,7 +15,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from bridge.hlo.collectives import (
+from bridge.compiling.timing.products import product_flops
+from bridge.compiling.timing.program_traffic import traffic
+from bridge.core.hlo.collectives import (
     COPY,
     DONE,
     START,
@@ -26,9 +28,7 @@ from bridge.hlo.collectives import (
     partitions_of,
     transfer,
 )
-from bridge.hlo.text import Computation, Module, Operation, check_scheduled, read_module
-from bridge.planning.products import product_flops
-from bridge.planning.program_traffic import traffic
+from bridge.core.hlo.text import Computation, Module, Operation, check_scheduled, read_module
 
 
 @dataclass(frozen=True)

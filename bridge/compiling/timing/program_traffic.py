@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 
-from bridge.hlo.collectives import is_collective
-from bridge.hlo.text import Array, Computation, Module, Operation, elements
+from bridge.core.hlo.collectives import is_collective
+from bridge.core.hlo.text import Array, Computation, Module, Operation, elements
 
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id",

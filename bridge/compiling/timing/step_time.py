@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from bridge.hlo.collectives import COPY, Transfer
-from bridge.planning.links import Machine, seconds_on_links
-from bridge.planning.program import Done, Loop, Program, Start, Step, Work
-from bridge.planning.timeline import DEVICE, LINKS, Recorder, Span
+from bridge.compiling.machines.links import Machine, seconds_on_links
+from bridge.compiling.timing.program import Done, Loop, Program, Start, Step, Work
+from bridge.compiling.timing.timeline import DEVICE, LINKS, Recorder, Span
+from bridge.core.hlo.collectives import COPY, Transfer
 
 
 @dataclass(frozen=True)

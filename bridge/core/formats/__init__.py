@@ -15,7 +15,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bridge.formats.base import (
+from bridge.core.formats.dcp.metadata import metadata_files
+from bridge.core.formats.files.working import Attempt
+from bridge.core.formats.orbax.item import is_unfinished
+from bridge.core.formats.safetensors.files import holds_safetensors
+from bridge.core.formats.stores.hub import hub_hint
+from bridge.core.formats.stores.listing import StorePath
+from bridge.core.formats.stores.store import is_url
+from bridge.core.formats.tensors.base import (
     DTYPES,
     Box,
     CheckpointError,
@@ -26,20 +33,13 @@ from bridge.formats.base import (
     dtype_from_name,
     dtype_name,
 )
-from bridge.formats.composite import has_parts, parts_of
-from bridge.formats.coverage import check_coverage
-from bridge.formats.dcp.metadata import metadata_files
-from bridge.formats.files.working import Attempt
-from bridge.formats.garbage import collection_paused
-from bridge.formats.joined import JoinedReader
-from bridge.formats.orbax.item import is_unfinished
-from bridge.formats.pipeline import pipeline_parts
-from bridge.formats.read_only import directory_format, single_file_format
-from bridge.formats.safetensors.files import holds_safetensors
-from bridge.formats.step_paths import Step, at_step, has_steps
-from bridge.formats.stores.hub import hub_hint
-from bridge.formats.stores.listing import StorePath
-from bridge.formats.stores.store import is_url
+from bridge.core.formats.tensors.coverage import check_coverage
+from bridge.core.formats.tensors.garbage import collection_paused
+from bridge.core.formats.whole.composite import has_parts, parts_of
+from bridge.core.formats.whole.joined import JoinedReader
+from bridge.core.formats.whole.pipeline import pipeline_parts
+from bridge.core.formats.whole.read_only import directory_format, single_file_format
+from bridge.core.formats.whole.step_paths import Step, at_step, has_steps
 
 __all__ = [
     "DTYPES",
@@ -105,7 +105,7 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     if (found := directory_format(place)) is not None:
         return found
     if single_file_format(place / "checkpoint") == "msgpack":
-        from bridge.formats.flax_msgpack.reader import OLD_ORBAX, MsgpackReader
+        from bridge.core.formats.flax_msgpack.reader import OLD_ORBAX, MsgpackReader
 
         MsgpackReader(place / "checkpoint").close()
         arrays = any(next(place.glob(pattern), None) for pattern in ("*/.zarray", "*/zarr.json"))
@@ -140,7 +140,7 @@ def open_checkpoint(
     if is_url(path):
         if hint := hub_hint(path):
             raise CheckpointError(f"{path} is a page: expected the address of a checkpoint's files{hint}")
-        from bridge.formats.stores.reader import StoredReader
+        from bridge.core.formats.stores.reader import StoredReader
 
         return StoredReader(str(path), lambda place: _open(place, verify, items))
     return _open(path if isinstance(path, StorePath) else Path(path), verify, items)
@@ -174,26 +174,26 @@ def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
     if parts:
         return _open(next(iter(parts.values())), verify, ())
     if format == "torch":
-        from bridge.formats.torch_save.ranks import open_torch_save
+        from bridge.core.formats.torch_save.ranks import open_torch_save
 
         return open_torch_save(path, verify)
     if format == "npz":
-        from bridge.formats.npz.reader import NpzReader
+        from bridge.core.formats.npz.reader import NpzReader
 
         return NpzReader(path, verify)
     if format == "msgpack":
-        from bridge.formats.flax_msgpack.reader import MsgpackReader
+        from bridge.core.formats.flax_msgpack.reader import MsgpackReader
 
         return MsgpackReader(path)
     if format == "dcp":
-        from bridge.formats.dcp.reader import DcpReader
+        from bridge.core.formats.dcp.reader import DcpReader
 
         return DcpReader(path, verify)
     if format == "safetensors":
-        from bridge.formats.safetensors.reader import SafetensorsReader
+        from bridge.core.formats.safetensors.reader import SafetensorsReader
 
         return SafetensorsReader(path)
-    from bridge.formats.orbax.reader import OrbaxReader
+    from bridge.core.formats.orbax.reader import OrbaxReader
 
     return OrbaxReader(path, verify=verify)
 
@@ -213,19 +213,19 @@ def create_checkpoint(
             "path to write several"
         )
     if format == "dcp":
-        from bridge.formats.dcp.writer import DcpWriter
+        from bridge.core.formats.dcp.writer import DcpWriter
 
         return DcpWriter(path, attempt)
     if items:
-        from bridge.formats.orbax.items_writer import OrbaxItemsWriter
+        from bridge.core.formats.orbax.items_writer import OrbaxItemsWriter
 
         return OrbaxItemsWriter(path, items, attempt)
     if format == "orbax":
-        from bridge.formats.orbax.writer import OrbaxWriter
+        from bridge.core.formats.orbax.writer import OrbaxWriter
 
         return OrbaxWriter(path, attempt=attempt)
     if format == "safetensors":
-        from bridge.formats.safetensors.writer import SafetensorsWriter
+        from bridge.core.formats.safetensors.writer import SafetensorsWriter
 
         return SafetensorsWriter(path, attempt)
     raise ValueError(f"expected a checkpoint format out of {', '.join(FORMATS)}, got {format!r}")

@@ -15,7 +15,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from bridge.hlo.text import Array, Module, Operation, arrays_of, elements
+from bridge.core.hlo.text import Array, Module, Operation, arrays_of, elements
 
 KINDS = {
     "all-gather": "all_gather",

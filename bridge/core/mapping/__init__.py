@@ -1,10 +1,10 @@
 """Translation of checkpoint trees between a torch model and a jax model, by a table of rules."""
 
-from bridge.mapping.errors import MappingError
-from bridge.mapping.plan import Plan, PlannedTensor
-from bridge.mapping.rules import load_mapping, parse_mapping
-from bridge.mapping.table import MappingTable
-from bridge.mapping.translation import make_plan
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.rules import load_mapping, parse_mapping
+from bridge.core.mapping.language.table import MappingTable
+from bridge.core.mapping.plan.plan import Plan, PlannedTensor
+from bridge.core.mapping.plan.translation import make_plan
 
 __all__ = [
     "MappingError",

@@ -1,16 +1,16 @@
 """The contract both runtimes and the planner share: layouts, strategies, policies. Pure Python, no framework."""
 
-from bridge.sharding.alignment import DEFAULT_ALIGN, Align, check_align
-from bridge.sharding.layout import Layout
-from bridge.sharding.parallel import Cut, ParallelPolicy, check_cuts, local_ranges, local_shape
-from bridge.sharding.planner import plan_layout
-from bridge.sharding.policy import ShardingPolicy
-from bridge.sharding.policy_error import PolicyError
-from bridge.sharding.precision_policy import PrecisionPolicy
-from bridge.sharding.rows import Box, row_boxes, rows_of
-from bridge.sharding.slot import Granularity, Slot
-from bridge.sharding.strategy import STRATEGIES, Placements, Strategy, check_axes, strategy_named
-from bridge.sharding.unit_policy import UnitPolicy
+from bridge.core.sharding.layout.alignment import DEFAULT_ALIGN, Align, check_align
+from bridge.core.sharding.layout.layout import Layout
+from bridge.core.sharding.layout.planner import plan_layout
+from bridge.core.sharding.layout.rows import Box, row_boxes, rows_of
+from bridge.core.sharding.layout.slot import Granularity, Slot
+from bridge.core.sharding.policy.parallel import Cut, ParallelPolicy, check_cuts, local_ranges, local_shape
+from bridge.core.sharding.policy.policy import ShardingPolicy
+from bridge.core.sharding.policy.policy_error import PolicyError
+from bridge.core.sharding.policy.precision_policy import PrecisionPolicy
+from bridge.core.sharding.policy.strategy import STRATEGIES, Placements, Strategy, check_axes, strategy_named
+from bridge.core.sharding.policy.unit_policy import UnitPolicy
 
 __all__ = [
     "DEFAULT_ALIGN",

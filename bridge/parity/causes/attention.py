@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from bridge.parity.pair.distance import FACTOR
-from bridge.parity.pair.formulas import MASKS, Attention, AttentionInputs, attention, base_of
+from bridge.parity.causes.formulas import MASKS, Attention, AttentionInputs, attention, base_of
+from bridge.parity.recorded.distance import FACTOR
 
 _BASES = (1e4, 5e5, 1e6, 1e5, 1e7, 5e6, 1.6e5, 1e3, 1e2)
 _CHOICES: dict[str, tuple[Any, ...]] = {

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.parity.pair.attention import attention_cause
-from bridge.parity.pair.distance import fits
-from bridge.parity.pair.formulas import LARGEST, NEAR, AttentionInputs
-from bridge.parity.pair.recording import Leaves
-from bridge.parity.pair.runs import CallPair, Children
+from bridge.parity.causes.attention import attention_cause
+from bridge.parity.causes.formulas import LARGEST, NEAR, AttentionInputs
+from bridge.parity.partners.runs import CallPair, Children
+from bridge.parity.recorded.distance import fits
+from bridge.parity.recorded.recording import Leaves
 
 _ROLE = re.compile(r"(?:^|_|w)(q|k|v)(?:uery|ey|alue)?s?(?:$|_)")
 """In names of modules: which order of three projections is tried first."""

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from bridge.parity.pair.attention_in_module import attention_in_module
-from bridge.parity.pair.distance import FACTOR, distance, fits
-from bridge.parity.pair.formulas import LARGEST, NEAR, activated, norms, rearranged
-from bridge.parity.pair.recording import Leaves
-from bridge.parity.pair.runs import CallPair, Children
+from bridge.parity.causes.attention_in_module import attention_in_module
+from bridge.parity.causes.formulas import LARGEST, NEAR, activated, norms, rearranged
+from bridge.parity.partners.runs import CallPair, Children
+from bridge.parity.recorded.distance import FACTOR, distance, fits
+from bridge.parity.recorded.recording import Leaves
 
 
 def weight_cause(torch: np.ndarray, jax: np.ndarray, floor: float) -> str:

@@ -14,9 +14,9 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bridge.parity.pair.recording import Call
-from bridge.parity.pair.rows import Row
-from bridge.parity.pair.runs import CallPair, Runs
+from bridge.parity.partners.rows import Row
+from bridge.parity.partners.runs import CallPair, Runs
+from bridge.parity.recorded.recording import Call
 
 
 def moved_to_makers(rows: Sequence[Row], runs: Runs, pairs: Sequence[CallPair]) -> list[Row]:

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from bridge.mapping.rules import MappingLike, mapping_table
-from bridge.parity.pair.compare import Progress, compare_sides
-from bridge.parity.pair.report import ParityReport
-from bridge.parity.pair.trace import TraceError, TraceSide, write_trace
-from bridge.parity.pair.weight_map import WeightMap
+from bridge.core.mapping.language.rules import MappingLike, mapping_table
+from bridge.parity.partners.weight_map import WeightMap
+from bridge.parity.recorded.trace import TraceError, TraceSide, write_trace
+from bridge.parity.report_page.report import ParityReport
+from bridge.parity.stages.compare import Progress, compare_sides
 
 Path = str | os.PathLike[str]
 
@@ -48,10 +48,10 @@ def capture_torch(
     A sharded model (parameters that are DTensors: FSDP2, ``torch_impl``, tensor parallelism) runs as it is, on all
     ranks of the process group: call this on all of them, with each rank's own batch. See ``capture_sharded``.
     """
-    from bridge.parity.pair.torch_copies import has_shards
+    from bridge.parity.torch.copies import has_shards
 
     if has_shards(model):
-        from bridge.parity.pair.torch_sharded import capture_sharded
+        from bridge.parity.torch.sharded import capture_sharded
 
         capture_sharded(
             model,
@@ -69,7 +69,7 @@ def capture_torch(
         raise ValueError(
             "reference: expected none for a model that is not sharded, which is copied in float64"
         )
-    from bridge.parity.pair.torch_side import TorchSide
+    from bridge.parity.torch.side import TorchSide
 
     side = TorchSide(model, loss, optimizer=optimizer)
     write_trace(side, batch, path, dtype=dtype, steps=steps, samples=samples)
@@ -90,7 +90,7 @@ def capture_jax(
 
     Arrays may be sharded over the devices of this process.
     """
-    from bridge.parity.pair.jax_side import JaxSide
+    from bridge.parity.jax.side import JaxSide
 
     side = JaxSide(model, loss, optimizer=optimizer)
     write_trace(side, batch, path, dtype=dtype, steps=steps, samples=samples)

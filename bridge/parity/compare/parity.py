@@ -12,15 +12,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bridge.mapping.rules import MappingLike, mapping_table
-from bridge.mapping.sizes import with_config_fields
-from bridge.parity.pair.compare import Progress, compare_sides
-from bridge.parity.pair.probe import matched_probes
-from bridge.parity.pair.recording import Leaves, Side, checked_dtype
-from bridge.parity.pair.report import ParityReport
-from bridge.parity.pair.sensitivity import planted
-from bridge.parity.pair.store import Store
-from bridge.parity.pair.weight_map import WeightMap
+from bridge.core.mapping.language.rules import MappingLike, mapping_table
+from bridge.core.mapping.one_rule.sizes import with_config_fields
+from bridge.parity.compare.sensitivity import planted
+from bridge.parity.partners.weight_map import WeightMap
+from bridge.parity.recorded.probe import matched_probes
+from bridge.parity.recorded.recording import Leaves, Side, checked_dtype
+from bridge.parity.recorded.store import Store
+from bridge.parity.report_page.report import ParityReport
+from bridge.parity.stages.compare import Progress, compare_sides
 
 _PACKAGES = ("torch", "jax", "flax", "numpy", "twinshard")
 
@@ -148,8 +148,8 @@ def _with_probes(
     torch: Side, jax: Side, batch: Any, torch_model: Any, jax_model: Any, *optimizers: Any
 ) -> tuple[Side, Side]:
     """Sides whose losses multiply the same outputs by the same numbers."""
-    from bridge.parity.pair.jax_losses import probe
-    from bridge.parity.pair.torch_losses import probe_loss
+    from bridge.parity.jax.losses import probe
+    from bridge.parity.torch.losses import probe_loss
 
     ours, theirs = matched_probes(torch, jax, batch)
     losses = partial(probe_loss, numbers=ours), partial(probe, numbers=theirs)
@@ -160,7 +160,7 @@ def _torch_side(model: Any, loss: Any, optimizer: Any) -> Side:
     if _is_side(model):
         side: Side = model
         return side
-    from bridge.parity.pair.torch_side import TorchSide
+    from bridge.parity.torch.side import TorchSide
 
     return TorchSide(model, loss, optimizer=optimizer)
 
@@ -169,7 +169,7 @@ def _jax_side(model: Any, loss: Any, optimizer: Any) -> Side:
     if _is_side(model):
         side: Side = model
         return side
-    from bridge.parity.pair.jax_side import JaxSide
+    from bridge.parity.jax.side import JaxSide
 
     return JaxSide(model, loss, optimizer=optimizer)
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bridge.mapping.rules import mapping_table
-from bridge.parity.pair.compare import Progress
-from bridge.parity.pair.html import write_html
-from bridge.parity.pair.parity import parity, sides_of
-from bridge.parity.pair.picture import write_picture
-from bridge.parity.pair.report import ParityReport, some
-from bridge.parity.pair.run_file import RunFile, RunFileError
-from bridge.parity.pair.stored_weights import stored_weights
+from bridge.core.mapping.language.rules import mapping_table
+from bridge.parity.compare.parity import parity, sides_of
+from bridge.parity.compare.run_file import RunFile, RunFileError
+from bridge.parity.compare.stored_weights import stored_weights
+from bridge.parity.report_page.html import write_html
+from bridge.parity.report_page.picture import write_picture
+from bridge.parity.report_page.report import ParityReport, some
+from bridge.parity.stages.compare import Progress
 
 
 def compare_run_file(run: RunFile, progress: Progress | None = None) -> ParityReport:

@@ -42,8 +42,8 @@ from typing import Any
 
 import numpy as np
 
-from bridge.mapping.rules import family_names
-from bridge.text_files import load_toml
+from bridge.core.mapping.language.rules import family_names
+from bridge.core.text_files import load_toml
 
 _KEYS = {
     *("mapping", "loss", "dtype", "steps", "scale", "weights", "self_test"),

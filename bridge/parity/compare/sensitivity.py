@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
-from bridge.parity.pair.distance import FACTOR, distance, noise
-from bridge.parity.pair.recording import Call, Recording, Side
-from bridge.parity.pair.report import Revealed
-from bridge.parity.pair.rows import ratio_of
+from bridge.parity.partners.rows import ratio_of
+from bridge.parity.recorded.distance import FACTOR, distance, noise
+from bridge.parity.recorded.recording import Call, Recording, Side
+from bridge.parity.report_page.report import Revealed
 
 MOST_FAULTS = 60
 
@@ -25,7 +25,7 @@ def planted(side: Side, batch: Any, dtype: str = "float32", most: int = MOST_FAU
     ``most``: of all faults, so many are tried, spread evenly over the model. ``ValueError`` for a side that is no torch
     model, such as a trace.
     """
-    from bridge.parity.pair.torch_side import TorchSide
+    from bridge.parity.torch.side import TorchSide
 
     if not isinstance(side, TorchSide):
         raise ValueError(

@@ -6,14 +6,14 @@ import os
 
 import numpy as np
 
-from bridge.formats import open_checkpoint
-from bridge.formats.base import Box
-from bridge.mapping import MappingError, MappingTable
-from bridge.mapping.found import find
-from bridge.mapping.sizes import with_config
-from bridge.mapping.translation import make_plan
-from bridge.parity.pair.recording import Side
-from bridge.parity.pair.weight_map import found_in_model
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.tensors.base import Box
+from bridge.core.mapping import MappingError, MappingTable
+from bridge.core.mapping.one_rule.sizes import with_config
+from bridge.core.mapping.plan.translation import make_plan
+from bridge.core.mapping.states.found import find
+from bridge.parity.partners.weight_map import found_in_model
+from bridge.parity.recorded.recording import Side
 
 
 def stored_weights(

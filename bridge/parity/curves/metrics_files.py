@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bridge.core.text_files import read_text
 from bridge.parity.curves.event_files import is_event_file, read_events
 from bridge.parity.curves.series import STEP_NAMES, Collected, MetricsError, Series, as_number, as_step
-from bridge.text_files import read_text
 
 _EVENTS = "tfevents"
 _MAX_BYTES = 1 << 30

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge.parity.pair.jax_eager import attribute, no_checkpoints
+from bridge.parity.jax.eager import attribute, no_checkpoints
 
 NARROW = ("bfloat16", "float16")
 _SCALARS = (jnp.float32, jnp.bfloat16, jnp.float16)

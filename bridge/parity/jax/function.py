@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from bridge.parity.pair.jax_leaves import cast_floats, is_floating, is_leaf, named, on_host, reveal
-from bridge.parity.pair.jax_recorder import Again, Arguments, Recorder
-from bridge.parity.pair.tap import listening
+from bridge.parity.jax.leaves import cast_floats, is_floating, is_leaf, named, on_host, reveal
+from bridge.parity.jax.recorder import Again, Arguments, Recorder
+from bridge.parity.recorded.tap import listening
 
 
 class FunctionModel:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bridge.parity.pair.store import Stored
+from bridge.parity.recorded.store import Stored
 
 
 class Hidden(Exception):

@@ -10,14 +10,14 @@ from typing import Any
 import jax
 from flax import linen
 
-from bridge.parity.pair.jax_float64 import changed
-from bridge.parity.pair.jax_function import floating_of, merged
-from bridge.parity.pair.jax_leaves import Hidden, cast_floats, is_leaf, named, on_host, reveal
-from bridge.parity.pair.jax_nnx_paths import below
-from bridge.parity.pair.jax_recorder import Again, Arguments, Recorder
-from bridge.parity.pair.jax_stacks import Arrays, layer_of, length_of
-from bridge.parity.pair.recording import heads_of
-from bridge.parity.pair.tap import listening
+from bridge.parity.jax.float64 import changed
+from bridge.parity.jax.function import floating_of, merged
+from bridge.parity.jax.leaves import Hidden, cast_floats, is_leaf, named, on_host, reveal
+from bridge.parity.jax.nnx_paths import below
+from bridge.parity.jax.recorder import Again, Arguments, Recorder
+from bridge.parity.jax.stacks import Arrays, layer_of, length_of
+from bridge.parity.recorded.recording import heads_of
+from bridge.parity.recorded.tap import listening
 
 _SOWN = "intermediates"
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge.parity.pair.jax_leaves import described, is_floating, leaves, map_leaves
-from bridge.parity.pair.probe import in_rows, probe_values
+from bridge.parity.jax.leaves import described, is_floating, leaves, map_leaves
+from bridge.parity.recorded.probe import in_rows, probe_values
 
 Loss = Callable[[Any, Any], Any]
 

@@ -10,14 +10,14 @@ from typing import Any, cast
 import jax
 from flax import nnx
 
-from bridge.parity.pair.jax_eager import attribute, without_checkpoint
-from bridge.parity.pair.jax_float64 import changed
-from bridge.parity.pair.jax_function import floating_of, merged
-from bridge.parity.pair.jax_leaves import cast_floats, is_leaf, named, on_host, reveal
-from bridge.parity.pair.jax_nnx_paths import Paths, below
-from bridge.parity.pair.jax_recorder import Again, Arguments, Recorder
-from bridge.parity.pair.recording import heads_of
-from bridge.parity.pair.tap import listening
+from bridge.parity.jax.eager import attribute, without_checkpoint
+from bridge.parity.jax.float64 import changed
+from bridge.parity.jax.function import floating_of, merged
+from bridge.parity.jax.leaves import cast_floats, is_leaf, named, on_host, reveal
+from bridge.parity.jax.nnx_paths import Paths, below
+from bridge.parity.jax.recorder import Again, Arguments, Recorder
+from bridge.parity.recorded.recording import heads_of
+from bridge.parity.recorded.tap import listening
 
 
 def parameters_of(module: nnx.Module) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from bridge.parity.pair.jax_leaves import Hidden
-from bridge.parity.pair.jax_stacks import Arrays, equal, layer_of, length_of
+from bridge.parity.jax.leaves import Hidden
+from bridge.parity.jax.stacks import Arrays, equal, layer_of, length_of
 
 
 def below(path: str, *names: Any) -> str:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge.parity.pair.jax_leaves import (
+from bridge.parity.jax.leaves import (
     Frozen,
     Hidden,
     is_floating,
@@ -22,8 +22,8 @@ from bridge.parity.pair.jax_leaves import (
     to_numpy,
     watched,
 )
-from bridge.parity.pair.recording import Call, Heads, Leaves, Replacements
-from bridge.parity.pair.store import Store, Stored, StoredLeaves, mapped_together
+from bridge.parity.recorded.recording import Call, Heads, Leaves, Replacements
+from bridge.parity.recorded.store import Store, Stored, StoredLeaves, mapped_together
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

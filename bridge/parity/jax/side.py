@@ -21,13 +21,13 @@ import numpy as np
 import optax
 from flax import nnx
 
-from bridge.parity.pair.jax_float64 import settings
-from bridge.parity.pair.jax_function import FunctionModel, merged
-from bridge.parity.pair.jax_leaves import Frozen, described, is_floating, leaves, to_numpy
-from bridge.parity.pair.jax_linen import LinenModel, is_linen
-from bridge.parity.pair.jax_losses import Loss, as_batch, as_loss, in_order
-from bridge.parity.pair.jax_nnx import NnxModel
-from bridge.parity.pair.jax_recorder import (
+from bridge.parity.jax.float64 import settings
+from bridge.parity.jax.function import FunctionModel, merged
+from bridge.parity.jax.leaves import Frozen, described, is_floating, leaves, to_numpy
+from bridge.parity.jax.linen import LinenModel, is_linen
+from bridge.parity.jax.losses import Loss, as_batch, as_loss, in_order
+from bridge.parity.jax.nnx import NnxModel
+from bridge.parity.jax.recorder import (
     Adapter,
     Again,
     Arguments,
@@ -37,7 +37,7 @@ from bridge.parity.pair.jax_recorder import (
     argument_tree,
     map_arguments,
 )
-from bridge.parity.pair.recording import (
+from bridge.parity.recorded.recording import (
     COMPUTE_DTYPES,
     Leaves,
     Recording,
@@ -45,7 +45,7 @@ from bridge.parity.pair.recording import (
     Rerun,
     Training,
 )
-from bridge.parity.pair.store import Store, Stored
+from bridge.parity.recorded.store import Store, Stored
 
 _LARGE = 2**28
 """Bytes of weights from which memory is worth more than the time to compile operations again."""

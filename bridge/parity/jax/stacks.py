@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.parity.pair.jax_leaves import reveal
+from bridge.parity.jax.leaves import reveal
 
 Arrays = Mapping[str, Any]
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bridge.parity.pair.recording import Recording
-from bridge.parity.pair.weight_map import Key, WeightMap
+from bridge.parity.partners.weight_map import Key, WeightMap
+from bridge.parity.recorded.recording import Recording
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from bridge.parity.pair.distance import FACTOR, Distance, distance
+from bridge.parity.recorded.distance import FACTOR, Distance, distance
 
 Stage = Literal[
     "weights", "forward", "precision", "buffers", "loss", "backward", "gradients", "update", "steps"

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bridge.parity.pair.align import CHANNELS_LAST, Alignment, Moves, match_leaves, other_ways
-from bridge.parity.pair.distance import distance, noise
-from bridge.parity.pair.modules import ModulePair, Modules
-from bridge.parity.pair.recording import Call, Leaves, Recording, Side
-from bridge.parity.pair.rows import ratio_of
-from bridge.parity.pair.store import Store, give_back
-from bridge.parity.pair.weight_map import Order, WeightMap
+from bridge.parity.partners.modules import ModulePair, Modules
+from bridge.parity.partners.rows import ratio_of
+from bridge.parity.partners.weight_map import Order, WeightMap
+from bridge.parity.recorded.align import CHANNELS_LAST, Alignment, Moves, match_leaves, other_ways
+from bridge.parity.recorded.distance import distance, noise
+from bridge.parity.recorded.recording import Call, Leaves, Recording, Side
+from bridge.parity.recorded.store import Store, give_back
 
 _NEAR = 0.3
 """Further inputs that are farther apart than this, relatively, may mean something else on the other side."""

@@ -18,16 +18,16 @@ from functools import cached_property
 
 import numpy as np
 
-from bridge.formats.base import Box
-from bridge.mapping import MappingError, MappingTable
-from bridge.mapping.apply import apply_rule
-from bridge.mapping.entries import Entry, Rule
-from bridge.mapping.found import Found, NameIndex, find
-from bridge.mapping.instance import View
-from bridge.mapping.sizes import known_sizes
-from bridge.parity.pair.in_memory import ArrayReader
-from bridge.parity.pair.recording import Leaves, Side
-from bridge.parity.pair.rows import BUFFER
+from bridge.core.formats.tensors.base import Box
+from bridge.core.mapping import MappingError, MappingTable
+from bridge.core.mapping.language.entries import Entry, Rule
+from bridge.core.mapping.one_rule.apply import apply_rule
+from bridge.core.mapping.one_rule.instance import View
+from bridge.core.mapping.one_rule.sizes import known_sizes
+from bridge.core.mapping.states.found import Found, NameIndex, find
+from bridge.parity.partners.rows import BUFFER
+from bridge.parity.recorded.in_memory import ArrayReader
+from bridge.parity.recorded.recording import Leaves, Side
 
 Key = tuple[str, tuple[int, ...]]
 Order = tuple[int, ...] | None

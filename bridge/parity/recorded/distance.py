@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from bridge.checkpoints.ulp import largest_ulp
+from bridge.checkpoints.compare.ulp import largest_ulp
 
 FACTOR = 4.0
 """Ratio of distance to floor above which a difference counts."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from bridge.parity.pair.align import match_leaves
-from bridge.parity.pair.recording import Side
+from bridge.parity.recorded.align import match_leaves
+from bridge.parity.recorded.recording import Side
 
 
 def probe_values(place: str, shape: Sequence[int]) -> np.ndarray:

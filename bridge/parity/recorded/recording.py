@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bridge.dtype_names import full_name
+from bridge.core.dtype_names import full_name
 
 Leaves = Mapping[str, np.ndarray]
 """Arrays of a call by their place in its arguments or its output."""

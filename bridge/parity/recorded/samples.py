@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.parity.pair.recording import Leaves
+from bridge.parity.recorded.recording import Leaves
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from bridge.checkpoints.verify import verify
-from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
-from bridge.parity.pair.distance import epsilon
-from bridge.parity.pair.recording import (
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import CheckpointError, create_checkpoint, open_checkpoint
+from bridge.core.text import plain_json
+from bridge.parity.recorded.distance import epsilon
+from bridge.parity.recorded.recording import (
     Call,
     Leaves,
     Recording,
@@ -33,8 +34,7 @@ from bridge.parity.pair.recording import (
     Training,
     checked_dtype,
 )
-from bridge.parity.pair.samples import Sampling, statistics
-from bridge.text import plain_json
+from bridge.parity.recorded.samples import Sampling, statistics
 
 _FORMAT = "twinshard trace 2"
 _HEADER, _READABLE = "twinshard.trace", "trace.json"

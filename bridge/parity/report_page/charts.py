@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from bridge.parity.pair.depth import Axis, place_of, thinned
-from bridge.parity.pair.distance import FACTOR
-from bridge.parity.pair.markup import counted, number, text, times
-from bridge.parity.pair.rows import Row
+from bridge.parity.partners.rows import Row
+from bridge.parity.recorded.distance import FACTOR
+from bridge.parity.report_page.depth import Axis, place_of, thinned
+from bridge.parity.report_page.markup import counted, number, text, times
 
 _WIDTH, _HEIGHT = 1280, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 118, 14, 34, 124

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bridge.parity.pair.distance import FACTOR
-from bridge.parity.pair.rows import Row
-from bridge.text import printable
+from bridge.core.text import printable
+from bridge.parity.partners.rows import Row
+from bridge.parity.recorded.distance import FACTOR
 
 _LANE = 0.09
 _MOST_TICKS = 8

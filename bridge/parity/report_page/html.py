@@ -8,10 +8,11 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bridge.parity.pair.charts import error_chart, histogram
-from bridge.parity.pair.depth import place_of
-from bridge.parity.pair.distance import FACTOR
-from bridge.parity.pair.markup import (
+from bridge.parity.partners.rows import STAGES, Row
+from bridge.parity.recorded.distance import FACTOR
+from bridge.parity.report_page.charts import error_chart, histogram
+from bridge.parity.report_page.depth import place_of
+from bridge.parity.report_page.markup import (
     counted,
     exact,
     facts,
@@ -23,10 +24,9 @@ from bridge.parity.pair.markup import (
     times,
     verdict,
 )
-from bridge.parity.pair.report import ParityReport
-from bridge.parity.pair.rows import STAGES, Row
-from bridge.parity.pair.style import SCRIPT, STYLE
-from bridge.parity.pair.tree import anchors, tree_html, tree_of
+from bridge.parity.report_page.report import ParityReport
+from bridge.parity.report_page.style import SCRIPT, STYLE
+from bridge.parity.report_page.tree import anchors, tree_html, tree_of
 
 _TITLES = {
     "weights": "Weights",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 import math
 
-from bridge.parity.pair.depth import shown
-from bridge.parity.pair.distance import FACTOR
-from bridge.parity.pair.rows import Row
-from bridge.text import printable
+from bridge.core.text import printable
+from bridge.parity.partners.rows import Row
+from bridge.parity.recorded.distance import FACTOR
+from bridge.parity.report_page.depth import shown
 
 SIGNS = {"same": "✓", "inherited": "○", "differs": "◆", "introduced": "▲", "unknown": "?"}
 _RED = 3.0

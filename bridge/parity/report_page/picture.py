@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from bridge.parity.pair.depth import Axis, place_of, thinned
-from bridge.parity.pair.distance import FACTOR
-from bridge.parity.pair.report import ParityReport
-from bridge.parity.pair.rows import Row, Verdict
+from bridge.parity.partners.rows import Row, Verdict
+from bridge.parity.recorded.distance import FACTOR
+from bridge.parity.report_page.depth import Axis, place_of, thinned
+from bridge.parity.report_page.report import ParityReport
 
 _MARKS: dict[Verdict, tuple[str, str, float]] = {
     "same": ("o", "#5b7690", 3),

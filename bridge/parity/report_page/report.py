@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bridge.parity.pair.align import DOUBTS
-from bridge.parity.pair.depth import shown
-from bridge.parity.pair.distance import FACTOR
-from bridge.parity.pair.rows import BUFFER, STAGES, Row, Stage
-from bridge.text import plain_json
+from bridge.core.text import plain_json
+from bridge.parity.partners.rows import BUFFER, STAGES, Row, Stage
+from bridge.parity.recorded.align import DOUBTS
+from bridge.parity.recorded.distance import FACTOR
+from bridge.parity.report_page.depth import shown
 
 VERSION = 1
 """Of the report as JSON; see `JSON_VERSION` of the commands."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge.parity.pair.markup import shades
+from bridge.parity.report_page.markup import shades
 
 _LIGHT = (
     "--paper:#fff;--card:#f6f7f9;--ink:#1b1f24;--soft:#59636e;--rule:#d4dae1;--link:#0a58ca;"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from bridge.parity.pair.depth import MODULE_STAGES, shown, worst
-from bridge.parity.pair.markup import chip, facts, shade, text
-from bridge.parity.pair.report import ParityReport
-from bridge.parity.pair.rows import Row
+from bridge.parity.partners.rows import Row
+from bridge.parity.report_page.depth import MODULE_STAGES, shown, worst
+from bridge.parity.report_page.markup import chip, facts, shade, text
+from bridge.parity.report_page.report import ParityReport
 
 _MOST_DEPTH = 40
 """Browsers flatten what is nested deeper than some hundred elements."""

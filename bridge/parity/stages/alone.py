@@ -13,12 +13,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from bridge.parity.pair.causes import module_cause
-from bridge.parity.pair.distance import FACTOR, distance
-from bridge.parity.pair.precision import Rounding, rounding
-from bridge.parity.pair.recording import Call, Leaves, Replacements, Rerun
-from bridge.parity.pair.rows import ratio_of
-from bridge.parity.pair.runs import CallPair, Children, Runs, children_of, in_layout, largest_ratio
+from bridge.parity.causes.causes import module_cause
+from bridge.parity.partners.rows import ratio_of
+from bridge.parity.partners.runs import CallPair, Children, Runs, children_of, in_layout, largest_ratio
+from bridge.parity.recorded.distance import FACTOR, distance
+from bridge.parity.recorded.recording import Call, Leaves, Replacements, Rerun
+from bridge.parity.stages.precision import Rounding, rounding
 
 
 @dataclass(frozen=True)

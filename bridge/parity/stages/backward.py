@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bridge.parity.pair.distance import distance, noise
-from bridge.parity.pair.recording import Call, Leaves, Rerun
-from bridge.parity.pair.rows import Row, ratio_of, row_of
-from bridge.parity.pair.runs import CallPair, Runs, in_layout, same_call
-from bridge.parity.pair.weight_map import Key, WeightMap
+from bridge.parity.partners.rows import Row, ratio_of, row_of
+from bridge.parity.partners.runs import CallPair, Runs, in_layout, same_call
+from bridge.parity.partners.weight_map import Key, WeightMap
+from bridge.parity.recorded.distance import distance, noise
+from bridge.parity.recorded.recording import Call, Leaves, Rerun
 
 
 def gradient_rows(runs: Runs, weights: WeightMap, least: Mapping[str, float]) -> Iterator[Row]:

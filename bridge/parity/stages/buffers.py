@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from bridge.parity.pair.distance import fits, noise
-from bridge.parity.pair.recording import Leaves
-from bridge.parity.pair.rows import BUFFER, Row, row_of
-from bridge.parity.pair.runs import Runs
-from bridge.parity.pair.weight_map import WeightMap
+from bridge.parity.partners.rows import BUFFER, Row, row_of
+from bridge.parity.partners.runs import Runs
+from bridge.parity.partners.weight_map import WeightMap
+from bridge.parity.recorded.distance import fits, noise
+from bridge.parity.recorded.recording import Leaves
 
 
 def buffer_rows(runs: Runs, weights: WeightMap, start: tuple[Leaves, Leaves]) -> Iterator[Row]:

@@ -10,26 +10,26 @@ from typing import Any
 
 import numpy as np
 
-from bridge.parity.pair.alone import with_right_inputs
-from bridge.parity.pair.backward import (
+from bridge.parity.causes.causes import weight_cause
+from bridge.parity.partners.modules import Modules, pair_modules
+from bridge.parity.partners.rows import Row, Stage, row_of
+from bridge.parity.partners.runs import CallPair, Runs
+from bridge.parity.partners.weight_map import WeightMap
+from bridge.parity.recorded.distance import FACTOR, epsilon, noise, norm
+from bridge.parity.recorded.recording import Leaves, Side
+from bridge.parity.recorded.store import Store, give_back
+from bridge.parity.report_page.report import ParityReport, by_stage
+from bridge.parity.stages.alone import with_right_inputs
+from bridge.parity.stages.backward import (
     activation_rows,
     backward_alone,
     blamed,
     gradient_rows,
     suspects_without_running,
 )
-from bridge.parity.pair.buffers import buffer_rows, changed_without_partner
-from bridge.parity.pair.causes import weight_cause
-from bridge.parity.pair.distance import FACTOR, epsilon, noise, norm
-from bridge.parity.pair.forward import Forward, compare_forward
-from bridge.parity.pair.modules import Modules, pair_modules
-from bridge.parity.pair.order import Reordered, reordered
-from bridge.parity.pair.recording import Leaves, Side
-from bridge.parity.pair.report import ParityReport, by_stage
-from bridge.parity.pair.rows import Row, Stage, row_of
-from bridge.parity.pair.runs import CallPair, Runs
-from bridge.parity.pair.store import Store, give_back
-from bridge.parity.pair.weight_map import WeightMap
+from bridge.parity.stages.buffers import buffer_rows, changed_without_partner
+from bridge.parity.stages.forward import Forward, compare_forward
+from bridge.parity.stages.order import Reordered, reordered
 
 Progress = Callable[[str], None]
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bridge.parity.pair.alone import Alone, run_alone
-from bridge.parity.pair.distance import FACTOR, noise
-from bridge.parity.pair.makers import moved_to_makers
-from bridge.parity.pair.precision import odd_ones, precision_rows
-from bridge.parity.pair.rows import Row, row_of
-from bridge.parity.pair.runs import CallPair, Runs, children_of, ended, largest_ratio, same_call
+from bridge.parity.causes.makers import moved_to_makers
+from bridge.parity.partners.rows import Row, row_of
+from bridge.parity.partners.runs import CallPair, Runs, children_of, ended, largest_ratio, same_call
+from bridge.parity.recorded.distance import FACTOR, noise
+from bridge.parity.stages.alone import Alone, run_alone
+from bridge.parity.stages.precision import odd_ones, precision_rows
 
 _EQUAL = 0.04
 """Ratio below which float64 runs are equal: what float32 constants leave is larger."""

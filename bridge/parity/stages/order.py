@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from bridge.parity.pair.distance import epsilon, gap, noise
-from bridge.parity.pair.recording import Leaves
-from bridge.parity.pair.runs import Runs
-from bridge.parity.pair.store import give_back
-from bridge.parity.pair.weight_map import WeightMap
+from bridge.parity.partners.runs import Runs
+from bridge.parity.partners.weight_map import WeightMap
+from bridge.parity.recorded.distance import epsilon, gap, noise
+from bridge.parity.recorded.recording import Leaves
+from bridge.parity.recorded.store import give_back
 
 _FAR = 64.0
 """Times the rounding from float64: two samples of rounding are never that far from each other."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bridge.parity.pair.distance import distance, epsilon, noise
-from bridge.parity.pair.rows import Row
+from bridge.parity.partners.rows import Row
+from bridge.parity.recorded.distance import distance, epsilon, noise
 
 COARSER = 2.0
 """How much more one side may lose to the compute dtype: right pairs differ by up to 1.4, by the order of casts."""

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from bridge.parity.pair.recording import Call, Heads, Leaves, Replacements, heads_of
-from bridge.parity.pair.store import Store, StoredLeaves
-from bridge.parity.pair.torch_leaves import (
+from bridge.parity.recorded.recording import Call, Heads, Leaves, Replacements, heads_of
+from bridge.parity.recorded.store import Store, StoredLeaves
+from bridge.parity.torch.leaves import (
     Slot,
     arguments,
     deep_copy,

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.parity.pair.recording import COMPUTE_DTYPES
-from bridge.parity.pair.torch_float64 import all_float64
-from bridge.parity.pair.torch_leaves import cast, deep_copy, is_leaf, is_sharded
+from bridge.parity.recorded.recording import COMPUTE_DTYPES
+from bridge.parity.torch.float64 import all_float64
+from bridge.parity.torch.leaves import cast, deep_copy, is_leaf, is_sharded
 
 SEED = 0
 

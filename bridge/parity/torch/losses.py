@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bridge.parity.pair.probe import in_rows, probe_values
-from bridge.parity.pair.torch_leaves import cast, leaves_of, mapped, to_torch
+from bridge.parity.recorded.probe import in_rows, probe_values
+from bridge.parity.torch.leaves import cast, leaves_of, mapped, to_torch
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 

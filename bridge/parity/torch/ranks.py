@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bridge.parity.pair.distance import distance, epsilon
-from bridge.parity.pair.probe import probe_values
-from bridge.parity.pair.recording import Call, Leaves
-from bridge.parity.pair.torch_leaves import leaves_of, whole
-from bridge.parity.pair.torch_losses import Loss, called
-from bridge.parity.pair.trace import TraceError, batch_leaves
+from bridge.parity.recorded.distance import distance, epsilon
+from bridge.parity.recorded.probe import probe_values
+from bridge.parity.recorded.recording import Call, Leaves
+from bridge.parity.recorded.trace import TraceError, batch_leaves
+from bridge.parity.torch.leaves import leaves_of, whole
+from bridge.parity.torch.losses import Loss, called
 
 T = TypeVar("T")
 _LIKE = 64.0

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from bridge.dtype_names import full_name
-from bridge.parity.pair.recording import (
+from bridge.core.dtype_names import full_name
+from bridge.parity.recorded.recording import (
     COMPUTE_DTYPES,
     Call,
     Leaves,
@@ -31,13 +31,13 @@ from bridge.parity.pair.recording import (
     Training,
     checked_dtype,
 )
-from bridge.parity.pair.torch_calls import Recorder
-from bridge.parity.pair.torch_copies import device_of, running
-from bridge.parity.pair.torch_leaves import is_sharded, to_numpy
-from bridge.parity.pair.torch_losses import LOSSES, Loss, as_tensors, described
-from bridge.parity.pair.torch_ranks import Ranks, probe_of_all
-from bridge.parity.pair.torch_side import OptimizerFactory, default_optimizer
-from bridge.parity.pair.trace import NotRecorded, Taken, check_new
+from bridge.parity.recorded.trace import NotRecorded, Taken, check_new
+from bridge.parity.torch.calls import Recorder
+from bridge.parity.torch.copies import device_of, running
+from bridge.parity.torch.leaves import is_sharded, to_numpy
+from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, described
+from bridge.parity.torch.ranks import Ranks, probe_of_all
+from bridge.parity.torch.side import OptimizerFactory, default_optimizer
 
 
 def capture_sharded(

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from bridge.parity.pair.recording import Leaves, Recording, Replacements, Rerun, Training
-from bridge.parity.pair.store import LEAST, Store, StoredLeaves, mapped_together
-from bridge.parity.pair.torch_calls import (
+from bridge.parity.recorded.recording import Leaves, Recording, Replacements, Rerun, Training
+from bridge.parity.recorded.store import LEAST, Store, StoredLeaves, mapped_together
+from bridge.parity.torch.calls import (
     Noted,
     Recorder,
     check_leaves,
@@ -23,7 +23,7 @@ from bridge.parity.pair.torch_calls import (
     fresh_leaf,
     set_random_state,
 )
-from bridge.parity.pair.torch_copies import (
+from bridge.parity.torch.copies import (
     buffers_of,
     check_unsharded,
     copy_in,
@@ -33,9 +33,9 @@ from bridge.parity.pair.torch_copies import (
     second_copy,
     state_of,
 )
-from bridge.parity.pair.torch_faults import Fault, faults_of
-from bridge.parity.pair.torch_leaves import Slot, deep_copy, leaves_of, shared, to_numpy, to_torch
-from bridge.parity.pair.torch_losses import LOSSES, Loss, as_tensors, described, in_order
+from bridge.parity.torch.faults import Fault, faults_of
+from bridge.parity.torch.leaves import Slot, deep_copy, leaves_of, shared, to_numpy, to_torch
+from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, described, in_order
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

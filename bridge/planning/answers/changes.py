@@ -19,10 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from bridge.planning.model import Model
-from bridge.planning.units import ROOT, outward
-from bridge.sharding import Placements, PolicyError, ShardingPolicy, UnitPolicy
-from bridge.sharding.strategy import STRATEGIES
+from bridge.core.sharding import Placements, PolicyError, ShardingPolicy, UnitPolicy
+from bridge.core.sharding.policy.strategy import STRATEGIES
+from bridge.planning.cost.units import ROOT, outward
+from bridge.planning.models.model import Model
 
 Depths = tuple[int, int, int]
 # How many of the innermost axes parameters, gradients and optimizer state are sharded over.

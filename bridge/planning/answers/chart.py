@@ -5,9 +5,9 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bridge.planning.comparison import Comparison
-from bridge.planning.traffic import KINDS
-from bridge.text import human_bytes
+from bridge.core.text import human_bytes
+from bridge.planning.answers.comparison import Comparison
+from bridge.planning.cost.traffic import KINDS
 
 _BAR = 0.38
 

@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from bridge.planning.cost import Plan, Workload, make_plan
-from bridge.planning.errors import PlanError
-from bridge.planning.model import Model
-from bridge.planning.optimizers import ADAMW, Optimizer
-from bridge.sharding import ShardingPolicy
+from bridge.core.sharding import ShardingPolicy
+from bridge.planning.cost.cost import Plan, Workload, make_plan
+from bridge.planning.cost.optimizers import ADAMW, Optimizer
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.model import Model
 
 RESERVE = Fraction(1, 10)
 """The share of a device's memory that a plan leaves free by default."""

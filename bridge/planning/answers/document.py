@@ -70,10 +70,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from bridge.planning.at_rest import AtRest
-from bridge.planning.comparison import Comparison
-from bridge.planning.cost import Plan, UnitPlan
-from bridge.planning.traffic import KINDS, Traffic
+from bridge.planning.answers.comparison import Comparison
+from bridge.planning.cost.at_rest import AtRest
+from bridge.planning.cost.cost import Plan, UnitPlan
+from bridge.planning.cost.traffic import KINDS, Traffic
 
 FORMAT, VERSION = "twinshard.plan", 1
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bridge.planning.at_rest import AtRest
-from bridge.planning.comparison import Comparison
-from bridge.planning.cost import Plan
-from bridge.planning.optimizers import ADAMW
-from bridge.planning.traffic import KINDS, Traffic
-from bridge.sharding.recompute import Recompute
-from bridge.text import human_bytes
+from bridge.core.sharding.policy.recompute import Recompute
+from bridge.core.text import human_bytes
+from bridge.planning.answers.comparison import Comparison
+from bridge.planning.cost.at_rest import AtRest
+from bridge.planning.cost.cost import Plan
+from bridge.planning.cost.optimizers import ADAMW
+from bridge.planning.cost.traffic import KINDS, Traffic
 
 Row = tuple[str, ...]
 

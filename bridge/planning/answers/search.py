@@ -19,12 +19,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bridge.planning.changes import variants
-from bridge.planning.comparison import Comparison, fits_within
-from bridge.planning.cost import Plan, Workload
-from bridge.planning.errors import PlanError
-from bridge.planning.model import Model
-from bridge.sharding import ShardingPolicy
+from bridge.core.sharding import ShardingPolicy
+from bridge.planning.answers.changes import variants
+from bridge.planning.answers.comparison import Comparison, fits_within
+from bridge.planning.cost.cost import Plan, Workload
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.model import Model
 
 NODE = 8
 """Devices of a node, where nobody says otherwise."""

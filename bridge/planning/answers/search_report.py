@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bridge.planning.errors import PlanError
-from bridge.planning.search import MOST_DEVICES, FewestDevices, Finding, LargestBatch, Nearest, Way
-from bridge.text import human_bytes
+from bridge.core.text import human_bytes
+from bridge.planning.answers.search import MOST_DEVICES, FewestDevices, Finding, LargestBatch, Nearest, Way
+from bridge.planning.models.errors import PlanError
 
 Row = tuple[str, ...]
 SHOWN = 5

@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bridge.planning.errors import PlanError
-from bridge.planning.model import Model
-from bridge.sharding import PolicyError, ShardingPolicy
+from bridge.core.sharding import PolicyError, ShardingPolicy
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.model import Model
 
 
 def with_units(policy: ShardingPolicy, patterns: Sequence[str]) -> ShardingPolicy:

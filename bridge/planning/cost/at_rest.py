@@ -25,9 +25,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from bridge.planning.buffers import GroupBuffers
-from bridge.planning.moments import held
-from bridge.planning.optimizers import ADAMW, Optimizer
+from bridge.planning.cost.buffers import GroupBuffers
+from bridge.planning.cost.moments import held
+from bridge.planning.cost.optimizers import ADAMW, Optimizer
 
 _REMAINDER = 2
 KINDS = ("main_weights", "moments", "gradients", "compute_weights")

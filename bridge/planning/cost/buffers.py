@@ -16,11 +16,11 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from bridge.planning.dtypes import size_of
-from bridge.planning.mesh import MeshShape
-from bridge.planning.units import GroupShape, UnitKind
-from bridge.sharding import Align, Layout, Strategy, plan_layout
-from bridge.sharding.float8 import piece_bytes
+from bridge.core.sharding import Align, Layout, Strategy, plan_layout
+from bridge.core.sharding.policy.float8 import piece_bytes
+from bridge.planning.cost.mesh import MeshShape
+from bridge.planning.cost.units import GroupShape, UnitKind
+from bridge.planning.models.dtypes import size_of
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from bridge.planning.at_rest import AtRest, at_rest
-from bridge.planning.buffers import GroupBuffers, buffers_of
-from bridge.planning.errors import PlanError
-from bridge.planning.exchanges import exchanges
-from bridge.planning.mesh import MeshShape
-from bridge.planning.model import Model
-from bridge.planning.moments import Placed, brought_together, staged
-from bridge.planning.offload import offloaded
-from bridge.planning.optimizers import ADAMW, Optimizer
-from bridge.planning.peak import Peak, step_peak
-from bridge.planning.peak_steps import StepUnit
-from bridge.planning.traffic import Calls, Traffic, amax_calls, step_calls
-from bridge.planning.units import CutModel, UnitKind, cut
-from bridge.sharding import PolicyError, ShardingPolicy
+from bridge.core.sharding import PolicyError, ShardingPolicy
+from bridge.planning.cost.at_rest import AtRest, at_rest
+from bridge.planning.cost.buffers import GroupBuffers, buffers_of
+from bridge.planning.cost.exchanges import exchanges
+from bridge.planning.cost.mesh import MeshShape
+from bridge.planning.cost.moments import Placed, brought_together, staged
+from bridge.planning.cost.offload import offloaded
+from bridge.planning.cost.optimizers import ADAMW, Optimizer
+from bridge.planning.cost.peak import Peak, step_peak
+from bridge.planning.cost.peak_steps import StepUnit
+from bridge.planning.cost.traffic import Calls, Traffic, amax_calls, step_calls
+from bridge.planning.cost.units import CutModel, UnitKind, cut
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.model import Model
 
 LARGE_PADDING = 0.05
 """Padding of a unit, as a fraction of its parameters, that is worth a warning."""

@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bridge.planning.dtypes import size_of
-from bridge.planning.model import Model
-from bridge.planning.traffic import Calls, Collective
-from bridge.planning.units import outward
-from bridge.sharding import ShardingPolicy
+from bridge.core.sharding import ShardingPolicy
+from bridge.planning.cost.traffic import Calls, Collective
+from bridge.planning.cost.units import outward
+from bridge.planning.models.dtypes import size_of
+from bridge.planning.models.model import Model
 
 
 @dataclass(frozen=True)

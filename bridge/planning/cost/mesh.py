@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.planning.errors import PlanError
-from bridge.sharding.mesh_axes import is_model_axis
+from bridge.core.sharding.policy.mesh_axes import is_model_axis
+from bridge.planning.models.errors import PlanError
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bridge.planning.errors import PlanError
-from bridge.planning.model import Model, Parameter
-from bridge.sharding import Cut, ParallelPolicy, PolicyError, ShardingPolicy, check_cuts
+from bridge.core.sharding import Cut, ParallelPolicy, PolicyError, ShardingPolicy, check_cuts
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.model import Model, Parameter
 
 Cuts = Mapping[str, tuple[Cut, ...]]
 """By the path of a parameter, in the order of the mesh; without those that stay whole."""

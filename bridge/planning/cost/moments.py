@@ -33,12 +33,12 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bridge.planning.buffers import GroupBuffers
-from bridge.planning.muon_rounds import MuonRounds
-from bridge.planning.offload import travelling
-from bridge.planning.optimizers import MOMENT_BYTES, OF_MAIN_WEIGHTS, SCALED, Optimizer
-from bridge.planning.row_moments import row_moment
-from bridge.sharding.rows import rows_of
+from bridge.core.sharding.layout.rows import rows_of
+from bridge.planning.cost.buffers import GroupBuffers
+from bridge.planning.cost.muon_rounds import MuonRounds
+from bridge.planning.cost.offload import travelling
+from bridge.planning.cost.optimizers import MOMENT_BYTES, OF_MAIN_WEIGHTS, SCALED, Optimizer
+from bridge.planning.cost.row_moments import row_moment
 
 _FACTORED_FROM = 128
 # Of what Muon takes for a matrix, or for a stack of them, unless a rule says otherwise.

@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bridge.planning.buffers import GroupBuffers
-from bridge.sharding.rows import rows_of
+from bridge.core.sharding.layout.rows import rows_of
+from bridge.planning.cost.buffers import GroupBuffers
 
 # Elements of the matrices that one rank owns in a round, unless one matrix has more: ``muon_update.TOGETHER``.
 _TOGETHER = 1 << 22

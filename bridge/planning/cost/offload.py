@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
-from bridge.planning.buffers import buffers_of
-from bridge.planning.mesh import MeshShape
-from bridge.planning.model import Model
-from bridge.planning.units import CutModel
+from bridge.planning.cost.buffers import buffers_of
+from bridge.planning.cost.mesh import MeshShape
+from bridge.planning.cost.units import CutModel
+from bridge.planning.models.model import Model
 
 
 def picked(sizes: Mapping[str, int], share: Fraction) -> frozenset[str]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from bridge.dtype_names import full_name, hint
-from bridge.planning.errors import PlanError
-from bridge.planning.runtimes import framework
-from bridge.text import did_you_mean
+from bridge.core.dtype_names import full_name, hint
+from bridge.core.text import did_you_mean
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.runtimes import framework
 
 NAMES = ("adamw", "sgd", "sgd-momentum", "lion", "adafactor", "muon")
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}

@@ -69,10 +69,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bridge.planning import peak_jax, peak_torch
-from bridge.planning.at_rest import AtRest
-from bridge.planning.model import Model
-from bridge.planning.peak_steps import StepUnit, steps_of
+from bridge.planning.cost import peak_jax, peak_torch
+from bridge.planning.cost.at_rest import AtRest
+from bridge.planning.cost.peak_steps import StepUnit, steps_of
+from bridge.planning.models.model import Model
 
 TERMS = (
     "main_weights",

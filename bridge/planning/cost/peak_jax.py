@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bridge.planning.at_rest import keeps_weights
-from bridge.planning.buffers import GroupBuffers
-from bridge.planning.peak_steps import Moment, Step, StepUnit, is_inside, saved_before
+from bridge.planning.cost.at_rest import keeps_weights
+from bridge.planning.cost.buffers import GroupBuffers
+from bridge.planning.cost.peak_steps import Moment, Step, StepUnit, is_inside, saved_before
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bridge.planning.activations import Segment, SegmentBytes
-from bridge.planning.buffers import GroupBuffers
-from bridge.planning.model import Model
-from bridge.planning.units import outward
+from bridge.planning.cost.buffers import GroupBuffers
+from bridge.planning.cost.units import outward
+from bridge.planning.models.activations import Segment, SegmentBytes
+from bridge.planning.models.model import Model
 
 # A name, and bytes by term.
 Moment = tuple[str, dict[str, int]]

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bridge.planning.buffers import GroupBuffers
-from bridge.planning.peak_steps import Moment, Step, StepUnit, saved_before
+from bridge.planning.cost.buffers import GroupBuffers
+from bridge.planning.cost.peak_steps import Moment, Step, StepUnit, saved_before
 
 
 @dataclass(frozen=True)

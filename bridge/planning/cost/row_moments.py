@@ -1,9 +1,9 @@
 """Moments with a scale for each row, with the flat buffers of JAX: what of them a device holds.
 
-Of a group of which some parameters have rows of several elements (*scaled* ones), ``jax_impl.runtime.row_arrays`` keeps
-three arrays for each moment: one as the weights are, in the moment's dtype; a float32 scale for each scaled row; and
-the elements of all other parameters, in the dtype of the update. In the latter two each shard has, for each buffer of
-the layout, room for as many rows as the shard with most of them has.
+Of a group of which some parameters have rows of several elements (*scaled* ones),
+``jax_impl.runtime.groups.row_arrays`` keeps three arrays for each moment: one as the weights are, in the moment's
+dtype; a float32 scale for each scaled row; and the elements of all other parameters, in the dtype of the update. In the
+latter two each shard has, for each buffer of the layout, room for as many rows as the shard with most of them has.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.planning.buffers import GroupBuffers
-from bridge.sharding.rows import rows_of
+from bridge.core.sharding.layout.rows import rows_of
+from bridge.planning.cost.buffers import GroupBuffers
 
 _SCALE = 4
 

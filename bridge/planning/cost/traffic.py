@@ -30,8 +30,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from bridge.planning.buffers import GroupBuffers
-from bridge.planning.gathers import TWICE
+from bridge.planning.cost.buffers import GroupBuffers
+from bridge.planning.cost.gathers import TWICE
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 

@@ -17,14 +17,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bridge.planning.dtypes import FLOATING, GroupDtypes
-from bridge.planning.errors import PlanError
-from bridge.planning.gathers import TWICE, Gathers
-from bridge.planning.model import Model, Parameter
-from bridge.planning.model_axes import Cuts, cuts_of
-from bridge.sharding import Align, ShardingPolicy, Strategy, UnitPolicy, local_shape
-from bridge.sharding.float8 import is_quantized
-from bridge.sharding.recompute import Recompute, why_not_around
+from bridge.core.sharding import Align, ShardingPolicy, Strategy, UnitPolicy, local_shape
+from bridge.core.sharding.policy.float8 import is_quantized
+from bridge.core.sharding.policy.recompute import Recompute, why_not_around
+from bridge.planning.cost.gathers import TWICE, Gathers
+from bridge.planning.cost.model_axes import Cuts, cuts_of
+from bridge.planning.models.dtypes import FLOATING, GroupDtypes
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.model import Model, Parameter
 
 ROOT = ""
 
@@ -47,8 +47,8 @@ class GroupShape:
 class UnitKind:
     """Everything that a unit's plan depends on.
 
-    recompute: what backward computes again of the unit's activations (``bridge.sharding.recompute``). gathers: how
-    often a microbatch gathers the unit, if its strategy shards parameters.
+    recompute: what backward computes again of the unit's activations (``bridge.core.sharding.policy.recompute``).
+    gathers: how often a microbatch gathers the unit, if its strategy shards parameters.
     """
 
     groups: tuple[GroupShape, ...]

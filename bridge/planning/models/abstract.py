@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bridge.planning.runtimes import framework
+from bridge.planning.models.runtimes import framework
 
 
 def abstract_module(make: Callable[[Any], Any]) -> Any:

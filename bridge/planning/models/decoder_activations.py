@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from bridge.planning import jax_trace, torch_trace
-from bridge.planning.abstract import abstract_module
-from bridge.planning.activations import Segment, SegmentBytes
-from bridge.planning.runtimes import framework, part
+from bridge.planning.models import jax_trace, torch_trace
+from bridge.planning.models.abstract import abstract_module
+from bridge.planning.models.activations import Segment, SegmentBytes
+from bridge.planning.models.runtimes import framework, part
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bridge.planning.errors import PlanError
-from bridge.sharding import PrecisionPolicy
+from bridge.core.sharding import PrecisionPolicy
+from bridge.planning.models.errors import PlanError
 
 BYTES = {
     "float64": 8,

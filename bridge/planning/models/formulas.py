@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bridge.planning.activations import Segment, SegmentBytes
-from bridge.planning.dtypes import size_of
+from bridge.planning.models.activations import Segment, SegmentBytes
+from bridge.planning.models.dtypes import size_of
 
 _WIDE = 4
 """Bytes of an element of float32."""

@@ -12,13 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bridge.formats.stores.hub import hub_repository
-from bridge.parity.config import BUILT_IN, ConfigError, ModelConfig
-from bridge.planning.abstract import abstract_module
-from bridge.planning.errors import PlanError
-from bridge.planning.runtimes import part
-from bridge.planning.shipped_models import SHIPPED, DecoderShape, DenseMlp, Experts, GroupedQueries
-from bridge.text_files import load_json, load_toml
+from bridge.core.formats.stores.hub import hub_repository
+from bridge.core.text_files import load_json, load_toml
+from bridge.planning.models.abstract import abstract_module
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.runtimes import part
+from bridge.planning.models.shipped_models import SHIPPED, DecoderShape, DenseMlp, Experts, GroupedQueries
+from bridge.relay.config import BUILT_IN, ConfigError, ModelConfig
 
 
 def is_decoder(name: str) -> bool:

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from bridge.planning.activations import Segment
-from bridge.planning.dtypes import size_of
-from bridge.planning.errors import PlanError
+from bridge.planning.models.activations import Segment
+from bridge.planning.models.dtypes import size_of
+from bridge.planning.models.errors import PlanError
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from bridge.parity.config import ModelConfig
-from bridge.planning.decoder_activations import decoder_activations
-from bridge.planning.errors import PlanError
-from bridge.planning.factory import Factory
-from bridge.planning.formulas import Attention
-from bridge.planning.language_models import (
+from bridge.core.text import did_you_mean
+from bridge.planning.models.decoder_activations import decoder_activations
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.factory import Factory
+from bridge.planning.models.formulas import Attention
+from bridge.planning.models.language_models import (
     abstract_model,
     causal_lm_config,
     decoder_config,
     is_config,
     shape_of,
 )
-from bridge.planning.model import Model, Parameter
-from bridge.planning.runtimes import RUNTIMES, framework, installed, part
-from bridge.planning.shipped_models import SHIPPED, shape_model, shipped_model
-from bridge.text import did_you_mean
+from bridge.planning.models.model import Model, Parameter
+from bridge.planning.models.runtimes import RUNTIMES, framework, installed, part
+from bridge.planning.models.shipped_models import SHIPPED, shape_model, shipped_model
+from bridge.relay.config import ModelConfig
 
 
 def resolve_models(

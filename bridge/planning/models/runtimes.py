@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
-from bridge.planning.errors import PlanError
+from bridge.planning.models.errors import PlanError
 
 RUNTIMES = ("torch", "jax")
 _FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "flax", "optax")}

@@ -36,10 +36,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bridge.planning.activations import Segment
-from bridge.planning.errors import PlanError
-from bridge.planning.formulas import Attention, FormulaSegment, LossSegment, ResidualSegment
-from bridge.planning.model import Model, Parameter
+from bridge.planning.models.activations import Segment
+from bridge.planning.models.errors import PlanError
+from bridge.planning.models.formulas import Attention, FormulaSegment, LossSegment, ResidualSegment
+from bridge.planning.models.model import Model, Parameter
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 

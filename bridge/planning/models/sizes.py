@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from bridge.planning.errors import PlanError
+from bridge.planning.models.errors import PlanError
 
 _UNITS = {
     "b": 1,

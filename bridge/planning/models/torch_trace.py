@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from bridge.planning.activations import SegmentBytes
-from bridge.planning.runtimes import framework
+from bridge.planning.models.activations import SegmentBytes
+from bridge.planning.models.runtimes import framework
 
 
 def trace_segment(

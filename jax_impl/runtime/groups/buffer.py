@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bridge.sharding import Layout, row_boxes
+from bridge.core.sharding import Layout, row_boxes
 from jax_impl.comm.collectives import LANES
 
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], np.ndarray]

@@ -23,10 +23,10 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bridge.sharding.parallel import Cut
-from jax_impl.runtime.buffer import pack, unpack
-from jax_impl.runtime.flat_group import Boxes, FlatGroup, Index
-from jax_impl.runtime.model_axes import ModelAxes
+from bridge.core.sharding.policy.parallel import Cut
+from jax_impl.comm.model_axes import ModelAxes
+from jax_impl.runtime.groups.buffer import pack, unpack
+from jax_impl.runtime.groups.flat_group import Boxes, FlatGroup, Index
 
 
 @dataclass(frozen=True)

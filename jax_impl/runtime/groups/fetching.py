@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_impl.runtime.memory_kinds import is_on_device, on_device
+from jax_impl.runtime.groups.memory_kinds import is_on_device, on_device
 
 # Of how many elements parts are multiples, that TPUs need not shift them: of the only, of the last two dimensions.
 _ALONE, _ROWS, _COLUMNS = 1024, 32, 128

@@ -21,10 +21,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from bridge.sharding import Layout, Strategy
-from bridge.sharding.parallel import Cut
+from bridge.core.sharding import Layout, Strategy
+from bridge.core.sharding.policy.parallel import Cut
 from jax_impl.comm.collectives import Wire
-from jax_impl.runtime.buffer import Piece, Read, pack, row_size, shard_boxes, unpack
+from jax_impl.runtime.groups.buffer import Piece, Read, pack, row_size, shard_boxes, unpack
 
 Index = tuple[slice, ...]
 # Path, offsets and sizes of a box of a parameter, and where the box is in the shard.

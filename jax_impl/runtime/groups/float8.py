@@ -1,4 +1,5 @@
-"""Float8 payload and its scales inside of a compiled step: the bytes of ``bridge.sharding.float8``, on any device.
+"""Float8 payload and its scales inside of a compiled step: the bytes of ``bridge.core.sharding.policy.float8``, on any
+device.
 
 The arithmetic is that of integers and of products with powers of two, which all of XLA's compilers compute alike. Their
 own float8 types differ in what they saturate and flush, and not every device has them.
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from bridge.sharding.float8 import BLOCK, blocks_of
+from bridge.core.sharding.policy.float8 import BLOCK, blocks_of
 
 _FRACTION = 23
 _BIAS = 127

@@ -1,4 +1,5 @@
-"""A flat group whose weights travel as float8 payload: ``bridge.sharding.float8`` has the bits and where they lie.
+"""A flat group whose weights travel as float8 payload: ``bridge.core.sharding.policy.float8`` has the bits and where
+they lie.
 
 ::
 
@@ -20,13 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from bridge.sharding.float8 import piece_bytes
+from bridge.core.sharding.policy.float8 import piece_bytes
 from jax_impl.comm.collectives import LANES
-from jax_impl.runtime.buffer import unpack
-from jax_impl.runtime.cut_group import CutGroup
-from jax_impl.runtime.flat_group import FlatGroup
-from jax_impl.runtime.float8 import decode, each_in_row, scales_of
-from jax_impl.runtime.float8_shards import (
+from jax_impl.runtime.groups.buffer import unpack
+from jax_impl.runtime.groups.cut_group import CutGroup
+from jax_impl.runtime.groups.flat_group import FlatGroup
+from jax_impl.runtime.groups.float8 import decode, each_in_row, scales_of
+from jax_impl.runtime.groups.float8_shards import (
     amax_of_tensors,
     quantize_blocks,
     quantize_tensors,

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bridge.sharding.float8 import BLOCK
-from jax_impl.runtime.float8 import decode, each_in_row, encode, in_rows, magnitudes, scales_of
-from jax_impl.runtime.logical_group import LogicalArray, LogicalGroup
+from bridge.core.sharding.policy.float8 import BLOCK
+from jax_impl.runtime.groups.float8 import decode, each_in_row, encode, in_rows, magnitudes, scales_of
+from jax_impl.runtime.groups.logical_group import LogicalArray, LogicalGroup
 
 
 @dataclass(frozen=True)

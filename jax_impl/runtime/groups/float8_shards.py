@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge.sharding import Layout
-from bridge.sharding.float8 import BLOCK, blocks_of, in_blocks, scale_bytes, scale_parts
-from bridge.sharding.slot import Slot
-from jax_impl.runtime.buffer import pack, unpack
-from jax_impl.runtime.float8 import each_in_row, encode, in_rows, magnitudes, scales_of
+from bridge.core.sharding import Layout
+from bridge.core.sharding.layout.slot import Slot
+from bridge.core.sharding.policy.float8 import BLOCK, blocks_of, in_blocks, scale_bytes, scale_parts
+from jax_impl.runtime.groups.buffer import pack, unpack
+from jax_impl.runtime.groups.float8 import each_in_row, encode, in_rows, magnitudes, scales_of
 
 # The number of a device's shard; None where there is one.
 Rank = jax.Array | None

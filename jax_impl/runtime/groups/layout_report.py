@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh, NamedSharding
 
-from bridge.sharding import float8
-from bridge.sharding.recompute import Recompute
-from jax_impl.runtime.cut_group import CutGroup
-from jax_impl.runtime.flat_group import FlatGroup
+from bridge.core.sharding.policy import float8
+from bridge.core.sharding.policy.recompute import Recompute
+from jax_impl.runtime.groups.cut_group import CutGroup
+from jax_impl.runtime.groups.flat_group import FlatGroup
 
 _RIGHT = frozenset({"layers", "params", "elements", "padding", "shards", "shard", "align", "bytes/device"})
 

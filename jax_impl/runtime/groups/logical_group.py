@@ -23,10 +23,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bridge.sharding import Strategy
-from bridge.sharding.parallel import Cut, local_shape
+from bridge.core.sharding import Strategy
+from bridge.core.sharding.policy.parallel import Cut, local_shape
 from jax_impl.comm.collectives import Wire, round_to
-from jax_impl.runtime.buffer import Piece, Read
+from jax_impl.runtime.groups.buffer import Piece, Read
 
 Index = tuple[slice, ...]
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from bridge.dtype_names import full_name
-from bridge.sharding.float8 import FORMATS
+from bridge.core.dtype_names import full_name
+from bridge.core.sharding.policy.float8 import FORMATS
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 

@@ -30,19 +30,19 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bridge.callers import warn_caller
+from bridge.core.callers import warn_caller
 from jax_impl.comm.mesh import DataParallelMesh, is_simulated
-from jax_impl.diagnostics.layout_report import layout_report
+from jax_impl.comm.model_axes import ModelAxes, data_spec
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
-from jax_impl.runtime.buffer import Piece, Read
-from jax_impl.runtime.donation import check_not_donated
-from jax_impl.runtime.logical_group import LogicalArray, logical_array
-from jax_impl.runtime.memory_kinds import in_memory
-from jax_impl.runtime.model_axes import ModelAxes, data_spec
-from jax_impl.runtime.row_arrays import SCALED, SCALES, UNSCALED, is_scaled, row_arrays, scales_of
-from jax_impl.runtime.unit_plan import Stored, UnitPlan
-from jax_impl.runtime.variables import spec_of
+from jax_impl.runtime.groups.buffer import Piece, Read
+from jax_impl.runtime.groups.layout_report import layout_report
+from jax_impl.runtime.groups.logical_group import LogicalArray, logical_array
+from jax_impl.runtime.groups.memory_kinds import in_memory
+from jax_impl.runtime.groups.row_arrays import SCALED, SCALES, UNSCALED, is_scaled, row_arrays, scales_of
+from jax_impl.runtime.groups.unit_plan import Stored, UnitPlan
+from jax_impl.runtime.groups.variables import spec_of
+from jax_impl.runtime.program.donation import check_not_donated
 
 # Arrays by key: weights, gradients, and each kind of moments.
 Buffers = dict[str, jax.Array]
@@ -65,7 +65,7 @@ class ShardingPlan:
 
     ``model``: the logical model as one unit. ``units``: by unit path, the root ``""`` last. ``variables``: by path,
     what is no parameter. ``engine``: "shard_map" or "pjit". ``given_variables``: values of ``variables`` in the model
-    that was sharded; None from ``plan_sharding``. ``prefetch``: see ``runtime/order.py``.
+    that was sharded; None from ``plan_sharding``. ``prefetch``: see ``runtime/unit/order.py``.
     """
 
     mesh: Mesh

@@ -10,12 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from bridge.sharding import Layout, Strategy
-from bridge.sharding.parallel import Cut
-from bridge.sharding.recompute import Recompute
+from bridge.core.sharding import Layout, Strategy
+from bridge.core.sharding.policy.parallel import Cut
+from bridge.core.sharding.policy.recompute import Recompute
 from jax_impl.comm.collectives import Wire
 from jax_impl.modules.module_tree import UnitModule
-from jax_impl.runtime.buffer import Piece, Read
+from jax_impl.runtime.groups.buffer import Piece, Read
 
 Arrays = Sequence[jax.Array]
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_impl.modules.seal import WITNESSED
-from jax_impl.runtime.traced import inlined, operands
+from jax_impl.runtime.program.traced import inlined, operands
 
 # In all versions of JAX: later ones have primitives of their own for what earlier ones write out, as 1 - x * x.
 ELEMENTWISE = frozenset([

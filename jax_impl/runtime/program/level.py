@@ -15,8 +15,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_impl.comm.collectives import fence
-from jax_impl.runtime.loop_parts import GATHERS, REDUCE, TRANSFERS, Parts, with_gate
-from jax_impl.runtime.traced import (
+from jax_impl.runtime.program.loop_parts import GATHERS, REDUCE, TRANSFERS, Parts, with_gate
+from jax_impl.runtime.program.traced import (
     Env,
     Split,
     Values,

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jax_impl.runtime.traced import holds, is_gate, mark_of, operands
+from jax_impl.runtime.program.traced import holds, is_gate, mark_of, operands
 
 # A unit's gather waits for its own input, or, ahead, for that of the unit before; a reduction for the one before. One
 # operand is True then, the gate.

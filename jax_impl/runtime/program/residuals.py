@@ -14,8 +14,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_impl.modules.seal import inner_program
-from jax_impl.runtime.derived import derive
-from jax_impl.runtime.traced import inlined, operands
+from jax_impl.runtime.program.derived import derive
+from jax_impl.runtime.program.traced import inlined, operands
 
 
 def with_dependence(function: Callable[..., Any], *args: Any) -> tuple[Any, list[bool]]:

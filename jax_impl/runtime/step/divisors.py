@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_impl.comm.collectives import divide_exactly
-from jax_impl.runtime.losses import LossParts
-from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.step.losses import LossParts
 
 
 @dataclass(frozen=True)

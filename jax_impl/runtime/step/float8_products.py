@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jax_impl.runtime.float8 import E4M3, E5M2, Float8, encode, magnitudes, power_of, scales_of
+from jax_impl.runtime.groups.float8 import E4M3, E5M2, Float8, encode, magnitudes, power_of, scales_of
 
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 _Static = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]

@@ -6,7 +6,7 @@ from flax import nnx
 
 from jax_impl.modules.seal import line_in
 from jax_impl.modules.stack_lengths import unnamed_stack
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 # Of JAX, where a function of derivatives of its own is differentiated twice, or forward.
 _DERIVATIVES = (

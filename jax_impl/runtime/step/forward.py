@@ -11,20 +11,20 @@ from flax import nnx
 
 from jax_impl.comm.collectives import fence
 from jax_impl.comm.mesh import is_gpu, is_simulated
-from jax_impl.diagnostics.outputs import layer_numbers, look_at_output, watching
 from jax_impl.modules.module_tree import ROOT
 from jax_impl.modules.seal import no_elements, seal, witnessed, witnessed_constants
 from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.uneven_means import mark_rows
 from jax_impl.modules.unit_methods import caught_calls
 from jax_impl.modules.unit_parameter import Arguments, Run, UnitRun, Values, origin_of, unit_parameters
-from jax_impl.runtime.foreign_errors import explained
-from jax_impl.runtime.level import Ways
-from jax_impl.runtime.memory_kinds import is_on_device, on_device
-from jax_impl.runtime.order import Order
-from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.unit import Collectors, Sources, UnitCall
-from jax_impl.runtime.unit_plan import Group
+from jax_impl.runtime.groups.memory_kinds import is_on_device, on_device
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.unit_plan import Group
+from jax_impl.runtime.program.level import Ways
+from jax_impl.runtime.step.foreign_errors import explained
+from jax_impl.runtime.step.outputs import layer_numbers, look_at_output, watching
+from jax_impl.runtime.unit.order import Order
+from jax_impl.runtime.unit.unit import Collectors, Sources, UnitCall
 
 # By unit path.
 AllCollectors = dict[str, Collectors]

@@ -21,13 +21,27 @@ from jax_impl.comm.collectives import fence
 from jax_impl.modules.device_values import mark_after, mark_before, variables_after
 from jax_impl.modules.seal import check_seals
 from jax_impl.modules.uneven_means import check_means
-from jax_impl.runtime.divisors import Divisors
-from jax_impl.runtime.forward import AllCollectors, AllSources, call_model, collectors, finish, hold, ways_of
-from jax_impl.runtime.losses import LossParts, as_parts, sum_over_devices, twice_as_many
-from jax_impl.runtime.memory_kinds import as_before, in_host, on_device
-from jax_impl.runtime.pipeline import pipelined
-from jax_impl.runtime.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.variables import Variables, check_rows, check_variables, of_all_devices, of_this_device
+from jax_impl.runtime.groups.memory_kinds import as_before, in_host, on_device
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.variables import (
+    Variables,
+    check_rows,
+    check_variables,
+    of_all_devices,
+    of_this_device,
+)
+from jax_impl.runtime.program.pipeline import pipelined
+from jax_impl.runtime.step.divisors import Divisors
+from jax_impl.runtime.step.forward import (
+    AllCollectors,
+    AllSources,
+    call_model,
+    collectors,
+    finish,
+    hold,
+    ways_of,
+)
+from jax_impl.runtime.step.losses import LossParts, as_parts, sum_over_devices, twice_as_many
 
 # Of an nnx model, or a pytree of parameters, and rows, and then inputs that every device has whole: a mean, or
 # (sum, weight); with ``has_aux`` a pair with aux.

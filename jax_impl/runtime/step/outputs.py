@@ -26,9 +26,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from bridge.callers import warn_caller
+from bridge.core.callers import warn_caller
 from jax_impl.comm.mesh import DataParallelMesh
-from jax_impl.runtime.model_axes import ModelAxes
+from jax_impl.comm.model_axes import ModelAxes
 
 
 class Plan(Protocol):

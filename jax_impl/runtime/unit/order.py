@@ -31,12 +31,12 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 from jax_impl.comm.collectives import fence, gate_after, gated
-from jax_impl.runtime.fetching import fetched
-from jax_impl.runtime.kept import Held, Kept, Use
-from jax_impl.runtime.loop_parts import GATHER, GATHER_AHEAD, KEPT, REDUCE
-from jax_impl.runtime.memory_kinds import is_on_device
-from jax_impl.runtime.traced import marked
-from jax_impl.runtime.unit_plan import Group
+from jax_impl.runtime.groups.fetching import fetched
+from jax_impl.runtime.groups.memory_kinds import is_on_device
+from jax_impl.runtime.groups.unit_plan import Group
+from jax_impl.runtime.program.kept import Held, Kept, Use
+from jax_impl.runtime.program.loop_parts import GATHER, GATHER_AHEAD, KEPT, REDUCE
+from jax_impl.runtime.program.traced import marked
 
 Tree = TypeVar("Tree")
 # Of each group.

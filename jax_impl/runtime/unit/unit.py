@@ -15,7 +15,7 @@ Three fences make XLA keep that order:
 A unit whose weights are whole during the step needs no gather, but its gradients still leave it here, as one array.
 With ``recompute`` a unit saves its inputs alone, and backward applies it again with the weights that it has gathered
 anyway; units inside are gathered for it once more, but for the last ones (``kept.py``). With a name instead
-(``bridge.sharding.recompute``) it saves the results of products as well.
+(``bridge.core.sharding.policy.recompute``) it saves the results of products as well.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import Any
 
 import jax
 
-from bridge.sharding.recompute import Recompute
+from bridge.core.sharding.policy.recompute import Recompute
 from jax_impl.comm.collectives import fence, fence_some
 from jax_impl.modules.seal import open_sealed
-from jax_impl.runtime.batched_call import call_batched
-from jax_impl.runtime.kept import Held
-from jax_impl.runtime.order import Order
-from jax_impl.runtime.residuals import Saved, with_dependence, with_derived
-from jax_impl.runtime.unit_plan import Group
+from jax_impl.runtime.groups.unit_plan import Group
+from jax_impl.runtime.program.batched_call import call_batched
+from jax_impl.runtime.program.kept import Held
+from jax_impl.runtime.program.residuals import Saved, with_dependence, with_derived
+from jax_impl.runtime.unit.order import Order
 
 Leaves = tuple[jax.Array, ...]
 # Of each group: the arrays whose cotangents are its gradients, and the arrays from which its weights come.

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.formats.arrays import raw_bytes
-from bridge.formats.base import DTYPES, CheckpointError
-from bridge.formats.dcp import archive_writer as dcp_archive_writer
-from bridge.formats.dcp.archive import find_tensor, read_value, verify_record
-from bridge.formats.dcp.archive_writer import tensor_archive, tensor_archive_length, value_archive
-from bridge.formats.files import source_files
-from bridge.formats.files.source_files import FileView, SourceFiles
+from bridge.core.formats.dcp import archive_writer as dcp_archive_writer
+from bridge.core.formats.dcp.archive import find_tensor, read_value, verify_record
+from bridge.core.formats.dcp.archive_writer import tensor_archive, tensor_archive_length, value_archive
+from bridge.core.formats.reading import source_files
+from bridge.core.formats.reading.source_files import FileView, SourceFiles
+from bridge.core.formats.tensors.arrays import raw_bytes
+from bridge.core.formats.tensors.base import DTYPES, CheckpointError
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import array_of, numbered, stock_archive, tensor_of
 from tests.support.bridge.file_views import elements, viewed

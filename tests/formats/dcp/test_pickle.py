@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.dcp.pickle import read_pickle
-from bridge.formats.dcp.pickle_records import (
+from bridge.core.formats.dcp.pickle import read_pickle
+from bridge.core.formats.dcp.pickle_records import (
     PLAIN_VALUES,
     Call,
     Instance,
@@ -24,9 +23,10 @@ from bridge.formats.dcp.pickle_records import (
     Persistent,
     Vocabulary,
 )
-from bridge.formats.dcp.pickle_writer import HOLE, Filled, Pattern, Repeated, write_pickle
-from bridge.formats.dcp.plain_values import plain_from_pickle
-from bridge.formats.plain import plain_value
+from bridge.core.formats.dcp.pickle_writer import HOLE, Filled, Pattern, Repeated, write_pickle
+from bridge.core.formats.dcp.plain_values import plain_from_pickle
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.plain import plain_value
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

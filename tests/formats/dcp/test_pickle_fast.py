@@ -12,17 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.formats.base import CheckpointError, TensorInfo
-from bridge.formats.chunk_grid import grid_of_chunks
-from bridge.formats.dcp import metadata as module
-from bridge.formats.dcp import pickle as interpreter
-from bridge.formats.dcp.metadata import DcpMetadata, Extent, parse_metadata
-from bridge.formats.dcp.metadata_writer import format_metadata
-from bridge.formats.dcp.pickle import read_pickle
-from bridge.formats.dcp.pickle_entries import RepeatedEntries
-from bridge.formats.dcp.pickle_machine import Machine
-from bridge.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary
-from bridge.formats.dcp.pickle_writer import write_pickle
+from bridge.core.formats.dcp import metadata as module
+from bridge.core.formats.dcp import pickle as interpreter
+from bridge.core.formats.dcp.metadata import DcpMetadata, Extent, parse_metadata
+from bridge.core.formats.dcp.metadata_writer import format_metadata
+from bridge.core.formats.dcp.pickle import read_pickle
+from bridge.core.formats.dcp.pickle_entries import RepeatedEntries
+from bridge.core.formats.dcp.pickle_machine import Machine
+from bridge.core.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary
+from bridge.core.formats.dcp.pickle_writer import write_pickle
+from bridge.core.formats.tensors.base import CheckpointError, TensorInfo
+from bridge.core.formats.tensors.chunk_grid import grid_of_chunks
 from tests.support.bridge.dcp_files import stock_save
 from tests.support.examples import examples
 

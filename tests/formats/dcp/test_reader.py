@@ -25,19 +25,19 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from bridge.checkpoints.verify import verify
-from bridge.formats import CheckpointError, open_checkpoint
-from bridge.formats.base import DTYPES, Box
-from bridge.formats.dcp import metadata as dcp_metadata
-from bridge.formats.dcp import reader as module
-from bridge.formats.dcp.archive import find_tensor
-from bridge.formats.dcp.pickle import read_pickle
-from bridge.formats.dcp.pickle_records import PLAIN_VALUES, Instance
-from bridge.formats.dcp.pickle_writer import write_pickle
-from bridge.formats.dcp.plain_values import plain_from_pickle
-from bridge.formats.dcp.reader import DcpReader
-from bridge.formats.files import source_files
-from bridge.formats.plain import plain_value
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import CheckpointError, open_checkpoint
+from bridge.core.formats.dcp import metadata as dcp_metadata
+from bridge.core.formats.dcp import reader as module
+from bridge.core.formats.dcp.archive import find_tensor
+from bridge.core.formats.dcp.pickle import read_pickle
+from bridge.core.formats.dcp.pickle_records import PLAIN_VALUES, Instance
+from bridge.core.formats.dcp.pickle_writer import write_pickle
+from bridge.core.formats.dcp.plain_values import plain_from_pickle
+from bridge.core.formats.dcp.reader import DcpReader
+from bridge.core.formats.reading import source_files
+from bridge.core.formats.tensors.base import DTYPES, Box
+from bridge.core.formats.tensors.plain import plain_value
 from tests.formats.dcp.test_pickle import PAIR, Evil, nest
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import array_of, edit_metadata, numbered, stock_save, tensor_of
@@ -759,6 +759,6 @@ def test_reading_needs_no_torch() -> None:
     """A fresh interpreter in which torch and jax cannot be imported."""
     code = (
         "import sys; sys.modules['torch'] = sys.modules['jax'] = None\n"
-        "import bridge.formats, bridge.formats.dcp.reader, bridge.formats.dcp.writer"
+        "import bridge.core.formats, bridge.core.formats.dcp.reader, bridge.core.formats.dcp.writer"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import torch_impl
 from bridge import verify
-from bridge.formats import Box, CheckpointError, open_checkpoint
-from bridge.formats.dcp.reader import DcpReader
-from bridge.formats.safetensors.reader import SafetensorsReader
+from bridge.core.formats import Box, CheckpointError, open_checkpoint
+from bridge.core.formats.dcp.reader import DcpReader
+from bridge.core.formats.safetensors.reader import SafetensorsReader
 from tests.support.bridge.bits import same_bits
 from tests.support.bridge.dcp_files import array_of, edit_metadata, numbered, stock_save
 from tests.support.bridge.plain_torch import build, optimizer_of, shard, train, trees
@@ -237,7 +237,7 @@ def test_copies_without_checksums_are_compared_by_their_bytes(ranks: RankGroup, 
             return found._replace(record=None)
 
         patch.setattr(DcpReader, "_find", unchecked)
-        patch.setattr("bridge.formats.dcp.reader.BLOCK", 8)
+        patch.setattr("bridge.core.formats.dcp.reader.BLOCK", 8)
         assert reader.read("same").tolist() == [1, 1]
         with pytest.raises(CheckpointError, match=r"tensor 'rng'.* expected the same values"):
             reader.read("rng")

@@ -24,14 +24,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from bridge.formats import CheckpointError, open_checkpoint
-from bridge.formats.base import DTYPES, Box, CheckpointReader
-from bridge.formats.coverage import check_coverage
-from bridge.formats.dcp import writer as writer_module
-from bridge.formats.dcp.reader import DcpReader
-from bridge.formats.dcp.writer import DcpWriter
-from bridge.formats.files.manifest import read_manifest, rest_checksum
-from bridge.formats.regions import default_chunk_shape
+from bridge.core.formats import CheckpointError, open_checkpoint
+from bridge.core.formats.dcp import writer as writer_module
+from bridge.core.formats.dcp.reader import DcpReader
+from bridge.core.formats.dcp.writer import DcpWriter
+from bridge.core.formats.files.manifest import read_manifest, rest_checksum
+from bridge.core.formats.tensors.base import DTYPES, Box, CheckpointReader
+from bridge.core.formats.tensors.coverage import check_coverage
+from bridge.core.formats.tensors.regions import default_chunk_shape
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import (
     array_of,
@@ -245,7 +245,7 @@ def test_any_shape_in_any_chunks_in_any_order_round_trips(
 def test_default_chunks_are_as_many_whole_rows_as_fit(shape: tuple[int, ...], dtype: str, limit: int) -> None:
     itemsize = DTYPES[dtype].itemsize
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bridge.formats.regions.CHUNK_BYTES", limit)
+        patch.setattr("bridge.core.formats.tensors.regions.CHUNK_BYTES", limit)
         block = default_chunk_shape(shape, DTYPES[dtype])
     nbytes = int(np.prod(block)) * itemsize
     assert nbytes <= limit
@@ -456,7 +456,7 @@ def test_abort_after_commit_and_a_second_abort_change_nothing(tmp_path: Path) ->
 def test_a_killed_writer_leaves_no_checkpoint_under_the_name(tmp_path: Path) -> None:
     code = (
         "import sys, os, signal, numpy as np\n"
-        "from bridge.formats.dcp.writer import DcpWriter\n"
+        "from bridge.core.formats.dcp.writer import DcpWriter\n"
         "w = DcpWriter(sys.argv[1]); i = w.add_tensor('w', (9,), np.dtype('int8'))\n"
         "w.write('w', i.chunks[0], np.ones(9, np.int8)); os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -478,10 +478,10 @@ def test_a_killed_writer_leaves_no_checkpoint_under_the_name(tmp_path: Path) -> 
 MEASURE = """
 import sys, itertools
 import numpy as np
-from bridge.formats.base import Box
-from bridge.formats.coverage import check_coverage
-from bridge.formats.dcp.reader import DcpReader
-from bridge.formats.dcp.writer import DcpWriter
+from bridge.core.formats.tensors.base import Box
+from bridge.core.formats.tensors.coverage import check_coverage
+from bridge.core.formats.dcp.reader import DcpReader
+from bridge.core.formats.dcp.writer import DcpWriter
 from tests.support.process_memory import status_bytes
 
 path, job, shape = sys.argv[1], sys.argv[2], (int(sys.argv[3]), 16384)

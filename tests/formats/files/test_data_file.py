@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.formats.base import DTYPES, Box
-from bridge.formats.files import data_file
-from bridge.formats.files.data_file import BLOCK, DataFile
-from bridge.formats.safetensors.writer import SafetensorsWriter
+from bridge.core.formats.files import data_file
+from bridge.core.formats.files.data_file import BLOCK, DataFile
+from bridge.core.formats.safetensors.writer import SafetensorsWriter
+from bridge.core.formats.tensors.base import DTYPES, Box
 
 
 @pytest.fixture(autouse=True)

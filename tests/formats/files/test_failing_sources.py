@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 
 from bridge import convert, diff, open_checkpoint, verify
 from bridge.commands.main import app
-from bridge.formats import create_checkpoint
-from bridge.formats.base import Box, CheckpointError
-from bridge.formats.files import source_files
+from bridge.core.formats import create_checkpoint
+from bridge.core.formats.reading import source_files
+from bridge.core.formats.tensors.base import Box, CheckpointError
 
 FORMATS = ("safetensors", "dcp", "orbax", "npz", "deflated npz", "torch", "msgpack")
 LARGE, SMALL = (600, 512), (9, 7)  # above 1 MiB, which is read as it is; and below, which goes the short way

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.formats.base import DTYPES, Box, CheckpointError, TensorInfo
-from bridge.formats.files import data_file, gathered
-from bridge.formats.files.data_file import BLOCK, DataFile
-from bridge.formats.files.gathered import Gathered
-from bridge.formats.files.journal import JOURNAL_FILE, Journal
-from bridge.formats.files.record import ChunkRecord
+from bridge.core.formats.files import data_file, gathered
+from bridge.core.formats.files.data_file import BLOCK, DataFile
+from bridge.core.formats.files.gathered import Gathered
+from bridge.core.formats.files.journal import JOURNAL_FILE, Journal
+from bridge.core.formats.files.record import ChunkRecord
+from bridge.core.formats.tensors.base import DTYPES, Box, CheckpointError, TensorInfo
 from tests.formats.files.test_record import InOrder
 
 

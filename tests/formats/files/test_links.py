@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.verify import verify
-from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import CheckpointError, create_checkpoint, open_checkpoint
 
 
 def checkpoint(path: Path, format: str) -> None:

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.formats.base import Box, CheckpointError
-from bridge.formats.files import manifest as module
-from bridge.formats.files.manifest import (
+from bridge.core.formats.files import manifest as module
+from bridge.core.formats.files.manifest import (
     Manifest,
     ManifestTensor,
     parse_manifest,
     render_manifest,
     rest_checksum,
 )
-from bridge.formats.files.source_files import SourceFiles
+from bridge.core.formats.reading.source_files import SourceFiles
+from bridge.core.formats.tensors.base import Box, CheckpointError
 from tests.support.examples import examples
 
 GOOD: dict[str, Any] = {

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from bridge.formats.base import DTYPES, Box, TensorInfo
-from bridge.formats.files.manifest import (
+from bridge.core.formats.files.manifest import (
     Manifest,
     ManifestFile,
     ManifestTensor,
@@ -15,6 +14,7 @@ from bridge.formats.files.manifest import (
     parse_manifest,
     render_manifest,
 )
+from bridge.core.formats.tensors.base import DTYPES, Box, TensorInfo
 
 BOXES = (Box((0, 0), (2, 3)), Box((2, 0), (2, 3)))
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.formats.base import DTYPES, Box, CheckpointError, TensorInfo
-from bridge.formats.files import record as record_module
-from bridge.formats.files.data_file import DataFile
-from bridge.formats.files.journal import Journal
-from bridge.formats.files.journal import resume as resume_journal
-from bridge.formats.files.record import ChunkRecord
-from bridge.formats.files.sink import Place
+from bridge.core.formats.files import record as record_module
+from bridge.core.formats.files.data_file import DataFile
+from bridge.core.formats.files.journal import Journal
+from bridge.core.formats.files.journal import resume as resume_journal
+from bridge.core.formats.files.record import ChunkRecord
+from bridge.core.formats.files.sink import Place
+from bridge.core.formats.tensors.base import DTYPES, Box, CheckpointError, TensorInfo
 
 KEY = {"source": "a"}
 

@@ -14,22 +14,29 @@ import numpy as np
 import pytest
 from isal import isal_zlib
 
-from bridge.checkpoints.checked import checked
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.selection import SelectedReader, Selection
-from bridge.checkpoints.verify import verify
-from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, Checksums, Fill, dtype_from_name
-from bridge.formats.crc32c import extend
-from bridge.formats.files.data_file import DataFile
-from bridge.formats.files.gathered import SMALL, Gathered
-from bridge.formats.files.manifest import MANIFEST_FILE
-from bridge.formats.files.recorded_chunks import RecordedChunks
-from bridge.formats.files.source_files import Piece, SourceFiles
-from bridge.formats.joined import JoinedReader
-from bridge.formats.orbax.reader import OrbaxReader
-from bridge.formats.quantized import DequantizedReader
-from bridge.mapping.numbered_states import NamedStates
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.checked import checked
+from bridge.checkpoints.ground.selection import SelectedReader, Selection
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.files.data_file import DataFile
+from bridge.core.formats.files.gathered import SMALL, Gathered
+from bridge.core.formats.files.manifest import MANIFEST_FILE
+from bridge.core.formats.files.recorded_chunks import RecordedChunks
+from bridge.core.formats.orbax.reader import OrbaxReader
+from bridge.core.formats.reading.source_files import Piece, SourceFiles
+from bridge.core.formats.tensors.base import (
+    Box,
+    CheckpointError,
+    CheckpointReader,
+    Checksums,
+    Fill,
+    dtype_from_name,
+)
+from bridge.core.formats.tensors.crc32c import extend
+from bridge.core.formats.whole.joined import JoinedReader
+from bridge.core.formats.whole.quantized import DequantizedReader
+from bridge.core.mapping.states.numbered_states import NamedStates
 
 FORMATS = ("dcp", "orbax", "safetensors")
 SHAPES = ((), (5,), (3, 7), (64, 65), (1, 300, 250), (2, 0))

@@ -18,12 +18,12 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training.train_state import TrainState
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.selection import Selection
-from bridge.checkpoints.summary import inspect
-from bridge.checkpoints.verify import verify
-from bridge.formats import Box, CheckpointError, detect_format, open_checkpoint
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.checkpoints.inspect.summary import inspect
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import Box, CheckpointError, detect_format, open_checkpoint
 from tests.support.bridge.bits import same_bits
 
 

@@ -12,15 +12,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.selection import Selection
-from bridge.checkpoints.summary import inspect
-from bridge.checkpoints.verify import verify
-from bridge.formats import Box, CheckpointError, open_checkpoint
-from bridge.formats.base import unreadable
-from bridge.formats.npz import inflate
-from bridge.formats.npz.reader import NpzReader
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.checkpoints.inspect.summary import inspect
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import Box, CheckpointError, open_checkpoint
+from bridge.core.formats.npz import inflate
+from bridge.core.formats.npz.reader import NpzReader
+from bridge.core.formats.tensors.base import unreadable
 from tests.support.bridge.bits import random_bits, same_bits
 
 SAVED: dict[str, Callable[..., None]] = {"stored": np.savez, "deflated": np.savez_compressed}

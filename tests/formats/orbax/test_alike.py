@@ -17,16 +17,16 @@ import pytest
 import tensorstore as ts
 from hypothesis import example, given
 
-from bridge.formats.base import Box, CheckpointError, TreePath
-from bridge.formats.leaf_kinds import EMPTY, key_implementation
-from bridge.formats.leaf_names import MAX_NAME, is_tree_path, is_unicode
-from bridge.formats.orbax import ocdbt
-from bridge.formats.orbax.arrays import MANIFEST, ArrayLayout, new_context, store_spec
-from bridge.formats.orbax.objects import encode_object
-from bridge.formats.orbax.reader import OrbaxReader
-from bridge.formats.orbax.tree import Claims, can_claim_all, leaf_name, leaves_of, parse_tree
-from bridge.formats.orbax.tree_writer import render_tree
-from bridge.formats.orbax.writer import OrbaxWriter
+from bridge.core.formats.orbax.objects import encode_object
+from bridge.core.formats.orbax.reader import OrbaxReader
+from bridge.core.formats.orbax.tree import Claims, can_claim_all, leaf_name, leaves_of, parse_tree
+from bridge.core.formats.orbax.tree_writer import render_tree
+from bridge.core.formats.orbax.writer import OrbaxWriter
+from bridge.core.formats.orbax.zarr import ocdbt
+from bridge.core.formats.orbax.zarr.arrays import MANIFEST, ArrayLayout, new_context, store_spec
+from bridge.core.formats.tensors.base import Box, CheckpointError, TreePath
+from bridge.core.formats.tensors.leaf_kinds import EMPTY, key_implementation
+from bridge.core.formats.tensors.leaf_names import MAX_NAME, is_tree_path, is_unicode
 from tests.support.examples import examples
 
 F32 = np.dtype("float32")

@@ -14,13 +14,13 @@ import orbax.checkpoint as ocp
 import pytest
 from typer.testing import CliRunner
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.selection import Selection
-from bridge.checkpoints.summary import inspect
-from bridge.checkpoints.verify import verify
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.checkpoints.inspect.summary import inspect
+from bridge.checkpoints.verify.verification import verify
 from bridge.commands.main import app
-from bridge.formats import CheckpointError, open_checkpoint
+from bridge.core.formats import CheckpointError, open_checkpoint
 from tests.support.bridge.bits import same_bits
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))

@@ -16,14 +16,14 @@ import pytest
 from orbax.checkpoint.experimental import v1
 from typer.testing import CliRunner
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.selection import Selection
-from bridge.checkpoints.verify import verify
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.checkpoints.verify.verification import verify
 from bridge.commands.main import app
-from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import Box, CheckpointError
-from bridge.formats.leaf_kinds import LEAVES
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.tensors.base import Box, CheckpointError
+from bridge.core.formats.tensors.leaf_kinds import LEAVES
 from tests.support.bridge.orbax_helpers import stock_save
 
 IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")

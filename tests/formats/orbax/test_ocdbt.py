@@ -18,15 +18,15 @@ import tensorstore as ts
 import zstandard
 from hypothesis import given
 
-from bridge.formats.base import DTYPES, CheckpointError
-from bridge.formats.files.record import ChunkRecord
-from bridge.formats.files.sink import Place
-from bridge.formats.orbax import ocdbt
-from bridge.formats.orbax.arrays import ArrayLayout, new_context
-from bridge.formats.orbax.ocdbt import NodeBudget, OcdbtWriter, entries_and_keys
-from bridge.formats.orbax.reader import OrbaxReader
-from bridge.formats.orbax.values import Place as StoredPlace
-from bridge.formats.orbax.values import StoredValues, places_in_files, values_in_ocdbt
+from bridge.core.formats.files.record import ChunkRecord
+from bridge.core.formats.files.sink import Place
+from bridge.core.formats.orbax.reader import OrbaxReader
+from bridge.core.formats.orbax.zarr import ocdbt
+from bridge.core.formats.orbax.zarr.arrays import ArrayLayout, new_context
+from bridge.core.formats.orbax.zarr.ocdbt import NodeBudget, OcdbtWriter, entries_and_keys
+from bridge.core.formats.orbax.zarr.values import Place as StoredPlace
+from bridge.core.formats.orbax.zarr.values import StoredValues, places_in_files, values_in_ocdbt
+from bridge.core.formats.tensors.base import DTYPES, CheckpointError
 from tests.support.examples import examples
 
 

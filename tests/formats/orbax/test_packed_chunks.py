@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from bridge import verify
 from bridge.commands.main import app
-from bridge.formats import CheckpointError, open_checkpoint
+from bridge.core.formats import CheckpointError, open_checkpoint
 from tests.support.bridge.orbax_helpers import stock_save
 
 VALUE = np.arange(96, dtype=np.float32).reshape(8, 12) % 7

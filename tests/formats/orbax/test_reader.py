@@ -22,12 +22,12 @@ import pytest
 import tensorstore as ts
 from orbax.checkpoint.experimental import v1
 
-from bridge.formats import CheckpointError, open_checkpoint
-from bridge.formats.base import Box
-from bridge.formats.orbax import reader as orbax_reader
-from bridge.formats.orbax.reader import OrbaxReader
-from bridge.formats.orbax.values import Place
-from bridge.formats.orbax.writer import OrbaxWriter
+from bridge.core.formats import CheckpointError, open_checkpoint
+from bridge.core.formats.orbax import reader as orbax_reader
+from bridge.core.formats.orbax.reader import OrbaxReader
+from bridge.core.formats.orbax.writer import OrbaxWriter
+from bridge.core.formats.orbax.zarr.values import Place
+from bridge.core.formats.tensors.base import Box
 from tests.support.bridge.bits import random_bits
 from tests.support.bridge.orbax_helpers import (
     assert_reads,
@@ -107,9 +107,9 @@ SAVES: dict[str, Callable[[Path, Any], None]] = {
 def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once as it is, when everything in a test is small; once so that byte ranges and kept chunks are used."""
     if request.param == "slow paths":
-        monkeypatch.setattr("bridge.formats.orbax.reader._IN_FLIGHT", 16)
-        monkeypatch.setattr("bridge.formats.files.source_files.SCAN", 40)
-        monkeypatch.setattr("bridge.formats.files.source_files.BLOCK", 40)
+        monkeypatch.setattr("bridge.core.formats.orbax.reader._IN_FLIGHT", 16)
+        monkeypatch.setattr("bridge.core.formats.reading.source_files.SCAN", 40)
+        monkeypatch.setattr("bridge.core.formats.reading.source_files.BLOCK", 40)
 
 
 @pytest.mark.each_value
@@ -373,9 +373,9 @@ def test_a_truncated_chunk_is_an_error(tmp_path: Path, kind: str) -> None:
 def test_large_raw_chunks_are_verified_before_bytes_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bridge.formats.orbax.reader._IN_FLIGHT", 16)
-    monkeypatch.setattr("bridge.formats.files.source_files.SCAN", 100)
-    monkeypatch.setattr("bridge.formats.files.source_files.BLOCK", 100)
+    monkeypatch.setattr("bridge.core.formats.orbax.reader._IN_FLIGHT", 16)
+    monkeypatch.setattr("bridge.core.formats.reading.source_files.SCAN", 100)
+    monkeypatch.setattr("bridge.core.formats.reading.source_files.BLOCK", 100)
     value = random_bits((64, 32), F32, 1)
     write(tmp_path / "c", {"w": value}, {"w": (32, 32)})
     file, position = data_file(tmp_path / "c", value[32:].tobytes())
@@ -537,7 +537,7 @@ def test_reading_refuses_unknown_names_boxes_outside_and_a_closed_reader(tmp_pat
 
 
 def test_a_result_is_independent_of_later_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.formats.orbax.reader._IN_FLIGHT", 16)
+    monkeypatch.setattr("bridge.core.formats.orbax.reader._IN_FLIGHT", 16)
     value = random_bits((8, 3), np.dtype(np.int32), 1)
     standard_save(tmp_path / "c", {"w": value})
     with OrbaxReader(tmp_path / "c") as reader:
@@ -548,7 +548,7 @@ def test_a_result_is_independent_of_later_reads(tmp_path: Path, monkeypatch: pyt
 
 
 def test_threads_may_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.formats.orbax.reader._IN_FLIGHT", 16)
+    monkeypatch.setattr("bridge.core.formats.orbax.reader._IN_FLIGHT", 16)
     tree = {str(i): random_bits((40, 30), F32, i) for i in range(6)}
     write(tmp_path / "c", tree, dict.fromkeys(tree, (17, 30)))
     errors: list[BaseException] = []
@@ -682,8 +682,8 @@ def test_what_tensorstore_reads_whole_has_a_size_that_it_can_have(
         else [f"w/{'zarr.json' if zarr3 else '.zarray'}", "w/c/0/0" if zarr3 else "w/0.0"]
     )
     program = (
-        "import resource, sys; from bridge.formats import CheckpointError\n"
-        "from bridge.formats.orbax.reader import OrbaxReader\n"
+        "import resource, sys; from bridge.core.formats import CheckpointError\n"
+        "from bridge.core.formats.orbax.reader import OrbaxReader\n"
         "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
         "try: OrbaxReader(sys.argv[1]).read('w')\n"
         "except CheckpointError as error: print(error)"
@@ -704,7 +704,7 @@ def test_values_in_the_index_have_a_size_that_they_can_have(
 ) -> None:
     places = {key: Place("d/x", 0, 1 << 40)}
     stock_save(tmp_path / "c", {"w": np.ones((4, 3), np.float32)}, use_ocdbt=True, use_zarr3=False)
-    monkeypatch.setattr("bridge.formats.orbax.reader.values_in_ocdbt", lambda *_: (places, {}))
+    monkeypatch.setattr("bridge.core.formats.orbax.reader.values_in_ocdbt", lambda *_: (places, {}))
     with pytest.raises(CheckpointError, match=r"expected at most \d+ bytes .*, got 1099511627776"):
         OrbaxReader(tmp_path / "c")
 

@@ -17,13 +17,13 @@ from flax.training.train_state import TrainState
 from orbax.checkpoint.experimental import v1
 from typer.testing import CliRunner
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.selection import Selection
-from bridge.checkpoints.verify import verify
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.checkpoints.verify.verification import verify
 from bridge.commands.main import app
-from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import Box
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.tensors.base import Box
 from tests.support.bridge.orbax_helpers import STOCK_RESTORES, stock_restore_v0, stock_save
 
 THROUGH = (("orbax",), ("dcp", "orbax"), ("safetensors", "orbax"), ("dcp", "safetensors", "dcp", "orbax"))

@@ -22,15 +22,15 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.experimental import v1
 
-from bridge.checkpoints.verify import verify
-from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
-from bridge.formats.base import Box
-from bridge.formats.coverage import check_coverage
-from bridge.formats.files import record
-from bridge.formats.files.data_file import DataFile
-from bridge.formats.orbax.ocdbt import OcdbtWriter
-from bridge.formats.orbax.reader import OrbaxReader
-from bridge.formats.orbax.writer import OrbaxPart, OrbaxWriter
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import CheckpointError, create_checkpoint, open_checkpoint
+from bridge.core.formats.files import record
+from bridge.core.formats.files.data_file import DataFile
+from bridge.core.formats.orbax.reader import OrbaxReader
+from bridge.core.formats.orbax.writer import OrbaxPart, OrbaxWriter
+from bridge.core.formats.orbax.zarr.ocdbt import OcdbtWriter
+from bridge.core.formats.tensors.base import Box
+from bridge.core.formats.tensors.coverage import check_coverage
 from tests.support.bridge.bits import random_bits
 from tests.support.bridge.orbax_helpers import (
     STOCK_RESTORES,
@@ -383,7 +383,7 @@ def test_a_checkpoint_without_tensors_is_refused(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_no_checkpoint(tmp_path: Path) -> None:
     program = """
 import sys, numpy as np
-from bridge.formats.orbax.writer import OrbaxPart, OrbaxWriter
+from bridge.core.formats.orbax.writer import OrbaxPart, OrbaxWriter
 writer = OrbaxWriter(sys.argv[1])
 info = writer.add_tensor("w", (1 << 30, 4), np.dtype("float32"))
 for box in info.chunks:
@@ -479,7 +479,7 @@ def test_threads_may_write_at_once(tmp_path: Path) -> None:
 def test_reading_and_writing_import_neither_framework(tmp_path: Path) -> None:
     program = """
 import sys, numpy as np
-from bridge.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats import create_checkpoint, open_checkpoint
 with create_checkpoint(sys.argv[1], "orbax") as writer:
     info = writer.add_tensor("w", (3,), np.dtype("float32"))
     writer.write("w", info.chunks[0], np.ones(3, np.float32))
@@ -492,7 +492,7 @@ assert not {"jax", "torch", "orbax", "orbax.checkpoint"} & set(sys.modules)
 
 MEMORY_PROGRAM = """
 import sys, numpy as np
-from bridge.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats import create_checkpoint, open_checkpoint
 from tests.support.process_memory import AnonymousPeak
 
 with AnonymousPeak() as peak:

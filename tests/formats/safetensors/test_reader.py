@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
-from bridge.formats import CheckpointError, detect_format, open_checkpoint
-from bridge.formats.base import DTYPES, Box
-from bridge.formats.files import source_files
-from bridge.formats.safetensors.header import DTYPE_NAMES, _Parser, read_header
-from bridge.formats.safetensors.reader import SafetensorsReader
+from bridge.core.formats import CheckpointError, detect_format, open_checkpoint
+from bridge.core.formats.reading import source_files
+from bridge.core.formats.safetensors.header import DTYPE_NAMES, _Parser, read_header
+from bridge.core.formats.safetensors.reader import SafetensorsReader
+from bridge.core.formats.tensors.base import DTYPES, Box
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import array_of
 from tests.support.bridge.safetensors_files import entry, one_of_each, raw_file, stock_file, tiny_llama
@@ -610,7 +610,7 @@ def test_the_stock_library_refuses_what_a_test_here_calls_broken(tmp_path: Path)
 def test_reading_needs_neither_torch_nor_the_safetensors_package() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['jax'] = sys.modules['safetensors'] = None\n"
-        "import bridge.formats.safetensors.reader, bridge.formats.safetensors.writer\n"
+        "import bridge.core.formats.safetensors.reader, bridge.core.formats.safetensors.writer\n"
         "assert 'tensorstore' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

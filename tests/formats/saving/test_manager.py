@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.formats import CheckpointError, create_checkpoint
-from bridge.formats.files.journal import JOURNAL_FILE
-from bridge.formats.replaceable import require_replaceable
-from bridge.formats.saving import pending
-from bridge.formats.saving.manager import StepManager
-from bridge.formats.saving.retention import METRICS_FILE
+from bridge.core.formats import CheckpointError, create_checkpoint
+from bridge.core.formats.files.journal import JOURNAL_FILE
+from bridge.core.formats.saving import pending
+from bridge.core.formats.saving.manager import StepManager
+from bridge.core.formats.saving.retention import METRICS_FILE
+from bridge.core.formats.whole.replaceable import require_replaceable
 
 
 def write(path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_step_that_cannot_be_removed_is_a_warning(tmp_path: Path, monkeypatch:
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr("bridge.formats.saving.manager._renamed", refuse)
+        patch.setattr("bridge.core.formats.saving.manager._renamed", refuse)
         with pytest.warns(UserWarning, match=r"1: the step is superseded and cannot be removed.*denied"):
             save(manager, 2)
     assert manager.all_steps() == [1, 2]

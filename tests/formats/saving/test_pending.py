@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bridge.formats import CheckpointError
-from bridge.formats.saving import pending
+from bridge.core.formats import CheckpointError
+from bridge.core.formats.saving import pending
 
 PATH = Path("runs/7")
 
@@ -78,7 +78,7 @@ def test_a_save_that_failed_holds_no_copies() -> None:
 
 PROGRAM = """
 from pathlib import Path
-from bridge.formats.saving import pending
+from bridge.core.formats.saving import pending
 import time
 def work():
     time.sleep(0.2)
@@ -132,7 +132,7 @@ save = None
 CHILD = """
 import multiprocessing, sys
 from pathlib import Path
-from bridge.formats.saving import pending
+from bridge.core.formats.saving import pending
 
 def fail():
     raise OSError(28, "No space left on device")

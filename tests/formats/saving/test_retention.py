@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.saving.retention import METRICS_FILE, Retention, read_metrics, render_metrics
+from bridge.core.formats.saving.retention import METRICS_FILE, Retention, read_metrics, render_metrics
+from bridge.core.formats.tensors.base import CheckpointError
 
 
 def test_the_latest_steps_the_period_and_the_best_stay() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from bridge.formats.stores import parts, ranges, upload
+from bridge.core.formats.stores import parts, ranges, upload
 from tests.support.buckets import Proxy, free_port, s3_environment, server
 
 

@@ -16,22 +16,22 @@ from typing import Any
 
 import pytest
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.verify import verify
-from bridge.formats import open_checkpoint
-from bridge.formats.base import CheckpointError
-from bridge.formats.stores import composed, parts, upload
-from bridge.formats.stores.folder import CLAIM
-from bridge.formats.stores.store import open_store
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import open_checkpoint
+from bridge.core.formats.stores import composed, parts, upload
+from bridge.core.formats.stores.folder import CLAIM
+from bridge.core.formats.stores.store import open_store
+from bridge.core.formats.tensors.base import CheckpointError
 from tests.formats.stores.test_s3 import FORMATS, ROOT, require_same, source
 from tests.support.buckets import Proxy, Request, free_port, kill_at, server
 
 PART = 1 << 18
 CONVERT = f"""
 import sys
-from bridge.checkpoints.convert import convert
-from bridge.formats.files import record
-from bridge.formats.stores import composed, parts, upload
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats.files import record
+from bridge.core.formats.stores import composed, parts, upload
 upload.PART, record.SYNC_BYTES, parts.PAUSE, composed.MOST_SOURCES = {PART}, {PART}, 0.01, 3
 convert(sys.argv[1], sys.argv[2], to=sys.argv[3], resume=sys.argv[4] == "resume", workers=2)
 """

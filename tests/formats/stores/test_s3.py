@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.verify import verify
-from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import CheckpointError
-from bridge.formats.stores.folder import CLAIM
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.stores.folder import CLAIM
+from bridge.core.formats.tensors.base import CheckpointError
 from tests.formats.stores.conftest import Bucket
 from tests.support.bridge.bits import random_bits
 from tests.support.buckets import Fault, Request, kill_at
@@ -165,9 +165,9 @@ def test_a_source_that_cannot_be_read_is_one_error(tmp_path: Path, bucket: Bucke
 
 CONVERT = """
 import sys
-from bridge.checkpoints.convert import convert
-from bridge.formats.files import record
-from bridge.formats.stores import parts, upload
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats.files import record
+from bridge.core.formats.stores import parts, upload
 upload.PART, record.SYNC_BYTES, parts.PAUSE = 5 << 20, 6 << 20, 0.01
 convert(sys.argv[1], sys.argv[2], to=sys.argv[3], resume=sys.argv[4] == "resume", workers=2)
 """

@@ -13,17 +13,17 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from typer.testing import CliRunner
 
-from bridge.checkpoints.convert import ConvertOptions, convert, planned
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.selection import Selection
-from bridge.checkpoints.summary import inspect
-from bridge.checkpoints.verify import verify
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import ConvertOptions, convert, planned
+from bridge.checkpoints.ground.selection import Selection
+from bridge.checkpoints.inspect.summary import inspect
+from bridge.checkpoints.verify.verification import verify
 from bridge.commands.main import app
-from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import Box, CheckpointError
-from bridge.formats.stores import ranges
-from bridge.formats.stores.listing import Listing
-from bridge.formats.stores.store import store_errors
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.stores import ranges
+from bridge.core.formats.stores.listing import Listing
+from bridge.core.formats.stores.store import store_errors
+from bridge.core.formats.tensors.base import Box, CheckpointError
 from bridge.propose.propose import propose
 from tests.support.bridge.bits import random_bits
 

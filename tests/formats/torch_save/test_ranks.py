@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.selection import Selection
-from bridge.checkpoints.summary import inspect
-from bridge.checkpoints.verify import verify
-from bridge.formats import Box, CheckpointError, open_checkpoint
-from bridge.formats.dcp.pickle_records import Call
-from bridge.formats.torch_save.dtensors import LocalPiece, Placement
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.checkpoints.inspect.summary import inspect
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import Box, CheckpointError, open_checkpoint
+from bridge.core.formats.dcp.pickle_records import Call
+from bridge.core.formats.torch_save.dtensors import LocalPiece, Placement
 from tests.formats.dcp.test_sources import sharded, truth
 from tests.support.bridge.bits import same_bits
 from tests.support.bridge.dcp_files import array_of

@@ -19,14 +19,14 @@ import torch
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 from typer.testing import CliRunner
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.selection import Selection
-from bridge.checkpoints.summary import inspect
-from bridge.checkpoints.verify import verify
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.checkpoints.inspect.summary import inspect
+from bridge.checkpoints.verify.verification import verify
 from bridge.commands.main import app
-from bridge.formats import Box, CheckpointError, detect_format, open_checkpoint
-from bridge.formats.arrays import raw_bytes
+from bridge.core.formats import Box, CheckpointError, detect_format, open_checkpoint
+from bridge.core.formats.tensors.arrays import raw_bytes
 from tests.support.bridge.mutants import hostile_pickles
 
 pytestmark = pytest.mark.filterwarnings(

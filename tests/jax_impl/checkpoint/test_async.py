@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from bridge.checkpoints.verify import verify
-from bridge.formats import CheckpointError
-from bridge.formats.orbax.writer import OrbaxPart
-from bridge.formats.saving import pending
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import CheckpointError
+from bridge.core.formats.orbax.writer import OrbaxPart
+from bridge.core.formats.saving import pending
 from jax_impl import load_checkpoint, save_checkpoint, save_checkpoint_async
 from jax_impl.checkpoint.contents import Contents
 from tests.support.jax_impl import async_jobs as jobs

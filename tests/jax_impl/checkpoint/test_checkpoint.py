@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.experimental import v1
 
-from bridge.formats import Box, CheckpointError, create_checkpoint, open_checkpoint
+from bridge.core.formats import Box, CheckpointError, create_checkpoint, open_checkpoint
 from jax_impl import (
     data_parallel_mesh,
     init_state,
@@ -47,7 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.
     path, plan = tmp_path_factory.mktemp("saved") / "c", runs.plan_of(3)
     state, _ = runs.train(runs.fresh(3), 3, runs.DEFAULT, first=0, count=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bridge.formats.orbax.row_slabs._CHUNK", 300)
+        patch.setattr("bridge.core.formats.orbax.row_slabs._CHUNK", 300)
         save_checkpoint(path, plan, state, TRAIN, objects=OBJECTS)
     return path, runs.logical(plan, state)
 

@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bridge.formats import Box, CheckpointError, open_checkpoint
-from bridge.formats.chunk_grid import grid_of_chunks
-from bridge.formats.orbax.writer import OrbaxPart, OrbaxWriter
+from bridge.core.formats import Box, CheckpointError, open_checkpoint
+from bridge.core.formats.orbax.writer import OrbaxPart, OrbaxWriter
+from bridge.core.formats.tensors.chunk_grid import grid_of_chunks
 from jax_impl.checkpoint import chunks as checkpoint_chunks
 from jax_impl.checkpoint.chunks import Chunks
 from tests.support.bridge.bits import random_bits

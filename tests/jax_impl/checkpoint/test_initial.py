@@ -12,7 +12,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from bridge.formats import CheckpointError
+from bridge.core.formats import CheckpointError
 from jax_impl import (
     TrainState,
     data_parallel_mesh,

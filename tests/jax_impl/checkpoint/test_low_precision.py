@@ -13,7 +13,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from bridge.formats import CheckpointError, open_checkpoint
+from bridge.core.formats import CheckpointError, open_checkpoint
 from jax_impl import (
     abstract_state,
     load_checkpoint,

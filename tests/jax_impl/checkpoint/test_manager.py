@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.checkpoints.verify import verify
-from bridge.formats import CheckpointError
-from bridge.formats.saving import manager as manager_module
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import CheckpointError
+from bridge.core.formats.saving import manager as manager_module
 from jax_impl import CheckpointManager, load_checkpoint, save_checkpoint, save_checkpoint_async
 from jax_impl.checkpoint import checkpoint as checkpoint_module
 from tests.support.jax_impl import checkpoint_runs as runs

@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.verify import verify
-from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
-from bridge.formats.scaled import read_decoded
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import CheckpointError, create_checkpoint, open_checkpoint
+from bridge.core.formats.tensors.scaled import read_decoded
 from jax_impl import (
     CheckpointManager,
     load_checkpoint,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from bridge.formats import open_checkpoint
+from bridge.core.formats import open_checkpoint
 from jax_impl import (
     data_parallel_mesh,
     fully_shard,

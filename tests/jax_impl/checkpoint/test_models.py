@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint.experimental import v1
 
-from bridge.formats import CheckpointError, open_checkpoint
+from bridge.core.formats import CheckpointError, open_checkpoint
 from jax_impl import (
     data_parallel_mesh,
     fully_shard,

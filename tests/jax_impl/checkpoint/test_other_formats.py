@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.selection import Selection
-from bridge.formats import CheckpointError
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.core.formats import CheckpointError
 from jax_impl import (
     data_parallel_mesh,
     fully_shard,

@@ -13,7 +13,7 @@ import optax.contrib
 import pytest
 from flax import nnx
 
-from bridge.formats import CheckpointError
+from bridge.core.formats import CheckpointError
 from jax_impl import (
     load_checkpoint,
     main_weight_adamw,

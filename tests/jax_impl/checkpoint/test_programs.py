@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from flax import nnx
 
-from bridge.formats import CheckpointError
+from bridge.core.formats import CheckpointError
 from jax_impl import (
     data_parallel_mesh,
     load_checkpoint,

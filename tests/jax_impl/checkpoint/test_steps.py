@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint.experimental import v1
 
-from bridge.formats import CheckpointError
+from bridge.core.formats import CheckpointError
 from jax_impl import load_checkpoint, save_checkpoint, unshard
 from tests.support.jax_impl import checkpoint_runs as runs
 

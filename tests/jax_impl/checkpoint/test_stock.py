@@ -15,7 +15,7 @@ import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState as FlaxTrainState
 
-from bridge.formats import CheckpointError
+from bridge.core.formats import CheckpointError
 from jax_impl import (
     LoadedCheckpoint,
     apply_linen,

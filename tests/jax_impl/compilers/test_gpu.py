@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from bridge.core.sharding import ShardingPolicy, UnitPolicy
 from bridge.planning import Workload, make_plan, resolve_models
-from bridge.sharding import ShardingPolicy, UnitPolicy
 from tests.jax_impl.compilers.conftest import Compile
 from tests.jax_impl.compilers.expected import (
     GATHER,

@@ -6,10 +6,10 @@ import math
 from fractions import Fraction
 from pathlib import Path
 
+from bridge.core.sharding import ShardingPolicy, UnitPolicy
 from bridge.planning import Workload, make_plan, resolve_models
-from bridge.planning.moments import staged
-from bridge.planning.optimizers import Optimizer
-from bridge.sharding import ShardingPolicy, UnitPolicy
+from bridge.planning.cost.moments import staged
+from bridge.planning.cost.optimizers import Optimizer
 from tests.support.compilers.setting import SIZES, Compiled, Setting
 
 

@@ -22,7 +22,7 @@ from jax_impl import (
     variable_leaves,
 )
 from jax_impl.modules.stack_lengths import recognized_stacks
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:pjit engine")
 # Equal, so that a matrix that is no stack has the leading size of one.

@@ -13,8 +13,8 @@ import pytest
 from flax import linen, nnx
 from jax.sharding import PartitionSpec
 
-from bridge.sharding import PolicyError
-from bridge.sharding.parallel import Cut
+from bridge.core.sharding import PolicyError
+from bridge.core.sharding.policy.parallel import Cut
 from jax_impl import (
     ShardingPolicy,
     apply_linen,
@@ -31,7 +31,7 @@ from jax_impl.modules.module_tree import parameter_leaves
 from jax_impl.modules.partitioning import cuts_of
 from jax_impl.modules.stack_lengths import stack_lengths
 from jax_impl.modules.tree_model import as_module
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from tests.support.jax_impl import cut_models
 
 TP = {"dp": 2, "tp": 2}

@@ -18,7 +18,7 @@ from jax_impl import data_parallel_mesh, fully_shard, init_state, main_weight_ad
 from jax_impl.optimizer.chosen_form import chosen_form
 from jax_impl.optimizer.forms import arrays_of, trees_of
 from jax_impl.optimizer.logical import fitted
-from jax_impl.runtime.gradients import unchecked_gradients
+from jax_impl.runtime.step.gradients import unchecked_gradients
 from tests.support.jax_impl.optimizers import PLAIN, RATE, transformations
 
 

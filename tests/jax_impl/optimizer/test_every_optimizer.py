@@ -20,7 +20,7 @@ import pytest
 
 import jax_impl
 from jax_impl import data_parallel_mesh, fully_shard, init_state, make_train_step, unshard
-from jax_impl.runtime.gradients import unchecked_gradients
+from jax_impl.runtime.step.gradients import unchecked_gradients
 from tests.support.jax_impl.optimizers import PLAIN, transformations
 
 ENGINES = ("shard_map", "pjit")

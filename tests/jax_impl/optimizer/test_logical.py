@@ -13,7 +13,7 @@ import optax.contrib
 import pytest
 from flax import nnx
 
-from bridge.formats import open_checkpoint
+from bridge.core.formats import open_checkpoint
 from jax_impl import (
     call_unit,
     data_parallel_mesh,

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from bridge.formats import open_checkpoint
+from bridge.core.formats import open_checkpoint
 from jax_impl import (
     init_state,
     load_checkpoint,

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
-from jax_impl.runtime.derived import Derived, derive
-from jax_impl.runtime.traced import inlined, mark_of, marked
+from jax_impl.runtime.program.derived import Derived, derive
+from jax_impl.runtime.program.traced import inlined, mark_of, marked
 
 SQUARE = jax.random.normal(jax.random.key(0), (16, 16))
 ROWS = jax.random.normal(jax.random.key(1), (8, 16))

@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 
 from jax_impl import data_parallel_mesh, make_gradients, plan_sharding
-from jax_impl.runtime.memory_kinds import HOST
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.memory_kinds import HOST
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from tests.jax_impl.test_host_memory import needs_moves
 from tests.support.jax_impl.dependence import Step, steps
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bridge.sharding import float8 as reference
-from bridge.sharding import plan_layout
+from bridge.core.sharding import plan_layout
+from bridge.core.sharding.policy import float8 as reference
 from jax_impl import (
     call_unit,
     count_collectives,
@@ -32,8 +32,8 @@ from jax_impl import (
     unshard,
 )
 from jax_impl.models import Decoder
-from jax_impl.runtime import float8
-from jax_impl.runtime.float8_shards import amax_of_tensors, quantize_blocks, quantize_tensors
+from jax_impl.runtime.groups import float8
+from jax_impl.runtime.groups.float8_shards import amax_of_tensors, quantize_blocks, quantize_tensors
 from tests.support.jax_impl.tiny import CONFIG, loss, named, tokens
 
 GATHERS = ["mxfp8", "float8_e4m3fn"]

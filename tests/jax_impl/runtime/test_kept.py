@@ -28,7 +28,7 @@ from jax_impl import (
     unshard,
 )
 from jax_impl.modules.stack import scan_layers
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from tests.support.jax_impl.dependence import Step, runs, steps
 from tests.support.jax_impl.tiny import named
 

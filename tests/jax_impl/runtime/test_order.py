@@ -24,7 +24,7 @@ from jax_impl import (
     unshard,
 )
 from jax_impl.models import Decoder
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from tests.support.jax_impl.dependence import Step, steps
 from tests.support.jax_impl.tiny import CONFIG, loss, named, tokens
 

@@ -27,7 +27,7 @@ from jax_impl import (
     unshard,
     variable_leaves,
 )
-from jax_impl.runtime.sharding_plan import ShardingPlan
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from tests.support.jax_impl.dependence import loops, runs, steps_and_outputs
 from tests.support.jax_impl.mapped_devices import as_accelerators
 from tests.support.jax_impl.scanned_models import CASES, WIDTH, Case, Stack, apply, in_turn, rows

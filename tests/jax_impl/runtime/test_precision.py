@@ -7,7 +7,7 @@ from flax import nnx
 
 from jax_impl import data_parallel_mesh, fully_shard, make_train_step, unshard
 from jax_impl.comm.collectives import divide_exactly, round_to
-from jax_impl.runtime.precision import Precision
+from jax_impl.runtime.groups.precision import Precision
 from tests.support.jax_impl.tiny import decoder, loss, named, tokens
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bridge.sharding.recompute import SELECTIVE
+from bridge.core.sharding.policy.recompute import SELECTIVE
 from jax_impl import count_compiled_collectives, data_parallel_mesh, fully_shard, make_gradients
 from jax_impl.models import Decoder, DecoderConfig, next_token_loss
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bridge.sharding import Layout, Slot
+from bridge.core.sharding import Layout, Slot
 from jax_impl import (
     count_collectives,
     data_parallel_mesh,
@@ -31,7 +31,7 @@ from jax_impl import (
     unshard,
 )
 from jax_impl.diagnostics.collectives import Collective
-from jax_impl.runtime.buffer import pack, shard_boxes, unpack
+from jax_impl.runtime.groups.buffer import pack, shard_boxes, unpack
 from tests.jax_impl.diagnostics.test_collectives import EXPECTED, unordered_collectives
 from tests.support.jax_impl.checkpoint_runs import assert_same_bits, logical, whole_buffer
 from tests.support.jax_impl.tiny import named

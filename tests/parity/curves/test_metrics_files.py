@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.parity.config import Leg, RelayConfig
 from bridge.parity.curves.metrics_files import read_metrics
 from bridge.parity.curves.series import MetricsError, Series
-from bridge.parity.job import Job, Metrics
+from bridge.relay.config import Leg, RelayConfig
+from bridge.relay.job import Job, Metrics
 
 
 def points(series: Series) -> list[tuple[int, float]]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bridge.parity.pair.recording import Recording
+from bridge.parity.recorded.recording import Recording
 
 BATCH = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
 

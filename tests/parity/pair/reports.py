@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 
-from bridge.parity.pair.report import ParityReport, Revealed
-from bridge.parity.pair.rows import Row, Stage, Verdict, row_of
+from bridge.parity.partners.rows import Row, Stage, Verdict, row_of
+from bridge.parity.report_page.report import ParityReport, Revealed
 
 HOSTILE = (
     "<script>alert(1)</script>",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bridge.parity.pair.align import Moves, align, match_leaves
+from bridge.parity.recorded.align import Moves, align, match_leaves
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 3, 4, 5))

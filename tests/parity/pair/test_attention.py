@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.parity.pair.attention import attention_cause, minimum
-from bridge.parity.pair.causes import module_cause
-from bridge.parity.pair.formulas import AttentionInputs, base_of
-from bridge.parity.pair.modules import ModulePair
-from bridge.parity.pair.recording import Call, Leaves
-from bridge.parity.pair.runs import CallPair, Children
+from bridge.parity.causes.attention import attention_cause, minimum
+from bridge.parity.causes.causes import module_cause
+from bridge.parity.causes.formulas import AttentionInputs, base_of
+from bridge.parity.partners.modules import ModulePair
+from bridge.parity.partners.runs import CallPair, Children
+from bridge.parity.recorded.recording import Call, Leaves
 
 B, T, H, K, D = 2, 14, 4, 2, 8
 RNG = np.random.default_rng(0)

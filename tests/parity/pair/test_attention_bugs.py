@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from bridge.parity.pair.parity import parity
+from bridge.parity.compare.parity import parity
 from jax_impl.models.causal_lm_config import Rotary
 from jax_impl.models.causal_lm_layers import rotary_tables, rotate
 from tests.support.parity.bug_tools import Planted, call, config, edit, edited, put

@@ -12,14 +12,14 @@ import torch
 from flax import linen, nnx
 from torch import nn
 
-from bridge.formats import create_checkpoint
-from bridge.mapping.rules import mapping_of
+from bridge.core.formats import create_checkpoint
+from bridge.core.mapping.language.rules import mapping_of
 from bridge.parity import capture_jax, capture_torch, parity
-from bridge.parity.pair.captured import compare_traces
-from bridge.parity.pair.jax_side import JaxSide
-from bridge.parity.pair.report import ParityReport
-from bridge.parity.pair.stored_weights import stored_weights
-from bridge.parity.pair.torch_side import TorchSide
+from bridge.parity.compare.captured import compare_traces
+from bridge.parity.compare.stored_weights import stored_weights
+from bridge.parity.jax.side import JaxSide
+from bridge.parity.report_page.report import ParityReport
+from bridge.parity.torch.side import TorchSide
 
 X = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
 STATISTICS = (("norm.running_mean", "norm/mean"), ("norm.running_var", "norm/var"))

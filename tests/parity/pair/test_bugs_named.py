@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.parity.pair.parity import parity
-from bridge.parity.pair.report import ParityReport
+from bridge.parity.compare.parity import parity
+from bridge.parity.report_page.report import ParityReport
 from tests.support.parity.bugs import BUGS, FRESH_BUGS, Bug
 from tests.support.parity.pairs import FRESH, FURTHER, PAIRS, Pair, build
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge.parity.pair.modules import ModulePair
-from bridge.parity.pair.recording import Call
-from bridge.parity.pair.runs import CallPair, decided
+from bridge.parity.partners.modules import ModulePair
+from bridge.parity.partners.runs import CallPair, decided
+from bridge.parity.recorded.recording import Call
 
 
 def call(path: str, **inputs: np.ndarray) -> Call:

@@ -16,9 +16,9 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from bridge.commands.main import app
-from bridge.mapping import parse_mapping
+from bridge.core.mapping import parse_mapping
 from bridge.parity import capture_jax, capture_torch, compare_traces, parity
-from bridge.parity.pair.trace import TraceError, TraceSide
+from bridge.parity.recorded.trace import TraceError, TraceSide
 from tests.support.parity.bugs import BUGS
 from tests.support.parity.pairs import build
 from tests.support.parity.small_twins import BATCH, MAPPING, JaxMLP, TorchMLP
@@ -51,7 +51,7 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 from bridge.parity import compare_traces
-from bridge.text import plain_json
+from bridge.core.text import plain_json
 
 report = compare_traces({str(first)!r}, {str(second)!r}, mapping={str(mapping)!r})
 assert not any(name in sys.modules for name in {WITHOUT!r})

@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 
 import jax_impl
-from bridge.mapping import parse_mapping
+from bridge.core.mapping import parse_mapping
 from bridge.parity import capture_jax, capture_torch, compare_traces
-from bridge.parity.pair.trace import TraceSide
+from bridge.parity.recorded.trace import TraceSide
 from tests.support.parity.small_twins import BATCH, MAPPING, JaxMLP, TorchMLP, jax_loss, torch_loss
 
 TABLE = parse_mapping(MAPPING, "small")

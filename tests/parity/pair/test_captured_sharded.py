@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge.mapping import parse_mapping
+from bridge.core.mapping import parse_mapping
 from bridge.parity import capture_jax, capture_torch, compare_traces
-from bridge.parity.pair.distance import epsilon
-from bridge.parity.pair.recording import Leaves
-from bridge.parity.pair.trace import TraceSide
+from bridge.parity.recorded.distance import epsilon
+from bridge.parity.recorded.recording import Leaves
+from bridge.parity.recorded.trace import TraceSide
 from tests.support.parity.sharded_captures import (
     ROWS,
     WIDTH,

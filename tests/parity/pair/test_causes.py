@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from bridge.parity.pair.causes import module_cause, weight_cause
-from bridge.parity.pair.formulas import ACTIVATIONS, gelu, gelu_tanh
-from bridge.parity.pair.modules import ModulePair
-from bridge.parity.pair.recording import Call, Leaves
-from bridge.parity.pair.runs import CallPair, Children
+from bridge.parity.causes.causes import module_cause, weight_cause
+from bridge.parity.causes.formulas import ACTIVATIONS, gelu, gelu_tanh
+from bridge.parity.partners.modules import ModulePair
+from bridge.parity.partners.runs import CallPair, Children
+from bridge.parity.recorded.recording import Call, Leaves
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((3, 5, 8))

@@ -8,8 +8,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from bridge.parity.pair.distance import _BLOCK, FACTOR, distance, epsilon, gap, noise, norm
-from bridge.parity.pair.rows import ratio_of, row_of
+from bridge.parity.partners.rows import ratio_of, row_of
+from bridge.parity.recorded.distance import _BLOCK, FACTOR, distance, epsilon, gap, noise, norm
 
 RNG = np.random.default_rng(0)
 

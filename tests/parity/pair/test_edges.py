@@ -12,9 +12,9 @@ import pytest
 import torch
 from flax import nnx
 
-from bridge.mapping import load_mapping, parse_mapping
-from bridge.parity.pair.parity import parity
-from bridge.parity.pair.report import ParityReport
+from bridge.core.mapping import load_mapping, parse_mapping
+from bridge.parity.compare.parity import parity
+from bridge.parity.report_page.report import ParityReport
 from jax_impl.models.decoder import Decoder as JaxDecoder
 from jax_impl.models.decoder import DecoderConfig as JaxConfig
 from tests.support.parity.pair_tools import tokens

@@ -14,7 +14,7 @@ from flax import nnx
 from torch import nn
 
 from bridge.parity import parity
-from bridge.parity.pair.recording import heads_of
+from bridge.parity.recorded.recording import heads_of
 
 
 class Attention(nn.Module):

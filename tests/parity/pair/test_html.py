@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.parity.pair.distance import FACTOR
-from bridge.parity.pair.html import page, write_html
-from bridge.parity.pair.markup import shade
-from bridge.parity.pair.report import ParityReport
-from bridge.parity.pair.rows import STAGES, row_of
-from bridge.parity.pair.tree import tree_of
+from bridge.parity.partners.rows import STAGES, row_of
+from bridge.parity.recorded.distance import FACTOR
+from bridge.parity.report_page.html import page, write_html
+from bridge.parity.report_page.markup import shade
+from bridge.parity.report_page.report import ParityReport
+from bridge.parity.report_page.tree import tree_of
 from tests.parity.pair.reports import HOSTILE, llama, odd, row
 
 VOID = {"meta", "input", "br"}

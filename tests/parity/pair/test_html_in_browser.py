@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from bridge.parity.pair.html import write_html
-from bridge.parity.pair.report import ParityReport
+from bridge.parity.report_page.html import write_html
+from bridge.parity.report_page.report import ParityReport
 from tests.parity.pair.reports import llama, odd
 
 pytestmark = [

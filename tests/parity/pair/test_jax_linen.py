@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge.parity.pair.jax_side import JaxSide
-from bridge.parity.pair.probe import probe_values
-from bridge.parity.pair.tap import tap
+from bridge.parity.jax.side import JaxSide
+from bridge.parity.recorded.probe import probe_values
+from bridge.parity.recorded.tap import tap
 from tests.parity.pair.jax_support import BATCH, close, paths
 
 

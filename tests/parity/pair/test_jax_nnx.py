@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bridge.parity.pair.jax_side import JaxSide
-from bridge.parity.pair.tap import tap
+from bridge.parity.jax.side import JaxSide
+from bridge.parity.recorded.tap import tap
 from jax_impl.models.decoder import Decoder, DecoderConfig
 from tests.parity.pair.jax_support import BATCH, MLP, close, paths
 

@@ -12,8 +12,8 @@ from flax import nnx
 from torch import nn
 
 from bridge.parity import parity
-from bridge.parity.pair.backward import _summed, places_in
-from bridge.parity.pair.recording import Rerun
+from bridge.parity.recorded.recording import Rerun
+from bridge.parity.stages.backward import _summed, places_in
 
 X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
 

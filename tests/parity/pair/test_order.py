@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge.mapping import parse_mapping
-from bridge.parity.pair.jax_side import JaxSide
-from bridge.parity.pair.order import Reordered, reordered
-from bridge.parity.pair.parity import parity
-from bridge.parity.pair.probe import in_rows
-from bridge.parity.pair.runs import Runs
-from bridge.parity.pair.torch_side import TorchSide
-from bridge.parity.pair.weight_map import WeightMap
+from bridge.core.mapping import parse_mapping
+from bridge.parity.compare.parity import parity
+from bridge.parity.jax.side import JaxSide
+from bridge.parity.partners.runs import Runs
+from bridge.parity.partners.weight_map import WeightMap
+from bridge.parity.recorded.probe import in_rows
+from bridge.parity.stages.order import Reordered, reordered
+from bridge.parity.torch.side import TorchSide
 from tests.parity.pair.test_edges import both
 from tests.support.parity.small_twins import BATCH, MAPPING, JaxMLP, TorchMLP, jax_loss, torch_loss
 

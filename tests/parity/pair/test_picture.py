@@ -11,9 +11,9 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 
-from bridge.parity.pair.depth import Axis, place_of, shown, thinned
-from bridge.parity.pair.picture import parity_figure, write_picture
-from bridge.parity.pair.report import ParityReport
+from bridge.parity.report_page.depth import Axis, place_of, shown, thinned
+from bridge.parity.report_page.picture import parity_figure, write_picture
+from bridge.parity.report_page.report import ParityReport
 from tests.parity.pair.reports import llama, odd, row
 
 NOTHING = ParityReport((), "float32", (None, None, None, None))

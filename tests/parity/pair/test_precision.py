@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from bridge.parity.pair.precision import Rounding, odd_ones, precision_rows
-from bridge.parity.pair.rows import Row, row_of
+from bridge.parity.partners.rows import Row, row_of
+from bridge.parity.stages.precision import Rounding, odd_ones, precision_rows
 
 X = np.ones((16, 32))
 ALIKE = Rounding(1.0, 1.0, 0.0)

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
 from bridge.commands.main import app
-from bridge.formats import create_checkpoint
+from bridge.core.formats import create_checkpoint
 from tests.support.parity import small_twins
 from tests.support.parity.small_twins import BATCH, MAPPING
 

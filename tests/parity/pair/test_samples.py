@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.mapping import parse_mapping
+from bridge.core.mapping import parse_mapping
 from bridge.parity import capture_jax, capture_torch, compare_traces
-from bridge.parity.pair.html import write_html
-from bridge.parity.pair.samples import Sampling, statistics
-from bridge.parity.pair.trace import TraceError, TraceSide
+from bridge.parity.recorded.samples import Sampling, statistics
+from bridge.parity.recorded.trace import TraceError, TraceSide
+from bridge.parity.report_page.html import write_html
 from tests.support.parity.bugs import BUGS
 from tests.support.parity.pairs import build
 from tests.support.parity.small_twins import BATCH, MAPPING, JaxMLP, TorchMLP

@@ -12,13 +12,13 @@ import torch
 import transformers
 from flax import nnx
 
-from bridge.mapping import parse_mapping
-from bridge.parity.pair.parity import parity
-from bridge.parity.pair.recording import Call
-from bridge.parity.pair.sensitivity import planted
-from bridge.parity.pair.torch_faults import Fault
-from bridge.parity.pair.torch_side import TorchSide
-from bridge.parity.pair.trace import TraceSide, write_trace
+from bridge.core.mapping import parse_mapping
+from bridge.parity.compare.parity import parity
+from bridge.parity.compare.sensitivity import planted
+from bridge.parity.recorded.recording import Call
+from bridge.parity.recorded.trace import TraceSide, write_trace
+from bridge.parity.torch.faults import Fault
+from bridge.parity.torch.side import TorchSide
 from tests.support.parity.causal_pairs import SIZES
 from tests.support.parity.pair_tools import randomize, tokens
 from tests.support.parity.pairs import build

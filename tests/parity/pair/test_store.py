@@ -20,14 +20,17 @@ import torch
 from flax import nnx
 from torch import nn
 
-from bridge.mapping import parse_mapping
+from bridge.core.mapping import parse_mapping
 from bridge.parity import parity
-from bridge.parity.pair import jax_side, order, store, torch_side
-from bridge.parity.pair.order import reordered
-from bridge.parity.pair.recording import Recording, Side
-from bridge.parity.pair.runs import Runs
-from bridge.parity.pair.store import Store, StoredLeaves, give_back, mapped_together
-from bridge.parity.pair.weight_map import WeightMap
+from bridge.parity.jax import side as jax_side
+from bridge.parity.partners.runs import Runs
+from bridge.parity.partners.weight_map import WeightMap
+from bridge.parity.recorded import store
+from bridge.parity.recorded.recording import Recording, Side
+from bridge.parity.recorded.store import Store, StoredLeaves, give_back, mapped_together
+from bridge.parity.stages import order
+from bridge.parity.stages.order import reordered
+from bridge.parity.torch import side as torch_side
 from tests.support.parity.small_twins import BATCH, MAPPING, JaxMLP, TorchMLP
 
 X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.mapping import parse_mapping
-from bridge.parity.pair.parity import parity
-from bridge.parity.pair.tap import tap
+from bridge.core.mapping import parse_mapping
+from bridge.parity.compare.parity import parity
+from bridge.parity.recorded.tap import tap
 
 BATCH = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
 PARTS = ("first", "second", "third")

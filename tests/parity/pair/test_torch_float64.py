@@ -13,10 +13,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bridge.parity.pair.torch_copies import copy_in, running
-from bridge.parity.pair.torch_float64 import all_float64
-from bridge.parity.pair.torch_losses import probe_loss
-from bridge.parity.pair.torch_side import TorchSide
+from bridge.parity.torch.copies import copy_in, running
+from bridge.parity.torch.float64 import all_float64
+from bridge.parity.torch.losses import probe_loss
+from bridge.parity.torch.side import TorchSide
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS = np.random.default_rng(0).integers(0, 19, (2, 6))

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bridge.parity.pair.probe import probe_values
-from bridge.parity.pair.torch_side import TorchSide
+from bridge.parity.recorded.probe import probe_values
+from bridge.parity.torch.side import TorchSide
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((3, 4))

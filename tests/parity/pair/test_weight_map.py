@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bridge.mapping import MappingError, MappingTable, parse_mapping
-from bridge.parity.pair.modules import pair_modules
-from bridge.parity.pair.recording import Call, Recording
-from bridge.parity.pair.weight_map import WeightMap
+from bridge.core.mapping import MappingError, MappingTable, parse_mapping
+from bridge.parity.partners.modules import pair_modules
+from bridge.parity.partners.weight_map import WeightMap
+from bridge.parity.recorded.recording import Call, Recording
 
 
 def table(text: str) -> MappingTable:

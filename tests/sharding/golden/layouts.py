@@ -157,7 +157,7 @@ def cases() -> Iterator[Case]:
 
 def golden() -> list[dict[str, Any]]:
     """The content of ``layouts.json``, planned by ``torch_impl``."""
-    from bridge.sharding import plan_layout
+    from bridge.core.sharding import plan_layout
 
     entries = []
     for case in cases():

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bridge.sharding import DEFAULT_ALIGN
+from bridge.core.sharding import DEFAULT_ALIGN
 
 FOLDER = Path(__file__).with_name("policies")
 

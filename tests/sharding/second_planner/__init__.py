@@ -1,4 +1,4 @@
-"""A second layout planner, written from ``bridge/sharding/rules.md`` alone: an oracle without a line of the first.
+"""A second layout planner, written from ``bridge/core/sharding/rules.md`` alone: an oracle without a line of the first.
 
-Nothing here imports ``bridge.sharding``; ``test_layout_agreement.py`` holds the two planners together.
+Nothing here imports ``bridge.core.sharding``; ``test_layout_agreement.py`` holds the two planners together.
 """

@@ -8,7 +8,7 @@
 
 Tensors of the common multiple and more start at a multiple of it, or end at one (b, whose first element fills a hole);
 smaller ones fill what is left, and follow at the end.
-Rule 8 of the specification (``bridge/sharding/rules.md``).
+Rule 8 of the specification (``bridge/core/sharding/rules.md``).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ several rows, or the whole tensor). Which rank owns which rows follows from the 
 
     rank 0 owns w[0:2], rank 1 owns w[2:4], rank 2 owns w[4:5] and b[0:3]; one element is padding.
 
-How the places are found is specified in ``bridge/sharding/rules.md``.
+How the places are found is specified in ``bridge/core/sharding/rules.md``.
 """
 
 from __future__ import annotations

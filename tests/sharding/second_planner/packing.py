@@ -9,7 +9,7 @@
 
 One boundary leaves at least ``half`` of the tensor on one rank, so a shard size is *admissible* when the unit divides
 it or ``half`` fits in it. Equal tensors are treated at once, so that the time grows with neither tensors nor shards.
-Rules 2 to 5 of the specification (``bridge/sharding/rules.md``).
+Rules 2 to 5 of the specification (``bridge/core/sharding/rules.md``).
 """
 
 from __future__ import annotations

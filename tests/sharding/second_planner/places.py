@@ -1,6 +1,6 @@
 """From shapes to places: equal tensors counted as kinds, buffers chosen, and every tensor given its place.
 
-Rules 1, 8 to 11 of the specification (``bridge/sharding/rules.md``).
+Rules 1, 8 to 11 of the specification (``bridge/core/sharding/rules.md``).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     one buffer    |....bbbbbbbbbbbbbb|bbbbbbb.aaaaaaaaaa|aaaaaaaaaa........|      18 a rank
     two buffers   |bbbbbbb|bbbbbbb|bbbbbbb|  |aaaaaaaaaa|aaaaaaaaaa|..........|   7 + 10 a rank
 
-Rules 6 and 7 of the specification (``bridge/sharding/rules.md``).
+Rules 6 and 7 of the specification (``bridge/core/sharding/rules.md``).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from bridge.formats.base import DTYPES
+from bridge.core.formats.tensors.base import DTYPES
 
 
 def stock_save(state: dict[str, Any], path: Path, writer: dcp.StorageWriter | None = None) -> None:

@@ -15,9 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bridge.checkpoints import convert as conversion
-from bridge.checkpoints import engine
-from bridge.formats.files import data_file, record
+from bridge.checkpoints.convert import conversion, engine
+from bridge.core.formats.files import data_file, record
 from tests.support.bridge import destinations
 from tests.support.bridge.destinations import command, digest, fill, names, vanishing
 

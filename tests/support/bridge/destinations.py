@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from typer.testing import CliRunner
 
-from bridge.checkpoints import convert as conversion
+from bridge.checkpoints.convert import conversion
 from bridge.commands.main import app
-from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.files import record
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.files import record
 
 FORMATS = ("dcp", "orbax", "safetensors")
 DISK = 12 << 20

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.formats.arrays import as_integers
-from bridge.formats.dcp.archive import StoredTensor
-from bridge.formats.files.source_files import FileArray, FileView, SourceFiles
+from bridge.core.formats.dcp.archive import StoredTensor
+from bridge.core.formats.reading.source_files import FileArray, FileView, SourceFiles
+from bridge.core.formats.tensors.arrays import as_integers
 
 
 def viewed(path: Path, data: bytes) -> FileView:

@@ -31,16 +31,17 @@ OPERATIONS = (
 
 def main() -> None:
     source, destination, format, last, *flags = sys.argv[1:]
-    from bridge.checkpoints import convert, engine
-    from bridge.formats import open_checkpoint
-    from bridge.formats.files import atomic, data_file, record
+    from bridge.checkpoints.convert import conversion as convert
+    from bridge.checkpoints.convert import engine
+    from bridge.core.formats import open_checkpoint
+    from bridge.core.formats.files import atomic, data_file, record
 
     # Everything that is imported late, before operations are counted.
     with open_checkpoint(source) as reader:
         reader.read(next(iter(reader.tensors)))
-    import bridge.formats.dcp.writer
-    import bridge.formats.orbax.writer
-    import bridge.formats.safetensors.writer  # noqa: F401 (imported for its time only)
+    import bridge.core.formats.dcp.writer
+    import bridge.core.formats.orbax.writer
+    import bridge.core.formats.safetensors.writer  # noqa: F401 (imported for its time only)
 
     record.SYNC_BYTES = 1000
     # A few small tensors at a time, so that there are moments between them.

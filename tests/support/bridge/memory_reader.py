@@ -9,7 +9,7 @@ from typing import Self
 
 import numpy as np
 
-from bridge.formats.base import Box, TensorInfo, TreePath, Wanted
+from bridge.core.formats.tensors.base import Box, TensorInfo, TreePath, Wanted
 
 
 class MemoryReader:

@@ -242,9 +242,9 @@ class Hang(BaseException):
 
 def main() -> None:
     folder, seed, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    from bridge.checkpoints.convert import convert
-    from bridge.checkpoints.verify import verify
-    from bridge.formats import open_checkpoint
+    from bridge.checkpoints.convert.conversion import convert
+    from bridge.checkpoints.verify.verification import verify
+    from bridge.core.formats import open_checkpoint
 
     sources = sorted((folder / "sources").iterdir())
     for number, source in enumerate(sources):

@@ -13,9 +13,9 @@ import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.experimental import v1
 
-from bridge.formats.base import DTYPES, Box
-from bridge.formats.orbax.reader import OrbaxReader
-from bridge.formats.orbax.writer import OrbaxWriter
+from bridge.core.formats.orbax.reader import OrbaxReader
+from bridge.core.formats.orbax.writer import OrbaxWriter
+from bridge.core.formats.tensors.base import DTYPES, Box
 from tests.support.bridge.bits import random_bits
 
 

@@ -22,13 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from bridge.checkpoints import engine, pieces
-from bridge.checkpoints.convert import ConvertOptions, convert
-from bridge.checkpoints.parts import PartReport, convert_part
-from bridge.checkpoints.verify import verify
-from bridge.formats import create_checkpoint, open_checkpoint, regions
-from bridge.formats.files import atomic, data_file, record
-from bridge.formats.orbax import row_slabs
+from bridge.checkpoints.convert import engine
+from bridge.checkpoints.convert.conversion import ConvertOptions, convert
+from bridge.checkpoints.jobs import pieces
+from bridge.checkpoints.jobs.parts import PartReport, convert_part
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.files import atomic, data_file, record
+from bridge.core.formats.orbax import row_slabs
+from bridge.core.formats.tensors import regions
 from tests.support.bridge.killed import OPERATIONS
 
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bridge.formats.base import DTYPES
-from bridge.formats.safetensors.header import DTYPE_NAMES
+from bridge.core.formats.safetensors.header import DTYPE_NAMES
+from bridge.core.formats.tensors.base import DTYPES
 from tests.support.bridge.bits import random_bits
 from tests.support.bridge.dcp_files import tensor_of
 

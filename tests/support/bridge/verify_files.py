@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.verify import VerifyReport
-from bridge.formats import create_checkpoint, open_checkpoint
-from bridge.formats.base import DTYPES
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.verify.verification import VerifyReport
+from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats.tensors.base import DTYPES
 from tests.support.bridge.bits import random_bits
 
 FORMATS = ("dcp", "orbax", "safetensors")

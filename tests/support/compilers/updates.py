@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tests.support.compilers.setting import Setting, Transfer
 
 if TYPE_CHECKING:
-    from jax_impl.runtime.sharding_plan import ShardingPlan
+    from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 _START = re.compile(r"%(\S+) = (.*?) (?:copy-start|dynamic-slice-start|fusion-start|async-start)\(")
 _DONE = re.compile(r"%\S+ = .*? (?:copy-done|dynamic-slice-done|fusion-done|async-done)\(%([^\s,)]+)")
@@ -24,8 +24,8 @@ def lowered_gradients(setting: Setting, plan: ShardingPlan, loss: Any, weights: 
     """The program of a step's gradients, whose weights lie in the host's memory."""
     import jax
 
-    from jax_impl.runtime.gradients import unchecked_gradients
-    from jax_impl.runtime.memory_kinds import HOST, in_host
+    from jax_impl.runtime.groups.memory_kinds import HOST, in_host
+    from jax_impl.runtime.step.gradients import unchecked_gradients
 
     step = unchecked_gradients(plan, loss, setting.microbatches)
 
@@ -57,7 +57,7 @@ def lowered_update(setting: Setting, plan: ShardingPlan) -> tuple[Any, list[int]
 
     from jax_impl import Offload, abstract_state, main_weight_adamw, make_train_step
     from jax_impl.optimizer.in_turn import key_of
-    from jax_impl.runtime.memory_kinds import HOST, in_memory
+    from jax_impl.runtime.groups.memory_kinds import HOST, in_memory
 
     mu, nu = setting.moments
     optimizer = main_weight_adamw(1e-3, mu_dtype=mu, nu_dtype=nu)

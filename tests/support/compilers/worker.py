@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.planning import tpu_text
-from bridge.planning.compilers import devices_of, options_of, why_not
-from bridge.planning.leg_process import Leg, LegError, serve
-from bridge.planning.targets import target_named
-from bridge.planning.tpu_lock import held_lock
+from bridge.compiling.leg_process import Leg, LegError, serve
+from bridge.compiling.machines import tpu_text
+from bridge.compiling.machines.compilers import devices_of, options_of, why_not
+from bridge.compiling.machines.targets import target_named
+from bridge.compiling.machines.tpu_lock import held_lock
 from jax_impl.diagnostics.scheduled import read_collectives
 from tests.support.compilers.setting import BY_HAND, BY_HAND_XLA, SIZES, Compiled, Setting, Stored
 from tests.support.compilers.updates import lowered_gradients, lowered_update, read_transfers
@@ -25,7 +25,7 @@ from tests.support.compilers.updates import lowered_gradients, lowered_update, r
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jax_impl.runtime.sharding_plan import ShardingPlan
+    from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 
 class Compiler:

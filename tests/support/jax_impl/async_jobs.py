@@ -13,7 +13,7 @@ from unittest import mock
 import jax
 from jax.experimental import multihost_utils
 
-from bridge.formats.orbax.writer import OrbaxPart
+from bridge.core.formats.orbax.writer import OrbaxPart
 from jax_impl import CheckpointManager, save_checkpoint, save_checkpoint_async
 from jax_impl.checkpoint.contents import Contents
 from tests.support.jax_impl import checkpoint_runs as runs

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from bridge.hlo.collectives import groups_of
-from bridge.hlo.text import read_module
+from bridge.core.hlo.collectives import groups_of
+from bridge.core.hlo.text import read_module
 from jax_impl.diagnostics.scheduled import Array, read_collectives
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bridge.sharding import Layout
+from bridge.core.sharding import Layout
 from jax_impl import (
     ShardingPlan,
     TrainState,
@@ -28,9 +28,9 @@ from jax_impl import (
 )
 from jax_impl.models import Decoder
 from jax_impl.modules.module_tree import parameter_leaves
-from jax_impl.runtime.cut_group import CutGroup
-from jax_impl.runtime.flat_group import FlatGroup
-from jax_impl.runtime.logical_group import LogicalGroup
+from jax_impl.runtime.groups.cut_group import CutGroup
+from jax_impl.runtime.groups.flat_group import FlatGroup
+from jax_impl.runtime.groups.logical_group import LogicalGroup
 from tests.support.jax_impl.tiny import CONFIG, decoder, loss, tokens
 
 DEFAULT = "optim_grads_params"

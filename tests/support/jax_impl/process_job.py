@@ -25,10 +25,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from bridge.formats.orbax import row_slabs
-from bridge.formats.orbax.reader import OrbaxReader
-from bridge.formats.orbax.writer import OrbaxPart
-from bridge.mapping import load_mapping
+from bridge.core.formats.orbax import row_slabs
+from bridge.core.formats.orbax.reader import OrbaxReader
+from bridge.core.formats.orbax.writer import OrbaxPart
+from bridge.core.mapping import load_mapping
 from jax_impl import (
     ShardingPlan,
     TrainState,

@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 from flax import nnx
 
-from bridge.mapping import load_mapping
+from bridge.core.mapping import load_mapping
 from jax_impl.models.causal_lm import CausalLM
 from jax_impl.models.causal_lm_config import CausalLMConfig
 from tests.support.parity.pair_tools import VOCABULARY, Pair, paired, randomize, tokens

@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from bridge.parity.job import main
+from bridge.relay.job import main
 
 BETA2 = 0.99
 

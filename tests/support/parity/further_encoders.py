@@ -12,7 +12,7 @@ import torch
 import transformers
 from flax import nnx
 
-from bridge.mapping import parse_mapping
+from bridge.core.mapping import parse_mapping
 from tests.support.parity.nnx_parts import attend, embedding, heads_of, layer_norm, rms_norm
 from tests.support.parity.pair_tools import VOCABULARY, Pair, paired, randomize, tokens
 

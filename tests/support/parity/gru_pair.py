@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge.mapping import parse_mapping
-from bridge.parity.pair.tap import tap
+from bridge.core.mapping import parse_mapping
+from bridge.parity.recorded.tap import tap
 from tests.support.parity.pair_tools import VOCABULARY, Pair, randomize, tokens
 from tests.support.parity.ported import ported
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from flax import nnx
 
-from bridge.formats.base import Box
-from bridge.mapping import MappingTable, make_plan
+from bridge.core.formats.tensors.base import Box
+from bridge.core.mapping import MappingTable, make_plan
 from tests.support.bridge.memory_reader import MemoryReader
 
 VOCABULARY = 61

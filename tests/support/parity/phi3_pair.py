@@ -8,7 +8,7 @@ import jax
 import transformers
 from flax import nnx
 
-from bridge.mapping import parse_mapping
+from bridge.core.mapping import parse_mapping
 from tests.support.parity.nnx_parts import attend, embedding, heads_of, rms_norm, rotary, rotate
 from tests.support.parity.pair_tools import VOCABULARY, Pair, paired, randomize, tokens
 

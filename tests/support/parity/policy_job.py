@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_impl
-from bridge.parity.config import DataConfig, ModelConfig
-from bridge.parity.corpus import Corpus, rank_slice
+from bridge.relay.config import DataConfig, ModelConfig
+from bridge.relay.corpus import Corpus, rank_slice
 from torch_impl.comm import collectives
 from torch_impl.dtensor.local import local_of
 from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss

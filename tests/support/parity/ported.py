@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge.mapping import MappingTable
+from bridge.core.mapping import MappingTable
 from tests.support.parity.bug_tools import Planted
 from tests.support.parity.pair_tools import Pair, torch_arrays, translated
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import torch
 from flax import nnx
 
-from bridge.mapping import parse_mapping
+from bridge.core.mapping import parse_mapping
 from tests.support.parity.nnx_parts import embedding, layer_norm
 from tests.support.parity.pair_tools import (
     VOCABULARY,

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import torch
 
-from bridge.mapping import parse_mapping
+from bridge.core.mapping import parse_mapping
 from tests.support.parity.nnx_parts import attend, heads_of, rotary, rotate
 from tests.support.parity.pair_tools import VOCABULARY, Pair, randomize, tokens
 from tests.support.parity.ported import ported

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge.mapping import parse_mapping
+from bridge.core.mapping import parse_mapping
 from tests.support.parity.pair_tools import VOCABULARY, Pair, randomize, tokens
 from tests.support.parity.ported import ported
 

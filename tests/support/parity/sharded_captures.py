@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import torch_impl
 from bridge.parity import capture_torch
-from bridge.parity.pair.torch_side import TorchSide
-from bridge.parity.pair.trace import TraceError
+from bridge.parity.recorded.trace import TraceError
+from bridge.parity.torch.side import TorchSide
 
 WIDTH, HIDDEN = 6, 8
 ROWS = np.random.default_rng(5).standard_normal((6, WIDTH)).astype(np.float32)

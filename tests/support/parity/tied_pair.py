@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from flax import nnx
 
-from bridge.mapping import parse_mapping
+from bridge.core.mapping import parse_mapping
 from tests.support.parity.nnx_parts import layer_norm
 from tests.support.parity.pair_tools import Pair, paired, randomize
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from bridge.mapping import parse_mapping
+from bridge.core.mapping import parse_mapping
 from tests.support.parity.pair_tools import Pair, randomize
 from tests.support.parity.ported import ported
 

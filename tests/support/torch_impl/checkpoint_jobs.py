@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
-from bridge.formats.dcp.reader import DcpReader
-from bridge.formats.files.atomic import AtomicDirectory
+from bridge.core.formats.dcp.reader import DcpReader
+from bridge.core.formats.files.atomic import AtomicDirectory
 from tests.support.torch_impl.toy import counted
 from torch_impl import (
     MainWeightAdamW,

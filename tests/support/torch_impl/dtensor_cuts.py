@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from bridge.sharding.rows import local_shape, rows_of
+from bridge.core.sharding.layout.rows import local_shape, rows_of
 from torch_impl.comm.mesh import shard_index
 from torch_impl.dtensor.placement import FusedShard
 from torch_impl.dtensor.tensor import RowDTensor, make_dtensor

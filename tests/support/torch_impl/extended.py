@@ -1,4 +1,5 @@
-"""Classes of parameters that say what is gathered of them, as FSDP2 and ``torch_impl.runtime.extension`` ask them to.
+"""Classes of parameters that say what is gathered of them, as FSDP2 and ``torch_impl.runtime.weights.extension`` ask
+them to.
 
 ``Halved`` is trained in float32 and gathered as bfloat16, as is ``Rounded``, which FSDP2 can train too. ``Bytes`` is
 frozen: rows of int8 with a scale each.

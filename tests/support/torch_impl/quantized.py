@@ -1,4 +1,4 @@
-"""Float8 weights on one process: whole tensors quantized by ``bridge.sharding.float8``, and training with them."""
+"""Float8 weights on one process: whole tensors quantized by ``bridge.core.sharding.policy.float8``, and training."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import torch_impl
-from bridge.sharding import float8
-from bridge.sharding.layout import Layout
+from bridge.core.sharding.layout.layout import Layout
+from bridge.core.sharding.policy import float8
 
 GATHERS = ["mxfp8", "float8_e4m3fn"]
 # An expert stack with odd rows and widths, a matrix of whole blocks, one that ends within a block, a single column.

@@ -22,10 +22,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn import functional
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.checkpoints.selection import Selection
-from bridge.formats import open_checkpoint
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.ground.selection import Selection
+from bridge.core.formats import open_checkpoint
 
 VOCABULARY, WIDTH, HEADS, GROUPS, HEAD, LATENT = 67, 32, 4, 2, 8, 16
 LAYERS, EXPERTS, CHOSEN, HIDDEN = 3, 4, 2, 16

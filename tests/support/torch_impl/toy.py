@@ -14,7 +14,7 @@ from torch import nn
 
 import torch_impl
 from torch_impl.comm import collectives
-from torch_impl.runtime.phase import Phase
+from torch_impl.runtime.ground.phase import Phase
 
 
 class Block(nn.Module):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.checkpoints.verify import verify
+from bridge.checkpoints.verify.verification import verify
 from tests.support.torch_impl import async_jobs as jobs
 
 CASES = [

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from bridge.formats import CheckpointError, create_checkpoint, open_checkpoint
+from bridge.core.formats import CheckpointError, create_checkpoint, open_checkpoint
 from torch_impl.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 

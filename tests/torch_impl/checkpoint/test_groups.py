@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import torch_impl
-from bridge.formats import CheckpointError, open_checkpoint
+from bridge.core.formats import CheckpointError, open_checkpoint
 from tests.support.ranks import RankGroup
 from torch_impl import CheckpointManager, load_checkpoint, save_checkpoint, save_checkpoint_async
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from torch import nn
 
-from bridge.checkpoints.verify import verify
-from bridge.formats import CheckpointError
-from bridge.formats.saving import manager as manager_module
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import CheckpointError
+from bridge.core.formats.saving import manager as manager_module
 from tests.support.torch_impl import async_jobs as jobs
 from torch_impl import CheckpointManager, load_checkpoint, save_checkpoint, save_checkpoint_async
 from torch_impl.checkpoint.saving import PlannedSave

@@ -10,10 +10,10 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.verify import verify
-from bridge.formats import CheckpointError, open_checkpoint
-from bridge.mapping import load_mapping
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.verify.verification import verify
+from bridge.core.formats import CheckpointError, open_checkpoint
+from bridge.core.mapping import load_mapping
 from tests.support.bridge.family_checkpoints import train_step, trained
 from tests.support.torch_impl import mapped_jobs as jobs
 from torch_impl import CheckpointManager, load_checkpoint, save_checkpoint

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from bridge.formats import CheckpointError
+from bridge.core.formats import CheckpointError
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import sharded_toy
 from tests.torch_impl.optimizer.test_moment_dtypes import random_gradients, same_bits, train, whole_state

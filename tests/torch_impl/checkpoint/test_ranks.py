@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from bridge.sharding import plan_layout, row_boxes
+from bridge.core.sharding import plan_layout, row_boxes
 from tests.support.torch_impl import checkpoint_jobs as jobs
 
 SHARDED = ("optim", "optim_grads", "optim_grads_params")

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import torch_impl
-from bridge.sharding.rows import local_shape, rows_of
+from bridge.core.sharding.layout.rows import local_shape, rows_of
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, sharded_toy, whole
 from torch_impl.dtensor.local import local_boxes, local_of, local_pieces, row_bounds_of, row_range_of

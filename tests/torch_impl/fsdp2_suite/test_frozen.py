@@ -152,6 +152,6 @@ def test_frozen(ranks: RankGroup, case: Case) -> None:
 
 
 def test_on_a_cpu_nothing_is_gathered_beside_the_first_unit_of_a_backward(ranks: RankGroup) -> None:
-    """FSDP2 gathers the frozen unit ahead, in vain: a difference by design, see `torch_impl.runtime.schedule`."""
+    """FSDP2 gathers the frozen unit ahead, in vain: a difference by design, see `weights.schedule`."""
     for stock, ours in ranks.run(2, on_both, gathers_beside_the_first_of_a_backward, ()):
         assert (stock, ours) == (4, 3)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from bridge.formats import CheckpointError
+from bridge.core.formats import CheckpointError
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy
 from torch_impl import MainWeightAdamW, MixedPrecisionPolicy, full_tensor, load_checkpoint, save_checkpoint

@@ -10,9 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.nn import functional
 
-from bridge.checkpoints.convert import convert
-from bridge.checkpoints.diff import diff
-from bridge.formats import open_checkpoint
+from bridge.checkpoints.compare.diff import diff
+from bridge.checkpoints.convert.conversion import convert
+from bridge.core.formats import open_checkpoint
 from tests.support.torch_impl.frameworks import needs
 
 pytestmark = [pytest.mark.slow, needs("torchtitan", "triton")]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_impl
-from bridge.sharding import ShardingPolicy
+from bridge.core.sharding import ShardingPolicy
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import assert_same_gradients, assert_same_weights, seeded
 from tests.torch_impl.runtime.test_buffers import Pair, data, one_step

@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_impl
-from bridge.formats import CheckpointError
+from bridge.core.formats import CheckpointError
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.extended import Bytes, Halved
 from tests.support.torch_impl.toy import whole
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.tensor import RowDTensor
-from torch_impl.runtime.extension import zeros_on
+from torch_impl.runtime.weights.extension import zeros_on
 
 
 class Rounded(torch.autograd.Function):

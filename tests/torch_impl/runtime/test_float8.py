@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from bridge.sharding import float8, plan_layout, strategy_named
+from bridge.core.sharding import plan_layout, strategy_named
+from bridge.core.sharding.policy import float8
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.quantized import (
     EVEN_SHAPES,
@@ -29,9 +30,9 @@ from tests.support.torch_impl.quantized import (
     quantized,
 )
 from tests.support.torch_impl.toy import sharded_toy, whole
-from torch_impl.runtime import float8 as runtime_float8
-from torch_impl.runtime.buffer import ShardLevels
-from torch_impl.runtime.float8 import QuantizedGather
+from torch_impl.runtime.gather import float8 as runtime_float8
+from torch_impl.runtime.gather.float8 import QuantizedGather
+from torch_impl.runtime.ground.buffer import ShardLevels
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 

@@ -14,7 +14,7 @@ import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.quantized import policy, straight_through
 from tests.support.torch_impl.toy import assert_same_gradients
-from torch_impl.runtime import float8_products
+from torch_impl.runtime.gather import float8_products
 
 
 class Product(nn.Module):

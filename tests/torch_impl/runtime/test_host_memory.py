@@ -17,10 +17,10 @@ import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy
 from torch_impl.comm.streams import CpuStreams, Step
-from torch_impl.diagnostics.memory import HostMemory
 from torch_impl.dtensor.local import local_of
-from torch_impl.runtime import schedule
-from torch_impl.runtime.gradient import GroupGradient
+from torch_impl.runtime.gradients.gradient import GroupGradient
+from torch_impl.runtime.unit.memory_report import HostMemory
+from torch_impl.runtime.weights import schedule
 
 OFFLOAD = {"offload_policy": CPUOffloadPolicy()}
 HALF = {"mp_policy": torch_impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}

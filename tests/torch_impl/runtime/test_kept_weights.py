@@ -26,7 +26,7 @@ from tests.support.torch_impl.toy import (
     seeded,
     whole,
 )
-from torch_impl.runtime.phase import Phase
+from torch_impl.runtime.ground.phase import Phase
 
 
 class Model(nn.Module):

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import torch_impl
-from bridge.formats import CheckpointError, open_checkpoint
+from bridge.core.formats import CheckpointError, open_checkpoint
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy, whole
 from torch_impl import (

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import assert_at_rest, seeded
-from torch_impl.runtime import phase as table
-from torch_impl.runtime.phase import LEGAL, Event, Lifecycle, Phase
+from torch_impl.runtime.ground import phase as table
+from torch_impl.runtime.ground.phase import LEGAL, Event, Lifecycle, Phase
 
 Step = tuple[Event, Phase, Phase]
 _ROW = rf"^ +({'|'.join(Event.__members__)}) +(any(?: but [A-Z]+)?|(?:[A-Z]+, )*[A-Z]+) +(same|[A-Z]+) +\S.*$"

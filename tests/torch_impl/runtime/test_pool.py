@@ -27,7 +27,7 @@ from tests.support.torch_impl.pool_programs import (
 )
 from tests.support.torch_impl.toy import Block, assert_at_rest, assert_same_weights, seeded, whole
 from torch_impl.comm.streams import CpuStreams
-from torch_impl.runtime.pool import PooledGradient
+from torch_impl.runtime.memory.pool import PooledGradient
 
 
 def sharded_tower(pool: bool, **options: Any) -> Tower:

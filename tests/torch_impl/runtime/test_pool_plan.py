@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from torch_impl.runtime.pool_plan import Lifetime, colour, plan_buffers
-from torch_impl.runtime.pool_slot import Slot
+from torch_impl.runtime.memory.pool_plan import Lifetime, colour, plan_buffers
+from torch_impl.runtime.memory.pool_slot import Slot
 
 spans = st.integers(0, 30).flatmap(lambda start: st.tuples(st.just(start), st.integers(start + 1, 31)))
 

@@ -1,6 +1,7 @@
 """Weights that travel as float8: quantized from the main shard, gathered as bytes, dequantized into compute weights.
 
-``bridge.sharding.float8`` has the formats, and where the bytes of a shard lie; the bits here are those that it defines.
+``bridge.core.sharding.policy.float8`` has the formats, and where the bytes of a shard lie; the bits here are those that
+it defines.
 
     main shard --float32, quantize--> piece: payload | scales
     piece --all-gather, an axis a step--> pieces of all shards, in their order
@@ -19,15 +20,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from bridge.sharding import float8
-from bridge.sharding.strategy import Strategy
+from bridge.core.sharding.policy import float8
+from bridge.core.sharding.policy.strategy import Strategy
 from torch_impl.comm import collectives
 from torch_impl.comm.collectives import Work
 from torch_impl.comm.streams import Step
-from torch_impl.runtime.buffer import ShardLevels
-from torch_impl.runtime.gather import keeps_shard, lane_of
-from torch_impl.runtime.host_memory import fetch
-from torch_impl.runtime.tensor_parallel import TensorParallel
+from torch_impl.runtime.gather.gather import keeps_shard, lane_of
+from torch_impl.runtime.ground.buffer import ShardLevels
+from torch_impl.runtime.ground.host_memory import fetch
+from torch_impl.runtime.ground.tensor_parallel import TensorParallel
 
 _PAYLOAD = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_PAYLOAD).max
@@ -284,7 +285,8 @@ def _multiply_blocks(rows: torch.Tensor, powers: torch.Tensor) -> None:
 
 
 def scales_of(amax: torch.Tensor, power_of_largest: int = 8) -> torch.Tensor:
-    """See ``bridge.sharding.float8.scales_of``; for any format whose largest number is 1.75 times a power of two."""
+    """See ``bridge.core.sharding.policy.float8.scales_of``; for any format whose largest number is 1.75 times a power
+    of two."""
     exponents = amax.view(torch.int32).add(0x1FFFFF).bitwise_right_shift_(23).sub_(power_of_largest)
     return exponents.clamp_min_(0).to(torch.uint8)
 

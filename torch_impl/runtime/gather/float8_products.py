@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torch_impl.runtime.float8 import inverse_of, magnitudes_of, powers_of, scales_of
+from torch_impl.runtime.gather.float8 import inverse_of, magnitudes_of, powers_of, scales_of
 
 _WEIGHT = torch.float8_e4m3fn
 _GRADIENT = torch.float8_e5m2

@@ -1,7 +1,7 @@
 """From a rank's main weights to whole compute weights: what is sent, an all-gather for each mesh axis.
 
 ``CastGather`` casts and sends the compute dtype; ``SplitGather`` sends bfloat16 weights that have remainders;
-``torch_impl.runtime.float8`` quantizes and sends bytes.
+``torch_impl.runtime.gather.float8`` quantizes and sends bytes.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
-from bridge.sharding.strategy import Strategy
+from bridge.core.sharding.policy.strategy import Strategy
 from torch_impl.comm.streams import Step
-from torch_impl.runtime.buffer import ShardLevels
-from torch_impl.runtime.host_memory import fetch
+from torch_impl.runtime.ground.buffer import ShardLevels
+from torch_impl.runtime.ground.host_memory import fetch
 
 
 class WeightGather(Protocol):

@@ -28,10 +28,10 @@ import torch
 from torch import nn
 
 from torch_impl.comm import collectives
-from torch_impl.runtime.gradient_spec import GradientSpec
-from torch_impl.runtime.pool import PooledGradient
-from torch_impl.runtime.reduction import GroupReduction, Host
-from torch_impl.runtime.tensor_parallel import SUMMED
+from torch_impl.runtime.gradients.gradient_spec import GradientSpec
+from torch_impl.runtime.gradients.reduction import GroupReduction, Host
+from torch_impl.runtime.ground.tensor_parallel import SUMMED
+from torch_impl.runtime.memory.pool import PooledGradient
 
 # Of a unit's gradients, what is held before they get their buffer, if it does not take the place of weights. Both are
 # in use together when it is made, so more would raise the peak at the end of a unit; less, that at its beginning.

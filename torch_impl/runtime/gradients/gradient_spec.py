@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.sharding.strategy import Strategy
-from torch_impl.runtime.buffer import ShardLevels
-from torch_impl.runtime.host_memory import HostMemory
-from torch_impl.runtime.precision import GroupDtypes
-from torch_impl.runtime.tensor_parallel import TensorParallel
+from bridge.core.sharding.policy.strategy import Strategy
+from torch_impl.runtime.ground.buffer import ShardLevels
+from torch_impl.runtime.ground.host_memory import HostMemory
+from torch_impl.runtime.ground.precision import GroupDtypes
+from torch_impl.runtime.ground.tensor_parallel import TensorParallel
 
 
 @dataclass

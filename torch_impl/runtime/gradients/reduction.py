@@ -34,8 +34,8 @@ from torch_impl.dtensor.local import is_partial, local_of
 from torch_impl.dtensor.placement import row_placement
 from torch_impl.dtensor.refusals import described
 from torch_impl.dtensor.tensor import RowDTensor, make_partial, wrap_like
-from torch_impl.runtime.gradient_spec import GradientSpec
-from torch_impl.runtime.pool import PooledGradient
+from torch_impl.runtime.gradients.gradient_spec import GradientSpec
+from torch_impl.runtime.memory.pool import PooledGradient
 
 
 class Reductions:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_impl.runtime.transforms import hides_graph, innermost, levels_of, node_of
+from torch_impl.runtime.ground.transforms import hides_graph, innermost, levels_of, node_of
 
 T = TypeVar("T")
 

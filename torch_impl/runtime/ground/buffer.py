@@ -32,8 +32,8 @@ from collections.abc import Sequence
 
 import torch
 
-from bridge.sharding.layout import Layout
-from bridge.sharding.rows import local_shape
+from bridge.core.sharding.layout.layout import Layout
+from bridge.core.sharding.layout.rows import local_shape
 from torch_impl.comm import collectives
 from torch_impl.comm.collectives import Work
 from torch_impl.comm.mesh import DataParallelMesh

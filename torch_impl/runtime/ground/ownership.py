@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from bridge.callers import warn_caller
+from bridge.core.callers import warn_caller
 from torch_impl.dtensor.refusals import described, set_name
 from torch_impl.dtensor.tensor import RowDTensor
-from torch_impl.runtime.tensor_parallel import SpmdMesh, TensorParallel, tensor_parallel_of
+from torch_impl.runtime.ground.tensor_parallel import SpmdMesh, TensorParallel, tensor_parallel_of
 
 # Set on a parameter when a unit takes it, so that an outer unit recognizes a tie that sharding would break.
 _TAKEN = "_taken_by_unit"
@@ -77,7 +77,7 @@ class OwnedParameter:
 
     @property
     def extended(self) -> bool:
-        """Whether the parameter says itself what is gathered, see ``torch_impl.runtime.extension``."""
+        """Whether the parameter says itself what is gathered, see ``torch_impl.runtime.weights.extension``."""
         return is_extended(self.local)
 
     @property

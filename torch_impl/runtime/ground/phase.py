@@ -140,8 +140,8 @@ class Lifecycle:
         if (self.phase, phase) not in LEGAL[event]:
             raise RuntimeError(
                 f"a sharded unit went from {self.phase.name} to {phase.name} on {event.name}, which is not a legal "
-                "transition: see the table in torch_impl.runtime.phase; this is an error of torch_impl, please report "
-                "the order of calls that led to it"
+                "transition: see the table in torch_impl.runtime.ground.phase; this is an error of torch_impl, please "
+                "report the order of calls that led to it"
             )
         self.phase = phase
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from bridge.sharding import float8
+from bridge.core.sharding.policy import float8
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class MixedPrecisionPolicy:
     gather_dtype: format in which weights of two dimensions or more cross the network, "mxfp8" or
         ``torch.float8_e4m3fn`` (or its name); None: that of forward and backward. They are quantized from the main
         weights, and forward and backward compute with the quantized values in ``param_dtype``; gradients are applied to
-        the main weights as they are. See ``bridge.sharding.float8``.
+        the main weights as they are. See ``bridge.core.sharding.policy.float8``.
     float8_products: with ``gather_dtype=torch.float8_e4m3fn``, ``nn.Linear`` modules of the unit (no subclasses)
         multiply in float8 where the device has kernels for it, else in ``param_dtype``. Inputs and gradients are then
-        quantized as well; see ``torch_impl.runtime.float8_products``.
+        quantized as well; see ``torch_impl.runtime.gather.float8_products``.
     store_param_remainders: where compute weights are bfloat16 and stay whole at rest, store float32 main weights as
         this rank's rows of them and an int16 remainder an element, 2 bytes less; see ``torch_impl.dtensor.remainders``.
         ``parameters()`` shows the bfloat16 weights, and ``MainWeightAdamW`` updates the float32 ones.

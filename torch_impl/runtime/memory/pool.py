@@ -29,10 +29,10 @@ from torch import nn
 
 from torch_impl.comm.streams import Streams
 from torch_impl.dtensor.local import plain_parts
-from torch_impl.runtime import autograd
-from torch_impl.runtime.buffer import FlatBuffer
-from torch_impl.runtime.pool_plan import BufferPlan, Lifetime, Span, plan_buffers
-from torch_impl.runtime.pool_slot import Slot
+from torch_impl.runtime.ground import autograd
+from torch_impl.runtime.ground.buffer import FlatBuffer
+from torch_impl.runtime.memory.pool_plan import BufferPlan, Lifetime, Span, plan_buffers
+from torch_impl.runtime.memory.pool_slot import Slot
 
 # Programs that alternate between some kinds of steps, such as microbatches, keep one plan.
 _REMEMBERED = 4

@@ -31,15 +31,15 @@ from torch_impl.comm.collective_order import CollectiveOrder
 from torch_impl.comm.streams import Transfer
 from torch_impl.dtensor.local import local_of, plain_parts
 from torch_impl.dtensor.refusals import set_name
-from torch_impl.runtime import autograd
-from torch_impl.runtime.gather import keeps_shard
-from torch_impl.runtime.gradient import GroupGradient
-from torch_impl.runtime.gradient_spec import AllReduceHook, Divisor, GradientSpec
-from torch_impl.runtime.group_weights import GroupSpec, GroupWeights, Version
-from torch_impl.runtime.ownership import OwnedParameter
-from torch_impl.runtime.pool import PooledGradient
-from torch_impl.runtime.reduction import GroupReduction
-from torch_impl.runtime.shown import Shown, register, show
+from torch_impl.runtime.gather.gather import keeps_shard
+from torch_impl.runtime.gradients.gradient import GroupGradient
+from torch_impl.runtime.gradients.gradient_spec import AllReduceHook, Divisor, GradientSpec
+from torch_impl.runtime.gradients.reduction import GroupReduction
+from torch_impl.runtime.ground import autograd
+from torch_impl.runtime.ground.ownership import OwnedParameter
+from torch_impl.runtime.memory.pool import PooledGradient
+from torch_impl.runtime.unit.shown import Shown, register, show
+from torch_impl.runtime.weights.group_weights import GroupSpec, GroupWeights, Version
 
 # Parameters in an error.
 _NAMED = 8

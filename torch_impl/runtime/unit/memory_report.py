@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_impl.dtensor.local import local_of, plain_parts
-from torch_impl.runtime.group import ParameterGroup
+from torch_impl.runtime.unit.group import ParameterGroup
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch_impl.runtime import autograd
-from torch_impl.runtime.group import ParameterGroup
+from torch_impl.runtime.ground import autograd
+from torch_impl.runtime.unit.group import ParameterGroup
 
 
 def shows_weights(output: Any, groups: Sequence[ParameterGroup]) -> bool:

@@ -30,17 +30,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_impl.runtime import autograd, late_backward
-from torch_impl.runtime.context import UnitContext
-from torch_impl.runtime.group import ParameterGroup
-from torch_impl.runtime.outputs import copy_weights_in, shows_weights
-from torch_impl.runtime.phase import Event, Phase
-from torch_impl.runtime.precision import MixedPrecisionPolicy, input_dtype
-from torch_impl.runtime.schedule import Schedule, ScheduledUnit
-from torch_impl.runtime.shown import Shown
-from torch_impl.runtime.transforms import outside_transforms, refuse_recording
-from torch_impl.runtime.unit_backwards import UnitBackwards
-from torch_impl.runtime.unit_gradients import UnitGradients
+from torch_impl.runtime.ground import autograd
+from torch_impl.runtime.ground.phase import Event, Phase
+from torch_impl.runtime.ground.precision import MixedPrecisionPolicy, input_dtype
+from torch_impl.runtime.ground.transforms import outside_transforms, refuse_recording
+from torch_impl.runtime.unit.group import ParameterGroup
+from torch_impl.runtime.unit.outputs import copy_weights_in, shows_weights
+from torch_impl.runtime.unit.shown import Shown
+from torch_impl.runtime.unit.unit_gradients import UnitGradients
+from torch_impl.runtime.weights import late_backward
+from torch_impl.runtime.weights.context import UnitContext
+from torch_impl.runtime.weights.schedule import Schedule, ScheduledUnit
+from torch_impl.runtime.weights.unit_backwards import UnitBackwards
 
 
 class Unit:

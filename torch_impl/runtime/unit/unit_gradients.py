@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_impl.runtime import autograd
-from torch_impl.runtime.group import ParameterGroup
+from torch_impl.runtime.ground import autograd
+from torch_impl.runtime.unit.group import ParameterGroup
 
 
 class UnitGradients:

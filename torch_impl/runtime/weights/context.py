@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from torch_impl.comm.streams import Streams
-from torch_impl.runtime.phase import Lifecycle
-from torch_impl.runtime.pool import BufferPool
-from torch_impl.runtime.reduction import Reductions
-from torch_impl.runtime.schedule import Schedule
+from torch_impl.runtime.gradients.reduction import Reductions
+from torch_impl.runtime.ground.phase import Lifecycle
+from torch_impl.runtime.memory.pool import BufferPool
+from torch_impl.runtime.weights.schedule import Schedule
 
 
 class UnitContext:

@@ -21,12 +21,12 @@ from torch_impl.comm.collectives import Work
 from torch_impl.comm.streams import Step
 from torch_impl.dtensor.local import local_of, plain_parts
 from torch_impl.dtensor.tensor import make_dtensor
-from torch_impl.runtime import autograd
-from torch_impl.runtime.extension import WAY_OUT, ExtendedWeight, as_matrix, zeros_on
-from torch_impl.runtime.group_weights import GivenParameter, GroupSpec, Version
-from torch_impl.runtime.host_memory import HOST
-from torch_impl.runtime.ownership import OwnedParameter
-from torch_impl.runtime.precision import MixedPrecisionPolicy
+from torch_impl.runtime.ground import autograd
+from torch_impl.runtime.ground.host_memory import HOST
+from torch_impl.runtime.ground.ownership import OwnedParameter
+from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
+from torch_impl.runtime.weights.extension import WAY_OUT, ExtendedWeight, as_matrix, zeros_on
+from torch_impl.runtime.weights.group_weights import GivenParameter, GroupSpec, Version
 
 
 class ExtendedWeights:

@@ -36,14 +36,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from bridge.sharding.layout import Layout
-from bridge.sharding.rows import local_shape, rows_of
-from bridge.sharding.slot import Slot
-from bridge.sharding.strategy import Strategy
+from bridge.core.sharding.layout.layout import Layout
+from bridge.core.sharding.layout.rows import local_shape, rows_of
+from bridge.core.sharding.layout.slot import Slot
+from bridge.core.sharding.policy.strategy import Strategy
 from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.dtensor.local import plain_parts
-from torch_impl.runtime.ownership import OwnedParameter
-from torch_impl.runtime.precision import MixedPrecisionPolicy
+from torch_impl.runtime.ground.ownership import OwnedParameter
+from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
 
 WAY_OUT = "leave it unsharded (ignored_params), or make it a plain tensor before fully_shard"
 

@@ -12,12 +12,12 @@ from torch_impl.comm.streams import Step
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.remainders import attach, split, written_with_remainders
 from torch_impl.dtensor.tensor import make_dtensor
-from torch_impl.runtime import tensor_parallel
-from torch_impl.runtime.float8 import QuantizedGather
-from torch_impl.runtime.gather import CastGather, SplitGather, WeightGather
-from torch_impl.runtime.group_weights import GivenParameter, GroupSpec, Version
-from torch_impl.runtime.host_memory import HOST
-from torch_impl.runtime.pool import PooledWeights
+from torch_impl.runtime.gather.float8 import QuantizedGather
+from torch_impl.runtime.gather.gather import CastGather, SplitGather, WeightGather
+from torch_impl.runtime.ground import tensor_parallel
+from torch_impl.runtime.ground.host_memory import HOST
+from torch_impl.runtime.memory.pool import PooledWeights
+from torch_impl.runtime.weights.group_weights import GivenParameter, GroupSpec, Version
 
 
 class FlatWeights:

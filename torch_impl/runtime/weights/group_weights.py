@@ -12,14 +12,14 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import nn
 
-from bridge.sharding.layout import Layout
-from bridge.sharding.strategy import Strategy
+from bridge.core.sharding.layout.layout import Layout
+from bridge.core.sharding.policy.strategy import Strategy
 from torch_impl.comm.streams import Step
-from torch_impl.runtime.buffer import ShardLevels
-from torch_impl.runtime.context import UnitContext
-from torch_impl.runtime.host_memory import HostMemory
-from torch_impl.runtime.precision import GroupDtypes
-from torch_impl.runtime.tensor_parallel import TensorParallel
+from torch_impl.runtime.ground.buffer import ShardLevels
+from torch_impl.runtime.ground.host_memory import HostMemory
+from torch_impl.runtime.ground.precision import GroupDtypes
+from torch_impl.runtime.ground.tensor_parallel import TensorParallel
+from torch_impl.runtime.weights.context import UnitContext
 
 Version: TypeAlias = tuple[int, ...]
 

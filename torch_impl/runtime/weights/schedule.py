@@ -36,10 +36,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from torch_impl.comm.streams import streams_for
-from torch_impl.runtime import autograd
-from torch_impl.runtime.pool import BufferPool
-from torch_impl.runtime.reduction import Reductions
-from torch_impl.runtime.transforms import outside_transforms
+from torch_impl.runtime.gradients.reduction import Reductions
+from torch_impl.runtime.ground import autograd
+from torch_impl.runtime.ground.transforms import outside_transforms
+from torch_impl.runtime.memory.pool import BufferPool
 
 U = TypeVar("U")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_impl.runtime import autograd
+from torch_impl.runtime.ground import autograd
 
 
 class UnitBackwards:

@@ -23,10 +23,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from isal import isal_zlib
 
-from bridge.formats.base import DTYPES, CheckpointError
-from bridge.formats.dcp.dtypes import torch_dtype
-from bridge.formats.dcp.pickle import read_pickle
-from bridge.formats.dcp.pickle_records import (
+from bridge.core.formats.dcp.dtypes import torch_dtype
+from bridge.core.formats.dcp.pickle import read_pickle
+from bridge.core.formats.dcp.pickle_records import (
     FOREIGN_VALUES,
     Call,
     Name,
@@ -34,8 +33,9 @@ from bridge.formats.dcp.pickle_records import (
     Vocabulary,
     is_index,
 )
-from bridge.formats.dcp.plain_values import plain_from_pickle
-from bridge.formats.files.source_files import FileView, SourceFiles
+from bridge.core.formats.dcp.plain_values import plain_from_pickle
+from bridge.core.formats.reading.source_files import FileView, SourceFiles
+from bridge.core.formats.tensors.base import DTYPES, CheckpointError
 
 END = struct.Struct("<4s4H2LH")
 END64_LOCATOR = struct.Struct("<4sLQL")

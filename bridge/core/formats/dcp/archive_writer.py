@@ -19,8 +19,7 @@ from typing import Final
 import numpy as np
 from isal import isal_zlib
 
-from bridge.formats.base import CheckpointError, dtype_from_name, dtype_name
-from bridge.formats.dcp.archive import (
+from bridge.core.formats.dcp.archive import (
     END,
     END64,
     END64_LOCATOR,
@@ -33,9 +32,10 @@ from bridge.formats.dcp.archive import (
     UNTYPED,
     ZIP64_FIELD,
 )
-from bridge.formats.dcp.pickle_records import PLAIN_VALUES, Call, Name, Persistent
-from bridge.formats.dcp.pickle_writer import write_pickle
-from bridge.formats.plain import plain_value
+from bridge.core.formats.dcp.pickle_records import PLAIN_VALUES, Call, Name, Persistent
+from bridge.core.formats.dcp.pickle_writer import write_pickle
+from bridge.core.formats.tensors.base import CheckpointError, dtype_from_name, dtype_name
+from bridge.core.formats.tensors.plain import plain_value
 
 ALIGNMENT: Final = 64
 WIDE: Final = MAX32  # record sizes from here on are written with 64 bits

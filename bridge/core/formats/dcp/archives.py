@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from bridge.formats.dcp.archive import (
+from bridge.core.formats.dcp.archive import (
     END,
     END64,
     END64_LOCATOR,
@@ -26,8 +26,8 @@ from bridge.formats.dcp.archive import (
     records_and_places,
     tensor_in,
 )
-from bridge.formats.files.source_files import FileView
-from bridge.formats.safetensors.header import LENGTH_BYTES
+from bridge.core.formats.reading.source_files import FileView
+from bridge.core.formats.safetensors.header import LENGTH_BYTES
 
 _CRC: Final = struct.Struct("<L")
 _LOCAL_CRC: Final = 14

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bridge.formats.dcp.archives import Archives
-from bridge.formats.files.manifest import ManifestFile, rest_checksum
-from bridge.formats.files.source_files import SourceFiles
+from bridge.core.formats.dcp.archives import Archives
+from bridge.core.formats.files.manifest import ManifestFile, rest_checksum
+from bridge.core.formats.reading.source_files import SourceFiles
 
 
 class StoredChunk(NamedTuple):

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import ml_dtypes
 import numpy as np
 
-from bridge.formats.base import DTYPES
+from bridge.core.formats.tensors.base import DTYPES
 
 UNREADABLE: Mapping[str, np.dtype] = MappingProxyType(
     {

@@ -19,9 +19,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from bridge.formats.base import DTYPES, Box, CheckpointError, TensorInfo, TreePath
-from bridge.formats.coverage import check_coverage
-from bridge.formats.dcp.class_names import (
+from bridge.core.formats.dcp.class_names import (
     BYTES,
     CHUNK,
     INDEX,
@@ -34,11 +32,13 @@ from bridge.formats.dcp.class_names import (
     STORAGE_META,
     TENSOR,
 )
-from bridge.formats.dcp.dtypes import torch_dtype
-from bridge.formats.dcp.pickle import read_pickle
-from bridge.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary, is_index
-from bridge.formats.files.regular_files import is_plain_name
-from bridge.formats.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path
+from bridge.core.formats.dcp.dtypes import torch_dtype
+from bridge.core.formats.dcp.pickle import read_pickle
+from bridge.core.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary, is_index
+from bridge.core.formats.reading.regular_files import is_plain_name
+from bridge.core.formats.tensors.base import DTYPES, Box, CheckpointError, TensorInfo, TreePath
+from bridge.core.formats.tensors.coverage import check_coverage
+from bridge.core.formats.tensors.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path
 
 METADATA_FILE: Final = ".metadata"
 _RANK_FILE: Final = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge.formats.base import Box, TensorInfo, dtype_name
-from bridge.formats.dcp.class_names import (
+from bridge.core.formats.dcp.class_names import (
     BYTES,
     CHUNK,
     INDEX,
@@ -18,9 +17,10 @@ from bridge.formats.dcp.class_names import (
     STORAGE_META,
     TENSOR,
 )
-from bridge.formats.dcp.metadata import DcpMetadata
-from bridge.formats.dcp.pickle_records import Call, Instance, Name
-from bridge.formats.dcp.pickle_writer import HOLE, Filled, Pattern, Repeated, write_pickle
+from bridge.core.formats.dcp.metadata import DcpMetadata
+from bridge.core.formats.dcp.pickle_records import Call, Instance, Name
+from bridge.core.formats.dcp.pickle_writer import HOLE, Filled, Pattern, Repeated, write_pickle
+from bridge.core.formats.tensors.base import Box, TensorInfo, dtype_name
 
 
 def format_metadata(metadata: DcpMetadata) -> bytes:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bridge.formats.dcp.metadata import METADATA_FILE, parse_rank_metadata
-from bridge.formats.dcp.metadata_writer import format_metadata
-from bridge.formats.dcp.writer import data_file, rank_metadata
-from bridge.formats.files.manifest import file_entry
-from bridge.formats.files.parts import move_up, part_manifest, write_joint_manifest
+from bridge.core.formats.dcp.metadata import METADATA_FILE, parse_rank_metadata
+from bridge.core.formats.dcp.metadata_writer import format_metadata
+from bridge.core.formats.dcp.writer import data_file, rank_metadata
+from bridge.core.formats.files.manifest import file_entry
+from bridge.core.formats.files.parts import move_up, part_manifest, write_joint_manifest
 
 
 def join(folder: Path, parts: Sequence[Path], conversion: str) -> None:

@@ -15,9 +15,8 @@ import struct
 from functools import partial
 from typing import Final
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.dcp.pickle_entries import RepeatedEntries
-from bridge.formats.dcp.pickle_machine import (
+from bridge.core.formats.dcp.pickle_entries import RepeatedEntries
+from bridge.core.formats.dcp.pickle_machine import (
     DEFAULT_DICT,
     FOREIGN_OPERATIONS,
     MAKING,
@@ -26,9 +25,10 @@ from bridge.formats.dcp.pickle_machine import (
     Refused,
     refuse,
 )
-from bridge.formats.dcp.pickle_records import GETATTR, ORDERED_DICT, Call, Instance, Name, Vocabulary
-from bridge.formats.garbage import collection_paused
-from bridge.formats.plain import MAX_NODES
+from bridge.core.formats.dcp.pickle_records import GETATTR, ORDERED_DICT, Call, Instance, Name, Vocabulary
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.garbage import collection_paused
+from bridge.core.formats.tensors.plain import MAX_NODES
 
 _STOP: Final = 0x2E
 _GET, _LONG_GET, _PUT, _LONG_PUT, _MEMOIZE = 0x68, 0x6A, 0x71, 0x72, 0x94

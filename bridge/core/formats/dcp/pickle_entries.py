@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from bridge.formats.dcp.pickle_records import Instance
+from bridge.core.formats.dcp.pickle_records import Instance
 
 _LONGEST: Final = 1024
 _MOST_KINDS: Final = 4096

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable
 from typing import Final, Never, TypeGuard
 
-from bridge.formats.dcp.pickle_records import (
+from bridge.core.formats.dcp.pickle_records import (
     GETATTR,
     ORDERED_DICT,
     Call,

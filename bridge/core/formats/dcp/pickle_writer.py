@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from bridge.formats.dcp.pickle_records import Call, Instance, Name, Persistent
+from bridge.core.formats.dcp.pickle_records import Call, Instance, Name, Persistent
 
 _INDEX: Final = struct.Struct("<I").pack
 _INT: Final = struct.Struct("<i").pack

@@ -7,10 +7,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.damaged_parts import one_part
-from bridge.formats.dcp.metadata import DcpMetadata, Extent
-from bridge.formats.files.regular_files import regular_file
+from bridge.core.formats.dcp.metadata import DcpMetadata, Extent
+from bridge.core.formats.reading.regular_files import regular_file
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.damaged_parts import one_part
 
 _Place: TypeAlias = tuple[str, int, int, int, str]
 """An extent (file, offset, length), the bytes of elements that it is to hold, and whose these are."""

@@ -9,9 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.arrays import NUMBER
-from bridge.formats.base import DTYPES, CheckpointError, UnreadableValue
-from bridge.formats.dcp.pickle_records import (
+from bridge.core.formats.dcp.pickle_records import (
     BYTES_CALLS,
     ORDERED_DICT,
     Call,
@@ -20,7 +18,9 @@ from bridge.formats.dcp.pickle_records import (
     Persistent,
     is_index,
 )
-from bridge.formats.plain import PLAIN_VALUE, Described, plain_value
+from bridge.core.formats.tensors.arrays import NUMBER
+from bridge.core.formats.tensors.base import DTYPES, CheckpointError, UnreadableValue
+from bridge.core.formats.tensors.plain import PLAIN_VALUE, Described, plain_value
 
 ARRAYS: Final = frozenset(
     f"numpy.{core}.{function}"

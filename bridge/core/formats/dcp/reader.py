@@ -12,8 +12,42 @@ from typing import Final
 import numpy as np
 from isal import isal_zlib
 
-from bridge.formats.arrays import as_integers, raw_bytes, row_major
-from bridge.formats.base import (
+from bridge.core.formats.dcp.archive import (
+    Record,
+    StoredTensor,
+    around,
+    compare_record,
+    read_value,
+    verify_record,
+)
+from bridge.core.formats.dcp.archives import Archives
+from bridge.core.formats.dcp.metadata import (
+    METADATA_FILE,
+    DcpMetadata,
+    Extent,
+    metadata_files,
+    parse_metadata,
+    parse_rank_metadata,
+    require_metadata_of_all,
+)
+from bridge.core.formats.dcp.placement import data_files_of
+from bridge.core.formats.dcp.stored_chunk import StoredChunk
+from bridge.core.formats.files.manifest import object_checksum
+from bridge.core.formats.reading.boxes import ChunkIndex, array_for, box_of
+from bridge.core.formats.reading.read_memory import BLOCK
+from bridge.core.formats.reading.regular_files import small_file
+from bridge.core.formats.reading.source_files import FileArray, FileView, Piece, SourceFiles
+from bridge.core.formats.safetensors.header import (
+    LENGTH_BYTES,
+    Header,
+    header_length,
+    looks_like_header,
+    read_header,
+)
+from bridge.core.formats.safetensors.reader import saved_offsets
+from bridge.core.formats.stores.listing import StorePath
+from bridge.core.formats.tensors.arrays import as_integers, raw_bytes, row_major
+from bridge.core.formats.tensors.base import (
     Box,
     CheckpointError,
     Checksums,
@@ -25,42 +59,8 @@ from bridge.formats.base import (
     drop_options,
     require_tensor,
 )
-from bridge.formats.dcp.archive import (
-    Record,
-    StoredTensor,
-    around,
-    compare_record,
-    read_value,
-    verify_record,
-)
-from bridge.formats.dcp.archives import Archives
-from bridge.formats.dcp.metadata import (
-    METADATA_FILE,
-    DcpMetadata,
-    Extent,
-    metadata_files,
-    parse_metadata,
-    parse_rank_metadata,
-    require_metadata_of_all,
-)
-from bridge.formats.dcp.placement import data_files_of
-from bridge.formats.dcp.stored_chunk import StoredChunk
-from bridge.formats.files.boxes import ChunkIndex, array_for, box_of
-from bridge.formats.files.manifest import object_checksum
-from bridge.formats.files.read_memory import BLOCK
-from bridge.formats.files.regular_files import small_file
-from bridge.formats.files.source_files import FileArray, FileView, Piece, SourceFiles
-from bridge.formats.regions import split_box
-from bridge.formats.safetensors.header import (
-    LENGTH_BYTES,
-    Header,
-    header_length,
-    looks_like_header,
-    read_header,
-)
-from bridge.formats.safetensors.reader import saved_offsets
-from bridge.formats.stores.listing import StorePath
-from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
+from bridge.core.formats.tensors.regions import split_box
+from bridge.core.formats.tensors.wrapping import ClosedAtEnd, ReadWhenAsked
 
 _FILES_AT_ONCE: Final = 16
 _MAX_KEPT: Final = 1 << 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from bridge.formats.dcp.archive import Record, StoredTensor
-from bridge.formats.files.source_files import FileArray
-from bridge.formats.safetensors.header import StoredArray
+from bridge.core.formats.dcp.archive import Record, StoredTensor
+from bridge.core.formats.reading.source_files import FileArray
+from bridge.core.formats.safetensors.header import StoredArray
 
 
 class StoredChunk(NamedTuple):

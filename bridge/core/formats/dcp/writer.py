@@ -18,19 +18,17 @@ from typing import Final
 import numpy as np
 from isal import isal_zlib
 
-from bridge.formats.base import DTYPES, Checksums, TensorInfo, TreePath, dtype_name
-from bridge.formats.crc32c import extend
-from bridge.formats.dcp.archive_writer import (
+from bridge.core.formats.dcp.archive_writer import (
     data_start,
     tensor_archive,
     tensor_archive_frame,
     tensor_archive_length,
     value_archive,
 )
-from bridge.formats.dcp.metadata import DcpMetadata, Extent
-from bridge.formats.dcp.metadata_writer import format_metadata
-from bridge.formats.files.data_file import DataFile
-from bridge.formats.files.manifest import (
+from bridge.core.formats.dcp.metadata import DcpMetadata, Extent
+from bridge.core.formats.dcp.metadata_writer import format_metadata
+from bridge.core.formats.files.data_file import DataFile
+from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestFile,
@@ -38,13 +36,15 @@ from bridge.formats.files.manifest import (
     object_checksum,
     render_manifest,
 )
-from bridge.formats.files.record import ChunkRecord
-from bridge.formats.files.recorded_chunks import FlatWriter
-from bridge.formats.files.sink import Place
-from bridge.formats.files.working import Attempt, working_place
-from bridge.formats.leaf_names import flat_name
-from bridge.formats.share import Share
-from bridge.formats.stores.upload import UploadFile
+from bridge.core.formats.files.record import ChunkRecord
+from bridge.core.formats.files.recorded_chunks import FlatWriter
+from bridge.core.formats.files.sink import Place
+from bridge.core.formats.files.working import Attempt, working_place
+from bridge.core.formats.stores.upload import UploadFile
+from bridge.core.formats.tensors.base import DTYPES, Checksums, TensorInfo, TreePath, dtype_name
+from bridge.core.formats.tensors.crc32c import extend
+from bridge.core.formats.tensors.leaf_names import flat_name
+from bridge.core.formats.tensors.share import Share
 
 _AT_ONCE: Final = 4096
 
@@ -65,7 +65,8 @@ class DcpWriter(FlatWriter):
     Tensors above 32 MiB are cut into chunks of at most that size, along the first axis as far as rows allow. Memory:
     none beyond the caller's array, or one copy of it if it is not contiguous. May be used by several threads.
 
-    share: with one, only its chunks are written, and `path` becomes a directory of one part; see `formats/in_parts.py`.
+    share: with one, only its chunks are written, and `path` becomes a directory of one part; see
+    `formats/whole/in_parts.py`.
     """
 
     format = "dcp"

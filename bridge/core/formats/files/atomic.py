@@ -2,9 +2,9 @@
 
     runs/step_10.tmp-3f9c0a1e/   written here     --commit: fsync all, rename, fsync runs/-->   runs/step_10/
 
-A process killed half-way leaves the `.tmp-` directory, which `bridge.formats.open_checkpoint` refuses to open. With
-`replace` an existing `runs/step_10` stays as it is until the commit, where the two directories change places at once;
-then the old one, which is now called `.tmp-`, is removed.
+A process killed half-way leaves the `.tmp-` directory, which `bridge.core.formats.open_checkpoint` refuses to open.
+With `replace` an existing `runs/step_10` stays as it is until the commit, where the two directories change places at
+once; then the old one, which is now called `.tmp-`, is removed.
 
 A checkpoint may also be one file. Then the file `<payload>` is moved out of the working directory, with its manifest.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bridge.formats.files.regular_files import walk
+from bridge.core.formats.reading.regular_files import walk
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{8}$")
 _AT_FDCWD = -100

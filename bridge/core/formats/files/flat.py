@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from bridge.formats.base import Box
+from bridge.core.formats.tensors.base import Box
 
 Buffer = bytes | memoryview
 

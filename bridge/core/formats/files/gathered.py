@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from bridge.formats.files.data_file import BLOCK, DataFile
+from bridge.core.formats.files.data_file import BLOCK, DataFile
 
 SMALL: Final = 1 << 20
 """Chunks of fewer bytes are gathered."""

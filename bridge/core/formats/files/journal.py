@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.files.atomic import remove, temporaries_of
-from bridge.formats.share import PARTS_FOLDER
+from bridge.core.formats.files.atomic import remove, temporaries_of
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.share import PARTS_FOLDER
 
 JOURNAL_FILE = "twinshard.journal"
 _ABANDONED_SECONDS = 3600.0

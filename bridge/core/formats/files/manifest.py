@@ -32,13 +32,13 @@ from typing import Any
 
 import google_crc32c
 
-from bridge.formats.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
-from bridge.formats.crc32c import extend
-from bridge.formats.files.atomic import sidecar_of
-from bridge.formats.files.regular_files import open_regular, small_file
-from bridge.formats.files.source_files import FileView
-from bridge.formats.stores.listing import StorePath
-from bridge.formats.stores.upload_path import UploadPath
+from bridge.core.formats.files.atomic import sidecar_of
+from bridge.core.formats.reading.regular_files import open_regular, small_file
+from bridge.core.formats.reading.source_files import FileView
+from bridge.core.formats.stores.listing import StorePath
+from bridge.core.formats.stores.upload_path import UploadPath
+from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
+from bridge.core.formats.tensors.crc32c import extend
 
 MANIFEST_FILE = "twinshard_manifest.json"
 _MARK = "twinshard_manifest"

@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from bridge.formats.base import Box, CheckpointError
-from bridge.formats.files.manifest import (
+from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestFile,
@@ -15,6 +14,7 @@ from bridge.formats.files.manifest import (
     read_manifest,
     render_manifest,
 )
+from bridge.core.formats.tensors.base import Box, CheckpointError
 
 
 def part_manifest(part: Path) -> Manifest:

@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from bridge.formats.base import Checksums, TensorInfo
-from bridge.formats.files.data_file import DataFile
-from bridge.formats.stores.upload import UploadFile
+from bridge.core.formats.files.data_file import DataFile
+from bridge.core.formats.stores.upload import UploadFile
+from bridge.core.formats.tensors.base import Checksums, TensorInfo
 
 
 class Place(NamedTuple):

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.files.atomic import AtomicDirectory, CommitOrAbort, is_temporary
-from bridge.formats.files.journal import JOURNAL_FILE, Journal, Key, remove_abandoned, resume
-from bridge.formats.stores.folder import StoreFolder
-from bridge.formats.stores.store import is_url
+from bridge.core.formats.files.atomic import AtomicDirectory, CommitOrAbort, is_temporary
+from bridge.core.formats.files.journal import JOURNAL_FILE, Journal, Key, remove_abandoned, resume
+from bridge.core.formats.stores.folder import StoreFolder
+from bridge.core.formats.stores.store import is_url
+from bridge.core.formats.tensors.base import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,11 @@ class Attempt:
     """One attempt at writing a checkpoint.
 
     replace: with one, an existing checkpoint is replaced at the commit; it is called with the checkpoint's path, and
-    raises CheckpointError unless a checkpoint and nothing else is there (`bridge.formats.replaceable`). key: with one,
-    progress is noted in a journal, and a later attempt with the same key can resume. resume: take over what such an
-    attempt has written, if there is any, and keep the working directory when this attempt fails. accompany: called with
-    the complete working directory and the checkpoint's path just before the commit; it may write further files.
+    raises CheckpointError unless a checkpoint and nothing else is there (`bridge.core.formats.whole.replaceable`). key:
+    with one, progress is noted in a journal, and a later attempt with the same key can resume. resume: take over what
+    such an attempt has written, if there is any, and keep the working directory when this attempt fails. accompany:
+    called with the complete working directory and the checkpoint's path just before the commit; it may write further
+    files.
     """
 
     replace: Callable[[Path], None] | None = None

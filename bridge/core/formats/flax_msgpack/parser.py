@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Never
 
-from bridge.formats.base import COPY_AGAIN, CheckpointError
-from bridge.formats.plain import MAX_NODES
+from bridge.core.formats.tensors.base import COPY_AGAIN, CheckpointError
+from bridge.core.formats.tensors.plain import MAX_NODES
 
 _MAX_DEPTH: Final = 64
 _MAX_TEXT: Final = 1 << 24

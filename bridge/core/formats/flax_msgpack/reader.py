@@ -12,20 +12,20 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.arrays import strides_of
-from bridge.formats.base import COPY_AGAIN, Box, CheckpointError, TensorInfo, TreePath
-from bridge.formats.files.flat import copy_flat
-from bridge.formats.files.read_memory import BLOCK
-from bridge.formats.files.source_files import FileArray
-from bridge.formats.files.weight_index import check_index
-from bridge.formats.flax_msgpack.parser import parse
-from bridge.formats.flax_msgpack.tree import Pieces, leaves
-from bridge.formats.leaf_kinds import SCALAR, STRING, empty_kind
-from bridge.formats.leaf_names import is_tree_path, is_unicode
-from bridge.formats.plain import plain_value
-from bridge.formats.read_only import MSGPACK_FILES
-from bridge.formats.single_chunk import SingleChunkReader
-from bridge.formats.wrapping import ReadWhenAsked
+from bridge.core.formats.files.flat import copy_flat
+from bridge.core.formats.flax_msgpack.parser import parse
+from bridge.core.formats.flax_msgpack.tree import Pieces, leaves
+from bridge.core.formats.reading.read_memory import BLOCK
+from bridge.core.formats.reading.single_chunk import SingleChunkReader
+from bridge.core.formats.reading.source_files import FileArray
+from bridge.core.formats.reading.weight_index import check_index
+from bridge.core.formats.tensors.arrays import strides_of
+from bridge.core.formats.tensors.base import COPY_AGAIN, Box, CheckpointError, TensorInfo, TreePath
+from bridge.core.formats.tensors.leaf_kinds import SCALAR, STRING, empty_kind
+from bridge.core.formats.tensors.leaf_names import is_tree_path, is_unicode
+from bridge.core.formats.tensors.plain import plain_value
+from bridge.core.formats.tensors.wrapping import ReadWhenAsked
+from bridge.core.formats.whole.read_only import MSGPACK_FILES
 
 OLD_ORBAX: Final = (
     "this is a checkpoint of Orbax or T5X before 2024: a tree in msgpack, and a folder of zarr for each array. "

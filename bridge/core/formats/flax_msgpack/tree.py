@@ -15,8 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.base import ORBAX_DTYPES, CheckpointError, TreePath
-from bridge.formats.flax_msgpack.parser import CHUNKED, StoredArray
+from bridge.core.formats.flax_msgpack.parser import CHUNKED, StoredArray
+from bridge.core.formats.tensors.base import ORBAX_DTYPES, CheckpointError, TreePath
 
 OPTIMIZER: Final = frozenset({"opt_state", "optimizer"})
 _UNREADABLE: Final = np.dtype(np.uint8)

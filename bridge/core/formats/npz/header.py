@@ -14,8 +14,8 @@ from typing import Final
 import ml_dtypes
 import numpy as np
 
-from bridge.formats.arrays import NUMBER
-from bridge.formats.base import COPY_AGAIN, DTYPES, CheckpointError
+from bridge.core.formats.tensors.arrays import NUMBER
+from bridge.core.formats.tensors.base import COPY_AGAIN, DTYPES, CheckpointError
 
 _MAGIC: Final = b"\x93NUMPY"
 _MAX_HEADER: Final = 1 << 20

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from isal import isal_zlib
 
-from bridge.formats.base import COPY_AGAIN, CheckpointError
+from bridge.core.formats.tensors.base import COPY_AGAIN, CheckpointError
 
 _RAW: Final = -15  # deflate without a header of its own
 _PIECE: Final = 1 << 20

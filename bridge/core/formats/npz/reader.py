@@ -21,18 +21,18 @@ from typing import Final, Literal
 import numpy as np
 from isal import isal_zlib
 
-from bridge.formats.arrays import strides_of
-from bridge.formats.base import Box, CheckpointError, TensorInfo
-from bridge.formats.damaged_parts import one_part
-from bridge.formats.dcp.archive import Record, verify_record
-from bridge.formats.files.flat import copy_flat
-from bridge.formats.files.source_files import FileArray
-from bridge.formats.files.zip_directory import STORED, Member, data_start, read_directory
-from bridge.formats.leaf_names import flat_name
-from bridge.formats.npz.header import NpyHeader, read_npy_header
-from bridge.formats.npz.inflate import Inflated
-from bridge.formats.read_only import NPZ_FILES
-from bridge.formats.single_chunk import SingleChunkReader
+from bridge.core.formats.dcp.archive import Record, verify_record
+from bridge.core.formats.files.flat import copy_flat
+from bridge.core.formats.npz.header import NpyHeader, read_npy_header
+from bridge.core.formats.npz.inflate import Inflated
+from bridge.core.formats.reading.single_chunk import SingleChunkReader
+from bridge.core.formats.reading.source_files import FileArray
+from bridge.core.formats.reading.zip_directory import STORED, Member, data_start, read_directory
+from bridge.core.formats.tensors.arrays import strides_of
+from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo
+from bridge.core.formats.tensors.damaged_parts import one_part
+from bridge.core.formats.tensors.leaf_names import flat_name
+from bridge.core.formats.whole.read_only import NPZ_FILES
 
 _NPY: Final = ".npy"
 _MAX_INFLATED: Final = 8

@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.files.atomic import is_temporary
+from bridge.core.formats.files.atomic import is_temporary
+from bridge.core.formats.tensors.base import CheckpointError
 
 TREE_FILE = "_METADATA"
 STEP_FILE = "_CHECKPOINT_METADATA"

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.orbax.item import TREE_FILE, is_unfinished
+from bridge.core.formats.orbax.item import TREE_FILE, is_unfinished
+from bridge.core.formats.tensors.base import CheckpointError
 
 _WEIGHTS: Final = frozenset({"params", "model", "weights"})
 _BESIDE: Final = frozenset(

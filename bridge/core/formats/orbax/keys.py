@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.files.regular_files import small_file
-from bridge.formats.orbax.arrays import ArrayLayout
+from bridge.core.formats.orbax.zarr.arrays import ArrayLayout
+from bridge.core.formats.reading.regular_files import small_file
+from bridge.core.formats.tensors.base import CheckpointError
 
 _FOLDER = "array_metadatas"
 # On every device, of which there may be any number: NumPy takes -1 for as many as there are.

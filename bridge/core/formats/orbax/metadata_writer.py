@@ -15,15 +15,15 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.base import CheckpointError, TreePath
-from bridge.formats.files.manifest import ManifestFile, file_entry
-from bridge.formats.leaf_kinds import STRING, key_implementation
-from bridge.formats.orbax.arrays import ArrayLayout
-from bridge.formats.orbax.item import COMMIT_FILE, STEP_FILE, TREE_FILE
-from bridge.formats.orbax.keys import write_keys
-from bridge.formats.orbax.strings import STRINGS_FILE, render_strings
-from bridge.formats.orbax.tree import leaves_of
-from bridge.formats.orbax.tree_writer import render_tree
+from bridge.core.formats.files.manifest import ManifestFile, file_entry
+from bridge.core.formats.orbax.item import COMMIT_FILE, STEP_FILE, TREE_FILE
+from bridge.core.formats.orbax.keys import write_keys
+from bridge.core.formats.orbax.strings import STRINGS_FILE, render_strings
+from bridge.core.formats.orbax.tree import leaves_of
+from bridge.core.formats.orbax.tree_writer import render_tree
+from bridge.core.formats.orbax.zarr.arrays import ArrayLayout
+from bridge.core.formats.tensors.base import CheckpointError, TreePath
+from bridge.core.formats.tensors.leaf_kinds import STRING, key_implementation
 
 HANDLERS: Final = {
     "v0": "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler",

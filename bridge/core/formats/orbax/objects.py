@@ -10,8 +10,8 @@ import math
 import struct
 from typing import TypeAlias
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.leaf_names import is_unicode
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.leaf_names import is_unicode
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 

@@ -11,14 +11,14 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.files.atomic import CommitOrAbort
-from bridge.formats.files.manifest import MANIFEST_FILE
-from bridge.formats.files.working import Attempt, WorkingDirectory
-from bridge.formats.orbax.arrays import MANIFEST
-from bridge.formats.orbax.chunks import process_store
-from bridge.formats.orbax.writer import OrbaxPart, OrbaxWriter, manifest_part
-from bridge.formats.share import Share
+from bridge.core.formats.files.atomic import CommitOrAbort
+from bridge.core.formats.files.manifest import MANIFEST_FILE
+from bridge.core.formats.files.working import Attempt, WorkingDirectory
+from bridge.core.formats.orbax.writer import OrbaxPart, OrbaxWriter, manifest_part
+from bridge.core.formats.orbax.zarr.arrays import MANIFEST
+from bridge.core.formats.orbax.zarr.chunks import process_store
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.share import Share
 
 
 class OrbaxShare(OrbaxPart, CommitOrAbort):

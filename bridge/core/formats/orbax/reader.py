@@ -23,14 +23,12 @@ from types import MappingProxyType
 import numpy as np
 import tensorstore as ts
 
-from bridge.callers import warn_caller
-from bridge.formats.arrays import as_integers
-from bridge.formats.base import Box, CheckpointError, Checksums, Loan, TensorInfo, TreePath, Wanted
-from bridge.formats.damaged_parts import one_part
-from bridge.formats.files.boxes import array_for
-from bridge.formats.files.regular_files import files_below, regular_file, small_file
-from bridge.formats.leaf_kinds import key_kind
-from bridge.formats.orbax.arrays import (
+from bridge.core.callers import warn_caller
+from bridge.core.formats.orbax.item import COMMIT_FILE, TREE_FILE, find_item, is_committed, items_beside
+from bridge.core.formats.orbax.keys import read_keys
+from bridge.core.formats.orbax.strings import STRINGS_FILE, find_strings
+from bridge.core.formats.orbax.tree import Tree, leaf_name, parse_tree, storage_key
+from bridge.core.formats.orbax.zarr.arrays import (
     MANIFEST,
     MAX_INNER_CHUNKS,
     ArrayLayout,
@@ -40,14 +38,10 @@ from bridge.formats.orbax.arrays import (
     parse_array,
     store_spec,
 )
-from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE, find_item, is_committed, items_beside
-from bridge.formats.orbax.keys import read_keys
-from bridge.formats.orbax.memory_arrays import MemoryArrays
-from bridge.formats.orbax.packed_chunks import Packing
-from bridge.formats.orbax.raw_chunks import RawChunks
-from bridge.formats.orbax.strings import STRINGS_FILE, find_strings
-from bridge.formats.orbax.tree import Tree, leaf_name, parse_tree, storage_key
-from bridge.formats.orbax.values import (
+from bridge.core.formats.orbax.zarr.memory_arrays import MemoryArrays
+from bridge.core.formats.orbax.zarr.packed_chunks import Packing
+from bridge.core.formats.orbax.zarr.raw_chunks import RawChunks
+from bridge.core.formats.orbax.zarr.values import (
     Place,
     StoredValues,
     places_in_files,
@@ -55,9 +49,23 @@ from bridge.formats.orbax.values import (
     unmerged_processes,
     values_in_ocdbt,
 )
-from bridge.formats.stores.folder import CLAIM
-from bridge.formats.stores.listing import StorePath
-from bridge.formats.wrapping import ClosedAtEnd
+from bridge.core.formats.reading.boxes import array_for
+from bridge.core.formats.reading.regular_files import files_below, regular_file, small_file
+from bridge.core.formats.stores.folder import CLAIM
+from bridge.core.formats.stores.listing import StorePath
+from bridge.core.formats.tensors.arrays import as_integers
+from bridge.core.formats.tensors.base import (
+    Box,
+    CheckpointError,
+    Checksums,
+    Loan,
+    TensorInfo,
+    TreePath,
+    Wanted,
+)
+from bridge.core.formats.tensors.damaged_parts import one_part
+from bridge.core.formats.tensors.leaf_kinds import key_kind
+from bridge.core.formats.tensors.wrapping import ClosedAtEnd
 
 _IN_FLIGHT = 64 << 20
 # tensorstore ends the process when it gets no memory for what it reads whole.

@@ -17,9 +17,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from bridge.formats.base import CheckpointError, TreePath
-from bridge.formats.orbax.arrays import ArrayLayout
-from bridge.formats.orbax.tree import leaf_name, storage_key
+from bridge.core.formats.orbax.tree import leaf_name, storage_key
+from bridge.core.formats.orbax.zarr.arrays import ArrayLayout
+from bridge.core.formats.tensors.base import CheckpointError, TreePath
 
 _CHUNK = 8 << 20
 _MAX_CHUNK = 32 << 20

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from bridge.formats.base import CheckpointError, TreePath
-from bridge.formats.leaf_names import is_unicode
-from bridge.formats.orbax.objects import Json
-from bridge.formats.orbax.tree import leaf_name, storage_key
+from bridge.core.formats.orbax.objects import Json
+from bridge.core.formats.orbax.tree import leaf_name, storage_key
+from bridge.core.formats.tensors.base import CheckpointError, TreePath
+from bridge.core.formats.tensors.leaf_names import is_unicode
 
 STRINGS_FILE = "_strings.json"
 

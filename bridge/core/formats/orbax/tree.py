@@ -20,10 +20,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from bridge.formats.base import CheckpointError, TreePath
-from bridge.formats.leaf_kinds import EMPTY, SCALAR, STRING, implied_kinds, is_kind_of
-from bridge.formats.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path, is_unicode
-from bridge.formats.orbax.objects import decode_object, require_unicode
+from bridge.core.formats.orbax.objects import decode_object, require_unicode
+from bridge.core.formats.tensors.base import CheckpointError, TreePath
+from bridge.core.formats.tensors.leaf_kinds import EMPTY, SCALAR, STRING, implied_kinds, is_kind_of
+from bridge.core.formats.tensors.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path, is_unicode
 
 SEQUENCE, MAPPING = 1, 2
 """What a key of a path is in `_METADATA`."""

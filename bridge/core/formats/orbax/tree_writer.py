@@ -10,10 +10,10 @@ import json
 from collections.abc import Iterable, Mapping
 from json.encoder import encode_basestring_ascii as quoted
 
-from bridge.formats.base import TreePath
-from bridge.formats.leaf_kinds import EMPTY, SCALAR, key_implementation
-from bridge.formats.orbax.objects import Json, encode_object
-from bridge.formats.orbax.tree import MAPPING, SEQUENCE, leaf_name, leaves_of
+from bridge.core.formats.orbax.objects import Json, encode_object
+from bridge.core.formats.orbax.tree import MAPPING, SEQUENCE, leaf_name, leaves_of
+from bridge.core.formats.tensors.base import TreePath
+from bridge.core.formats.tensors.leaf_kinds import EMPTY, SCALAR, key_implementation
 
 
 def render_tree(

@@ -29,12 +29,9 @@ from typing import Literal
 import numpy as np
 import tensorstore as ts
 
-from bridge.formats.base import CheckpointError, TensorInfo, TreePath, dtype_name
-from bridge.formats.chunk_grid import grid_of_chunks
-from bridge.formats.companions import is_companion
-from bridge.formats.files.atomic import CommitOrAbort
-from bridge.formats.files.journal import JOURNAL_FILE, Journal
-from bridge.formats.files.manifest import (
+from bridge.core.formats.files.atomic import CommitOrAbort
+from bridge.core.formats.files.journal import JOURNAL_FILE, Journal
+from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestTensor,
@@ -42,13 +39,10 @@ from bridge.formats.files.manifest import (
     parse_manifest,
     render_manifest,
 )
-from bridge.formats.files.record import ChunkRecord
-from bridge.formats.files.recorded_chunks import RecordedChunks
-from bridge.formats.files.working import Attempt, working_place
-from bridge.formats.garbage import collection_paused
-from bridge.formats.orbax.arrays import ArrayLayout, explain, metadata_key, new_context, store_spec
-from bridge.formats.orbax.chunks import ChunkStore, join_stores, process_store
-from bridge.formats.orbax.metadata_writer import (
+from bridge.core.formats.files.record import ChunkRecord
+from bridge.core.formats.files.recorded_chunks import RecordedChunks
+from bridge.core.formats.files.working import Attempt, working_place
+from bridge.core.formats.orbax.metadata_writer import (
     HANDLERS,
     item_entry,
     mark_item,
@@ -56,12 +50,18 @@ from bridge.formats.orbax.metadata_writer import (
     write_step,
     write_tree,
 )
-from bridge.formats.orbax.objects import encode_object
-from bridge.formats.orbax.row_slabs import array_layout
-from bridge.formats.orbax.tree import Claims, as_path, leaf_name, leaves_of, storage_key
-from bridge.formats.share import PARTS_FOLDER, Share
-from bridge.formats.stores.folder import StoredJournal
-from bridge.formats.stores.upload_path import UploadPath
+from bridge.core.formats.orbax.objects import encode_object
+from bridge.core.formats.orbax.row_slabs import array_layout
+from bridge.core.formats.orbax.tree import Claims, as_path, leaf_name, leaves_of, storage_key
+from bridge.core.formats.orbax.zarr.arrays import ArrayLayout, explain, metadata_key, new_context, store_spec
+from bridge.core.formats.orbax.zarr.chunks import ChunkStore, join_stores, process_store
+from bridge.core.formats.stores.folder import StoredJournal
+from bridge.core.formats.stores.upload_path import UploadPath
+from bridge.core.formats.tensors.base import CheckpointError, TensorInfo, TreePath, dtype_name
+from bridge.core.formats.tensors.chunk_grid import grid_of_chunks
+from bridge.core.formats.tensors.garbage import collection_paused
+from bridge.core.formats.tensors.share import PARTS_FOLDER, Share
+from bridge.core.formats.whole.companions import is_companion
 
 
 class OrbaxPart(RecordedChunks):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, TensorInfo
-from bridge.formats.files.read_memory import memory_for
+from bridge.core.formats.reading.read_memory import memory_for
+from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo
 
 
 class ChunkIndex:

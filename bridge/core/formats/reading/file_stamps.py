@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from bridge.formats.stores.listing import StorePath
+from bridge.core.formats.stores.listing import StorePath
 
 
 class Stamp(NamedTuple):

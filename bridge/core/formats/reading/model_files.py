@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.files.numbered_files import NumberedFiles, numbered_sets
-from bridge.formats.files.weight_index import INDEX_END, read_weight_map
+from bridge.core.formats.reading.numbered_files import NumberedFiles, numbered_sets
+from bridge.core.formats.reading.weight_index import INDEX_END, read_weight_map
+from bridge.core.formats.tensors.base import CheckpointError
 
 _SHOWN = 5
 

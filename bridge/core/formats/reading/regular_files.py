@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.stores.listing import StorePath
+from bridge.core.formats.stores.listing import StorePath
+from bridge.core.formats.tensors.base import CheckpointError
 
 MAX_SMALL_FILE = 256 << 20
 """Bytes of a file that is read whole: metadata and the like, not data."""

@@ -14,14 +14,22 @@ from types import MappingProxyType
 
 import numpy as np
 
-from bridge.formats.arrays import as_integers
-from bridge.formats.base import Box, CheckpointError, Loan, TensorInfo, TreePath, Wanted, require_tensor
-from bridge.formats.files.boxes import array_for, box_of
-from bridge.formats.files.model_files import FileKind
-from bridge.formats.files.regular_files import regular_file
-from bridge.formats.files.source_files import FileArray, SourceFiles
-from bridge.formats.stores.listing import StorePath
-from bridge.formats.wrapping import ClosedAtEnd
+from bridge.core.formats.reading.boxes import array_for, box_of
+from bridge.core.formats.reading.model_files import FileKind
+from bridge.core.formats.reading.regular_files import regular_file
+from bridge.core.formats.reading.source_files import FileArray, SourceFiles
+from bridge.core.formats.stores.listing import StorePath
+from bridge.core.formats.tensors.arrays import as_integers
+from bridge.core.formats.tensors.base import (
+    Box,
+    CheckpointError,
+    Loan,
+    TensorInfo,
+    TreePath,
+    Wanted,
+    require_tensor,
+)
+from bridge.core.formats.tensors.wrapping import ClosedAtEnd
 
 
 class SingleChunkReader(ClosedAtEnd):

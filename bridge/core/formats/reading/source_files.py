@@ -25,12 +25,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from bridge.formats.arrays import row_major
-from bridge.formats.base import COPY_AGAIN, Box, CheckpointError, Loan
-from bridge.formats.files.file_stamps import Stamp, change
-from bridge.formats.files.read_memory import BLOCK, SCAN, SCRATCH, LoanBuffers
-from bridge.formats.files.regular_files import open_regular, require_content
-from bridge.formats.stores.listing import StorePath
+from bridge.core.formats.reading.file_stamps import Stamp, change
+from bridge.core.formats.reading.read_memory import BLOCK, SCAN, SCRATCH, LoanBuffers
+from bridge.core.formats.reading.regular_files import open_regular, require_content
+from bridge.core.formats.stores.listing import StorePath
+from bridge.core.formats.tensors.arrays import row_major
+from bridge.core.formats.tensors.base import COPY_AGAIN, Box, CheckpointError, Loan
 
 _PAGE_BEFORE: Final = 1 << 10
 _PAGE: Final = 4 << 10

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.files.regular_files import is_plain_name, small_file
+from bridge.core.formats.reading.regular_files import is_plain_name, small_file
+from bridge.core.formats.tensors.base import CheckpointError
 
 INDEX_END: Final = ".index.json"
 _MAX_INDEX: Final = 64 << 20

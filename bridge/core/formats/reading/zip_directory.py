@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Never
 
-from bridge.formats.base import COPY_AGAIN, CheckpointError
-from bridge.formats.files.source_files import FileView, SourceFiles
+from bridge.core.formats.reading.source_files import FileView, SourceFiles
+from bridge.core.formats.tensors.base import COPY_AGAIN, CheckpointError
 
 STORED: Final = 0
 DEFLATED: Final = 8

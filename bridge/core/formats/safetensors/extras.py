@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from bridge.formats.base import CheckpointError, TreePath
-from bridge.formats.leaf_names import TREE_PATH_KEYS, is_tree_path
-from bridge.formats.plain import plain_value
+from bridge.core.formats.tensors.base import CheckpointError, TreePath
+from bridge.core.formats.tensors.leaf_names import TREE_PATH_KEYS, is_tree_path
+from bridge.core.formats.tensors.plain import plain_value
 
 EXTRAS_KEY: Final = "twinshard"
 

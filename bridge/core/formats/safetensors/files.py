@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from bridge.formats.files.model_files import FileKind, ModelFiles
+from bridge.core.formats.reading.model_files import FileKind, ModelFiles
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"

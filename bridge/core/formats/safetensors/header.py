@@ -22,9 +22,9 @@ from typing import Final, Never
 import ml_dtypes
 import numpy as np
 
-from bridge.formats.base import DTYPES, CheckpointError
-from bridge.formats.files.source_files import FileView
-from bridge.formats.leaf_names import MAX_NAME
+from bridge.core.formats.reading.source_files import FileView
+from bridge.core.formats.tensors.base import DTYPES, CheckpointError
+from bridge.core.formats.tensors.leaf_names import MAX_NAME
 
 MAX_HEADER: Final = 100_000_000
 """Bytes of a header that every reader of the format accepts."""

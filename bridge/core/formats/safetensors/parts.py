@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from bridge.formats.files.manifest import ManifestFile, file_entry
-from bridge.formats.files.parts import move_up, part_manifest, write_joint_manifest
-from bridge.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
+from bridge.core.formats.files.manifest import ManifestFile, file_entry
+from bridge.core.formats.files.parts import move_up, part_manifest, write_joint_manifest
+from bridge.core.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
 
 
 def join(folder: Path, parts: Sequence[Path], conversion: str) -> None:

@@ -16,8 +16,24 @@ from typing import Any, Final
 
 import numpy as np
 
-from bridge.formats.arrays import as_integers, strides_of
-from bridge.formats.base import (
+from bridge.core.formats.reading.boxes import ChunkIndex, array_for, box_of
+from bridge.core.formats.reading.model_files import ModelFiles
+from bridge.core.formats.reading.regular_files import regular_file
+from bridge.core.formats.reading.source_files import FileArray, Piece, SourceFiles
+from bridge.core.formats.reading.weight_index import check_index
+from bridge.core.formats.safetensors.extras import EXTRAS_KEY, Extras, parse_extras
+from bridge.core.formats.safetensors.files import find_files
+from bridge.core.formats.safetensors.header import (
+    LENGTH_BYTES,
+    METADATA_KEY,
+    Header,
+    StoredArray,
+    header_length,
+    read_header,
+)
+from bridge.core.formats.stores.listing import StorePath
+from bridge.core.formats.tensors.arrays import as_integers, strides_of
+from bridge.core.formats.tensors.base import (
     Box,
     CheckpointError,
     Checksums,
@@ -27,25 +43,9 @@ from bridge.formats.base import (
     Wanted,
     require_tensor,
 )
-from bridge.formats.coverage import check_coverage
-from bridge.formats.damaged_parts import one_part
-from bridge.formats.files.boxes import ChunkIndex, array_for, box_of
-from bridge.formats.files.model_files import ModelFiles
-from bridge.formats.files.regular_files import regular_file
-from bridge.formats.files.source_files import FileArray, Piece, SourceFiles
-from bridge.formats.files.weight_index import check_index
-from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, parse_extras
-from bridge.formats.safetensors.files import find_files
-from bridge.formats.safetensors.header import (
-    LENGTH_BYTES,
-    METADATA_KEY,
-    Header,
-    StoredArray,
-    header_length,
-    read_header,
-)
-from bridge.formats.stores.listing import StorePath
-from bridge.formats.wrapping import ClosedAtEnd
+from bridge.core.formats.tensors.coverage import check_coverage
+from bridge.core.formats.tensors.damaged_parts import one_part
+from bridge.core.formats.tensors.wrapping import ClosedAtEnd
 
 FORMAT_KEY: Final = "format"
 FORMAT_VALUE: Final = "pt"

@@ -19,10 +19,9 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.base import CheckpointError, Checksums, TensorInfo, TreePath
-from bridge.formats.files.atomic import sidecar_of
-from bridge.formats.files.data_file import DataFile
-from bridge.formats.files.manifest import (
+from bridge.core.formats.files.atomic import sidecar_of
+from bridge.core.formats.files.data_file import DataFile
+from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
     ManifestFile,
@@ -32,17 +31,18 @@ from bridge.formats.files.manifest import (
     require_own,
     rest_checksum,
 )
-from bridge.formats.files.record import ChunkRecord
-from bridge.formats.files.recorded_chunks import FlatWriter
-from bridge.formats.files.sink import Place
-from bridge.formats.files.working import Attempt, working_place
-from bridge.formats.leaf_names import flat_name
-from bridge.formats.safetensors.extras import EXTRAS_KEY, Extras, encode_value, format_extras
-from bridge.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
-from bridge.formats.safetensors.header import METADATA_KEY, dtype_code, format_header
-from bridge.formats.safetensors.reader import FORMAT_KEY, FORMAT_VALUE, HIDDEN_KEYS
-from bridge.formats.share import Share
-from bridge.formats.stores.upload import UploadFile
+from bridge.core.formats.files.record import ChunkRecord
+from bridge.core.formats.files.recorded_chunks import FlatWriter
+from bridge.core.formats.files.sink import Place
+from bridge.core.formats.files.working import Attempt, working_place
+from bridge.core.formats.safetensors.extras import EXTRAS_KEY, Extras, encode_value, format_extras
+from bridge.core.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
+from bridge.core.formats.safetensors.header import METADATA_KEY, dtype_code, format_header
+from bridge.core.formats.safetensors.reader import FORMAT_KEY, FORMAT_VALUE, HIDDEN_KEYS
+from bridge.core.formats.stores.upload import UploadFile
+from bridge.core.formats.tensors.base import CheckpointError, Checksums, TensorInfo, TreePath
+from bridge.core.formats.tensors.leaf_names import flat_name
+from bridge.core.formats.tensors.share import Share
 
 SHARD_BYTES: Final = 5_000_000_000
 """Largest shard, as Hugging Face cuts them; a larger tensor has one of its own."""
@@ -57,7 +57,7 @@ class SafetensorsWriter(FlatWriter):
     several threads.
 
     share: with one, the tensors that are declared are those of one part, and `path` becomes a directory of these, with
-    an index; see `formats/in_parts.py`.
+    an index; see `formats/whole/in_parts.py`.
     """
 
     format = "safetensors"

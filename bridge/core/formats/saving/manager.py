@@ -20,14 +20,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, SupportsFloat
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.files.atomic import fsync_directory, is_temporary
-from bridge.formats.files.journal import JOURNAL_FILE
-from bridge.formats.saving import pending
-from bridge.formats.saving.extras import SaveExtras
-from bridge.formats.saving.retention import METRICS_FILE, Retention, read_metrics, render_metrics
-from bridge.formats.saving.steps import choose_step, complete_steps
-from bridge.formats.stores.store import path_here
+from bridge.core.formats.files.atomic import fsync_directory, is_temporary
+from bridge.core.formats.files.journal import JOURNAL_FILE
+from bridge.core.formats.saving import pending
+from bridge.core.formats.saving.extras import SaveExtras
+from bridge.core.formats.saving.retention import METRICS_FILE, Retention, read_metrics, render_metrics
+from bridge.core.formats.saving.steps import choose_step, complete_steps
+from bridge.core.formats.stores.store import path_here
+from bridge.core.formats.tensors.base import CheckpointError
 
 
 class StepManager:

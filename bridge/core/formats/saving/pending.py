@@ -24,7 +24,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from bridge.formats.base import CheckpointError
+from bridge.core.formats.tensors.base import CheckpointError
 
 
 class PendingSave:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, SupportsFloat
 
-from bridge.formats.base import CheckpointError
+from bridge.core.formats.tensors.base import CheckpointError
 
 METRICS_FILE = "twinshard_metrics.json"
 """In a step's directory: the metrics that the step was saved with, a JSON object of numbers."""

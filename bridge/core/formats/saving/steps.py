@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE, is_unfinished
+from bridge.core.formats.orbax.item import COMMIT_FILE, TREE_FILE, is_unfinished
+from bridge.core.formats.tensors.base import CheckpointError
 
 _STEP = re.compile(r"(?:.+_)?(\d+)")
 _OF_A_CHECKPOINT = (TREE_FILE, "_CHECKPOINT_METADATA", ".metadata")

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from bridge.formats.stores.parts import retried
-from bridge.formats.stores.store import FileSystem
+from bridge.core.formats.stores.parts import retried
+from bridge.core.formats.stores.store import FileSystem
 
 MOST_SOURCES: Final = 32
 """Objects that the service composes at once."""

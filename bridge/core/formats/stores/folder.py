@@ -22,19 +22,25 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.stores.composed import ComposedParts, composes, objects_from, put_object, remove_objects
-from bridge.formats.stores.parts import FinishedParts, OrderedParts, Parts, S3Parts, retried, s3_uploads
-from bridge.formats.stores.store import (
+from bridge.core.formats.stores.composed import (
+    ComposedParts,
+    composes,
+    objects_from,
+    put_object,
+    remove_objects,
+)
+from bridge.core.formats.stores.parts import FinishedParts, OrderedParts, Parts, S3Parts, retried, s3_uploads
+from bridge.core.formats.stores.store import (
     cannot_be_reached,
     open_store,
     require_writable,
     store_errors,
     without_end,
 )
-from bridge.formats.stores.upload import Note, UploadFile
-from bridge.formats.stores.upload_path import UploadPath
-from bridge.formats.stores.writing_process import ACTIVE, lives, this_process
+from bridge.core.formats.stores.upload import Note, UploadFile
+from bridge.core.formats.stores.upload_path import UploadPath
+from bridge.core.formats.stores.writing_process import ACTIVE, lives, this_process
+from bridge.core.formats.tensors.base import CheckpointError
 
 CLAIM: Final = "twinshard.uploading"
 _FOUND_BY: Final = (

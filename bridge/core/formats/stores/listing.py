@@ -19,9 +19,9 @@ from os import PathLike, stat_result
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.stores.ranges import FileRanges
-from bridge.formats.stores.store import FileSystem, open_store, store_errors, without_end
+from bridge.core.formats.stores.ranges import FileRanges
+from bridge.core.formats.stores.store import FileSystem, open_store, store_errors, without_end
+from bridge.core.formats.tensors.base import CheckpointError
 
 _INDEX_SUFFIX: Final = ".index.json"
 _MAX_METADATA: Final = 1 << 30

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar
 
-from bridge.formats.stores.ranges import ATTEMPTS
-from bridge.formats.stores.store import FileSystem
+from bridge.core.formats.stores.ranges import ATTEMPTS
+from bridge.core.formats.stores.store import FileSystem
 
 PAUSE: Final = 0.1
 _WAITING: Final = 8

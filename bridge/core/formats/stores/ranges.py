@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from bridge.formats.stores.store import FileSystem
+from bridge.core.formats.stores.store import FileSystem
 
 BLOCK: Final = 8 << 20
 """Bytes of a request: it costs as much time as some of them take to arrive."""

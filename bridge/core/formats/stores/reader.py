@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bridge.formats.base import CheckpointReader
-from bridge.formats.stores.listing import Listing, StorePath
-from bridge.formats.wrapping import WrappingReader
+from bridge.core.formats.stores.listing import Listing, StorePath
+from bridge.core.formats.tensors.base import CheckpointReader
+from bridge.core.formats.tensors.wrapping import WrappingReader
 
 
 class StoredReader(WrappingReader):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from bridge.formats.base import CheckpointError
+from bridge.core.formats.tensors.base import CheckpointError
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.stores.parts import Parts
+from bridge.core.formats.stores.parts import Parts
+from bridge.core.formats.tensors.base import CheckpointError
 
 PART: Final = 16 << 20
 """Bytes of a part, unless there would be too many of them."""

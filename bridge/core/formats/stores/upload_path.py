@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from bridge.formats.stores.upload import UploadFile
+from bridge.core.formats.stores.upload import UploadFile
 
 if TYPE_CHECKING:
     # Writers take either; at run time a call that would go to this machine's files must not find anything.

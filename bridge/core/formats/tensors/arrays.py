@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from bridge.formats.crc32c import extend
+from bridge.core.formats.tensors.crc32c import extend
 
 NUMBER: Final = re.compile(r"b1|[iu][1248]|f[248]|c8|c16")
 """NumPy's codes of numbers, without their byte order. np.dtype raises TypeError for others, such as b8."""

@@ -93,7 +93,7 @@ def is_whole(dtype: np.dtype) -> bool:
 def dtype_from_name(name: str) -> np.dtype:
     """The NumPy (or ml_dtypes) dtype called `name`, e.g. "bfloat16". CheckpointError for an unknown name.
 
-    Files are read with it, so short names (`bridge.dtype_names`) are unknown here.
+    Files are read with it, so short names (`bridge.core.dtype_names`) are unknown here.
     """
     if name not in ORBAX_DTYPES:
         raise CheckpointError(f"expected a dtype out of {', '.join(ORBAX_DTYPES)}, got {name[:80]!r}")
@@ -242,7 +242,7 @@ class CheckpointReader(Protocol):
 
     @property
     def format(self) -> str:
-        """One of FORMATS or READ_ONLY_FORMATS of `bridge.formats`."""
+        """One of FORMATS or READ_ONLY_FORMATS of `bridge.core.formats`."""
 
     @property
     def path(self) -> Path | str:

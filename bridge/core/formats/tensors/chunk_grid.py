@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from operator import le
 
-from bridge.formats.base import Box, CheckpointError
+from bridge.core.formats.tensors.base import Box, CheckpointError
 
 MAX_CHUNKS = 1 << 20
 """Chunks of one tensor that a writer makes: each is a Box in memory, and a hostile shape may claim any number."""

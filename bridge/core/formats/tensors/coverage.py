@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from bridge.formats.base import Box, CheckpointError
+from bridge.core.formats.tensors.base import Box, CheckpointError
 
 
 def check_coverage(shape: Sequence[int], chunks: Iterable[Box], what: str) -> None:

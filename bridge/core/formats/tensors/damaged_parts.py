@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 
-from bridge.formats.base import CheckpointError
+from bridge.core.formats.tensors.base import CheckpointError
 
 _DAMAGE: ContextVar[dict[str, CheckpointError] | None] = ContextVar("damage", default=None)
 

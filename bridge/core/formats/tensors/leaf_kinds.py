@@ -21,7 +21,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Final
 
-from bridge.formats.base import CheckpointError, CheckpointReader, TreePath
+from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TreePath
 
 LEAVES: Final[TreePath] = ("twinshard", "leaves")
 SCALAR: Final = "scalar"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bridge.formats.base import CheckpointError, TreePath
+from bridge.core.formats.tensors.base import CheckpointError, TreePath
 
 MAX_NAME = 4096
 """Characters of a tensor's or object's name, in all formats."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from bridge.formats.base import Box
+from bridge.core.formats.tensors.base import Box
 
 Progress = Callable[[int, int, str], None]
 """Called as ``progress(bytes done, bytes in all, name of the tensor just done)``."""

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader
+from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader
 
 
 def run_lengths(shape: Sequence[int], scale_shape: Sequence[int]) -> tuple[int, ...] | None:

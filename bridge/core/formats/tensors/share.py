@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bridge.formats.base import Box
+from bridge.core.formats.tensors.base import Box
 
 PARTS_FOLDER = "twinshard.parts"
 

@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from bridge.formats.base import (
+from bridge.core.formats.tensors.base import (
     Box,
     CheckpointError,
     CheckpointReader,

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from bridge.formats.base import Box
-from bridge.formats.dcp.pickle_records import Call, Instance, Name, is_index
+from bridge.core.formats.dcp.pickle_records import Call, Instance, Name, is_index
+from bridge.core.formats.tensors.base import Box
 
 _REBUILD: Final = "torch._tensor._rebuild_from_type_v2"
 _CLASSES: Final = frozenset({"torch.distributed.tensor.DTensor", "torch.distributed._tensor.api.DTensor"})

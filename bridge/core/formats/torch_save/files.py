@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from bridge.formats.base import COPY_AGAIN, CheckpointError
-from bridge.formats.files.model_files import FileKind
-from bridge.formats.files.source_files import SourceFiles
-from bridge.formats.files.zip_directory import STORED, ZIP_MAGIC, Member, read_directory
+from bridge.core.formats.reading.model_files import FileKind
+from bridge.core.formats.reading.source_files import SourceFiles
+from bridge.core.formats.reading.zip_directory import STORED, ZIP_MAGIC, Member, read_directory
+from bridge.core.formats.tensors.base import COPY_AGAIN, CheckpointError
 
 TRAINING_STATE: Final = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|openvino_|(optim|extra_state)_world_size_).*"

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, TensorInfo, UnreadableValue
-from bridge.formats.coverage import check_coverage
-from bridge.formats.files.manifest import object_checksum
-from bridge.formats.files.source_files import FileArray
-from bridge.formats.single_chunk import SingleChunkReader
-from bridge.formats.torch_save.files import TORCH_FILES
-from bridge.formats.torch_save.reader import PIECE, TorchSaveReader
-from bridge.formats.wrapping import ReadWhenAsked
+from bridge.core.formats.files.manifest import object_checksum
+from bridge.core.formats.reading.single_chunk import SingleChunkReader
+from bridge.core.formats.reading.source_files import FileArray
+from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, UnreadableValue
+from bridge.core.formats.tensors.coverage import check_coverage
+from bridge.core.formats.tensors.wrapping import ReadWhenAsked
+from bridge.core.formats.torch_save.files import TORCH_FILES
+from bridge.core.formats.torch_save.reader import PIECE, TorchSaveReader
 
 _SHOWN = 5
 

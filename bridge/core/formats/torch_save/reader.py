@@ -20,21 +20,27 @@ from typing import Final
 import numpy as np
 from isal import isal_zlib
 
-from bridge.formats.arrays import as_integers
-from bridge.formats.base import Box, CheckpointError, TensorInfo
-from bridge.formats.damaged_parts import one_part
-from bridge.formats.dcp.archive import Record, StoredTensor, compare_record, describe_tensor, verify_record
-from bridge.formats.dcp.pickle import read_pickle
-from bridge.formats.dcp.pickle_records import Vocabulary
-from bridge.formats.files.source_files import FileArray
-from bridge.formats.files.weight_index import check_index
-from bridge.formats.files.zip_directory import Member, data_start
-from bridge.formats.leaf_names import flat_name
-from bridge.formats.single_chunk import SingleChunkReader
-from bridge.formats.torch_save.dtensors import LocalPiece, local_piece
-from bridge.formats.torch_save.files import TORCH_FILES, members_of
-from bridge.formats.torch_save.tree import is_tensor, leaves, value_of
-from bridge.formats.wrapping import ReadWhenAsked
+from bridge.core.formats.dcp.archive import (
+    Record,
+    StoredTensor,
+    compare_record,
+    describe_tensor,
+    verify_record,
+)
+from bridge.core.formats.dcp.pickle import read_pickle
+from bridge.core.formats.dcp.pickle_records import Vocabulary
+from bridge.core.formats.reading.single_chunk import SingleChunkReader
+from bridge.core.formats.reading.source_files import FileArray
+from bridge.core.formats.reading.weight_index import check_index
+from bridge.core.formats.reading.zip_directory import Member, data_start
+from bridge.core.formats.tensors.arrays import as_integers
+from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo
+from bridge.core.formats.tensors.damaged_parts import one_part
+from bridge.core.formats.tensors.leaf_names import flat_name
+from bridge.core.formats.tensors.wrapping import ReadWhenAsked
+from bridge.core.formats.torch_save.dtensors import LocalPiece, local_piece
+from bridge.core.formats.torch_save.files import TORCH_FILES, members_of
+from bridge.core.formats.torch_save.tree import is_tensor, leaves, value_of
 
 PIECE: Final = (
     "a piece of a DTensor, of which other ranks' files have the rest: give the folder with all of them"

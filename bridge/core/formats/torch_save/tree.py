@@ -12,10 +12,9 @@ from typing import Final
 
 import numpy as np
 
-from bridge.formats.base import CheckpointError, TreePath, UnreadableValue
-from bridge.formats.dcp.archive import REBUILD, REBUILD_UNTYPED
-from bridge.formats.dcp.pickle_records import Call, Instance, Name
-from bridge.formats.dcp.plain_values import (
+from bridge.core.formats.dcp.archive import REBUILD, REBUILD_UNTYPED
+from bridge.core.formats.dcp.pickle_records import Call, Instance, Name
+from bridge.core.formats.dcp.plain_values import (
     ARRAYS,
     REBUILDERS,
     array_of,
@@ -23,8 +22,9 @@ from bridge.formats.dcp.plain_values import (
     is_pair,
     plain_from_pickle,
 )
-from bridge.formats.leaf_names import TREE_PATH_KEYS, is_tree_path
-from bridge.formats.plain import MAX_NODES
+from bridge.core.formats.tensors.base import CheckpointError, TreePath, UnreadableValue
+from bridge.core.formats.tensors.leaf_names import TREE_PATH_KEYS, is_tree_path
+from bridge.core.formats.tensors.plain import MAX_NODES
 
 _PARAMETERS: Final = frozenset(
     {"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"}

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from bridge.formats.base import CheckpointError, CheckpointReader
-from bridge.formats.files.regular_files import MAX_SMALL_FILE, regular_file, small_file
-from bridge.formats.orbax.item import STEP_FILE, TREE_FILE
-from bridge.formats.pipeline import PIPELINE_FILE, pipeline_companions
-from bridge.formats.stores.reader import home_of
-from bridge.formats.stores.upload_path import UploadPath
+from bridge.core.formats.orbax.item import STEP_FILE, TREE_FILE
+from bridge.core.formats.reading.regular_files import MAX_SMALL_FILE, regular_file, small_file
+from bridge.core.formats.stores.reader import home_of
+from bridge.core.formats.stores.upload_path import UploadPath
+from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader
+from bridge.core.formats.whole.pipeline import PIPELINE_FILE, pipeline_companions
 
 CONFIG_FILE: Final = "config.json"
 _MAX_CONFIG: Final = 1 << 20

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.joined import require_one_tree
-from bridge.formats.orbax.items import has_items, items_of_one_state, named_items
-from bridge.formats.pipeline import pipeline_parts
+from bridge.core.formats.orbax.items import has_items, items_of_one_state, named_items
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.whole.joined import require_one_tree
+from bridge.core.formats.whole.pipeline import pipeline_parts
 
 
 def parts_of(path: Path, items: Sequence[str] = ()) -> dict[str, Path]:

@@ -16,24 +16,24 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.formats.base import CheckpointError, CheckpointWriter, TreePath
-from bridge.formats.files.working import Attempt, WorkingDirectory
-from bridge.formats.leaf_names import flat_name
-from bridge.formats.regions import default_chunk_shape
-from bridge.formats.share import Share
+from bridge.core.formats.files.working import Attempt, WorkingDirectory
+from bridge.core.formats.tensors.base import CheckpointError, CheckpointWriter, TreePath
+from bridge.core.formats.tensors.leaf_names import flat_name
+from bridge.core.formats.tensors.regions import default_chunk_shape
+from bridge.core.formats.tensors.share import Share
 
 
 def create_part(path: Path, format: str, share: Share, attempt: Attempt) -> CheckpointWriter:
     """Start a part at `path`, which must not exist. Declare only tensors of the share, and objects only in part 1."""
     if format == "dcp":
-        from bridge.formats.dcp.writer import DcpWriter
+        from bridge.core.formats.dcp.writer import DcpWriter
 
         return DcpWriter(path, attempt, share=share)
     if format == "orbax":
-        from bridge.formats.orbax.parts import OrbaxShare
+        from bridge.core.formats.orbax.parts import OrbaxShare
 
         return OrbaxShare(path, attempt, share)
-    from bridge.formats.safetensors.writer import SafetensorsWriter
+    from bridge.core.formats.safetensors.writer import SafetensorsWriter
 
     return SafetensorsWriter(path, attempt, share=share)
 
@@ -55,15 +55,15 @@ def join_parts(
     at `path`, and the attempt does not replace it). Everything stays to be joined again then.
     """
     if format == "orbax":
-        from bridge.formats.orbax.parts import OrbaxJoin
+        from bridge.core.formats.orbax.parts import OrbaxJoin
 
         with OrbaxJoin(path, attempt, parts, conversion) as writer:
             declare(writer)
         return
     if format == "dcp":
-        from bridge.formats.dcp.parts import join
+        from bridge.core.formats.dcp.parts import join
     else:
-        from bridge.formats.safetensors.parts import join
+        from bridge.core.formats.safetensors.parts import join
     with WorkingDirectory(path, attempt) as directory:
         join(directory.temporary, parts, conversion)
 
@@ -71,7 +71,7 @@ def join_parts(
 def chunk_count(format: str, shape: tuple[int, ...], dtype: np.dtype) -> int:
     """How many chunks a tensor has that no chunk shape was wished for."""
     if format == "orbax":
-        from bridge.formats.orbax.row_slabs import default_chunk
+        from bridge.core.formats.orbax.row_slabs import default_chunk
 
         block = default_chunk(shape, dtype)
     else:
@@ -87,7 +87,7 @@ def divisible(format: str) -> bool:
 def require_names(path: Path, format: str, leaves: Iterable[TreePath]) -> None:
     """CheckpointError when two leaves cannot be in one checkpoint: each part alone sees its own only."""
     if format == "orbax":
-        from bridge.formats.orbax.tree import Claims, as_path
+        from bridge.core.formats.orbax.tree import Claims, as_path
 
         claims = Claims(str(path))
         for leaf in leaves:

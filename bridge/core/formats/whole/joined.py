@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from bridge.formats.base import (
+from bridge.core.formats.tensors.base import (
     Box,
     CheckpointError,
     CheckpointReader,
@@ -25,9 +25,9 @@ from bridge.formats.base import (
     Wanted,
     unreadable,
 )
-from bridge.formats.leaf_kinds import kinds_of
-from bridge.formats.leaf_names import separator_of
-from bridge.formats.wrapping import ClosedAtEnd, ReadWhenAsked
+from bridge.core.formats.tensors.leaf_kinds import kinds_of
+from bridge.core.formats.tensors.leaf_names import separator_of
+from bridge.core.formats.tensors.wrapping import ClosedAtEnd, ReadWhenAsked
 
 
 class JoinedReader(ClosedAtEnd):

@@ -13,16 +13,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from bridge.formats.base import CheckpointReader
-from bridge.formats.companions import is_companion
-from bridge.formats.dcp.metadata import METADATA_FILE
-from bridge.formats.files.atomic import is_temporary
-from bridge.formats.files.numbered_files import is_numbered, numbered_sets
-from bridge.formats.files.weight_index import INDEX_END
-from bridge.formats.joined import JoinedReader
-from bridge.formats.orbax.item import TREE_FILE
-from bridge.formats.stores.reader import StoredReader, home_of
-from bridge.formats.torch_save.files import TRAINING_STATE
+from bridge.core.formats.dcp.metadata import METADATA_FILE
+from bridge.core.formats.files.atomic import is_temporary
+from bridge.core.formats.orbax.item import TREE_FILE
+from bridge.core.formats.reading.numbered_files import is_numbered, numbered_sets
+from bridge.core.formats.reading.weight_index import INDEX_END
+from bridge.core.formats.stores.reader import StoredReader, home_of
+from bridge.core.formats.tensors.base import CheckpointReader
+from bridge.core.formats.torch_save.files import TRAINING_STATE
+from bridge.core.formats.whole.companions import is_companion
+from bridge.core.formats.whole.joined import JoinedReader
 
 _ENDS: Final = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".msgpack", ".distcp", INDEX_END),

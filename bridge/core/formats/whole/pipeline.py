@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.dcp.metadata import metadata_files
-from bridge.formats.files.manifest import MANIFEST_FILE
-from bridge.formats.files.regular_files import MAX_SMALL_FILE, is_plain_name, regular_file, small_file
-from bridge.formats.files.weight_index import INDEX_END
-from bridge.formats.orbax.item import TREE_FILE
-from bridge.formats.read_only import directory_format
-from bridge.formats.safetensors.files import holds_safetensors
+from bridge.core.formats.dcp.metadata import metadata_files
+from bridge.core.formats.files.manifest import MANIFEST_FILE
+from bridge.core.formats.orbax.item import TREE_FILE
+from bridge.core.formats.reading.regular_files import MAX_SMALL_FILE, is_plain_name, regular_file, small_file
+from bridge.core.formats.reading.weight_index import INDEX_END
+from bridge.core.formats.safetensors.files import holds_safetensors
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.whole.read_only import directory_format
 
 PIPELINE_FILE: Final = "model_index.json"
 _BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".spm", ".tiktoken")

@@ -26,11 +26,11 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo
-from bridge.formats.companions import QUANTIZATION, config_beside
-from bridge.formats.files.boxes import box_of
-from bridge.formats.scaled import decode, scale_box
-from bridge.formats.wrapping import AlteredReader
+from bridge.core.formats.reading.boxes import box_of
+from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TensorInfo
+from bridge.core.formats.tensors.scaled import decode, scale_box
+from bridge.core.formats.tensors.wrapping import AlteredReader
+from bridge.core.formats.whole.companions import QUANTIZATION, config_beside
 
 DECODED = np.dtype(ml_dtypes.bfloat16)
 

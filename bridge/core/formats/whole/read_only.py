@@ -10,11 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.files.model_files import FileKind
-from bridge.formats.files.source_files import SourceFiles
-from bridge.formats.files.zip_directory import ZIP_MAGIC, read_directory
-from bridge.formats.torch_save.files import TORCH_FILES
+from bridge.core.formats.reading.model_files import FileKind
+from bridge.core.formats.reading.source_files import SourceFiles
+from bridge.core.formats.reading.zip_directory import ZIP_MAGIC, read_directory
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.torch_save.files import TORCH_FILES
 
 NPZ_FILES: Final = FileKind((".npz",))
 MSGPACK_FILES: Final = FileKind(

@@ -14,16 +14,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.companions import Companions, is_companion
-from bridge.formats.dcp.metadata import metadata_files
-from bridge.formats.files.journal import JOURNAL_FILE
-from bridge.formats.files.manifest import MANIFEST_FILE
-from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE
-from bridge.formats.pipeline import PIPELINE_FILE
-from bridge.formats.safetensors.files import INDEX_SUFFIX, SUFFIX, find_files
-from bridge.formats.saving.retention import METRICS_FILE
-from bridge.formats.share import PARTS_FOLDER
+from bridge.core.formats.dcp.metadata import metadata_files
+from bridge.core.formats.files.journal import JOURNAL_FILE
+from bridge.core.formats.files.manifest import MANIFEST_FILE
+from bridge.core.formats.orbax.item import COMMIT_FILE, TREE_FILE
+from bridge.core.formats.safetensors.files import INDEX_SUFFIX, SUFFIX, find_files
+from bridge.core.formats.saving.retention import METRICS_FILE
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.share import PARTS_FOLDER
+from bridge.core.formats.whole.companions import Companions, is_companion
+from bridge.core.formats.whole.pipeline import PIPELINE_FILE
 
 _OURS: Final = (MANIFEST_FILE, JOURNAL_FILE, PARTS_FOLDER, METRICS_FILE)
 _DCP: Final = (".metadata", "__*.metadata", "*.distcp")

@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.orbax.item import COMMIT_FILE, TREE_FILE
-from bridge.formats.stores.store import is_url, open_store, store_errors, without_end
+from bridge.core.formats.orbax.item import COMMIT_FILE, TREE_FILE
+from bridge.core.formats.stores.store import is_url, open_store, store_errors, without_end
+from bridge.core.formats.tensors.base import CheckpointError
 
 Step = int | Literal["latest"]
 _NAME: Final = re.compile(r"(?:.*\D)?(\d{1,18})(?:\.(?:pt|pth|bin|ckpt|npz|msgpack|safetensors))?")

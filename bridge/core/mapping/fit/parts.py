@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from bridge.mapping.entries import PathPattern, Rule
-from bridge.mapping.problems import NAMES
+from bridge.core.mapping.fit.problems import NAMES
+from bridge.core.mapping.language.entries import PathPattern, Rule
 
 _SHOWN = 10
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bridge.formats.base import CheckpointReader
-from bridge.formats.quantized import DECODE, DECODE_ELSEWHERE, quantized
-from bridge.mapping.entries import Rule
-from bridge.mapping.errors import MappingError
-from bridge.mapping.open_axes import OpenAxes, together
-from bridge.mapping.table import MappingTable
-from bridge.text import first_of
+from bridge.core.formats.tensors.base import CheckpointReader
+from bridge.core.formats.whole.quantized import DECODE, DECODE_ELSEWHERE, quantized
+from bridge.core.mapping.language.entries import Rule
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.table import MappingTable
+from bridge.core.mapping.one_rule.open_axes import OpenAxes, together
+from bridge.core.text import first_of
 
 NAMES = "\0"
 """Where the names go in the sentence of `Problems.add`; rules are full of braces."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from bridge.formats.base import TreePath
-from bridge.mapping.errors import MappingError
+from bridge.core.formats.tensors.base import TreePath
+from bridge.core.mapping.language.errors import MappingError
 
 Moment = Literal["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"]
 Scale = Literal["exp_avg_scale", "exp_avg_sq_scale", "max_exp_avg_sq_scale", "momentum_buffer_scale"]

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from bridge.mapping.errors import MappingError
-from bridge.mapping.expression import Axis, Concatenation, Expression
-from bridge.mapping.numbers import Numbering
-from bridge.mapping.operations import Operation
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.expression import Axis, Concatenation, Expression
+from bridge.core.mapping.language.numbers import Numbering
+from bridge.core.mapping.language.operations import Operation
 
 HALF, PAIR = ".half", ".pair"
 """The two factors of a rotary axis: the elements of a pair, and the pairs."""

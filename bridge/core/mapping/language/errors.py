@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge.formats.base import CheckpointError
+from bridge.core.formats.tensors.base import CheckpointError
 
 
 class MappingError(CheckpointError):

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from bridge.mapping.errors import MappingError
+from bridge.core.mapping.language.errors import MappingError
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<name>[A-Za-z_]\w*(?:\.\w+)?)|(?P<index>\{[A-Za-z_]\w*\})|(?P<punctuation>[()+1]))"

@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from bridge.mapping.errors import MappingError
+from bridge.core.mapping.language.errors import MappingError
 
 Value = str | int | float | bool
 Models = Mapping[str, Mapping[str, tuple[Value, ...]]]

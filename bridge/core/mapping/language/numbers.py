@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from bridge.mapping.errors import MappingError
+from bridge.core.mapping.language.errors import MappingError
 
 _INDEX = r"\{[A-Za-z_]\w*\}"
 _SIZE = r"\d+|[A-Za-z_]\w*"

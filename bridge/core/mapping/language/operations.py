@@ -21,9 +21,9 @@ from typing import Literal, cast
 import ml_dtypes
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader
-from bridge.mapping.errors import MappingError
-from bridge.mapping.relation import Block, TensorView, elements
+from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.relation import Block, TensorView, elements
 
 _OPERATION = re.compile(r"(times|plus)\((?:([^()]*)|bfloat16\(([^()]*)\))\)")
 _NUMBER = r"-?\d+(?:\.\d+)?"

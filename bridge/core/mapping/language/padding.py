@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointReader, TensorInfo
-from bridge.formats.regions import split_box
-from bridge.mapping.entries import ZEROS
-from bridge.mapping.errors import MappingError
-from bridge.mapping.operations import ChangedView
-from bridge.mapping.relation import Block, TensorView
+from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo
+from bridge.core.formats.tensors.regions import split_box
+from bridge.core.mapping.language.entries import ZEROS
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.operations import ChangedView
+from bridge.core.mapping.language.relation import Block, TensorView
 
 
 @dataclass(frozen=True)

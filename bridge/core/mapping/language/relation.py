@@ -23,8 +23,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointReader
-from bridge.mapping.expression import Affine, Alternative
+from bridge.core.formats.tensors.base import Box, CheckpointReader
+from bridge.core.mapping.language.expression import Affine, Alternative
 
 READ_BYTES = 32 << 20
 """Largest source region held besides the target box, in bytes."""

@@ -72,13 +72,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from bridge.mapping.entries import Entry, Rule
-from bridge.mapping.errors import MappingError
-from bridge.mapping.model_types import parse_models
-from bridge.mapping.numbers import Numbering, parse_numbers
-from bridge.mapping.table import MappingTable, Tied, convention_of_rules
-from bridge.text import did_you_mean
-from bridge.text_files import MAX_TOML, parse_toml, read_text
+from bridge.core.mapping.language.entries import Entry, Rule
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.model_types import parse_models
+from bridge.core.mapping.language.numbers import Numbering, parse_numbers
+from bridge.core.mapping.language.table import MappingTable, Tied, convention_of_rules
+from bridge.core.text import did_you_mean
+from bridge.core.text_files import MAX_TOML, parse_toml, read_text
 
 _EXPECTED = "a mapping file (TOML)"
 _ROTARY = re.compile(r"interleaved\(\s*(\w+)\s*[,)]")
@@ -86,7 +86,7 @@ _ROTARY = re.compile(r"interleaved\(\s*(\w+)\s*[,)]")
 
 def family_names() -> list[str]:
     """The mappings that ship with the package."""
-    folder = files("bridge.mapping") / "families"
+    folder = files("bridge.core.mapping") / "families"
     return sorted(
         entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
     )
@@ -100,7 +100,7 @@ def load_mapping(name_or_path: str | Path) -> MappingTable:
     text = str(name_or_path)
     if text in family_names():
         return parse_mapping(
-            (files("bridge.mapping") / "families" / f"{text}.toml").read_text(encoding="utf-8"), text
+            (files("bridge.core.mapping") / "families" / f"{text}.toml").read_text(encoding="utf-8"), text
         )
     path = Path(text)
     if path.suffix != ".toml" and path.name == text:

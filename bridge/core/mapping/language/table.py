@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
-from bridge.mapping.conventions import Convention
-from bridge.mapping.entries import HALF, ZEROS, Entry, Rule
-from bridge.mapping.errors import MappingError
-from bridge.mapping.model_types import Models
+from bridge.core.mapping.language.conventions import Convention
+from bridge.core.mapping.language.entries import HALF, ZEROS, Entry, Rule
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.model_types import Models
 
 Tied = Literal["once", "both"]
 """How often a target stores a weight that has two names."""

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from bridge.formats.base import TensorInfo
-from bridge.mapping.entries import Rule
-from bridge.mapping.errors import MappingError
-from bridge.mapping.instance import Axes, Instance, Plain, Values, View
-from bridge.mapping.open_axes import OpenAxes
-from bridge.mapping.padding import LeftOut
+from bridge.core.formats.tensors.base import TensorInfo
+from bridge.core.mapping.language.entries import Rule
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.padding import LeftOut
+from bridge.core.mapping.one_rule.instance import Axes, Instance, Plain, Values, View
+from bridge.core.mapping.one_rule.open_axes import OpenAxes
 
 
 def apply_rule(

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from bridge.formats.base import TensorInfo, is_whole
-from bridge.mapping.entries import PAIR, Entry
-from bridge.mapping.errors import MappingError
-from bridge.mapping.expression import Affine, Alternative
-from bridge.mapping.open_axes import OpenAxes, equations_of, named
-from bridge.mapping.operations import Change, ChangedView, change
-from bridge.mapping.padding import LeftOut, PaddedView
-from bridge.mapping.relation import Block, TensorView, identity
-from bridge.mapping.scales import scale_view
+from bridge.core.formats.tensors.base import TensorInfo, is_whole
+from bridge.core.mapping.language.entries import PAIR, Entry
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.expression import Affine, Alternative
+from bridge.core.mapping.language.operations import Change, ChangedView, change
+from bridge.core.mapping.language.padding import LeftOut, PaddedView
+from bridge.core.mapping.language.relation import Block, TensorView, identity
+from bridge.core.mapping.one_rule.open_axes import OpenAxes, equations_of, named
+from bridge.core.mapping.one_rule.scales import scale_view
 
 Values = Mapping[str, int]
 Plain = TensorView | ChangedView

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bridge.mapping.entries import HALF, PAIR, ZEROS
-from bridge.mapping.errors import MappingError
-from bridge.mapping.expression import Axis, Concatenation, Expression, Node, Product
+from bridge.core.mapping.language.entries import HALF, PAIR, ZEROS
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.expression import Axis, Concatenation, Expression, Node, Product
 
 _USUAL = (128, 64, 256, 96, 80, 32, 192, 512, 16)
 """Sizes of attention heads, the most usual ones first."""

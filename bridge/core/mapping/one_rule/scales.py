@@ -8,7 +8,8 @@ the target they lie along the axes that the source's rows have there, and the ot
             wq.exp_avg_scale  (h d) 1     (320, 1)                 query/kernel in mu_scale    1 h d     (1, 8, 40)
 
 Nothing is decoded and encoded anew, which would round. A run that goes on from such scales decodes the moments, by
-`bridge.formats.scaled`, and encodes them for rows of its own (``load_checkpoint(..., moments="convert")``).
+`bridge.core.formats.tensors.scaled`, and encodes them for rows of its own (``load_checkpoint(...,
+moments="convert")``).
 
 Where an axis of a tensor consists of several, of which the scales have only the slower ones, consecutive elements
 share a scale: of a JAX kernel ``m h d`` with a scale for each (m, h) the scales in torch, ``(h d) m``, have shape
@@ -24,12 +25,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointReader, TensorInfo
-from bridge.formats.scaled import decode, run_lengths, scale_box
-from bridge.mapping.errors import MappingError
-from bridge.mapping.expression import Affine, Alternative
-from bridge.mapping.operations import ChangedView
-from bridge.mapping.relation import Block, TensorView
+from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo
+from bridge.core.formats.tensors.scaled import decode, run_lengths, scale_box
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.expression import Affine, Alternative
+from bridge.core.mapping.language.operations import ChangedView
+from bridge.core.mapping.language.relation import Block, TensorView
 
 
 def scale_view(

@@ -19,15 +19,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bridge.formats.base import CheckpointReader, TensorInfo
-from bridge.formats.companions import CONFIG_FILE, config_beside
-from bridge.formats.leaf_names import separator_of
-from bridge.mapping.entries import HALF, PAIR, ZEROS
-from bridge.mapping.errors import MappingError
-from bridge.mapping.instance import Axes
-from bridge.mapping.model_types import field_of, mismatch
-from bridge.mapping.rules import family_names, load_mapping
-from bridge.mapping.table import MappingTable, Told
+from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo
+from bridge.core.formats.tensors.leaf_names import separator_of
+from bridge.core.formats.whole.companions import CONFIG_FILE, config_beside
+from bridge.core.mapping.language.entries import HALF, PAIR, ZEROS
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.model_types import field_of, mismatch
+from bridge.core.mapping.language.rules import family_names, load_mapping
+from bridge.core.mapping.language.table import MappingTable, Told
+from bridge.core.mapping.one_rule.instance import Axes
 
 _TIES = "tie_word_embeddings"
 _LAYERS = "num_hidden_layers"

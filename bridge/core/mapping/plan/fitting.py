@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from bridge.mapping.conventions import Convention
-from bridge.mapping.found import NameIndex
-from bridge.mapping.rules import family_names, load_mapping
+from bridge.core.mapping.language.conventions import Convention
+from bridge.core.mapping.language.rules import family_names, load_mapping
+from bridge.core.mapping.states.found import NameIndex
 
 _SAMPLE = 60
 _MOST = 0.9

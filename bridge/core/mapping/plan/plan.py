@@ -8,12 +8,12 @@ from functools import cached_property
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointReader, TreePath
-from bridge.mapping.instance import View
-from bridge.mapping.operations import ChangedView
-from bridge.mapping.padding import PaddedView
-from bridge.mapping.relation import TensorView
-from bridge.mapping.scales import DecodedView
+from bridge.core.formats.tensors.base import Box, CheckpointReader, TreePath
+from bridge.core.mapping.language.operations import ChangedView
+from bridge.core.mapping.language.padding import PaddedView
+from bridge.core.mapping.language.relation import TensorView
+from bridge.core.mapping.one_rule.instance import View
+from bridge.core.mapping.one_rule.scales import DecodedView
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,25 @@ from typing import Self
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointError, CheckpointReader, TensorInfo, TreePath, Wanted
-from bridge.mapping.found import find
-from bridge.mapping.numbered_states import with_named_states
-from bridge.mapping.operations import Change, ChangedView
-from bridge.mapping.padding import PaddedView
-from bridge.mapping.plan import Plan, PlannedTensor
-from bridge.mapping.relation import Block, Ranges, TensorView, dense_pieces, elements
-from bridge.mapping.rules import mapping_table
-from bridge.mapping.sizes import require_model, with_config, with_config_fields
-from bridge.mapping.step_values import with_step_tensors
-from bridge.mapping.table import MappingTable
-from bridge.mapping.translation import make_plan
+from bridge.core.formats.tensors.base import (
+    Box,
+    CheckpointError,
+    CheckpointReader,
+    TensorInfo,
+    TreePath,
+    Wanted,
+)
+from bridge.core.mapping.language.operations import Change, ChangedView
+from bridge.core.mapping.language.padding import PaddedView
+from bridge.core.mapping.language.relation import Block, Ranges, TensorView, dense_pieces, elements
+from bridge.core.mapping.language.rules import mapping_table
+from bridge.core.mapping.language.table import MappingTable
+from bridge.core.mapping.one_rule.sizes import require_model, with_config, with_config_fields
+from bridge.core.mapping.plan.plan import Plan, PlannedTensor
+from bridge.core.mapping.plan.translation import make_plan
+from bridge.core.mapping.states.found import find
+from bridge.core.mapping.states.numbered_states import with_named_states
+from bridge.core.mapping.states.step_values import with_step_tensors
 
 AnyMapping = str | os.PathLike[str] | MappingTable
 """The name of a shipped family, a TOML file, or a table."""

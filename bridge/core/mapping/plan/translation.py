@@ -13,12 +13,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
-from bridge.formats.leaf_names import separator_of
-from bridge.mapping import beside_weights
-from bridge.mapping.apply import apply_with_scales, padding_left_out
-from bridge.mapping.chains import completed
-from bridge.mapping.conventions import (
+from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
+from bridge.core.formats.tensors.leaf_names import separator_of
+from bridge.core.mapping.fit.parts import idle, num_layers, uneven
+from bridge.core.mapping.fit.problems import NAMES, Problems, misfit
+from bridge.core.mapping.language.conventions import (
     BY_WEIGHT,
     MODEL_WEIGHTS,
     MOMENTS,
@@ -29,25 +28,34 @@ from bridge.mapping.conventions import (
     Section,
     usual_in,
 )
-from bridge.mapping.entries import Rule
-from bridge.mapping.errors import MappingError
-from bridge.mapping.found import NameIndex, Tensors, find
-from bridge.mapping.hyperparameters import followed
-from bridge.mapping.instance import Axes, Plain, View
-from bridge.mapping.notes import PLACES, added_parts, conventions_for, noted, noted_axes, read_notes, updated
-from bridge.mapping.numbered_states import is_numbered, unnamed
-from bridge.mapping.optimizers import refused, remarks
-from bridge.mapping.padding import require_zeros
-from bridge.mapping.parts import idle, num_layers, uneven
-from bridge.mapping.plan import Plan, PlannedTensor
-from bridge.mapping.problems import NAMES, Problems, misfit
-from bridge.mapping.relation import identity
-from bridge.mapping.scales import of_whole_rows
-from bridge.mapping.sizes import known_sizes
-from bridge.mapping.states import StatePlan, like_source, merged, of_other_shapes, require_whole
-from bridge.mapping.table import MappingTable
-from bridge.mapping.tied import one_of_two, require_ties, second_of_two, under_first_names
-from bridge.text import did_you_mean
+from bridge.core.mapping.language.entries import Rule
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.padding import require_zeros
+from bridge.core.mapping.language.relation import identity
+from bridge.core.mapping.language.table import MappingTable
+from bridge.core.mapping.one_rule.apply import apply_with_scales, padding_left_out
+from bridge.core.mapping.one_rule.instance import Axes, Plain, View
+from bridge.core.mapping.one_rule.scales import of_whole_rows
+from bridge.core.mapping.one_rule.sizes import known_sizes
+from bridge.core.mapping.plan.plan import Plan, PlannedTensor
+from bridge.core.mapping.states import beside_weights
+from bridge.core.mapping.states.chains import completed
+from bridge.core.mapping.states.found import NameIndex, Tensors, find
+from bridge.core.mapping.states.hyperparameters import followed
+from bridge.core.mapping.states.notes import (
+    PLACES,
+    added_parts,
+    conventions_for,
+    noted,
+    noted_axes,
+    read_notes,
+    updated,
+)
+from bridge.core.mapping.states.numbered_states import is_numbered, unnamed
+from bridge.core.mapping.states.optimizers import refused, remarks
+from bridge.core.mapping.states.states import StatePlan, like_source, merged, of_other_shapes, require_whole
+from bridge.core.mapping.states.tied import one_of_two, require_ties, second_of_two, under_first_names
+from bridge.core.text import did_you_mean
 
 T = TypeVar("T")
 _Made = tuple[str, View, Plain | None]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from bridge.formats.base import CheckpointReader, TensorInfo, TreePath
-from bridge.mapping.conventions import WORDS
-from bridge.mapping.errors import MappingError
+from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo, TreePath
+from bridge.core.mapping.language.conventions import WORDS
+from bridge.core.mapping.language.errors import MappingError
 
 # torch counts steps in float32, where the next integer after 2**24 does not exist.
 LARGEST_STEP = 2**24

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from bridge.formats.base import TreePath
-from bridge.mapping.conventions import Convention, Section
+from bridge.core.formats.tensors.base import TreePath
+from bridge.core.mapping.language.conventions import Convention, Section
 
 _BEHIND: tuple[tuple[Section, str, int, str], ...] = (
     ("exp_avg", "optax.adamw", 2, "mu, nu and count into the ScaleByAdamState"),

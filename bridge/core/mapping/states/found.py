@@ -20,8 +20,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from bridge.formats.base import TensorInfo
-from bridge.mapping.conventions import (
+from bridge.core.formats.tensors.base import TensorInfo
+from bridge.core.mapping.fit.parts import complete, needed
+from bridge.core.mapping.language.conventions import (
     BY_WEIGHT,
     WEIGHT,
     WORDS,
@@ -30,11 +31,10 @@ from bridge.mapping.conventions import (
     State,
     tree_places,
 )
-from bridge.mapping.entries import Rule
-from bridge.mapping.errors import MappingError
-from bridge.mapping.parts import complete, needed
-from bridge.mapping.table import MappingTable
-from bridge.text import did_you_mean
+from bridge.core.mapping.language.entries import Rule
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.table import MappingTable
+from bridge.core.text import did_you_mean
 
 _BEHIND = ("", "/value")
 """Possible suffixes of a weight's name in a tree: nnx keeps the values of its variables under a key."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from bridge.formats.base import CheckpointReader, TreePath
-from bridge.mapping.conventions import Convention
-from bridge.mapping.errors import MappingError
-from bridge.mapping.table import MappingTable
+from bridge.core.formats.tensors.base import CheckpointReader, TreePath
+from bridge.core.mapping.language.conventions import Convention
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.table import MappingTable
 
 _GROUPS = "param_groups"
 

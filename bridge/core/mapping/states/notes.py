@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import cast
 
-from bridge.formats.base import CheckpointError, CheckpointReader, TreePath
-from bridge.mapping.conventions import SECTIONS, WEIGHT, Convention, Section, State, usual_in
+from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TreePath
+from bridge.core.mapping.language.conventions import SECTIONS, WEIGHT, Convention, Section, State, usual_in
 
 PLACES: TreePath = ("twinshard", "places")
 _FOR = "for"

@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from bridge.formats.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
-from bridge.formats.wrapping import AlteredReader, ReadWhenAsked
-from bridge.mapping.beside_weights import is_carried
-from bridge.mapping.relation import identity
-from bridge.mapping.table import MappingTable
-from bridge.mapping.tied import alike
-from bridge.text_files import read_text
+from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
+from bridge.core.formats.tensors.wrapping import AlteredReader, ReadWhenAsked
+from bridge.core.mapping.language.relation import identity
+from bridge.core.mapping.language.table import MappingTable
+from bridge.core.mapping.states.beside_weights import is_carried
+from bridge.core.mapping.states.tied import alike
+from bridge.core.text_files import read_text
 
 _WEIGHTS: Final = ("model", "state_dict", "model_state_dict", "module", "weights", "params", "net")
 _BUFFERS: Final = ("running_mean", "running_var", "num_batches_tracked")

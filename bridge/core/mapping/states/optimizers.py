@@ -15,12 +15,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from bridge.formats.base import CheckpointReader, TreePath
-from bridge.formats.wrapping import value_of
-from bridge.mapping.beside_weights import OPTIMIZER_KEYS, WORDS_OF_MOMENTS
-from bridge.mapping.conventions import SECTIONS, Convention, Section
-from bridge.mapping.found import Found, NameIndex
-from bridge.mapping.problems import some
+from bridge.core.formats.tensors.base import CheckpointReader, TreePath
+from bridge.core.formats.tensors.wrapping import value_of
+from bridge.core.mapping.fit.problems import some
+from bridge.core.mapping.language.conventions import SECTIONS, Convention, Section
+from bridge.core.mapping.states.beside_weights import OPTIMIZER_KEYS, WORDS_OF_MOMENTS
+from bridge.core.mapping.states.found import Found, NameIndex
 
 
 @dataclass(frozen=True)

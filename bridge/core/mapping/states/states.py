@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bridge.formats.base import CheckpointReader, TensorInfo
-from bridge.mapping import beside_weights
-from bridge.mapping.conventions import (
+from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo
+from bridge.core.mapping.fit.problems import NAMES, Problems, some
+from bridge.core.mapping.language.conventions import (
     ADAM,
     BY_WEIGHT,
     MOMENTS,
@@ -26,12 +26,12 @@ from bridge.mapping.conventions import (
     State,
     tree_places,
 )
-from bridge.mapping.errors import MappingError
-from bridge.mapping.found import Found, Tensors
-from bridge.mapping.instance import View
-from bridge.mapping.problems import NAMES, Problems, some
-from bridge.mapping.relation import identity
-from bridge.text import first_of
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.relation import identity
+from bridge.core.mapping.one_rule.instance import View
+from bridge.core.mapping.states import beside_weights
+from bridge.core.mapping.states.found import Found, Tensors
+from bridge.core.text import first_of
 
 _SHOWN = 10
 

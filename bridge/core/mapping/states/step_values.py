@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointReader, TensorInfo, TreePath
-from bridge.formats.wrapping import AlteredReader, ReadWhenAsked, value_of
+from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo, TreePath
+from bridge.core.formats.tensors.wrapping import AlteredReader, ReadWhenAsked, value_of
 
 _STEP = "step"
 _STATE, _GROUPS = "state", "param_groups"

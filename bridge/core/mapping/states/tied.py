@@ -30,15 +30,15 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from bridge.formats.base import Box, CheckpointReader, TensorInfo
-from bridge.formats.regions import split_box
-from bridge.mapping.apply import apply_rule
-from bridge.mapping.conventions import Convention
-from bridge.mapping.entries import Rule
-from bridge.mapping.errors import MappingError
-from bridge.mapping.found import Found, Tensors
-from bridge.mapping.instance import Axes, View
-from bridge.mapping.table import MappingTable
+from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo
+from bridge.core.formats.tensors.regions import split_box
+from bridge.core.mapping.language.conventions import Convention
+from bridge.core.mapping.language.entries import Rule
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.table import MappingTable
+from bridge.core.mapping.one_rule.apply import apply_rule
+from bridge.core.mapping.one_rule.instance import Axes, View
+from bridge.core.mapping.states.found import Found, Tensors
 
 _BETWEEN = "other"
 

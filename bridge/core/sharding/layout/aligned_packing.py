@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 
-from bridge.sharding.packing import Kind, round_up
+from bridge.core.sharding.layout.packing import Kind, round_up
 
 _MAX_STEPS = 1 << 23
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from bridge.sharding.slot import is_size
+from bridge.core.sharding.layout.slot import is_size
 
 Align = int | Literal["auto"]
 

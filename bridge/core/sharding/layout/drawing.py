@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterable, Sequence
 
-from bridge.sharding.slot import Part, Slot
+from bridge.core.sharding.layout.slot import Part, Slot
 
 MAX_RANKS = 16
 MAX_TENSORS = 40

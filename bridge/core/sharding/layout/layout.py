@@ -18,8 +18,8 @@ parameter is a range of whole rows, uneven by design and possibly empty.
     d  down (6, 9): rows 0:3 3:6 6:6 6:6
     e  norm (6,): rows 0:0 0:0 0:6 6:6
 
-(one letter per tensor, ``.`` is padding; ``bridge.sharding.rows`` says what a row is). In memory the buffers follow
-each other, whole as well as within a rank's shard::
+(one letter per tensor, ``.`` is padding; ``bridge.core.sharding.layout.rows`` says what a row is). In memory the
+buffers follow each other, whole as well as within a rank's shard::
 
     whole       |buffer 0: shard 0 | shard 1 | shard 2 | shard 3|buffer 1: shard 0 | shard 1 | shard 2 | shard 3|
     of rank 2                                |buffer 0 | buffer 1|
@@ -38,8 +38,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from bridge.sharding import drawing
-from bridge.sharding.slot import Part, Slot, is_size
+from bridge.core.sharding.layout import drawing
+from bridge.core.sharding.layout.slot import Part, Slot, is_size
 
 SLOT_FIELDS = ("block", "buffer", "name", "offset", "shape")
 _FIELDS = ("num_shards", "shard_sizes", "slots")

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import permutations
 from typing import NamedTuple
 
-from bridge.sharding.packing import (
+from bridge.core.sharding.layout.packing import (
     Kind,
     Packing,
     admissible,

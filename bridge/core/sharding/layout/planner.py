@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bridge.sharding.aligned_packing import pack_aligned
-from bridge.sharding.alignment import AUTO, DEFAULT_ALIGN, MOST_AUTO_ALIGN, Align, check_align
-from bridge.sharding.layout import Layout, check_num_shards
-from bridge.sharding.packing import Kind, ideal_size
-from bridge.sharding.partition import is_close, plan_buffers, total_size
-from bridge.sharding.rows import rows_of, rows_together
-from bridge.sharding.slot import Granularity, Slot, blocks_of, check_shape, is_size
+from bridge.core.sharding.layout.aligned_packing import pack_aligned
+from bridge.core.sharding.layout.alignment import AUTO, DEFAULT_ALIGN, MOST_AUTO_ALIGN, Align, check_align
+from bridge.core.sharding.layout.layout import Layout, check_num_shards
+from bridge.core.sharding.layout.packing import Kind, ideal_size
+from bridge.core.sharding.layout.partition import is_close, plan_buffers, total_size
+from bridge.core.sharding.layout.rows import rows_of, rows_together
+from bridge.core.sharding.layout.slot import Granularity, Slot, blocks_of, check_shape, is_size
 
 Shapes = Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]]
 Places = tuple[tuple[int, ...], list[tuple[int, int]]]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from bridge.sharding.rows import rows_of
+from bridge.core.sharding.layout.rows import rows_of
 
 Granularity = str | Mapping[str, str]
 

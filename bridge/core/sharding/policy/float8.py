@@ -7,9 +7,10 @@ the ranks gather bytes, and dequantize them into the dtype of forward and backwa
     float8_e4m3fn    e4m3, 1 byte   one a tensor, not gathered      1
     mxfp8            e4m3, 1 byte   one E8M0 byte a block           1 + 1/32
 
-A *block* is 32 consecutive elements of a row (``bridge.sharding.rows``), the last one of a row may be shorter. Shard
-boundaries never cut a row, so each rank's payload and scales are those of the whole tensor, byte for byte. The scale of
-a whole tensor needs the largest magnitude on all ranks: one all-reduce of a float32 a tensor for each group.
+A *block* is 32 consecutive elements of a row (``bridge.core.sharding.layout.rows``), the last one of a row may be
+shorter. Shard boundaries never cut a row, so each rank's payload and scales are those of the whole tensor, byte for
+byte. The scale of a whole tensor needs the largest magnitude on all ranks: one all-reduce of a float32 a tensor for
+each group.
 
 The arithmetic, on float32 values and their magnitude ``amax`` (the largest of the block or tensor, NaN not counted)::
 
@@ -41,7 +42,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.sharding.layout import Layout
+from bridge.core.sharding.layout.layout import Layout
 
 FORMATS = ("mxfp8", "float8_e4m3fn")
 BLOCK = 32

@@ -15,16 +15,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Self
 
-from bridge.sharding.alignment import DEFAULT_ALIGN, Align, is_align
-from bridge.sharding.mesh_axes import is_model_axis
-from bridge.sharding.parallel import ParallelPolicy, entries_of
-from bridge.sharding.patterns import matches, near
-from bridge.sharding.policy_error import PolicyError, at, require
-from bridge.sharding.policy_file import parallel_lines, read_tables, unit_lines
-from bridge.sharding.policy_mesh import check_mesh
-from bridge.sharding.precision_policy import PrecisionPolicy
-from bridge.sharding.unit_policy import ALIGN_WORDS, UnitPolicy
-from bridge.text_files import MAX_TOML, parse_toml, read_text
+from bridge.core.sharding.layout.alignment import DEFAULT_ALIGN, Align, is_align
+from bridge.core.sharding.policy.mesh_axes import is_model_axis
+from bridge.core.sharding.policy.parallel import ParallelPolicy, entries_of
+from bridge.core.sharding.policy.patterns import matches, near
+from bridge.core.sharding.policy.policy_error import PolicyError, at, require
+from bridge.core.sharding.policy.policy_file import parallel_lines, read_tables, unit_lines
+from bridge.core.sharding.policy.policy_mesh import check_mesh
+from bridge.core.sharding.policy.precision_policy import PrecisionPolicy
+from bridge.core.sharding.policy.unit_policy import ALIGN_WORDS, UnitPolicy
+from bridge.core.text_files import MAX_TOML, parse_toml, read_text
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class ShardingPolicy:
         """Read a file, or an example that ships with the package by its name, such as "fsdp"."""
         shipped = {
             item.name.removesuffix(".toml"): item
-            for item in (files("bridge.sharding") / "policies").iterdir()
+            for item in (files("bridge.core.sharding") / "policies").iterdir()
         }
         given = os.fspath(path_or_name)
         if given in shipped:

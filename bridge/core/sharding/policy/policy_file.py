@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from bridge.sharding.parallel import ParallelPolicy
-from bridge.sharding.policy_error import PolicyError, at, require, require_only
-from bridge.sharding.precision_policy import PrecisionPolicy
-from bridge.sharding.strategy import Placements
-from bridge.sharding.unit_policy import KINDS, UnitPolicy
+from bridge.core.sharding.policy.parallel import ParallelPolicy
+from bridge.core.sharding.policy.policy_error import PolicyError, at, require, require_only
+from bridge.core.sharding.policy.precision_policy import PrecisionPolicy
+from bridge.core.sharding.policy.strategy import Placements
+from bridge.core.sharding.policy.unit_policy import KINDS, UnitPolicy
 
 OPTIONS = ("align", "prefetch")
 """Keys of ``[mesh]`` that are no axes."""

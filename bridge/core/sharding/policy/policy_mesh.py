@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from bridge.sharding.mesh_axes import is_model_axis, why_refused
-from bridge.sharding.policy_error import PolicyError, require
-from bridge.sharding.policy_file import OPTIONS
+from bridge.core.sharding.policy.mesh_axes import is_model_axis, why_refused
+from bridge.core.sharding.policy.policy_error import PolicyError, require
+from bridge.core.sharding.policy.policy_file import OPTIONS
 
 
 def check_mesh(mesh: object) -> None:

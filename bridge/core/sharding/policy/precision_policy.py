@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bridge.dtype_names import full_name
-from bridge.sharding.float8 import FORMATS
-from bridge.sharding.policy_error import require
+from bridge.core.dtype_names import full_name
+from bridge.core.sharding.policy.float8 import FORMATS
+from bridge.core.sharding.policy.policy_error import require
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 GIVEN = "given"
@@ -27,7 +27,7 @@ class PrecisionPolicy:
     reduce: in which gradients cross the network (None: that of compute).
     grad: of the reduced gradient that the optimizer reads (None: that of the main weights).
     gather: in which weights of two dimensions or more cross the network, "mxfp8" or "float8_e4m3fn"; forward and
-        backward compute with the quantized values (None: that of compute). See ``bridge.sharding.float8``.
+        backward compute with the quantized values (None: that of compute). See ``bridge.core.sharding.policy.float8``.
     store_param_remainders: of units whose bfloat16 compute weights stay whole at rest, store float32 main weights as
         own rows of these and int16 remainders, 2 bytes an element less. PyTorch's: in JAX compute weights live inside
         of a step only, so that nothing is stored twice.

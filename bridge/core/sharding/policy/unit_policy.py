@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from bridge.sharding.alignment import Align, is_align
-from bridge.sharding.patterns import is_pattern
-from bridge.sharding.policy_error import PolicyError, require
-from bridge.sharding.recompute import RECOMPUTE_WORDS, Recompute, is_recompute
-from bridge.sharding.strategy import Placements, Strategy, strategy_named
+from bridge.core.sharding.layout.alignment import Align, is_align
+from bridge.core.sharding.policy.patterns import is_pattern
+from bridge.core.sharding.policy.policy_error import PolicyError, require
+from bridge.core.sharding.policy.recompute import RECOMPUTE_WORDS, Recompute, is_recompute
+from bridge.core.sharding.policy.strategy import Placements, Strategy, strategy_named
 
 ALIGN_WORDS = 'a number of elements >= 1, or "auto"'
 KINDS = ("parameters", "gradients", "optimizer")

@@ -28,8 +28,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import tensorstore as ts
 
-from bridge.formats.base import Box, CheckpointError, dtype_from_name, dtype_name, is_whole
-from bridge.formats.orbax.packed_chunks import PACKERS, Packing, packing
+from bridge.core.formats.orbax.zarr.packed_chunks import PACKERS, Packing, packing
+from bridge.core.formats.tensors.base import Box, CheckpointError, dtype_from_name, dtype_name, is_whole
 
 MANIFEST = "manifest.ocdbt"
 Spec: TypeAlias = dict[str, Any]

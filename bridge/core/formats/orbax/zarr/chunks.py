@@ -24,14 +24,21 @@ import google_crc32c
 import numpy as np
 import tensorstore as ts
 
-from bridge.formats.arrays import array_checksum, as_integers, raw_bytes
-from bridge.formats.base import Box, CheckpointError, Checksums, TensorInfo
-from bridge.formats.files.data_file import DataFile
-from bridge.formats.files.sink import Place
-from bridge.formats.orbax.arrays import MANIFEST, ArrayLayout, explain, metadata_key, new_context, store_spec
-from bridge.formats.orbax.ocdbt import ALIGNMENT, OcdbtWriter
-from bridge.formats.stores.upload import UploadFile
-from bridge.formats.stores.upload_path import UploadPath
+from bridge.core.formats.files.data_file import DataFile
+from bridge.core.formats.files.sink import Place
+from bridge.core.formats.orbax.zarr.arrays import (
+    MANIFEST,
+    ArrayLayout,
+    explain,
+    metadata_key,
+    new_context,
+    store_spec,
+)
+from bridge.core.formats.orbax.zarr.ocdbt import ALIGNMENT, OcdbtWriter
+from bridge.core.formats.stores.upload import UploadFile
+from bridge.core.formats.stores.upload_path import UploadPath
+from bridge.core.formats.tensors.arrays import array_checksum, as_integers, raw_bytes
+from bridge.core.formats.tensors.base import Box, CheckpointError, Checksums, TensorInfo
 
 _NUMBERS = struct.Struct("<QQ")
 _CRC = struct.Struct("<I")

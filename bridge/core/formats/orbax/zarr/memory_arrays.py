@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 
 import tensorstore as ts
 
-from bridge.formats.base import Box
-from bridge.formats.orbax.arrays import ArrayLayout, metadata_key, new_context
+from bridge.core.formats.orbax.zarr.arrays import ArrayLayout, metadata_key, new_context
+from bridge.core.formats.tensors.base import Box
 
 
 class _Last(threading.local):

@@ -32,10 +32,10 @@ import numpy as np
 import tensorstore as ts
 import zstandard
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.files.data_file import DataFile
-from bridge.formats.files.sink import Place
-from bridge.formats.stores.upload import UploadFile
+from bridge.core.formats.files.data_file import DataFile
+from bridge.core.formats.files.sink import Place
+from bridge.core.formats.stores.upload import UploadFile
+from bridge.core.formats.tensors.base import CheckpointError
 
 MANIFEST = "manifest.ocdbt"
 MAX_INLINE = 1024

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import zstandard
 
-from bridge.formats.base import CheckpointError
+from bridge.core.formats.tensors.base import CheckpointError
 
 PACKERS: Final = ("blosc", "zstd")
 HEAD: Final = 18

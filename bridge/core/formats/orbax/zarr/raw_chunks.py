@@ -15,12 +15,12 @@ from typing import Final
 import google_crc32c
 import numpy as np
 
-from bridge.formats.arrays import raw_bytes, strides_of
-from bridge.formats.base import Box, CheckpointError, Checksums
-from bridge.formats.crc32c import extend
-from bridge.formats.files.source_files import FileArray, Piece, SourceFiles
-from bridge.formats.orbax.arrays import ArrayLayout
-from bridge.formats.orbax.values import StoredValues
+from bridge.core.formats.orbax.zarr.arrays import ArrayLayout
+from bridge.core.formats.orbax.zarr.values import StoredValues
+from bridge.core.formats.reading.source_files import FileArray, Piece, SourceFiles
+from bridge.core.formats.tensors.arrays import raw_bytes, strides_of
+from bridge.core.formats.tensors.base import Box, CheckpointError, Checksums
+from bridge.core.formats.tensors.crc32c import extend
 
 _SHARD_INDEX: Final = struct.Struct("<QQI")
 

@@ -18,12 +18,12 @@ from urllib.parse import unquote
 
 import tensorstore as ts
 
-from bridge.formats.base import CheckpointError
-from bridge.formats.damaged_parts import one_part
-from bridge.formats.files.regular_files import is_kept_by_content
-from bridge.formats.files.source_files import FileView, Piece, SourceFiles
-from bridge.formats.orbax.ocdbt import MANIFEST, NodeBudget, require_bounded_manifest
-from bridge.formats.stores.listing import StorePath
+from bridge.core.formats.orbax.zarr.ocdbt import MANIFEST, NodeBudget, require_bounded_manifest
+from bridge.core.formats.reading.regular_files import is_kept_by_content
+from bridge.core.formats.reading.source_files import FileView, Piece, SourceFiles
+from bridge.core.formats.stores.listing import StorePath
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.damaged_parts import one_part
 
 _MAX_DEPTH = 16
 _MAX_DECODED_MANIFEST = 16 << 20  # 16 versions, of some 100 bytes each, in stores of Orbax
