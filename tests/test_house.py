@@ -1,97 +1,59 @@
-"""Who may import whom: only lower floors and the own room, and never in a circle.
+"""The house has three floors, and no room imports one above it or a sibling that imports it in turn.
 
-    7  bridge/commands                           the command line, and `bridge` itself, its door
-    6  bridge/planning
-    5  bridge/parity       bridge/propose
-    4  bridge/checkpoints
-    3  torch_impl          jax_impl
-    2  bridge/core/mapping
-    1  bridge/core/sharding     bridge/core/formats        bridge/core/text.py
-    0  bridge/core/callers.py   bridge/core/dtype_names.py   bridge/core/text_files.py
+    bridge/*                      tools, and the command line
+    torch_impl    jax_impl        the runtimes
+    bridge/core                   layouts, policies, formats, mappings
 
-Mappings are below the runtimes, which save and load checkpoints under another model's names and layouts.
-
-Imports inside of functions and for type checking count: a reader has to follow them as well.
+Imports inside of functions, for type checking and by name count: a reader has to follow them as well.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-import graphlib
 import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-FLOORS = {
-    "bridge": 7,
-    "bridge.commands": 7,
-    "bridge.planning": 6,
-    "bridge.parity": 5,
-    "bridge.propose": 5,
-    "bridge.checkpoints": 4,
-    "bridge.core.mapping": 2,
-    "torch_impl": 3,
-    "jax_impl": 3,
-    "bridge.core.sharding": 1,
-    "bridge.core.formats": 1,
-    "bridge.core.hlo": 1,
-    "bridge.core.text": 1,
-    "bridge.core.version": 1,
-    "bridge.core.callers": 0,
-    "bridge.core.dtype_names": 0,
-    "bridge.core.text_files": 0,
-}
+from tests.support.house import ROOT, arrows, circles, files, imports, rooms
+
 FORMATS = {
     f"bridge.core.formats.{name}"
     for name in ("dcp", "orbax", "safetensors", "torch_save", "npz", "flax_msgpack")
 }
+# A flag is a parameter of its command, which has a file of its own.
+MANY_FILES = {"bridge.commands"}
+MOST_FILES, MOST_LINES = 20, 400
 
 
-@functools.cache
-def imports() -> dict[str, set[str]]:
-    """By module of the three packages, the modules of the three packages that it imports anywhere."""
-    files = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for package in ("torch_impl", "jax_impl", "bridge")
-        for path in (ROOT / package).rglob("*.py")
-    }
-    found: dict[str, set[str]] = {name: set() for name in files}
-    for name, path in files.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            named: list[str] = []
-            if isinstance(node, ast.Import):
-                named = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                inner = [f"{node.module}.{alias.name}" for alias in node.names]
-                named = [one if one in files else node.module for one in inner]
-            found[name].update(one for one in named if one in files and one != name)
-    return found
-
-
-def room_of(module: str) -> str:
-    while module not in FLOORS:
-        module = module.rpartition(".")[0]
-    return module
-
-
-def test_a_room_imports_from_lower_floors_only() -> None:
+def test_nothing_imports_what_is_above_it() -> None:
+    below = {"bridge.core": set(), "torch_impl": {"bridge.core"}, "jax_impl": {"bridge.core"}}
     wrong = [
-        f"{module} (floor {FLOORS[room_of(module)]}) imports {other} (floor {FLOORS[room_of(other)]})"
-        for module, others in imports().items()
-        for other in others
-        if room_of(module) != room_of(other)
-        and FLOORS[room_of(other)] >= FLOORS[room_of(module)]
-        and (module, other) != ("bridge.commands.main", "bridge")
+        text
+        for floor, targets in arrows("").items()
+        for target, texts in targets.items()
+        if floor in below and target not in below[floor]
+        for text in texts
     ]
     assert not wrong, "\n".join(sorted(wrong))
+    # `bridge` itself is the door, which its rooms stand behind.
+    wrong = [
+        module
+        for module, others in imports().items()
+        if "bridge" in others and module != "bridge.commands.main"
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", [room for room in rooms() if room])
+def test_siblings_do_not_import_each_other_in_a_circle(room: str) -> None:
+    found = arrows(room)
+    for members in circles(found):
+        texts = [text for a in members for b in members for text in found[a].get(b, ())]
+        pytest.fail("\n".join([f"{' and '.join(members)} are a circle:", *sorted(texts)]))
 
 
 def test_formats_do_not_import_each_other() -> None:
     def format_of(module: str) -> str | None:
-        return next((one for one in FORMATS if (module + ".").startswith(one + ".")), None)
+        return next((name for name in FORMATS if (module + ".").startswith(name + ".")), None)
 
     # Safetensors is DCP's second serialization. A chunk of DCP is a file of torch.save, whose records have checksums of
     # zip files.
@@ -111,7 +73,17 @@ def test_formats_do_not_import_each_other() -> None:
 
 
 def test_no_imports_form_a_circle() -> None:
-    graphlib.TopologicalSorter(imports()).prepare()
+    assert not circles(imports())
+
+
+def test_no_room_is_a_hall_and_no_file_is_a_book() -> None:
+    for room in rooms():
+        if room and room not in MANY_FILES:
+            count = len(list(files()[room].parent.glob("*.py")))
+            assert count <= MOST_FILES, f"{room} has {count} files"
+    for module, path in files().items():
+        count = len(path.read_text(encoding="utf-8").splitlines())
+        assert count <= MOST_LINES, f"{module} has {count} lines"
 
 
 def test_the_top_level_holds_what_the_layout_names() -> None:

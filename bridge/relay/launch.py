@@ -145,7 +145,7 @@ def rehearse(jobs: Sequence[Job]) -> list[str | None]:
             files = [str(job.write()) for job in own]
             log = stack.enter_context((own[0].folder / OUTPUT).open("wb"))
             process = subprocess.Popen(
-                [sys.executable, "-m", f"bridge.parity.{framework}_leg", REHEARSE, *files],
+                [sys.executable, "-m", f"bridge.relay.{framework}_leg", REHEARSE, *files],
                 env=environment(len(by_framework)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -775,7 +775,7 @@ JAX = [
     ),
     M(
         "bytes of a gather without its scales",
-        "jax_impl/diagnostics",
+        "jax_impl/runtime/groups/layout_report.py",
         "padded + scales if wire.float8 else",
         "padded if wire.float8 else",
         "jax_impl/diagnostics/test_layout_report.py",
@@ -1020,14 +1020,14 @@ JAX = [
     ),
     M(
         "outputs in the order in which they were traced",
-        "jax_impl/diagnostics",
+        "jax_impl/runtime/step/outputs.py",
         "return seen.clean and not (seen.spoiled",
         "return True and not (seen.spoiled",
         "jax_impl/diagnostics/test_outputs.py",
     ),
     M(
         "a watched stack does not know its layers",
-        "jax_impl/diagnostics",
+        "jax_impl/runtime/step/outputs.py",
         "return jnp.arange(layers, dtype=jnp.int32)",
         "return jnp.zeros(layers, dtype=jnp.int32)",
         "jax_impl/diagnostics/test_outputs.py",

@@ -41,7 +41,7 @@ def trace_segment(
         vjp.args_res[:2] = [None, None]
         return output, vjp
 
-    residuals = part("jax", "runtime.residuals")
+    residuals = part("jax", "runtime.program.residuals")
 
     def split(state: Any, given: Any) -> tuple[list[Any], list[Any]]:
         (output, vjp), depends = residuals.with_dependence(differentiated, state, (), given)

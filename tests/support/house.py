@@ -1,0 +1,154 @@
+"""Who imports whom in the product, read from the source: names, imports inside of functions, and modules named in text."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("bridge", "jax_impl", "torch_impl")
+
+
+@functools.cache
+def files() -> Mapping[str, Path]:
+    """By dotted name, the file of each module of the product."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
+
+
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(files()[module].read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports() -> Mapping[str, frozenset[str]]:
+    """By module, the modules that it imports anywhere, also for type checking.
+
+    A name that a package takes from one of its modules counts for that module. Text that is a module's name counts as
+    an import, since ``importlib`` and ``python -m`` get such text.
+    """
+    return {module: frozenset(_imported(module)) - {module} for module in files()}
+
+
+def _imported(module: str) -> Iterator[str]:
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in files())
+        elif isinstance(node, ast.ImportFrom) and node.module in files():
+            yield from (_home(node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
+            yield from {node.value} & set(files())
+        elif isinstance(node, ast.Call):
+            yield from _part_of_a_runtime(node)
+
+
+def _home(module: str, name: str) -> str:
+    """The module where ``name`` of a package is from."""
+    if f"{module}.{name}" in files():
+        return f"{module}.{name}"
+    if files()[module].name == "__init__.py":
+        for node in tree_of(module).body:
+            if isinstance(node, ast.ImportFrom) and node.module in files():
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        return _home(node.module, alias.name)
+    return module
+
+
+def _part_of_a_runtime(call: ast.Call) -> Iterator[str]:
+    """Modules that ``bridge.planning.models.runtimes.part`` imports."""
+    if isinstance(call.func, ast.Name) and call.func.id == "part" and len(call.args) == 2:
+        runtime, name = (arg.value if isinstance(arg, ast.Constant) else None for arg in call.args)
+        for package in [f"{runtime}_impl"] if runtime else ["jax_impl", "torch_impl"]:
+            if f"{package}.{name}" in files():
+                yield f"{package}.{name}"
+
+
+def rooms() -> list[str]:
+    """Packages, by dotted name, and "" for the house."""
+    return ["", *(module for module, path in files().items() if path.name == "__init__.py")]
+
+
+def arrows(room: str) -> dict[str, dict[str, list[str]]]:
+    """By child of ``room``, a module or a room, the children that it imports, each with the imports."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for module, others in imports().items():
+        child = _child(room, module)
+        if child is None:
+            continue
+        targets = found.setdefault(child, {})
+        for other in others:
+            target = _child(room, other)
+            if target not in (None, child):
+                targets.setdefault(target, []).append(f"{module} imports {other}")
+    return found
+
+
+def _child(room: str, module: str) -> str | None:
+    if not room:
+        # `bridge` has the lowest floor and the highest.
+        return "bridge.core" if _within(module, "bridge.core") else module.partition(".")[0]
+    if not module.startswith(room + "."):
+        return None
+    return f"{room}.{module.removeprefix(room + '.').partition('.')[0]}"
+
+
+def _within(module: str, room: str) -> bool:
+    return module == room or module.startswith(room + ".")
+
+
+def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Sets of nodes that reach each other, by Tarjan's algorithm."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph.get(node, ()):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            position = stack.index(node)
+            members = stack[position:]
+            del stack[position:]
+            if len(members) > 1:
+                found.append(sorted(members))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def functions(module: str) -> Iterable[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (
+        node for node in ast.walk(tree_of(module)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function, without its docstring."""
+    lines = (function.end_lineno or 0) - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function, clean=False) is not None:
+        lines -= (first.end_lineno or 0) - first.lineno + 1
+    return lines
+
+
+def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Parameters that a caller gives."""
+    given = function.args
+    names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
