@@ -303,9 +303,11 @@ class OrbaxReader(ClosedAtEnd):
         layouts: dict[str, ArrayLayout] = {}
         alike: dict[bytes, ArrayLayout] = {}
         inner = MAX_INNER_CHUNKS
-        for name, key, metadata in zip(names, stored_as, described, strict=True):
-            with one_part(name):
-                what = f"{self._item}: tensor {name!r}"
+        # One text and one object for all arrays, of which there may be many thousands.
+        item, part = str(self._item), one_part("")
+        for part.name, key, metadata in zip(names, stored_as, described, strict=True):
+            with part:
+                what = f"{item}: tensor {part.name!r}"
                 value = values.get(metadata)
                 if value is None:
                     raise CheckpointError(f"{what}: expected its metadata under {metadata!r}, found none")
@@ -335,7 +337,7 @@ class OrbaxReader(ClosedAtEnd):
                             raise CheckpointError(
                                 f"{what}: expected at most {most} bytes in the stored chunk {chunk!r}, got {size}"
                             )
-                layouts[name] = layout
+                layouts[part.name] = layout
         return layouts
 
     def _find_values(self) -> StoredValues:

@@ -36,7 +36,7 @@ class one_part:  # named as a function is, as those of contextlib are
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
 
     def __enter__(self) -> None:
         pass
@@ -46,5 +46,5 @@ class one_part:  # named as a function is, as those of contextlib are
     ) -> bool:
         if not isinstance(error, CheckpointError) or (damage := _DAMAGE.get()) is None:
             return False
-        damage[self._name] = error
+        damage[self.name] = error
         return True
