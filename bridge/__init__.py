@@ -13,9 +13,11 @@ start a runtime. The names below are imported when they are first used: `import 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 from bridge.core.version import __version__
+from bridge.old_paths import OldPaths
 
 if TYPE_CHECKING:
     from bridge.checkpoints.compare.diff import diff
@@ -52,6 +54,9 @@ _HOMES = {
     "open_checkpoint": "bridge.core.formats",
     "verify": "bridge.checkpoints.verify",
 }
+
+if OldPaths not in sys.meta_path:
+    sys.meta_path.insert(0, OldPaths)
 
 # Hidden from type checkers, which would take every misspelt attribute for one that this function knows.
 if not TYPE_CHECKING:

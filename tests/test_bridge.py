@@ -28,7 +28,7 @@ def test_importing_bridge_imports_no_other_package() -> None:
         "print(*sorted({n.partition('.')[0] for n in set(sys.modules) - before} - sys.stdlib_module_names))\n"
         "print(*sorted(n for n in sys.modules if n.startswith('bridge.')))"
     )
-    assert run(program).split() == ["bridge", "bridge.core", "bridge.core.version"]
+    assert run(program).split() == ["bridge", "bridge.core", "bridge.core.version", "bridge.old_paths"]
 
 
 def test_converting_needs_neither_runtime() -> None:
@@ -69,3 +69,43 @@ def test_the_surface_works(tmp_path: Path) -> None:
     with pytest.raises(bridge.CheckpointError):
         bridge.convert(tmp_path / "a", tmp_path / "c", mapping="llama")
     assert typing.get_type_hints(bridge.convert)["return"].__name__ == "ConvertReport"
+
+
+# As documents of the release before had them.
+SHOWN = {
+    "bridge.checkpoints.convert": "ConvertOptions convert planned",
+    "bridge.checkpoints.diff": "diff",
+    "bridge.checkpoints.picture": "layout_figure",
+    "bridge.checkpoints.selection": "Selection",
+    "bridge.checkpoints.verify": "verify",
+    "bridge.commands.output": "human_bytes print_line print_table",
+    "bridge.formats": "Box create_checkpoint open_checkpoint",
+    "bridge.parity": "capture_jax capture_torch compare_traces parity write_report",
+    "bridge.parity.config": "RelayConfig",
+    "bridge.parity.corpus": "Corpus",
+    "bridge.parity.curves.compare": "compare_runs",
+    "bridge.parity.pair.picture": "write_picture",
+    "bridge.parity.plot": "COLOURS relay_figure",
+    "bridge.parity.relay": "run",
+    "bridge.planning": "Workload load_policy make_plan resolve_models",
+    "bridge.planning.compilers": "why_not",
+    "bridge.planning.target_chart": "memory_figure timeline_figure",
+    "bridge.planning.target_plan": "plan_targets",
+    "bridge.planning.target_step": "StepRequest",
+    "bridge.planning.target_time": "Roofline",
+    "bridge.planning.targets": "targets_named",
+    "bridge.sharding": "Layout Placements plan_layout",
+}
+
+
+def test_paths_that_documents_showed_still_import() -> None:
+    lines = [f"from {module} import {', '.join(names.split())}" for module, names in SHOWN.items()]
+    lines += [
+        "import bridge.sharding, bridge.core.sharding",
+        "assert bridge.sharding is bridge.core.sharding",
+        "import bridge.formats.npz.header as old, bridge.core.formats.npz.header as new",
+        "assert old is new",
+        "try: import bridge.formats.nothing",
+        "except ModuleNotFoundError as error: print(error.name)",
+    ]
+    assert run("\n".join(lines)).strip() == "bridge.core.formats.nothing"

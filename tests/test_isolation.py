@@ -16,29 +16,28 @@ TORCH = {"torch", "torch_impl"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "jax_impl"}
 FORBIDDEN = {"torch_impl": JAX, "jax_impl": TORCH, "bridge": TORCH | JAX}
 # These run in a leg's own process, which holds exactly one runtime.
+RELAY = ROOT / "bridge" / "relay"
 RUNTIME_LEGS = {
-    "torch_leg.py": TORCH,
-    "torch_norms.py": TORCH,
-    "torch_reference.py": TORCH,
-    "jax_leg.py": JAX,
+    RELAY / "torch_leg.py": TORCH,
+    RELAY / "torch_norms.py": TORCH,
+    RELAY / "torch_reference.py": TORCH,
+    RELAY / "jax_leg.py": JAX,
 }
 # These call a framework in the process of a leg, and are imported without it.
-RUNTIME_CALLS = {"compilers.py"}
+RUNTIME_CALLS = {ROOT / "bridge" / "compiling" / "machines" / "compilers.py"}
 # What sharding may import: names of dtypes, and the limits that every text file is read with.
 BELOW = {"bridge.core.dtype_names", "bridge.core.text_files"}
 # These hold one framework's side of a pair of models.
-PAIR = ROOT / "bridge" / "parity" / "pair"
+PAIR = ROOT / "bridge" / "parity"
 RUNTIME_SIDES = {
-    **{path.name: TORCH for path in PAIR.glob("torch_*.py")},
-    **{path.name: JAX for path in PAIR.glob("jax_*.py")},
+    **dict.fromkeys(PAIR.glob("torch/*.py"), TORCH),
+    **dict.fromkeys(PAIR.glob("jax/*.py"), JAX),
 }
 
 
 def modules(package: str) -> list[Path]:
     return [
-        path
-        for path in sorted((ROOT / package).rglob("*.py"))
-        if path.name not in {*RUNTIME_LEGS, *RUNTIME_SIDES}
+        path for path in sorted((ROOT / package).rglob("*.py")) if path not in {*RUNTIME_LEGS, *RUNTIME_SIDES}
     ]
 
 
@@ -56,20 +55,20 @@ def imported(path: Path) -> set[str]:
 def test_no_module_names_the_other_framework_in_an_import(package: str) -> None:
     assert modules(package)
     for path in modules(package):
-        assert path.name in RUNTIME_CALLS or not imported(path) & FORBIDDEN[package], path
+        assert path in RUNTIME_CALLS or not imported(path) & FORBIDDEN[package], path
 
 
 def test_a_leg_imports_one_runtime_only() -> None:
-    for name, own in RUNTIME_LEGS.items():
-        found = imported(ROOT / "bridge" / "parity" / name)
-        assert found & own
+    for path, own in RUNTIME_LEGS.items():
+        found = imported(path)
+        assert found & own, path
         assert not found & (TORCH | JAX) - own
 
 
 def test_a_side_of_a_pair_imports_its_own_runtime_at_most() -> None:
-    assert "torch_side.py" in RUNTIME_SIDES
-    for name, own in RUNTIME_SIDES.items():
-        assert not imported(PAIR / name) & (TORCH | JAX) - own, name
+    assert {PAIR / "torch" / "side.py", PAIR / "jax" / "side.py"} <= set(RUNTIME_SIDES)
+    for path, own in RUNTIME_SIDES.items():
+        assert not imported(path) & (TORCH | JAX) - own, path
 
 
 def test_sharding_imports_the_standard_library_numpy_itself_and_what_is_below_only() -> None:

@@ -47,8 +47,8 @@ Behave otherwise than in FSDP2:
   not, and ``granularity`` says what stays together. The mesh of a ``ShardPlacementResult`` counts: parameters of one
   mesh are gathered and reduced over it, and their gradients divided by its number of ranks.
 * Parameters with ``fsdp_pre_all_gather`` (``torch_impl.runtime.weights.extension``) are found by their class: methods
-  that a program sets on a local tensor are not called. Gathered tensors are padded to equal rows. Those that wrap their values
-  in another form (torchao's NF4) have no ``full_tensor()`` and are in no checkpoint: ``save_checkpoint`` and
+  that a program sets on a local tensor are not called. Gathered tensors are padded to equal rows. Those that wrap their
+  values in another form (torchao's NF4) have no ``full_tensor()`` and are in no checkpoint: ``save_checkpoint`` and
   ``dcp.save`` name them. ``gather_dtype`` leaves them alone. torchao's ``precompute_float8_dynamic_scale_for_fsdp``
   needs norms that are DTensors: leave the call out, and each gather computes its scales.
 * ``dp_mesh_dims`` takes plain parameters as well as DTensors on all axes of the mesh.

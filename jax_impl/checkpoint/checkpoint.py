@@ -82,9 +82,10 @@ def save_checkpoint(
             its steps with ``item="default"`` only; stock ``StandardCheckpointer`` then restores ``path/default``, and
             ``path`` without an item. ``load_checkpoint`` and ``twinshard`` take either.
         mapping: a family's name, a file or a table (``bridge.core.mapping``), of which the plan has one side. The
-            checkpoint gets the other side's names and layouts, as ``twinshard convert`` with this mapping makes them of the plain
-            checkpoint. Each process translates its own rows; all are given the same ``train``, which may have sizes of
-            axes. Of a mapping with more than two conventions ``load_mapping(name).between("hf", "flax")`` leaves two.
+            checkpoint gets the other side's names and layouts, as ``twinshard convert`` with this mapping makes them of
+            the plain checkpoint. Each process translates its own rows; all are given the same ``train``, which may have
+            sizes of axes. Of a mapping with more than two conventions ``load_mapping(name).between("hf", "flax")``
+            leaves two.
         timeout: seconds that processes wait for one another in each of the four steps.
 
     Raises:

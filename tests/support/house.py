@@ -1,4 +1,4 @@
-"""Who imports whom in the product, read from the source: names, imports inside of functions, and modules named in text."""
+"""Who imports whom in the product, read from the source: imports anywhere in a file, and modules named in text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def _imported(module: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module in files():
             yield from (_home(node.module, alias.name) for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
-            yield from {node.value} & set(files())
+            # Packages are named for the data files that they hold.
+            if node.value in files() and files()[node.value].name != "__init__.py":
+                yield node.value
         elif isinstance(node, ast.Call):
             yield from _part_of_a_runtime(node)
 

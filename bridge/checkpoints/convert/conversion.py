@@ -27,13 +27,14 @@ from bridge.checkpoints.convert.destination import (
     require_untouched,
 )
 from bridge.checkpoints.convert.engine import Copier, runs
+from bridge.checkpoints.convert.options import ConvertOptions
 from bridge.checkpoints.ground.casts import Output, apply_casts, parse_casts
 from bridge.checkpoints.ground.checked import checked
 from bridge.checkpoints.ground.dtypes import require_dtypes
 from bridge.checkpoints.ground.kinds import carried_kinds
 from bridge.checkpoints.ground.selection import SelectedReader, Selection, readable_values
 from bridge.checkpoints.ground.workers import default_workers, large_buffers_returned
-from bridge.core.formats import FORMATS, create_checkpoint, open_checkpoint
+from bridge.core.formats import create_checkpoint, open_checkpoint
 from bridge.core.formats.files.working import Attempt
 from bridge.core.formats.stores.reader import StoredReader, home_of
 from bridge.core.formats.stores.store import is_url, local_path, place_of, without_end
@@ -61,47 +62,6 @@ from bridge.core.mapping.plan.translation import make_plan
 from bridge.core.mapping.states.numbered_states import with_named_states
 from bridge.core.mapping.states.step_values import with_step_tensors
 from bridge.core.version import __version__
-
-
-@dataclass(frozen=True)
-class ConvertOptions:
-    """The choices of a conversion.
-
-    to: "dcp", "orbax" or "safetensors"; default: DCP for an Orbax checkpoint, else Orbax (`convert` goes by the
-    destination's name first). mapping: a shipped family's
-    name, a TOML file or a table; without one names pass through as tree paths. into, from_: conventions of the
-    mapping, where names and format do not say which are meant. axes: sizes for the mapping's axes, over its own table.
-    selection: which part of the source. casts: dtypes by patterns of names in the destination. tied: whether a weight
-    that has two names is to be there "once" or under "both"; default: as in the source. verify: hold the source to its
-    manifest and to the checksums of its format, as far as it is read. any_model: use the mapping whatever model the
-    source's `config.json` names. companions: copy `config.json`, tokenizer files and the like along. dequantize: take
-    MXFP4 weights and float8 weights with scales of blocks as the bfloat16 numbers that they stand for, see
-    `formats/whole/quantized.py`. items: of an Orbax source, see `open_checkpoint`. write_items: keys of the tree that
-    become an item each of an Orbax destination. optimizer_order: what torch's numbers in optimizer states stand for:
-    "model", or a file with a weight's name on each line, see `numbered_states.py`.
-    """
-
-    to: str | None = None
-    mapping: MappingLike | None = None
-    into: str | None = None
-    from_: str | None = None
-    axes: Mapping[str, int] | None = None
-    selection: Selection = field(default_factory=Selection)
-    casts: Sequence[str] = ()
-    tied: Tied | None = None
-    verify: bool = True
-    any_model: bool = False
-    companions: bool = True
-    dequantize: bool = False
-    items: Sequence[str] = ()
-    write_items: Sequence[str] = ()
-    optimizer_order: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.to is not None and self.to not in FORMATS:
-            raise ValueError(f"expected a checkpoint format out of {', '.join(FORMATS)}, got {self.to!r}")
-        if self.write_items and self.to not in (None, "orbax"):
-            raise ValueError(f"expected format orbax, which has items, for write_items, got {self.to!r}")
 
 
 @dataclass(frozen=True)

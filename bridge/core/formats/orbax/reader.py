@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import add, floordiv, le, mul
 from pathlib import Path
@@ -37,6 +37,7 @@ from bridge.core.formats.orbax.zarr.arrays import (
     new_context,
     parse_array,
     store_spec,
+    tensor_infos,
 )
 from bridge.core.formats.orbax.zarr.memory_arrays import MemoryArrays
 from bridge.core.formats.orbax.zarr.packed_chunks import Packing
@@ -123,7 +124,7 @@ class OrbaxReader(ClosedAtEnd):
         self._values = self._find_values()
         self._raw = RawChunks(self._item, self._values, self._layouts, verify)
         paths = [path for name, path in zip(names, tree.arrays, strict=True) if name in self._layouts]
-        infos = _infos(self._layouts, paths, self._layouts.values())
+        infos = tensor_infos(self._layouts, paths, self._layouts.values())
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
             dict(zip(self._layouts, infos, strict=True))
         )
@@ -384,20 +385,6 @@ class OrbaxReader(ClosedAtEnd):
 
     def _read_json(self, name: str) -> object:
         return _parse_json(small_file(self._item, name, "the tree"), str(self._item / name))
-
-
-def _infos(
-    names: Iterable[str], paths: Iterable[TreePath], layouts: Iterable[ArrayLayout]
-) -> Iterator[TensorInfo]:
-    alike: dict[tuple[tuple[int, ...], np.dtype, tuple[int, ...]], TensorInfo] = {}
-    for name, path, layout in zip(names, paths, layouts, strict=True):
-        key = layout.shape, layout.dtype, layout.chunk
-        like = alike.get(key)
-        if like is None:
-            alike[key] = like = TensorInfo(name, path, layout.shape, layout.dtype, layout.boxes)
-            yield like
-        else:
-            yield like.named(name, path)
 
 
 def _parse_json(data: bytes, what: str) -> object:

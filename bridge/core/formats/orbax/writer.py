@@ -55,13 +55,13 @@ from bridge.core.formats.orbax.row_slabs import array_layout
 from bridge.core.formats.orbax.tree import Claims, as_path, leaf_name, leaves_of, storage_key
 from bridge.core.formats.orbax.zarr.arrays import ArrayLayout, explain, metadata_key, new_context, store_spec
 from bridge.core.formats.orbax.zarr.chunks import ChunkStore, join_stores, process_store
+from bridge.core.formats.reading.companion_names import is_companion
 from bridge.core.formats.stores.folder import StoredJournal
 from bridge.core.formats.stores.upload_path import UploadPath
 from bridge.core.formats.tensors.base import CheckpointError, TensorInfo, TreePath, dtype_name
 from bridge.core.formats.tensors.chunk_grid import grid_of_chunks
 from bridge.core.formats.tensors.garbage import collection_paused
 from bridge.core.formats.tensors.share import PARTS_FOLDER, Share
-from bridge.core.formats.whole.companions import is_companion
 
 
 class OrbaxPart(RecordedChunks):

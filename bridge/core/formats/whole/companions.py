@@ -9,7 +9,6 @@ axes from the same `config.json`. Only its `quantization_config` stays behind wh
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 from collections.abc import Mapping
@@ -19,36 +18,18 @@ from pathlib import Path
 from typing import Final
 
 from bridge.core.formats.orbax.item import STEP_FILE, TREE_FILE
+from bridge.core.formats.reading.companion_names import CONFIG_FILE, is_companion
 from bridge.core.formats.reading.regular_files import MAX_SMALL_FILE, regular_file, small_file
 from bridge.core.formats.stores.reader import home_of
 from bridge.core.formats.stores.upload_path import UploadPath
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader
 from bridge.core.formats.whole.pipeline import PIPELINE_FILE, pipeline_companions
 
-CONFIG_FILE: Final = "config.json"
 _MAX_CONFIG: Final = 1 << 20
 ADAPTER: Final = "adapter_"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 """Where it is, `from_pretrained` looks for the adapter's weights."""
 QUANTIZATION: Final = "quantization_config"
-_NAMES: Final = (
-    *(CONFIG_FILE, "*_config.json", "params.json", "preprocessor.json", "modules.json"),
-    *("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "normalizer.json", "tekken.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "vocab.bpe", "encoder.json", "chat_template.json", "*.jinja"),
-    *(
-        "tokenizer.model",
-        "tokenizer.model.v*",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-        "*.spm",
-        "*.tiktoken",
-    ),
-)
-
-
-def is_companion(name: str) -> bool:
-    """Whether a file of this name beside a checkpoint belongs to its model."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _NAMES)
 
 
 def companions_home(place: Path) -> Path:

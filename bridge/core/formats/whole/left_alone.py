@@ -16,12 +16,12 @@ from typing import Final
 from bridge.core.formats.dcp.metadata import METADATA_FILE
 from bridge.core.formats.files.atomic import is_temporary
 from bridge.core.formats.orbax.item import TREE_FILE
+from bridge.core.formats.reading.companion_names import is_companion
 from bridge.core.formats.reading.numbered_files import is_numbered, numbered_sets
 from bridge.core.formats.reading.weight_index import INDEX_END
 from bridge.core.formats.stores.reader import StoredReader, home_of
 from bridge.core.formats.tensors.base import CheckpointReader
 from bridge.core.formats.torch_save.files import TRAINING_STATE
-from bridge.core.formats.whole.companions import is_companion
 from bridge.core.formats.whole.joined import JoinedReader
 
 _ENDS: Final = (

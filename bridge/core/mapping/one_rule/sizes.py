@@ -19,9 +19,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from bridge.core.formats.reading.companion_names import CONFIG_FILE
 from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo
 from bridge.core.formats.tensors.leaf_names import separator_of
-from bridge.core.formats.whole.companions import CONFIG_FILE, config_beside
+from bridge.core.formats.whole.companions import config_beside
 from bridge.core.mapping.language.entries import HALF, PAIR, ZEROS
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.model_types import field_of, mismatch

@@ -8,7 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from bridge.core.formats.tensors.base import Box, CheckpointReader, TreePath
+from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TreePath
+from bridge.core.formats.tensors.leaf_names import separator_of
 from bridge.core.mapping.language.operations import ChangedView
 from bridge.core.mapping.language.padding import PaddedView
 from bridge.core.mapping.language.relation import TensorView
@@ -85,3 +86,32 @@ class Plan:
             for n, content in contents.items()
             if isinstance(content, ChangedView | PaddedView) and not content.exact
         )
+
+
+def collect(
+    reader: CheckpointReader,
+    to: str,
+    planned: list[PlannedTensor],
+    object_paths: Mapping[str, TreePath],
+    dropped: tuple[str, ...],
+    notes: Mapping[TreePath, object],
+) -> Plan:
+    """The plan of these tensors. CheckpointError where two tensors, or two objects, would get one name in format
+    `to`."""
+    tensors: dict[str, PlannedTensor] = {}
+    for tensor in planned:
+        if tensor.name in tensors:
+            raise CheckpointError(f"two tensors of {reader.path} would both be named {tensor.name} in {to}")
+        tensors[tensor.name] = tensor
+    objects: dict[str, tuple[TreePath, str]] = {}
+    for name, path in object_paths.items():
+        if (joined := joined_name(path, to)) in objects:
+            raise CheckpointError(f"two objects of {reader.path} would both be named {joined} in {to}")
+        objects[joined] = (path, name)
+    further = {joined_name(path, to): (path, value) for path, value in notes.items()}
+    return Plan(tensors, objects, dropped, further)
+
+
+def joined_name(path: TreePath, to: str) -> str:
+    """What the leaf at ``path`` is called in format `to`."""
+    return separator_of(to).join(map(str, path))

@@ -13,8 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TensorInfo, TreePath
-from bridge.core.formats.tensors.leaf_names import separator_of
+from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo, TreePath
 from bridge.core.mapping.fit.parts import idle, num_layers, uneven
 from bridge.core.mapping.fit.problems import NAMES, Problems, misfit
 from bridge.core.mapping.language.conventions import (
@@ -37,7 +36,7 @@ from bridge.core.mapping.one_rule.apply import apply_with_scales, padding_left_o
 from bridge.core.mapping.one_rule.instance import Axes, Plain, View
 from bridge.core.mapping.one_rule.scales import of_whole_rows
 from bridge.core.mapping.one_rule.sizes import known_sizes
-from bridge.core.mapping.plan.plan import Plan, PlannedTensor
+from bridge.core.mapping.plan.plan import Plan, PlannedTensor, collect, joined_name
 from bridge.core.mapping.states import beside_weights
 from bridge.core.mapping.states.chains import completed
 from bridge.core.mapping.states.found import NameIndex, Tensors, find
@@ -85,13 +84,13 @@ def make_plan(
             raise ValueError(f"expected a mapping for the conventions {from_} and {into}, got none")
         planned = [
             PlannedTensor(
-                name if reader.format == to else _join(info.path, to),
+                name if reader.format == to else joined_name(info.path, to),
                 info.path,
                 identity(name, info.shape, info.dtype),
             )
             for name, info in reader.tensors.items()
         ]
-        return _collect(reader, to, planned, reader.object_paths, (), {})
+        return collect(reader, to, planned, reader.object_paths, (), {})
     return _Planner(reader, to, mapping, into, from_, wanted or {}).plan()
 
 
@@ -141,7 +140,7 @@ class _Planner:
                 continue
             if beside_weights.is_carried(info, between_trees=between_trees):
                 view = identity(info.name, info.shape, info.dtype)
-                planned.append(PlannedTensor(_join(info.path, self.to), info.path, view))
+                planned.append(PlannedTensor(joined_name(info.path, self.to), info.path, view))
                 carried.append("/".join(map(str, info.path)))
             elif not is_numbered(info.path):
                 unmatched.append(info.name)
@@ -206,7 +205,7 @@ class _Planner:
             raise MappingError("\n".join([*shown, *([f"... and {more} more problems"] if more else [])]))
         if self.to == "dcp":
             paths = {name: beside_weights.object_path(path) for name, path in paths.items()}
-        plan = _collect(self.reader, self.to, planned, paths, dropped, values | empty | self._noted(empty))
+        plan = collect(self.reader, self.to, planned, paths, dropped, values | empty | self._noted(empty))
         told = (
             ()
             if self.target.name in self.notes
@@ -297,7 +296,7 @@ class _Planner:
         self, section: Section, weight: str, content: View | np.ndarray, state: int = 0
     ) -> PlannedTensor:
         path = self.target.path_of(section, weight, state)
-        return PlannedTensor(_join(path, self.to), path, content)
+        return PlannedTensor(joined_name(path, self.to), path, content)
 
     def _owners(self, section: Section, tensors: Tensors) -> dict[str, Rule]:
         """The rule of each weight in a section."""
@@ -380,29 +379,3 @@ class _Planner:
     @cached_property
     def _axes(self) -> Axes:
         return replace(known_sizes(self.reader, self.mapping), wanted=self.wanted)
-
-
-def _collect(
-    reader: CheckpointReader,
-    to: str,
-    planned: list[PlannedTensor],
-    object_paths: Mapping[str, TreePath],
-    dropped: tuple[str, ...],
-    notes: Mapping[TreePath, object],
-) -> Plan:
-    tensors: dict[str, PlannedTensor] = {}
-    for tensor in planned:
-        if tensor.name in tensors:
-            raise CheckpointError(f"two tensors of {reader.path} would both be named {tensor.name} in {to}")
-        tensors[tensor.name] = tensor
-    objects: dict[str, tuple[TreePath, str]] = {}
-    for name, path in object_paths.items():
-        if (joined := _join(path, to)) in objects:
-            raise CheckpointError(f"two objects of {reader.path} would both be named {joined} in {to}")
-        objects[joined] = (path, name)
-    further = {_join(path, to): (path, value) for path, value in notes.items()}
-    return Plan(tensors, objects, dropped, further)
-
-
-def _join(path: TreePath, to: str) -> str:
-    return separator_of(to).join(map(str, path))

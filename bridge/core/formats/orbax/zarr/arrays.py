@@ -29,7 +29,15 @@ import numpy as np
 import tensorstore as ts
 
 from bridge.core.formats.orbax.zarr.packed_chunks import PACKERS, Packing, packing
-from bridge.core.formats.tensors.base import Box, CheckpointError, dtype_from_name, dtype_name, is_whole
+from bridge.core.formats.tensors.base import (
+    Box,
+    CheckpointError,
+    TensorInfo,
+    TreePath,
+    dtype_from_name,
+    dtype_name,
+    is_whole,
+)
 
 MANIFEST = "manifest.ocdbt"
 Spec: TypeAlias = dict[str, Any]
@@ -323,3 +331,18 @@ def _sizes(value: object, least: int) -> tuple[int, ...]:
 def _grid(shape: Iterable[int], chunk: Iterable[int]) -> tuple[int, ...]:
     """How many chunks there are on each axis."""
     return tuple([-(-n // size) for n, size in zip(shape, chunk, strict=True)])
+
+
+def tensor_infos(
+    names: Iterable[str], paths: Iterable[TreePath], layouts: Iterable[ArrayLayout]
+) -> Iterator[TensorInfo]:
+    """What readers say of arrays. Arrays alike share what does not depend on the name."""
+    alike: dict[tuple[tuple[int, ...], np.dtype, tuple[int, ...]], TensorInfo] = {}
+    for name, path, layout in zip(names, paths, layouts, strict=True):
+        key = layout.shape, layout.dtype, layout.chunk
+        like = alike.get(key)
+        if like is None:
+            alike[key] = like = TensorInfo(name, path, layout.shape, layout.dtype, layout.boxes)
+            yield like
+        else:
+            yield like.named(name, path)
