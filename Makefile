@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# By a path file: mypy, pyright and editors follow no import hook, which setuptools installs by default.
+EDITABLE := --config-settings editable_mode=compat -e
 
 .PHONY: relay test test-all test-programs test-versions lint types notebooks bench compilers maxtext clean
 
@@ -29,7 +31,7 @@ test-programs: .venv-programs/.installed
 
 .venv-programs/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-programs
-	$(PROGRAMS) -m pip install --quiet -c constraints.txt -e ".[programs]"
+	$(PROGRAMS) -m pip install --quiet -c constraints.txt $(EDITABLE) ".[programs]"
 	grep -v '^antlr4' constraints.txt > .venv-programs/constraints.txt
 	for extra in torchtune program-sources; do \
 	  $(PROGRAMS) -c "import sys, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
@@ -92,7 +94,7 @@ compilers: .venv/.compilers
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[all,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[all,dev]"
 	touch $@
 
 clean:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from bridge.core.callers import warn_caller
 from bridge.core.sharding import ShardingPolicy
 from bridge.core.sharding.policy.recompute import why_not_around
+from bridge.core.sharding.policy.strategy import ENGINES
 from jax_impl.comm.mesh import DataParallelMesh, check_context, is_simulated
 from jax_impl.grouping import groups_of
 from jax_impl.modules.module_tree import (
@@ -38,7 +39,6 @@ from jax_impl.runtime.groups.unit_plan import Group, UnitPlan
 from jax_impl.runtime.groups.variables import with_rules
 from jax_impl.train_state import TrainState, whole_variables
 
-ENGINES = ("shard_map", "pjit")
 _SHARE_TO_WARN_OF = 0.01
 
 

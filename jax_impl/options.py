@@ -30,6 +30,7 @@ from bridge.core.sharding import (
 )
 from bridge.core.sharding.policy.precision_policy import GIVEN
 from bridge.core.sharding.policy.recompute import SELECTIVE, Recompute, is_recompute
+from bridge.core.sharding.policy.strategy import Engine, StrategyName
 from jax_impl.comm.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh
 from jax_impl.modules.chosen_parameters import Chosen, chosen_parameters
 from jax_impl.modules.module_tree import ROOT, module_paths, parameter_leaves
@@ -84,7 +85,7 @@ class ShardingOptions(TypedDict, total=False):
         time. See ``runtime/unit/order.py``, and ``runtime/program/pipeline.py`` for scanned layers.
     """
 
-    strategy: str
+    strategy: StrategyName
     placements: Placements
     units: Sequence[str]
     main_dtype: DTypeLike | None
@@ -101,7 +102,7 @@ class ShardingOptions(TypedDict, total=False):
     frozen: Chosen
     replicated: Chosen
     variables: Rules
-    engine: str
+    engine: Engine
     prefetch: int | None
 
 

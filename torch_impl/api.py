@@ -21,6 +21,7 @@ from bridge.core.sharding import (
     plan_layout,
 )
 from bridge.core.sharding.policy.mesh_axes import why_not_data_parallel
+from bridge.core.sharding.policy.strategy import StrategyName
 from torch_impl import fsdp2
 from torch_impl.checkpoint.assigned import load_assigned
 from torch_impl.checkpoint.full_state_dict import accept_full_state_dicts
@@ -55,7 +56,7 @@ def fully_shard(
     module: M,
     *,
     mesh: DeviceMesh | None = None,
-    strategy: str | None = None,
+    strategy: StrategyName | None = None,
     placements: Placements | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,

@@ -127,6 +127,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
+from bridge.core.sharding.policy.strategy import StrategyName
 from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.runtime.ground.ownership import OwnedParameter
 from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
@@ -250,8 +251,8 @@ def _mesh_of(name: str, info: Any) -> DeviceMesh:
 
 
 def data_parallel_axes(
-    mesh: DeviceMesh | None, dims: Any, strategy: str | None
-) -> tuple[DeviceMesh, SpmdMesh, str | None]:
+    mesh: DeviceMesh | None, dims: Any, strategy: StrategyName | None
+) -> tuple[DeviceMesh, SpmdMesh, StrategyName | None]:
     """The axes of ``mesh`` that ``dims`` (ours or torch's) names, outer one first; ``mesh``; the strategy on them.
 
     Several names for one kind become one axis, which torch flattens. Without an axis to shard over, the strategy is

@@ -165,6 +165,7 @@ def convert(
     from bridge.checkpoints.convert.conversion import convert as run
     from bridge.checkpoints.convert.destination import format_by_name
     from bridge.checkpoints.ground.selection import Selection
+    from bridge.core.formats import format_named
     from bridge.core.formats.whole.step_paths import at_step
 
     selection = Selection(tuple(select or ()), tuple(drop or ()), weights_only)
@@ -173,10 +174,11 @@ def convert(
     require_mapping(mapping, into, from_, tied, any_model, optimizer_order)
     if write_items and to not in (None, TargetFormat.orbax):
         raise typer.BadParameter(f"--write-item needs --to orbax: only Orbax has items, got --to {to}")
+    target = None if to is None else format_named(to)
     out = Console()
     request = part_request(part, commit, engine, parts, bandwidth, dry_run=dry_run, resume=resume)
     options = ConvertOptions(
-        to or format_by_name(dst) or ("orbax" if write_items else None),
+        target or format_by_name(dst) or ("orbax" if write_items else None),
         mapping,
         into,
         from_,
@@ -219,7 +221,7 @@ def convert(
         report = run(
             src,
             dst,
-            to=to,
+            to=target,
             mapping=mapping,
             into=into,
             from_=from_,

@@ -16,10 +16,11 @@ from bridge.compiling.batch_shapes import BatchArray, load_batch_shapes
 from bridge.compiling.machines.targets import Target, targets_named
 from bridge.compiling.target_plan import TargetPlan, Task, compile_tasks, in_order, tasks_of
 from bridge.compiling.target_report import LEFT, notes, table, unrolled_layers
-from bridge.compiling.target_step import ENGINES, StepRequest
+from bridge.compiling.target_step import StepRequest
 from bridge.compiling.target_time import Roofline, parse_efficiency
 from bridge.compiling.timing.step_time import Efficiency
 from bridge.core.sharding import ShardingPolicy
+from bridge.core.sharding.policy.strategy import ENGINES
 from bridge.planning.cost.cost import Workload
 from bridge.planning.cost.optimizers import ADAMW, Optimizer
 from bridge.planning.models.errors import PlanError

@@ -14,8 +14,6 @@ from bridge.planning.models.factory import Factory, function_named
 from bridge.planning.models.language_models import abstract_model, is_language_model
 from bridge.planning.models.runtimes import framework, part
 
-ENGINES = ("shard_map", "pjit")
-
 
 @dataclass(frozen=True)
 class StepRequest:

@@ -3,10 +3,9 @@ begin.
 
 ::
 
-    from bridge.planning import Workload, load_policy, make_plan, resolve_models
+    from bridge.planning import Workload, make_plan
 
-    model = resolve_models("llama3-8b")["jax"]
-    plan = make_plan(model, load_policy("fsdp"), 64, "jax", Workload(batch=1, length=4096))
+    plan = make_plan("llama3-8b", "fsdp", 64, "jax", Workload(batch=1, length=4096))
     print(plan.at_rest.total, plan.traffic.wire_bytes())
 """
 

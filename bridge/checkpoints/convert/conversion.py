@@ -34,7 +34,7 @@ from bridge.checkpoints.ground.dtypes import require_dtypes
 from bridge.checkpoints.ground.kinds import carried_kinds
 from bridge.checkpoints.ground.selection import SelectedReader, Selection, readable_values
 from bridge.checkpoints.ground.workers import default_workers, large_buffers_returned
-from bridge.core.formats import create_checkpoint, open_checkpoint
+from bridge.core.formats import Format, create_checkpoint, open_checkpoint
 from bridge.core.formats.files.working import Attempt
 from bridge.core.formats.stores.reader import StoredReader, home_of
 from bridge.core.formats.stores.store import is_url, local_path, place_of, without_end
@@ -80,7 +80,7 @@ class Conversion:
     source_format: str
     files: tuple[Path, ...]
     digest: str
-    format: str
+    format: Format
     outputs: Mapping[str, Output]
     objects: Mapping[str, tuple[TreePath, object]]
     kinds: Mapping[str, str]
@@ -119,7 +119,7 @@ def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    to: str | None = None,
+    to: Format | None = None,
     mapping: MappingLike | None = None,
     into: str | None = None,
     from_: str | None = None,

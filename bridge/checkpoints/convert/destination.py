@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from bridge.core.formats import Format
 from bridge.core.formats.files.journal import abandoned
 from bridge.core.formats.stores.store import local_path
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.formats.whole.replaceable import require_replaceable
 
 
-def format_by_name(dst: str | os.PathLike[str]) -> str | None:
+def format_by_name(dst: str | os.PathLike[str]) -> Format | None:
     """The format that a destination's name asks for: "safetensors" for one that ends so, None for others."""
     return "safetensors" if os.fspath(dst).endswith(".safetensors") else None
 

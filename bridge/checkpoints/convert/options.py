@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bridge.checkpoints.ground.selection import Selection
-from bridge.core.formats import FORMATS
+from bridge.core.formats import Format, format_named
 from bridge.core.mapping.language.rules import MappingLike
 from bridge.core.mapping.language.table import Tied
 
@@ -29,7 +29,7 @@ class ConvertOptions:
     "model", or a file with a weight's name on each line, see `numbered_states.py`.
     """
 
-    to: str | None = None
+    to: Format | None = None
     mapping: MappingLike | None = None
     into: str | None = None
     from_: str | None = None
@@ -46,7 +46,7 @@ class ConvertOptions:
     optimizer_order: str | None = None
 
     def __post_init__(self) -> None:
-        if self.to is not None and self.to not in FORMATS:
-            raise ValueError(f"expected a checkpoint format out of {', '.join(FORMATS)}, got {self.to!r}")
+        if self.to is not None:
+            format_named(self.to)
         if self.write_items and self.to not in (None, "orbax"):
             raise ValueError(f"expected format orbax, which has items, for write_items, got {self.to!r}")

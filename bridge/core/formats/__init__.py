@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final, Literal, TypeAlias, get_args
 
 from bridge.core.formats.dcp.metadata import metadata_files
 from bridge.core.formats.files.working import Attempt
@@ -50,6 +51,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointReader",
     "CheckpointWriter",
+    "Format",
     "TensorInfo",
     "TreePath",
     "check_coverage",
@@ -57,15 +59,26 @@ __all__ = [
     "detect_format",
     "dtype_from_name",
     "dtype_name",
+    "format_named",
     "items_of_each",
     "open_checkpoint",
 ]
 
-FORMATS = ("dcp", "orbax", "safetensors")
+Format: TypeAlias = Literal["dcp", "orbax", "safetensors"]
+FORMATS: Final[tuple[Format, ...]] = get_args(Format)
+"""Formats that can be written."""
 READ_ONLY_FORMATS = ("torch", "npz", "msgpack")
 """Formats that can be read and not written: torch.save, NumPy's archives, flax's serialization."""
 
 _ORBAX_FILES = ("_METADATA", "_CHECKPOINT_METADATA", "orbax.checkpoint")
+
+
+def format_named(name: str) -> Format:
+    """One of FORMATS. ValueError for another name."""
+    for format in FORMATS:
+        if name == format:
+            return format
+    raise ValueError(f"expected a checkpoint format out of {', '.join(FORMATS)}, got {name!r}")
 
 
 def detect_format(path: str | os.PathLike[str]) -> str:
@@ -199,7 +212,7 @@ def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
 
 
 def create_checkpoint(
-    path: str | os.PathLike[str], format: str, *, attempt: Attempt | None = None, items: Sequence[str] = ()
+    path: str | os.PathLike[str], format: Format, *, attempt: Attempt | None = None, items: Sequence[str] = ()
 ) -> CheckpointWriter:
     """Start a new checkpoint at `path`, which must not exist unless `attempt` replaces it.
 

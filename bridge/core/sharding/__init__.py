@@ -9,15 +9,26 @@ from bridge.core.sharding.policy.parallel import Cut, ParallelPolicy, check_cuts
 from bridge.core.sharding.policy.policy import ShardingPolicy
 from bridge.core.sharding.policy.policy_error import PolicyError
 from bridge.core.sharding.policy.precision_policy import PrecisionPolicy
-from bridge.core.sharding.policy.strategy import STRATEGIES, Placements, Strategy, check_axes, strategy_named
+from bridge.core.sharding.policy.strategy import (
+    ENGINES,
+    STRATEGIES,
+    Engine,
+    Placements,
+    Strategy,
+    StrategyName,
+    check_axes,
+    strategy_named,
+)
 from bridge.core.sharding.policy.unit_policy import UnitPolicy
 
 __all__ = [
     "DEFAULT_ALIGN",
+    "ENGINES",
     "STRATEGIES",
     "Align",
     "Box",
     "Cut",
+    "Engine",
     "Granularity",
     "Layout",
     "ParallelPolicy",
@@ -27,6 +38,7 @@ __all__ = [
     "ShardingPolicy",
     "Slot",
     "Strategy",
+    "StrategyName",
     "UnitPolicy",
     "check_align",
     "check_axes",

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from bridge.core.sharding import Placements, PolicyError, ShardingPolicy, UnitPolicy
-from bridge.core.sharding.policy.strategy import STRATEGIES
+from bridge.core.sharding.policy.strategy import STRATEGIES, StrategyName
 from bridge.planning.cost.units import ROOT, outward
 from bridge.planning.models.model import Model
 
@@ -116,9 +116,11 @@ def _raised(unit: UnitPolicy, rung: Depths, ndim: int) -> UnitPolicy:
     return replace(unit, strategy=None, placements=Placements(*words))
 
 
-def _named(depths: Depths, ndim: int) -> str | None:
+def _named(depths: Depths, ndim: int) -> StrategyName | None:
     known = [
-        one.name for one in STRATEGIES.values() if (one.parameters, one.gradients, one.optimizer) == depths
+        name
+        for name, strategy in STRATEGIES.items()
+        if (strategy.parameters, strategy.gradients, strategy.optimizer) == depths
     ]
     # Of two names for one strategy the later is that of two axes, hsdp.
     return known[-1 if ndim == 2 else 0] if known else None

@@ -29,6 +29,7 @@ from bridge.planning.cost.traffic import Calls, Traffic, amax_calls, step_calls
 from bridge.planning.cost.units import CutModel, UnitKind, cut
 from bridge.planning.models.errors import PlanError
 from bridge.planning.models.model import Model
+from bridge.planning.models.models import resolve_models
 
 LARGE_PADDING = 0.05
 """Padding of a unit, as a fraction of its parameters, that is worth a warning."""
@@ -224,8 +225,8 @@ def parse_policy(text: str, source: str) -> ShardingPolicy:
 
 
 def make_plan(
-    model: Model,
-    policy: ShardingPolicy,
+    model: Model | str,
+    policy: ShardingPolicy | str | Path,
     devices: int,
     runtime: str,
     workload: Workload,
@@ -235,11 +236,16 @@ def make_plan(
 ) -> Plan:
     """Plan ``model`` under ``policy``; nothing is allocated, and no device is needed.
 
+    model, policy: or their names, as ``resolve_models`` and ``load_policy`` take them.
     device: the device whose bytes at rest the plan gives; None: the first of those that hold most.
 
     Raises ``PlanError`` when the policy does not fit the model or the devices, and when the runtime cannot run the
     optimizer.
     """
+    if isinstance(model, str):
+        model = resolve_models(model, (runtime,))[runtime]
+    if not isinstance(policy, ShardingPolicy):
+        policy = load_policy(policy)
     if reason := optimizer.why_not(runtime, model.stacks):
         raise PlanError(reason)
     if policy.model_axes and optimizer.looks_at_rows:

@@ -24,8 +24,15 @@ the last microbatch of a step; in between they are "partial" there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, get_args
+
+StrategyName: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp", "hfsdp"]
+"""The names in ``STRATEGIES``."""
+Engine: TypeAlias = Literal["shard_map", "pjit"]
+ENGINES: Final[tuple[Engine, ...]] = get_args(Engine)
+"""How ``jax_impl`` shards: collectives that it writes itself, or annotations that XLA follows."""
 
 _WORDS = {
     "parameters": ("replicate", "shard"),
@@ -102,25 +109,26 @@ class Placements:
         return Strategy(name, *depths)
 
 
-STRATEGIES = {
-    strategy.name: strategy
-    for strategy in (
-        Strategy("no_shard", 0, 0, 0),
-        Strategy("optim", 0, 0, 1),
-        Strategy("optim_grads", 0, 1, 1),
-        Strategy("optim_grads_params", 1, 1, 1),
-        Strategy("hsdp", 1, 1, 1),
-        Strategy("hfsdp", 1, 1, 2),
-    )
+_DEPTHS: Final[Mapping[StrategyName, tuple[int, int, int]]] = {
+    "no_shard": (0, 0, 0),
+    "optim": (0, 0, 1),
+    "optim_grads": (0, 1, 1),
+    "optim_grads_params": (1, 1, 1),
+    "hsdp": (1, 1, 1),
+    "hfsdp": (1, 1, 2),
+}
+STRATEGIES: Final[Mapping[StrategyName, Strategy]] = {
+    name: Strategy(name, *depths) for name, depths in _DEPTHS.items()
 }
 _ON_TWO_AXES = ("hsdp", "hfsdp")
 
 
 def strategy_named(name: str) -> Strategy:
     """Look a strategy up; ValueError for an unknown name."""
-    if not isinstance(name, str) or name not in STRATEGIES:
-        raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {name!r}")
-    return STRATEGIES[name]
+    for known, strategy in STRATEGIES.items():
+        if name == known:
+            return strategy
+    raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {name!r}")
 
 
 def check_axes(strategy: Strategy, placements: Placements | None, ndim: int) -> None:

@@ -9,7 +9,7 @@ from bridge.core.sharding.layout.alignment import Align, is_align
 from bridge.core.sharding.policy.patterns import is_pattern
 from bridge.core.sharding.policy.policy_error import PolicyError, require
 from bridge.core.sharding.policy.recompute import RECOMPUTE_WORDS, Recompute, is_recompute
-from bridge.core.sharding.policy.strategy import Placements, Strategy, strategy_named
+from bridge.core.sharding.policy.strategy import Placements, Strategy, StrategyName, strategy_named
 
 ALIGN_WORDS = 'a number of elements >= 1, or "auto"'
 KINDS = ("parameters", "gradients", "optimizer")
@@ -31,7 +31,7 @@ class UnitPolicy:
     """
 
     match: str
-    strategy: str | None = None
+    strategy: StrategyName | None = None
     placements: Placements | None = None
     granularity: str = "row"
     recompute: Recompute = False
