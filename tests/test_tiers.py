@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.mutations import MUTATIONS, ROOT, place
 from tests.support.pairwise import covering, together
+from tests.support.slow_share import shares_of
 
 
 @pytest.mark.parametrize("sizes", [(4,), (4, 3), (4, 2, 3), (2, 2, 2, 2, 2), (5, 4, 2, 2, 2)])
@@ -66,3 +67,12 @@ def test_every_fault_of_the_list_can_be_put_into_the_code() -> None:
     for mutation in MUTATIONS:
         place(mutation, ROOT)
         assert all((ROOT / "tests" / test).exists() for test in mutation.tests.split()), mutation
+
+
+def test_each_slow_file_is_in_one_share_and_shares_are_alike() -> None:
+    counts = {f"tests/test_{k}.py": 1 + k % 7 for k in range(60)}
+    found = shares_of(counts, 5)
+    assert set(found) == set(counts)
+    sizes = [sum(counts[file] for file in counts if found[file] == share) for share in range(5)]
+    assert max(sizes) - min(sizes) <= 2
+    assert found == shares_of(dict(reversed(counts.items())), 5)
