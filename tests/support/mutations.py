@@ -1473,8 +1473,8 @@ SHARDING = [
     M(
         "hfsdp does not cut over the outer axis",
         "bridge/core/sharding",
-        'Strategy("hfsdp", 1, 1, 2)',
-        'Strategy("hfsdp", 1, 1, 1)',
+        '"hfsdp": (1, 1, 2)',
+        '"hfsdp": (1, 1, 1)',
         "sharding torch_impl/test_policy.py",
     ),
 ]
