@@ -34,3 +34,21 @@ def test_the_readme_has_no_links_that_a_package_index_would_break() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     links = re.findall(r"(?<!!)\[[^\]]*\]\(([^)]+)\)", readme)
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
+
+
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *(
+        path
+        for folder in ("bridge", "torch_impl", "jax_impl", "tests")
+        for path in (ROOT / folder).rglob("*.md")
+    ),
+]
+
+
+@pytest.mark.parametrize("document", sorted(str(path.relative_to(ROOT)) for path in DOCUMENTS))
+def test_links_to_files_lead_to_files(document: str) -> None:
+    path = ROOT / document
+    links = re.findall(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)", path.read_text(encoding="utf-8"))
+    files = [link.partition("#")[0] for link in links if not link.startswith(("https://", "http://", "#"))]
+    assert [file for file in files if not (path.parent / file).exists()] == []
