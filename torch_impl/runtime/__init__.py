@@ -27,7 +27,7 @@ the unit's backward is done, and when its reduction is.
 
 1. ``autograd``     a hook on a compute weight tells that the weight's gradient is complete
 2. ``unit``         ``_gradient_arrived``: the unit joins the backward, and decides between reducing and keeping
-3. ``gradient``     ``GroupGradient.arrived``: the gradient is held, or copied into the group's buffer
+3. ``gradient``     ``GroupGradient.add_gradient``: the gradient is held, or copied into the group's buffer
 4. ``pool``         ``PooledGradient.take``: lends the buffer
    back to ``unit`` ``_call_done`` or ``backward_ended``: the unit frees its weights, then
                     ``GroupGradient.reduce`` completes the buffer with zeros and hands it on

@@ -16,7 +16,7 @@ from bridge.parity.partners.weight_map import Order, WeightMap
 from bridge.parity.recorded.align import CHANNELS_LAST, Alignment, Moves, match_leaves, other_ways
 from bridge.parity.recorded.distance import distance, noise
 from bridge.parity.recorded.recording import Call, Leaves, Recording, Side
-from bridge.parity.recorded.store import Store, give_back
+from bridge.parity.recorded.store import Store, trim_heap
 
 _NEAR = 0.3
 """Further inputs that are farther apart than this, relatively, may mean something else on the other side."""
@@ -222,7 +222,7 @@ def largest_ratio(runs: Runs, pair: CallPair, what: Literal["inputs", "outputs"]
 
 def _record(side: Side, batch: Any, dtype: str, backward: bool) -> Recording:
     run = side.record(batch, dtype, backward=backward)
-    give_back()
+    trim_heap()
     return run
 
 

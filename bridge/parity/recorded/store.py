@@ -24,7 +24,7 @@ LEAST = 2**15
 """Bytes below which an array stays in memory: a map takes whole pages."""
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return to the system what was freed.
 
     The C library keeps freed blocks for itself, and a run frees more than the next one needs. Does nothing where the C

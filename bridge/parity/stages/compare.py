@@ -17,7 +17,7 @@ from bridge.parity.partners.runs import CallPair, Runs
 from bridge.parity.partners.weight_map import WeightMap
 from bridge.parity.recorded.distance import FACTOR, epsilon, noise, norm
 from bridge.parity.recorded.recording import Leaves, Side
-from bridge.parity.recorded.store import Store, give_back
+from bridge.parity.recorded.store import Store, trim_heap
 from bridge.parity.report_page.report import ParityReport, by_stage
 from bridge.parity.stages.alone import with_right_inputs
 from bridge.parity.stages.backward import (
@@ -55,7 +55,7 @@ def compare_sides(
     rows += compared
     for side in (torch, jax):
         side.forget()
-    give_back()
+    trim_heap()
     if steps:
         say(f"{steps} steps of training")
         rows += update_rows(torch, jax, batch, weights, dtype, steps)
@@ -161,7 +161,7 @@ def update_rows(
     for side, model in (("torch", torch), ("jax", jax)):
         for one in ("float64", dtype):
             run = model.train(batches, one)
-            give_back()
+            trim_heap()
             losses[side, one] = run.losses
             reached = [run.first, *run.between, run.last] if steps > 1 else [run.first]
             ends[side, one] = [weights.to_jax(leaves) for leaves in reached] if side == "torch" else reached

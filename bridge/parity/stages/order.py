@@ -19,7 +19,7 @@ from bridge.parity.partners.runs import Runs
 from bridge.parity.partners.weight_map import WeightMap
 from bridge.parity.recorded.distance import epsilon, gap, noise
 from bridge.parity.recorded.recording import Leaves
-from bridge.parity.recorded.store import give_back
+from bridge.parity.recorded.store import trim_heap
 
 _FAR = 64.0
 """Times the rounding from float64: two samples of rounding are never that far from each other."""
@@ -52,7 +52,7 @@ def reordered(runs: Runs, batch: Any, weights: WeightMap) -> Reordered:
     ):
         try:
             found = side.in_order(given, order.tolist(), runs.dtype)
-            give_back()
+            trim_heap()
         except Exception as error:
             return Reordered(remark=f"rows in another order: not run: {type(error).__name__}: {error!s:.200}")
         three = found, low, high

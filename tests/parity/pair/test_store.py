@@ -27,7 +27,7 @@ from bridge.parity.partners.runs import Runs
 from bridge.parity.partners.weight_map import WeightMap
 from bridge.parity.recorded import store
 from bridge.parity.recorded.recording import Recording, Side
-from bridge.parity.recorded.store import Store, StoredLeaves, give_back, mapped_together
+from bridge.parity.recorded.store import Store, StoredLeaves, mapped_together, trim_heap
 from bridge.parity.stages import order
 from bridge.parity.stages.order import reordered
 from bridge.parity.torch import side as torch_side
@@ -201,7 +201,7 @@ def test_gradients_of_rows_in_another_order_are_compared_one_at_a_time(
 
 def test_memory_can_be_given_back() -> None:
     """Where the C library can."""
-    give_back()
+    trim_heap()
     assert store._trim() is None or store._trim()(0) in (0, 1)
 
 

@@ -66,7 +66,7 @@ class GroupGradient:
         """Gradients of a backward that is under way; the buffer may hold the sums of earlier microbatches too."""
         return [*self._held.values()] if self._whole is None else [self._whole]
 
-    def arrived(self, index: int, keep: bool, frees: bool) -> None:
+    def add_gradient(self, index: int, keep: bool, frees: bool) -> None:
         """Take the gradient of unsharded parameter ``index``, which is complete.
 
         ``keep``: it will not be reduced. ``frees``: the unit's weights are freed before it is.
@@ -74,7 +74,7 @@ class GroupGradient:
         param = self._unsharded[index]
         # A fused kernel may have left no placeholder.
         if param.grad is not None:
-            if not _written(param):
+            if not _kernel_wrote(param):
                 with torch.no_grad():
                     self._add(index, param.grad, keep, frees)
             # The next backward would add to it, and it is as large as the unsharded parameter.
@@ -134,8 +134,8 @@ class GroupGradient:
         else:
             view.add_(grad, alpha=1 / divisor if self._divided else 1)
 
-    def expose(self, keep: bool) -> None:
-        """Give the unsharded parameters their main gradients, where they lack them; ``keep`` as for ``arrived``."""
+    def attach_main_grads(self, keep: bool) -> None:
+        """Give the unsharded parameters their main gradients, where they lack them; ``keep``: see ``add_gradient``."""
         self._exposed = True
         for index, param in enumerate(self._unsharded):
             if param.requires_grad and not hasattr(param, "main_grad"):
@@ -148,20 +148,20 @@ class GroupGradient:
                 values = (self._views[index], index in self._untouched, False)
                 vars(param).update(zip(_MAIN_GRAD, values, strict=True))
 
-    def _withdraw(self) -> None:
+    def _detach_main_grads(self) -> None:
         """Take the main gradients away, and note which of them were written."""
         if self._exposed:
             self._exposed = False
             for index, param in enumerate(self._unsharded):
-                if _written(param):
+                if _kernel_wrote(param):
                     self._untouched.discard(index)
                 for name in _MAIN_GRAD:
                     vars(param).pop(name, None)
 
-    def keep(self) -> None:
+    def leave_unreduced(self) -> None:
         """Leave what was collected in ``.grad``, unreduced; nothing if nothing came."""
-        self._withdraw()
-        if not self._came:
+        self._detach_main_grads()
+        if not self._has_gradients:
             self._drop()
             return
         whole = self._complete(keep=True)
@@ -185,8 +185,8 @@ class GroupGradient:
         ``.grad`` has the result when the reduction is finished: before the next one of another unit, see
         ``wait_for_others``, or at the end of the backward.
         """
-        self._withdraw()
-        if not self._came and not idle:
+        self._detach_main_grads()
+        if not self._has_gradients and not idle:
             self._drop()
             return
         values = self._complete(keep=False).to(self._group_spec.dtypes.reduce)
@@ -209,7 +209,7 @@ class GroupGradient:
         Gradients are added to the sums of earlier microbatches in place: if those are kept, what arrived in the
         unfinished backward stays in them until ``zero_grad``.
         """
-        self._withdraw()
+        self._detach_main_grads()
         self.reduction.abandon()
         self._drop()
         for param in self._unsharded:
@@ -224,7 +224,7 @@ class GroupGradient:
         self._held, self._held_numel = {}, 0
 
     @property
-    def _came(self) -> bool:
+    def _has_gradients(self) -> bool:
         """Whether any gradient has come, or sums of earlier microbatches are in the buffer."""
         return bool(self._held) or (
             self._whole is not None and len(self._untouched) < len(self._group_spec.names)
@@ -273,6 +273,6 @@ class GroupGradient:
             self._put(*held.popitem())
 
 
-def _written(param: torch.Tensor) -> bool:
+def _kernel_wrote(param: torch.Tensor) -> bool:
     """Whether a kernel has written this parameter's main gradient."""
     return getattr(param, "grad_added_to_main_grad", False)

@@ -84,7 +84,7 @@ class WatchedInputs:
         this = weakref.ref(self)
         for level in levels_of(view):
             if level.grad_fn is not None:
-                level.register_hook(partial(self._gradients.arrived, len(self._nodes), this))
+                level.register_hook(partial(self._gradients.mark_complete, len(self._nodes), this))
                 self._nodes.append(level.grad_fn)
                 self._given.append(leaf)
         return view
@@ -144,7 +144,7 @@ class _Gradients:
         """A backward begins that computes those of these indices."""
         self.missing, self._seen = missing, True
 
-    def arrived(self, index: int, inputs: weakref.ref[WatchedInputs], gradient: torch.Tensor) -> None:
+    def mark_complete(self, index: int, inputs: weakref.ref[WatchedInputs], gradient: torch.Tensor) -> None:
         """One is complete; ``inputs`` are held by the hooks of the outputs."""
         if torch.is_grad_enabled():
             watched = inputs()

@@ -329,11 +329,11 @@ class Unit:
             self.schedule.pool.enable(False)
         stays = self._calls or self.phase in (Phase.REST, Phase.KEPT)
         self._enter(Event.JOINS_BACKWARD, self.phase if stays else Phase.BACKWARD)
-        self.gradients.expose()
+        self.gradients.attach_main_grads()
 
     def _gradient_arrived(self, index: int, k: int, _: torch.Tensor) -> None:
         self._join_backward()
-        self.gradients.arrived(index, k, self.reshard_after_backward)
+        self.gradients.add_gradient(index, k, self.reshard_after_backward)
 
     @outside_transforms
     def _call_done(self, number: int, seen: bool) -> None:

@@ -30,13 +30,13 @@ class UnitGradients:
         # Gradients that are not sharded are reduced over all axes or over none.
         return not self.requires_gradient_sync or not (self._reduces_all or group.strategy.gradients)
 
-    def expose(self) -> None:
+    def attach_main_grads(self) -> None:
         """A backward of the unit begins: let fused kernels write gradients, if the program wants that."""
         if self.exposes_main_grad:
             for group in self._groups:
-                group.gradient.expose(self._keeps(group))
+                group.gradient.attach_main_grads(self._keeps(group))
 
-    def arrived(self, index: int, k: int, reshards: bool) -> None:
+    def add_gradient(self, index: int, k: int, reshards: bool) -> None:
         """Collect the gradient of parameter ``k`` of group ``index``; ``reshards``: the unit does after backward.
 
         RuntimeError in a backward with ``create_graph=True``.
@@ -49,7 +49,7 @@ class UnitGradients:
                 "with it; for derivatives by inputs call torch.autograd.grad(outputs, inputs, create_graph=True), and "
                 "backward() of what is computed from them"
             )
-        group.gradient.arrived(k, self._keeps(group), reshards and group.strategy.shard_parameters)
+        group.gradient.add_gradient(k, self._keeps(group), reshards and group.strategy.shard_parameters)
 
     def outputs_reached(self, accumulates: bool) -> None:
         """A backward has reached an output of the unit; ``accumulates``: it computes gradients of parameters."""
@@ -70,7 +70,7 @@ class UnitGradients:
         self._wait_for_others(self._groups)
         for group in self._groups:
             if self._keeps(group):
-                group.gradient.keep()
+                group.gradient.leave_unreduced()
             else:
                 trains = any(param.requires_grad for param in group.params)
                 group.gradient.reduce(self._reduces_all, idle=reached and trains)
