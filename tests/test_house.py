@@ -92,7 +92,17 @@ def test_the_top_level_holds_what_the_layout_names() -> None:
         pytest.skip("no checkout of git, which tells what is committed")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     found = {path.partition("/")[0] for path in listed.stdout.split("\0") if path}
-    folders = {"torch_impl", "jax_impl", "bridge", "tests", "notebooks", "twinshard-stubs", ".ci", ".github"}
+    folders = {
+        "torch_impl",
+        "jax_impl",
+        "bridge",
+        "tests",
+        "notebooks",
+        "docs",
+        "twinshard-stubs",
+        ".ci",
+        ".github",
+    }
     files = {
         "twinshard.py",
         "pyproject.toml",

@@ -40,7 +40,7 @@ DOCUMENTS = [
     *ROOT.glob("*.md"),
     *(
         path
-        for folder in ("bridge", "torch_impl", "jax_impl", "tests")
+        for folder in ("docs", "bridge", "torch_impl", "jax_impl", "tests")
         for path in (ROOT / folder).rglob("*.md")
     ),
 ]
