@@ -9,11 +9,12 @@ Imports inside of functions, for type checking and by name count: a reader has t
 
 from __future__ import annotations
 
+import ast
 import subprocess
 
 import pytest
 
-from tests.support.house import ROOT, arrows, circles, files, imports, rooms
+from tests.support.house import ROOT, arrows, circles, files, imports, rooms, tree_of
 
 FORMATS = {
     f"bridge.core.formats.{name}"
@@ -84,6 +85,15 @@ def test_no_room_is_a_hall_and_no_file_is_a_book() -> None:
     for module, path in files().items():
         count = len(path.read_text(encoding="utf-8").splitlines())
         assert count <= MOST_LINES, f"{module} has {count} lines"
+
+
+def test_a_package_says_in_thirty_lines_what_is_in_it() -> None:
+    for room in rooms():
+        if room:
+            text = ast.get_docstring(tree_of(room)) or ""
+            assert 1 <= len(text.splitlines()) <= 30, (
+                f"{room}: the docstring has {len(text.splitlines())} lines"
+            )
 
 
 def test_the_top_level_holds_what_the_layout_names() -> None:
