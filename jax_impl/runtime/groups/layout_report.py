@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from bridge.core.sharding.policy import float8
 from bridge.core.sharding.policy.recompute import Recompute
+from bridge.core.text import first_of
 from jax_impl.runtime.groups.cut_group import CutGroup
 from jax_impl.runtime.groups.flat_group import FlatGroup
 
@@ -136,9 +137,7 @@ class LayoutReport:
             for row in (header, *rows)
         ]
         if self.whole:
-            rest = len(self.whole) - 8
-            more = f" and {rest} more" if rest > 0 else ""
-            lines.append(f"whole on every device: {', '.join(self.whole[:8])}{more}")
+            lines.append(f"whole on every device: {first_of(self.whole, 8)}")
         return "\n".join([self.summary(), *lines])
 
     def __str__(self) -> str:
