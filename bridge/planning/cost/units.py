@@ -17,12 +17,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from bridge.core.dtype_names import FLOATING
 from bridge.core.sharding import Align, ShardingPolicy, Strategy, UnitPolicy, local_shape
 from bridge.core.sharding.policy.float8 import is_quantized
 from bridge.core.sharding.policy.recompute import Recompute, why_not_around
 from bridge.planning.cost.gathers import TWICE, Gathers
 from bridge.planning.cost.model_axes import Cuts, cuts_of
-from bridge.planning.models.dtypes import FLOATING, GroupDtypes
+from bridge.planning.models.dtypes import GroupDtypes
 from bridge.planning.models.errors import PlanError
 from bridge.planning.models.model import Model, Parameter
 

@@ -13,34 +13,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bridge.core.dtype_names import FLOATING, PLAIN
 from bridge.core.sharding import PrecisionPolicy
 from bridge.planning.models.errors import PlanError
-
-BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "complex128": 16,
-    "complex64": 8,
-    "int64": 8,
-    "uint64": 8,
-    "int32": 4,
-    "uint32": 4,
-    "int16": 2,
-    "uint16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-FLOATING = ("float64", "float32", "bfloat16", "float16")
 
 
 def size_of(dtype: str) -> int:
     """Bytes of an element. Raises ``PlanError`` for an unknown name."""
-    if dtype not in BYTES:
-        raise PlanError(f"dtype: expected one of {', '.join(BYTES)}, got {dtype!r}")
-    return BYTES[dtype]
+    if dtype not in PLAIN:
+        raise PlanError(f"dtype: expected one of {', '.join(PLAIN)}, got {dtype!r}")
+    return PLAIN[dtype]
 
 
 @dataclass(frozen=True)

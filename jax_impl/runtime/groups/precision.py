@@ -16,10 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from bridge.core.dtype_names import full_name
+from bridge.core.dtype_names import FLOATING, full_name
 from bridge.core.sharding.policy.float8 import FORMATS
-
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         for field, name in vars(self).items():
-            known = FORMATS if field == "gather_dtype" else _DTYPES
+            known = FORMATS if field == "gather_dtype" else FLOATING
             if isinstance(name, str):
                 name = full_name(name, known)
                 object.__setattr__(self, field, name)

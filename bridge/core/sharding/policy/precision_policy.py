@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bridge.core.dtype_names import full_name
+from bridge.core.dtype_names import FLOATING, full_name
 from bridge.core.sharding.policy.float8 import FORMATS
 from bridge.core.sharding.policy.policy_error import require
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 GIVEN = "given"
 MAIN_DTYPES = ("float32", "float64", "bfloat16", "float16", GIVEN)
 
@@ -44,13 +43,13 @@ class PrecisionPolicy:
         choices = {"main": MAIN_DTYPES, "gather": FORMATS}
         for key, value in vars(self).items():
             if isinstance(value, str):
-                object.__setattr__(self, key, full_name(value, choices.get(key, DTYPES)))
+                object.__setattr__(self, key, full_name(value, choices.get(key, FLOATING)))
         given = (self.main, self.compute, self.gather)
         for key, value in vars(self).items():
             if key == "store_param_remainders":
                 require(isinstance(value, bool), key, "true or false", value)
                 continue
-            known = choices.get(key, DTYPES)
+            known = choices.get(key, FLOATING)
             require(
                 value in known or (value is None and key != "main"), key, f"one of {', '.join(known)}", value
             )
