@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge.core.dtype_names import PLAIN, full_name
+from bridge.core.dtype_names import BYTES, full_name
 from bridge.core.text_files import load_toml
 from bridge.planning.models.errors import PlanError
 
@@ -54,7 +54,7 @@ def _array(place: str, entry: object) -> BatchArray:
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise PlanError(f"{place}: shape: expected a list of ints >= 1, rows first, got {shape!r}")
     if isinstance(dtype, str):
-        dtype = full_name(dtype, PLAIN)
-    if dtype not in PLAIN:
-        raise PlanError(f"{place}: dtype: expected one of {', '.join(PLAIN)}, got {dtype!r}")
+        dtype = full_name(dtype, BYTES)
+    if dtype not in BYTES:
+        raise PlanError(f"{place}: dtype: expected one of {', '.join(BYTES)}, got {dtype!r}")
     return BatchArray(tuple(sizes), dtype)

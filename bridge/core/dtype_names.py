@@ -12,7 +12,7 @@ from typing import Final
 
 FLOATING: Final = ("float32", "bfloat16", "float16", "float64")
 """What weights are trained in."""
-PLAIN: Final[Mapping[str, int]] = MappingProxyType(
+BYTES: Final[Mapping[str, int]] = MappingProxyType(
     {
         **dict(zip(FLOATING, (4, 2, 2, 8), strict=True)),
         **{f"{sign}int{8 * size}": size for sign in ("", "u") for size in (1, 2, 4, 8)},
@@ -20,14 +20,8 @@ PLAIN: Final[Mapping[str, int]] = MappingProxyType(
     }
 )
 """What models compute with, and the bytes of an element."""
-SIZES: Final[Mapping[str, int]] = MappingProxyType(
-    {
-        **PLAIN,
-        **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
-        "float8_e8m0fnu": 1,
-    }
-)
-"""What PyTorch and JAX both have, and the bytes of an element."""
+FLOAT8: Final = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+"""The float8 of PyTorch and JAX both."""
 NARROW_INTEGERS: Final = ("int4", "int2")
 ONLY_JAX: Final = (*NARROW_INTEGERS, "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz")
 """What JAX has besides; in memory an element is a byte."""

@@ -16,11 +16,11 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from bridge.core.dtype_names import BYTES
 from bridge.core.sharding import Align, Layout, Strategy, plan_layout
 from bridge.core.sharding.policy.float8 import piece_bytes
 from bridge.planning.cost.mesh import MeshShape
 from bridge.planning.cost.units import GroupShape, UnitKind
-from bridge.planning.models.dtypes import size_of
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class GroupBuffers:
     @property
     def main_bytes(self) -> int:
         """Bytes of an element of the main weights."""
-        return size_of(self.shape.dtypes.main)
+        return BYTES[self.shape.dtypes.main]
 
     @property
     def compute_bytes(self) -> int:
         """Bytes of an element in forward and backward."""
-        return size_of(self.shape.dtypes.compute)
+        return BYTES[self.shape.dtypes.compute]
 
     @property
     def gather_dtype(self) -> str:
@@ -105,12 +105,12 @@ class GroupBuffers:
     @property
     def reduce_bytes(self) -> int:
         """Bytes of an element of a gradient that crosses the network."""
-        return size_of(self.shape.dtypes.reduce)
+        return BYTES[self.shape.dtypes.reduce]
 
     @property
     def grad_bytes(self) -> int:
         """Bytes of an element of a reduced gradient."""
-        return size_of(self.shape.dtypes.grad)
+        return BYTES[self.shape.dtypes.grad]
 
     @property
     def computes_with_main(self) -> bool:

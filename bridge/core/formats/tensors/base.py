@@ -26,7 +26,7 @@ from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from bridge.core.dtype_names import NARROW_INTEGERS, ONLY_JAX, SIZES
+from bridge.core.dtype_names import BYTES, FLOAT8, NARROW_INTEGERS, ONLY_JAX
 
 # Where a leaf sits in the tree: str = mapping key, int = position in a list.
 TreePath: TypeAlias = tuple[str | int, ...]
@@ -49,10 +49,10 @@ class UnreadableValue(CheckpointError):
 
 
 ORBAX_DTYPES: Mapping[str, np.dtype] = MappingProxyType(
-    {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*SIZES, *ONLY_JAX)}
+    {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*BYTES, *FLOAT8, *ONLY_JAX)}
 )
 """DTYPES and what JAX has besides. Orbax stores these, an element a byte; PyTorch and safetensors lack them."""
-DTYPES: Mapping[str, np.dtype] = MappingProxyType({name: ORBAX_DTYPES[name] for name in SIZES})
+DTYPES: Mapping[str, np.dtype] = MappingProxyType({name: ORBAX_DTYPES[name] for name in (*BYTES, *FLOAT8)})
 
 
 _NAMES = {dtype: name for name, dtype in ORBAX_DTYPES.items()}

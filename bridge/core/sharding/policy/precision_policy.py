@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from bridge.core.dtype_names import FLOATING, full_name
 from bridge.core.sharding.policy.float8 import FORMATS
+from bridge.core.sharding.policy.group_dtypes import AskedDtypes
 from bridge.core.sharding.policy.policy_error import require
 
 GIVEN = "given"
@@ -66,6 +67,14 @@ class PrecisionPolicy:
             'main = "float32", compute = "bfloat16" and no gather with it',
             dict(zip(("main", "compute", "gather"), given, strict=True)),
         )
+
+    def asked(self, runtime: str) -> AskedDtypes:
+        """As the runtime, "torch" or "jax", takes it."""
+        torch, remainders = runtime == "torch", self.store_param_remainders
+        dtypes = (self.compute, self.reduce, self.grad)
+        if torch:
+            dtypes = (self.compute_dtype, self.reduce_dtype, self.grad_dtype)
+        return AskedDtypes(self.main_dtype, *dtypes, self.gather, remainders=remainders, narrowest=torch)
 
     @property
     def main_dtype(self) -> str | None:
