@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from bridge.core.sharding.policy import float8
+from bridge.core.sharding.policy.float8 import gather_bytes
 from torch_impl.diagnostics.tensors import named_units
 from torch_impl.runtime.unit.group import ParameterGroup
 from torch_impl.runtime.unit.unit import Unit
@@ -167,9 +167,8 @@ def _gathered(group: ParameterGroup) -> tuple[str, int]:
     layout, dtypes = group.layout, group.dtypes
     if isinstance(group.weights, ExtendedWeights):
         return "fsdp_pre_all_gather", group.weights.gather_bytes
-    if dtypes.gather is not None:
-        return dtypes.gather, layout.num_shards * float8.piece_bytes(layout, dtypes.gather)
-    return str(dtypes.compute).removeprefix("torch."), layout.padded_size * dtypes.compute.itemsize
+    sent = gather_bytes(layout, dtypes.gather, dtypes.compute.itemsize)
+    return dtypes.gather or str(dtypes.compute).removeprefix("torch."), sent
 
 
 def _row(unit: UnitReport, group: GroupReport | None) -> tuple[str, ...]:

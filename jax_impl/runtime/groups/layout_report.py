@@ -202,7 +202,7 @@ def _group_report(group: Any) -> GroupReport:
         if isinstance(group, CutGroup):
             over, rows = group.axes, group.rows
         numel, padded = layers * rows * layout.numel, layers * rows * layout.padded_size
-        scales = layers * rows * layout.num_shards * float8.scale_bytes(layout, wire.float8 or "")
+        sent = layers * rows * float8.gather_bytes(layout, wire.float8, wire.compute.itemsize)
         sizes, num_shards = layout.shard_sizes, num_shards * rows
         fingerprint, align = layout.fingerprint, layout.align
     else:
@@ -211,6 +211,7 @@ def _group_report(group: Any) -> GroupReport:
             whole = tuple(array.path for array in group.arrays if array.dimension is None)
         numel = padded = sum(math.prod(array.shape) for array in group.arrays)
         scales = sum(map(_blocks, group.arrays)) if wire.float8 == "mxfp8" else 0
+        sent = padded + scales if wire.float8 else padded * wire.compute.itemsize
         sizes = (sum(map(math.prod, shapes)) // layers,)
         over = tuple(dict.fromkeys(cut.axis for array in group.arrays for cut in array.cuts))
     return GroupReport(
@@ -231,7 +232,7 @@ def _group_report(group: Any) -> GroupReport:
         reduce_dtype=wire.reduce.name,
         grad_dtype=wire.grad.name,
         gather_dtype=wire.float8 or wire.compute.name,
-        gather_bytes=padded + scales if wire.float8 else padded * wire.compute.itemsize,
+        gather_bytes=sent,
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from bridge.core.dtype_names import FLOATING, full_name
+from bridge.core.sharding.policy import optimizer_state
 from bridge.core.sharding.policy.float8 import FORMATS
 from bridge.core.sharding.policy.group_dtypes import AskedDtypes, GroupDtypes
 
@@ -83,7 +84,7 @@ class Precision:
 
 def update_dtype(main: np.dtype) -> np.dtype:
     """In which an optimizer of main weights computes, and keeps moments that are not to be rounded."""
-    return np.dtype(np.float64 if main == np.float64 else np.float32)
+    return np.dtype(optimizer_state.update_dtype(main.name))
 
 
 def is_integer(dtype: np.dtype) -> bool:
