@@ -60,6 +60,18 @@ def first_lines(lines: Sequence[str], most: int, what: str = "") -> list[str]:
     return [*lines[:most], *([f"... and {more} more{what}"] if more > 0 else [])]
 
 
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]) -> list[str]:
+    """A line for the columns' names and one for each row, cells two spaces apart; right: the columns of numbers."""
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for cell, width, column in zip(row, widths, columns, strict=True)
+        ).rstrip()
+        for row in (columns, *rows)
+    ]
+
+
 def did_you_mean(text: str, known: Iterable[str]) -> str:
     """The end of an error about ``text``: the names of ``known`` that are near to it; empty where none is."""
     names = {name.lower(): name for name in known}
