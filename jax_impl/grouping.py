@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from bridge.core.sharding import Strategy, plan_layout, strategy_named
 from bridge.core.sharding.policy.float8 import is_quantized
+from bridge.core.sharding.policy.group_dtypes import GroupDtypes
 from bridge.core.sharding.policy.parallel import local_shape
 from jax_impl.comm.collectives import Wire
 from jax_impl.comm.mesh import DataParallelMesh, is_tpu
@@ -24,7 +25,7 @@ from jax_impl.runtime.groups.flat_group import FlatGroup
 from jax_impl.runtime.groups.float8_group import CutFloat8Group, Float8Group
 from jax_impl.runtime.groups.float8_logical import Float8LogicalGroup
 from jax_impl.runtime.groups.logical_group import LogicalGroup, logical_array
-from jax_impl.runtime.groups.precision import Precision, is_integer
+from jax_impl.runtime.groups.precision import is_integer
 from jax_impl.runtime.groups.unit_plan import Group
 
 
@@ -148,12 +149,11 @@ def _kinds(module: UnitModule, resolved: Resolved) -> dict[_Kind, list[int]]:
         _check_dtype(path, dtype)
         if trainable:
             _check_trained(path, dtype, precision.main_dtype)
-        main = precision.main(dtype) if trainable else dtype
-        quantized = is_quantized(module.shapes[i]) and not is_integer(main)
-        float8 = precision.float8(main, trainable) if quantized else None
-        kind = _Kind(trainable, _wire(resolved.mesh, precision, main, float8), path in resolved.replicated)
+        quantized = is_quantized(module.shapes[i])
+        dtypes = precision.of_group(dtype, trainable=trainable, quantized=quantized)
+        kind = _Kind(trainable, _wire(resolved.mesh, dtypes), path in resolved.replicated)
         found.setdefault(kind, []).append(i)
-        mains.append(main)
+        mains.append(dtypes.main)
 
     def order(kind: _Kind) -> tuple[bool, int, bool, bool]:
         return not kind.trainable, mains.index(kind.wire.main), kind.wire.float8 is None, kind.replicated
@@ -187,8 +187,6 @@ def _check_trained(path: str, dtype: np.dtype, wanted: str | None) -> None:
         )
 
 
-def _wire(mesh: Mesh, precision: Precision, main: np.dtype, float8: str | None) -> Wire:
-    dtypes = (main, main, main, main)
-    if not is_integer(main):
-        dtypes = (main, precision.compute(main), precision.reduce(main), precision.grad(main))
-    return Wire(DataParallelMesh.of(mesh), *dtypes, in_rows=is_tpu(mesh), float8=float8)
+def _wire(mesh: Mesh, its: GroupDtypes[np.dtype]) -> Wire:
+    dtypes = (its.main, its.compute, its.reduce, its.grad)
+    return Wire(DataParallelMesh.of(mesh), *dtypes, in_rows=is_tpu(mesh), float8=its.gather)

@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from bridge.core.text import human_bytes, plain_json, printable
+from bridge.core.text import human_bytes, plain_json, printable, table_lines
 
 _FOLDED_NAME = 12
 """Characters of a name in a line, at least, where a narrow terminal folds names."""
@@ -107,16 +107,8 @@ def print_table(
             table.add_row(*(Text(cell) for cell in row))
         console.print(table)
         return
-    widths = [max(len(row[k]) for row in (columns, *shown)) for k in range(len(columns))]
-    lines = []
-    for row in (columns, *shown):
-        cells = (
-            cell.ljust(w) if k < left else cell.rjust(w)
-            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join(cells).rstrip())
     # One call for all lines: a call costs as much time as a hundred lines.
-    print_text(console, "\n".join(lines))
+    print_text(console, "\n".join(table_lines(columns, shown, columns[left:])))
 
 
 def _too_wide(width: int, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> bool:

@@ -19,7 +19,7 @@ from bridge.commands.options import (
     user_errors,
 )
 from bridge.commands.output import Console, byte_progress, failure, print_json, print_line, print_table
-from bridge.core.text import human_bytes
+from bridge.core.text import first_of, human_bytes
 
 if TYPE_CHECKING:
     from bridge.checkpoints.verify.verification import VerifyReport
@@ -82,7 +82,7 @@ def _print(out: Console, report: VerifyReport) -> None:
             print_line(out, f"... and {len(report.not_finite) - SHOWN} more tensors with NaNs or infinities")
     print_left_alone(out, report.left_alone)
     if report.unread:
-        names = ", ".join(report.unread[:SHOWN]) + (", ..." if len(report.unread) > SHOWN else "")
+        names = first_of(report.unread, SHOWN)
         print_line(
             out, f"{len(report.unread)} of the tensors cannot be read, so nothing is said of them: {names}"
         )

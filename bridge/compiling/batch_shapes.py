@@ -13,9 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge.core.dtype_names import full_name
+from bridge.core.dtype_names import BYTES, full_name
 from bridge.core.text_files import load_toml
-from bridge.planning.models.dtypes import BYTES
 from bridge.planning.models.errors import PlanError
 
 EXAMPLE = 'tokens = { shape = [2, 1025], dtype = "int32" }'

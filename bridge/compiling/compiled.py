@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bridge.compiling.target_step import StepRequest
+from bridge.core.dtype_names import BYTES
 from bridge.core.sharding import ShardingPolicy
 from bridge.core.text import human_bytes
 from bridge.planning.cost.cost import Plan, Workload, make_plan
 from bridge.planning.cost.optimizers import ADAMW, Optimizer
-from bridge.planning.models.dtypes import size_of
 from bridge.planning.models.errors import PlanError
 from bridge.planning.models.formulas import Attention
 from bridge.planning.models.language_models import is_language_model
@@ -158,7 +158,7 @@ def _lines(plan: Plan, found: dict[str, Any]) -> list[Line]:
             lines.append(Line(f"{kind} bytes", planned, actual, planned == actual))
         planned_sizes = Counter[int]()
         for (_, dtype, nbytes), calls in mine.items():
-            planned_sizes[nbytes // size_of(dtype)] += calls
+            planned_sizes[nbytes // BYTES[dtype]] += calls
         kept = Counter({size: calls for one, size, calls in found["compiled"] if one == kind})
         what = f"{kind} calls that XLA kept"
         lines.append(Line(what, planned_sizes.total(), kept.total(), planned_sizes == kept))

@@ -1,9 +1,30 @@
-"""The names that people type for dtypes: ``bf16``, ``fp32``, ``half``, ``torch.bfloat16``, ``F8_E4M3``."""
+"""The dtypes of weights and checkpoints: their names, which PyTorch, NumPy and ml_dtypes share, and their bytes.
+
+Besides, the names that people and XLA have for these dtypes: ``bf16``, ``half``, ``torch.bfloat16``, ``F8_E4M3``.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+FLOATING: Final = ("float32", "bfloat16", "float16", "float64")
+"""What weights are trained in."""
+BYTES: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        **dict(zip(FLOATING, (4, 2, 2, 8), strict=True)),
+        **{f"{sign}int{8 * size}": size for sign in ("", "u") for size in (1, 2, 4, 8)},
+        **{"bool": 1, "complex64": 8, "complex128": 16},
+    }
+)
+"""What models compute with, and the bytes of an element."""
+FLOAT8: Final = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+"""The float8 of PyTorch and JAX both."""
+NARROW_INTEGERS: Final = ("int4", "int2")
+ONLY_JAX: Final = (*NARROW_INTEGERS, "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz")
+"""What JAX has besides; in memory an element is a byte."""
 
 _SHORT = {
     "double": "float64",
@@ -17,6 +38,7 @@ _SHORT = {
     "byte": "uint8",
     "char": "int8",
     "boolean": "bool",
+    "pred": "bool",
     "c64": "complex64",
     "c128": "complex128",
     "cfloat": "complex64",
@@ -30,7 +52,7 @@ _SHORT = {
 _BITS = {
     **{f"{prefix}{bits}": f"float{bits}" for prefix in ("f", "fp") for bits in (16, 32, 64)},
     **{prefix + "16": "bfloat16" for prefix in ("bf", "bfp", "b")},
-    **{f"i{bits}": f"int{bits}" for bits in (2, 4, 8, 16, 32, 64)},
+    **{f"{prefix}{bits}": f"int{bits}" for prefix in ("i", "s") for bits in (2, 4, 8, 16, 32, 64)},
     **{f"{prefix}{bits}": f"uint{bits}" for prefix in ("u", "ui") for bits in (8, 16, 32, 64)},
 }
 _MODULES = ("torch.", "jnp.", "jax.numpy.", "np.", "numpy.", "ml_dtypes.", "dtypes.", "tf.")

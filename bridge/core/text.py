@@ -6,7 +6,8 @@ import base64
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,32 @@ def plain_json(value: object) -> Any:
     return value
 
 
-def first_of(names: Sequence[str], most: int) -> str:
-    """The first of many names, and how many more there are."""
-    shown, more = ", ".join(names[:most]), len(names) - most
-    return f"{shown} and {more} more" if more > 0 else shown
+def first_of(names: Collection[object], most: int = 5, total: int | None = None) -> str:
+    """The first ``most`` names and how many more there are: "a, b and 7 more"; empty for no names.
+
+    total: how many there are in all, where ``names`` has only the first of them.
+    """
+    shown = [str(name) for name in islice(names, most)]
+    more = (len(names) if total is None else total) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+
+def first_lines(lines: Sequence[str], most: int, what: str = "") -> list[str]:
+    """The first ``most`` lines, and a line "... and 7 more" for the rest; ``what`` ends that line."""
+    more = len(lines) - most
+    return [*lines[:most], *([f"... and {more} more{what}"] if more > 0 else [])]
+
+
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]) -> list[str]:
+    """A line for the columns' names and one for each row, cells two spaces apart; right: the columns of numbers."""
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for cell, width, column in zip(row, widths, columns, strict=True)
+        ).rstrip()
+        for row in (columns, *rows)
+    ]
 
 
 def did_you_mean(text: str, known: Iterable[str]) -> str:

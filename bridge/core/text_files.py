@@ -98,6 +98,12 @@ def parse_json(text: str | bytes, what: str, error: MakeError, expected: str = "
         raise error(f"{what}: expected {expected}, got {_said(failure)}") from None
 
 
+def toml_string(text: str) -> str:
+    """A string of TOML, in quotes."""
+    # JSON leaves a character as it is that TOML wants escaped, and TOML knows no surrogate pairs.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _said(failure: ValueError) -> str:
     """The parser's message without its advice to programmers."""
     if "integer string conversion" in str(failure):

@@ -44,7 +44,6 @@ from bridge.propose.text import Namer, ProposedRule, conventions, render, writab
 from bridge.propose.uneven import settled
 from bridge.propose.values import Evidence
 
-_SHOWN = 3
 _MAX_LEFT = 24
 _LOOSE = frozenset({"gate", "up", "down", "router", "norm", "post", "mlp"})
 """Words that code gives to more than one thing: `w1` is a gate here and an up-projection there."""
@@ -207,7 +206,7 @@ class _Matcher:
             only = any(word.startswith(BY_SIZES) for word in x.words & y.words)
             if rivals and not only and not self._same_name(x, y):
                 doubts.append(
-                    f"by {'order' if ordered else 'name'} only: {first_of(rivals, _SHOWN)} would fit as well"
+                    f"by {'order' if ordered else 'name'} only: {first_of(rivals)} would fit as well"
                 )
             elif not likeness and not agreed:
                 doubts.append("by shape only: the names have nothing in common")
@@ -267,9 +266,7 @@ class _Matcher:
         others = [fit for fit in candidates if fit is not best]
         if others:
             namer = Namer([*self._a, *self._b])
-            doubts.append(
-                f"also fits {first_of([ProposedRule.of(fit, (), namer).short for fit in others], _SHOWN)}"
-            )
+            doubts.append(f"also fits {first_of([ProposedRule.of(fit, (), namer).short for fit in others])}")
         words = best.a[0].family.words | best.b[0].family.words
         turned = self._rotary and not any(entry.family.own_parts for entry in (*best.a, *best.b))
         if words & {"query", "key"} and "norm" not in words and turned and not agreed:
@@ -357,7 +354,7 @@ class _Matcher:
         if len(set(shapes)) < len(shapes) and order and not agreed:
             doubts.append(f"parts of one shape: their order is taken from {order}")
         if rivals and not agreed:
-            doubts.append(f"by name only: {first_of(rivals, _SHOWN)} would fit as well")
+            doubts.append(f"by name only: {first_of(rivals)} would fit as well")
         return self._take(fit, doubts)
 
     def _concatenations(self, whole: Family, parts: Sequence[Family], turned: bool) -> list[Fit]:

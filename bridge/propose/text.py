@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from bridge.core.formats.tensors.base import CheckpointReader
+from bridge.core.text import printable
+from bridge.core.text_files import toml_string
 from bridge.propose.axes import Dim, Entry, Fit
 from bridge.propose.names import INDEX_NAMES, Family
 from bridge.propose.places import Places
@@ -133,26 +135,26 @@ def render(
     keys = conventions(a.format, b.format)
     doubtful = sum(bool(rule.doubts) for rule in rules)
     lines = [
-        f"# Proposed by `twinshard map`. {keys[0]} = {_comment(str(a.path))}, {keys[1]} = {_comment(str(b.path))}",
+        f"# Proposed by `twinshard map`. {keys[0]} = {printable(str(a.path))}, {keys[1]} = {printable(str(b.path))}",
         f"# {len(rules)} rules, {doubtful} of them uncertain; {len(left_a)} and {len(left_b)} weights are in none.",
     ]
     for key, left in zip(keys, (left_a, left_b), strict=True):
-        lines += [f"# unmatched in {key}: {_comment(path)}" for path in left]
+        lines += [f"# unmatched in {key}: {printable(path)}" for path in left]
         lines += [_TWO_BIASES] if any(re.search(r"\bbias_[ih]h(_|$)", path) for path in left) else []
-    lines += ["", 'name = "proposed"', *([f"drop = {json.dumps(drop)}"] if drop else [])]
+    lines += ["", 'name = "proposed"', *([f"drop = [{', '.join(map(toml_string, drop))}]"] if drop else [])]
     if {*keys} != {"torch", "jax"} or any(place.entries for place in places):
         for key, place in zip(keys, places, strict=True):
             lines += ["", f"[convention.{key}]"]
-            lines += [f"{entry} = {_quoted(text)}" for entry, text in place.entries.items()]
+            lines += [f"{entry} = {toml_string(text)}" for entry, text in place.entries.items()]
     for key, place in zip(keys, places, strict=True):
-        lines += ["", f"# uncertain: the places of {key}: {_comment(place.doubt)}"] if place.doubt else []
+        lines += ["", f"# uncertain: the places of {key}: {printable(place.doubt)}"] if place.doubt else []
     if namer.given:
         lines += ["", "[axes]"]
         lines += [f"{axis} = {json.dumps(size)}" for axis, size in namer.given.items()]
     for rule in rules:
-        lines += ["", "[[rule]]", *(f"# uncertain: {_comment(doubt)}" for doubt in rule.doubts)]
+        lines += ["", "[[rule]]", *(f"# uncertain: {printable(doubt)}" for doubt in rule.doubts)]
         for key, side in zip(keys, (rule.a, rule.b), strict=True):
-            texts = [_quoted(text) for text in side]
+            texts = [toml_string(text) for text in side]
             value = texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
             lines.append(f"{key} = {value}")
         lines += ["optional = true"] if rule.optional else []
@@ -169,15 +171,6 @@ def conventions(a: str, b: str) -> tuple[str, str]:
     """The keys of the two sides of the rules, from the formats of the checkpoints."""
     usual = {"dcp": "torch", "orbax": "jax", "safetensors": "hf"}
     return ("a", "b") if a == b else (usual.get(a, "a"), usual.get(b, "b"))
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _comment(text: str) -> str:
-    """Escape a name for a comment: names may hold any character, and a comment ends with its line."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def entry_text(entry: Entry, names: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from bridge.core.dtype_names import full_name
 from bridge.core.sharding import PolicyError, ShardingPolicy
+from bridge.core.sharding.policy.optimizer_state import MOMENTS
 from bridge.core.text_files import MAX_TOML, load_toml, parse_toml, read_text
 from bridge.relay.corpus import VOCABULARY
 
@@ -21,7 +22,6 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 PRECISIONS = ("float32", "bfloat16")
 # The short form of a policy.
 SHORT = ("strategy", "precision", "granularity")
-MOMENTS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 GRANULARITY = r"row|tensor|block\([1-9][0-9]*\)"
 # The JAX runtime tabulates powers of the betas until they vanish, in 2**22 steps at most.
 LARGEST_BETA = 2.0 ** (-56 / (2**22 - 1))

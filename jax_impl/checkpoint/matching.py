@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge.core.formats import CheckpointError
+from bridge.core.text import first_of
 from jax_impl.checkpoint.moments import SCALE, match_moments, parameter_of
-from jax_impl.checkpoint.names import Kind, listed
+from jax_impl.checkpoint.names import Kind
 from jax_impl.checkpoint.roots import (
     bare,
     is_below,
@@ -97,8 +98,8 @@ def match(path: Path, found: Mapping[str, Kind], wanted: Wanted) -> Match:
         hint = _hint_of_trees(found, missing, unexpected, wanted, root)
         hint = hint or _hint_of_scales(missing, unexpected, wanted) or _hint(missing, wanted, some)
         raise CheckpointError(
-            f"{path}: is this another model's or optimizer's checkpoint? {hint}Missing: {listed(missing)}; unexpected: "
-            f"{listed(unexpected)}"
+            f"{path}: is this another model's or optimizer's checkpoint? {hint}Missing: "
+            f"{first_of(missing) or 'none'}; unexpected: {first_of(unexpected) or 'none'}"
         )
     for field in Kind._fields:
         wrong = [
@@ -118,7 +119,7 @@ def match(path: Path, found: Mapping[str, Kind], wanted: Wanted) -> Match:
             elif field == "shape" and not wanted.with_weights and wrong[0].startswith("params/"):
                 hint = "; strict=False with initial=state goes on with the state's own weights for these"
             raise CheckpointError(
-                f"{path}: tensors of another {field} than this model's: {listed(wrong)}{hint}"
+                f"{path}: tensors of another {field} than this model's: {first_of(wrong)}{hint}"
             )
     fresh = tuple(name for name in wanted.tensors if name not in sources)
     return Match(sources, fresh, tuple(rest), step)

@@ -22,10 +22,10 @@ import numpy as np
 
 from bridge.core.formats import CheckpointError, TreePath
 from bridge.core.formats.tensors.base import TensorInfo
+from bridge.core.text import first_of
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 
-_SHOWN = 10
 # Random keys are saved as numbers; the object of this name tells their algorithms.
 KEY_IMPLS: TreePath = ("random_key_impls",)
 
@@ -117,15 +117,9 @@ def check_key_impls(reader: TreeReader, expected: Mapping[str, str], saved: obje
     ]
     if wrong:
         raise CheckpointError(
-            f"{reader.path}: random keys of another algorithm than this model's: {listed(wrong)}; make the model with "
-            "keys of that algorithm (jax_default_prng_impl)"
+            f"{reader.path}: random keys of another algorithm than this model's: {first_of(wrong)}; make the model "
+            "with keys of that algorithm (jax_default_prng_impl)"
         )
-
-
-def listed(names: list[str]) -> str:
-    """For errors."""
-    rest = f", ... ({len(names)} in all)" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + rest or "none"
 
 
 def train_tensors(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from bridge.core.dtype_names import full_name
 from jax_impl.diagnostics.scheduled import read_collectives
 
 
@@ -33,15 +34,6 @@ _KINDS = {
     "psum": "psum",
     "psum_invariant": "psum",
     "reduce_scatter": "reduce_scatter",
-}
-_DTYPES = {
-    "f64": "float64",
-    "f32": "float32",
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "s32": "int32",
-    "u8": "uint8",
-    "pred": "bool",
 }
 
 
@@ -98,5 +90,5 @@ def count_compiled_collectives(compiled: Any) -> Counter[Collective]:
     found: Counter[Collective] = Counter()
     for one in read_collectives(text):
         for array in one.arrays:
-            found[Collective(one.kind, _DTYPES.get(array.dtype, array.dtype), array.size)] += one.times
+            found[Collective(one.kind, full_name(array.dtype), array.size)] += one.times
     return found

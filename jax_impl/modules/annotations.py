@@ -13,9 +13,8 @@ from flax.core import meta
 from flax.linen import get_logical_axis_rules
 
 from bridge.core.callers import warn_caller
+from bridge.core.text import first_of
 from jax_impl.modules.tree_model import given_node
-
-_SHOWN = 3
 
 
 def warn_of_annotations(model: nnx.Module, found: Mapping[str, Any] | None = None) -> None:
@@ -28,10 +27,10 @@ def warn_of_annotations(model: nnx.Module, found: Mapping[str, Any] | None = Non
         found = {path: names for path, names in listed if _names_an_axis(names)}
     if not found:
         return
-    shown = ", ".join(f"{path!r} {names}" for path, names in list(found.items())[:_SHOWN])
+    shown = first_of([f"{path!r} {names}" for path, names in found.items()])
     warn_caller(
-        f"model: {len(found)} parameters carry sharding annotations, which have no effect: {shown}"
-        f"{', ...' if len(found) > _SHOWN else ''}; jax_impl cuts parameters over the data-parallel axes of the mesh, "
+        f"model: {len(found)} parameters carry sharding annotations, which have no effect: {shown}; "
+        "jax_impl cuts parameters over the data-parallel axes of the mesh, "
         "and over its model axes (tp, ep, ...) where annotations name those. Take the annotations away to be sure that "
         "nothing relies on them: leave out nnx.with_partitioning, or pass flax.linen.meta.unbox(params)",
         RuntimeWarning,

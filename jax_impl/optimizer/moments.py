@@ -34,11 +34,9 @@ import numpy as np
 from jax import lax
 
 from bridge.core.dtype_names import full_name
+from bridge.core.sharding.policy.optimizer_state import MOMENTS, SCALED
 from jax_impl.comm.collectives import divide_exactly, round_to
 from jax_impl.runtime.groups.precision import update_dtype
-
-_UNSCALED = ("float32", "bfloat16")
-_SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
 
 # From the golden ratio and the plastic number: their multiples, modulo 1, fill the unit interval evenly.
 _STEP_TURN, _ROW_TURN, _COLUMN_TURN = 0.6180339887498949, 0.7548776662466927, 0.5698402909980532
@@ -74,19 +72,19 @@ class MomentFormat:
     def of(cls, option: str, dtype: Any, *, positive: bool = False) -> MomentFormat:
         """``dtype``: a dtype or its name, also a short one; None: float32."""
         if isinstance(dtype, str):
-            dtype = full_name(dtype, (*_UNSCALED, *_SCALED))
+            dtype = full_name(dtype, MOMENTS)
         try:
             known = np.dtype(jnp.float32 if dtype is None else jnp.dtype(dtype))
         except TypeError:
             known = np.dtype(object)
-        if known.name not in (*_UNSCALED, *_SCALED):
-            raise ValueError(f"{option}: expected one of {', '.join((*_UNSCALED, *_SCALED))}, got {dtype!r}")
+        if known.name not in MOMENTS:
+            raise ValueError(f"{option}: expected one of {', '.join(MOMENTS)}, got {dtype!r}")
         return cls(option, known, positive)
 
     @property
     def scaled(self) -> bool:
         """Whether there is a scale for each row that has several elements."""
-        return self.dtype.name in _SCALED
+        return self.dtype.name in SCALED
 
     def unscaled_dtype(self, weights: np.dtype) -> np.dtype:
         """The stored dtype where there is no scale; float32 means float64 for float64 weights."""

@@ -248,7 +248,7 @@ def test_pytrees_and_stacks_by_their_path(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_parameter_is_validated() -> None:
     with pytest.raises(PlanError, match="expected a shape of ints >= 0"):
         Parameter("w", (2, -1))
-    with pytest.raises(PlanError, match=r"expected one of float64, .*, got 'float7'"):
+    with pytest.raises(PlanError, match=r"expected one of float32, .*, got 'float7'"):
         Parameter("w", (2,), "float7")
     with pytest.raises(PlanError, match="expected each parameter once, got 'w' twice"):
         Model.of("m", [Parameter("w", (2,)), Parameter("w", (3,))])

@@ -404,7 +404,7 @@ def test_the_golden_plans_load_as_valid_layouts():
 @pytest.mark.parametrize("place", ["module", "readme"])
 def test_the_documented_picture_is_what_the_layout_prints(place):
     plan = plan_layout(golden.WORKED_EXAMPLE, 4, align=1)
-    readme = Path(bridge.core.sharding.layout.layout.__file__).with_name("README.md").read_text()
+    readme = Path(bridge.core.sharding.__file__).with_name("README.md").read_text()
     text = bridge.core.sharding.layout.layout.__doc__ or "" if place == "module" else readme
     documented = [line.strip() for line in text.splitlines()]
     printed = repr(plan).splitlines()

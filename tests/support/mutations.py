@@ -141,7 +141,7 @@ TORCH = [
     ),
     M(
         "frozen weights are widened to the dtype of trained ones",
-        "torch_impl/runtime/ground/precision.py",
+        "bridge/core/sharding/policy/group_dtypes.py",
         "main = trained if trainable else given",
         "main = trained",
         "torch_impl/runtime/test_main_dtype.py",
@@ -951,8 +951,8 @@ JAX = [
     M(
         "scales of rows are not counted",
         "bridge/planning",
-        "self.rows * _SCALE",
-        "0 * _SCALE",
+        "+ rows.max(1).sum() * SCALE_BYTES",
+        "",
         "planning/test_optimizers.py",
     ),
     M(
@@ -964,9 +964,9 @@ JAX = [
     ),
     M(
         "frozen parameters become float32",
-        "jax_impl",
-        "precision.main(dtype) if trainable else dtype",
-        "precision.main(dtype)",
+        "bridge/core/sharding/policy/group_dtypes.py",
+        "main = trained if trainable else given",
+        "main = trained",
         "jax_impl/test_frozen_dtypes.py",
     ),
     M(

@@ -32,6 +32,7 @@ from bridge.core.formats.saving.pending import PendingSave
 from bridge.core.formats.saving.steps import choose_step
 from bridge.core.formats.stores.store import path_here
 from bridge.core.mapping.plan.running import AnyMapping
+from bridge.core.text import first_lines, first_of
 from torch_impl.checkpoint.contents import (
     GroupUpdate,
     drop_state,
@@ -337,14 +338,12 @@ def _stage(
 
 
 def _refused(reader: CheckpointReader, others: Sequence[OtherFormat]) -> str:
-    lines = [one.described(reader) for one in others[:_SHOWN]]
-    more = [f"... and {len(others) - _SHOWN} more"] if len(others) > _SHOWN else []
+    lines = [moment.described(reader) for moment in others]
     return "\n".join(
         [
             f"{reader.path}: {len(others)} moments are stored in another format than the optimizer's exp_avg_dtype and "
             'exp_avg_sq_dtype; load_checkpoint(..., moments="convert") converts them',
-            *lines,
-            *more,
+            *first_lines(lines, _SHOWN),
         ]
     )
 
@@ -360,7 +359,7 @@ def _check_names(
     }
     expected = set(live) - {*renewed}
     problems = [
-        f"{len(names)} {what}: {', '.join(sorted(names)[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
+        f"{len(names)} {what}: {first_of(sorted(names))}"
         for what, names in (("missing", expected - stored), ("unexpected", stored - expected))
         if names
     ]
@@ -382,11 +381,9 @@ def _check_tensors(reader: CheckpointReader, live: Mapping[str, torch.Tensor]) -
                 f"{name}: expected {dtype} {tuple(tensor.shape)}, found {info.dtype.name} {info.shape}"
             )
     if wrong:
-        more = f"\n... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise CheckpointError(
             f"{reader.path}: {len(wrong)} tensors differ {_SUSPECTS}\n"
-            + "\n".join(wrong[:_SHOWN])
-            + more
+            + "\n".join(first_lines(wrong, _SHOWN))
             + (_CASTS if casts else "")
         )
 

@@ -22,14 +22,13 @@ import torch
 import torch.distributed as dist
 
 from bridge.core.formats import CheckpointError
+from bridge.core.text import first_of
 from torch_impl.comm import collectives
 from torch_impl.comm.mesh import DataParallelMesh
 
 T = TypeVar("T")
 
 _HAND_OVER_SECONDS = 0.01
-# Ranks in an error.
-_SHOWN = 8
 _ABSENT = "absent"
 
 # The default group, and the groups that were made beside it, by ranks and by whether they are for the background.
@@ -169,15 +168,10 @@ def require_same_claims(claims: Sequence[Any], ranks: Sequence[int]) -> None:
         like[one.get(key, _ABSENT) == first.get(key, _ABSENT)].append(number)
     raise CheckpointError(
         f"ranks that save or load together differ: {key} is {first.get(key, _ABSENT)} on rank {ranks[0]}, "
-        f"{other.get(key, _ABSENT)} on rank {ranks[differs]} (ranks {_listed(like[True])} against "
-        f"{_listed(like[False])}); give all ranks of a process group the same, and name the group of ranks that save "
+        f"{other.get(key, _ABSENT)} on rank {ranks[differs]} (ranks {first_of(like[True])} against "
+        f"{first_of(like[False])}); give all ranks of a process group the same, and name the group of ranks that save "
         "apart by process_group="
     )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
-    return f"{shown}, ... ({len(ranks)})" if len(ranks) > _SHOWN else shown
 
 
 def _alone(group: dist.ProcessGroup | None) -> bool:

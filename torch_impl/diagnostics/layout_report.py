@@ -7,64 +7,30 @@ from typing import Any
 
 from torch import nn
 
-from bridge.core.sharding.policy import float8
+from bridge.core.sharding.layout import group_report
+from bridge.core.sharding.policy.float8 import gather_bytes
+from bridge.core.text import table_lines
 from torch_impl.diagnostics.tensors import named_units
 from torch_impl.runtime.unit.group import ParameterGroup
 from torch_impl.runtime.unit.unit import Unit
 from torch_impl.runtime.weights.extended_weights import ExtendedWeights
 
-_HEADER = (
-    "unit",
-    "module",
-    "params",
-    "elements",
-    "padding",
-    "shards",
-    "shard",
-    "align",
-    "strategy",
-    "dtypes",
+_COLUMNS = (
+    *("unit", "module", "params", "elements", "padding", "shards", "shard", "align", "strategy", "dtypes"),
 )
 _RIGHT = frozenset({"params", "elements", "padding", "shards", "shard", "align"})
 
 
 @dataclass(frozen=True)
-class GroupReport:
-    """One parameter group: parameters of a unit that share flat buffers.
+class GroupReport(group_report.GroupReport):
+    """One parameter group; ``parameters``: names below the unit's module.
 
-    parameters: names below the unit's module.
-    numel: their elements; padded_numel: with padding, of the whole buffers.
-    shard_sizes: elements of one shard, by buffer, multiples of align; num_shards: how many each buffer is cut into.
-    main_dtype, compute_dtype, reduce_dtype, grad_dtype: as text, see ``MixedPrecisionPolicy``.
-    gather_dtype: in which weights cross the network, compute_dtype, a float8 format, or "fsdp_pre_all_gather" where a
-        class says it. gather_bytes: of the whole group then, padding and scales included; of such a class 0 before the
-        first gather.
-    divisor: of summed gradients.
-    fingerprint: of the layout.
+    gather_dtype: "fsdp_pre_all_gather" where a class says it; gather_bytes: then 0 before the first gather. divisor: of
+    summed gradients.
     """
 
-    parameters: tuple[str, ...]
-    trainable: bool
-    numel: int
-    padded_numel: int
-    num_shards: int
-    shard_sizes: tuple[int, ...]
-    align: int
-    strategy: str
     mesh: tuple[int, ...]
     divisor: float
-    fingerprint: str
-    main_dtype: str
-    compute_dtype: str
-    reduce_dtype: str
-    grad_dtype: str
-    gather_dtype: str
-    gather_bytes: int
-
-    @property
-    def padding(self) -> float:
-        """Padding as a fraction of the real elements."""
-        return self.padded_numel / self.numel - 1 if self.numel else 0.0
 
 
 @dataclass(frozen=True)
@@ -99,21 +65,11 @@ class LayoutReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [_HEADER]
-        for unit in self.units:
-            for group in unit.groups or (None,):
-                rows.append(_row(unit, group))
+        rows = [_row(unit, group) for unit in self.units for group in unit.groups or (None,)]
         padding = 100 * (self.padded_numel / self.numel - 1) if self.numel else 0.0
         count = sum(len(group.parameters) for unit in self.units for group in unit.groups)
         rows.append(("total", "", f"{count}", f"{self.numel:,}", f"{padding:.2f} %", *[""] * 5))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if title in _RIGHT else cell.ljust(width)
-                for cell, width, title in zip(row, widths, _HEADER, strict=True)
-            ).rstrip()
-            for row in rows
-        ]
+        lines = table_lines(_COLUMNS, rows, _RIGHT)
         if self.ignored:
             lines.append("not sharded: " + ", ".join(self.ignored))
         return "\n".join(lines)
@@ -167,27 +123,11 @@ def _gathered(group: ParameterGroup) -> tuple[str, int]:
     layout, dtypes = group.layout, group.dtypes
     if isinstance(group.weights, ExtendedWeights):
         return "fsdp_pre_all_gather", group.weights.gather_bytes
-    if dtypes.gather is not None:
-        return dtypes.gather, layout.num_shards * float8.piece_bytes(layout, dtypes.gather)
-    return str(dtypes.compute).removeprefix("torch."), layout.padded_size * dtypes.compute.itemsize
+    sent = gather_bytes(layout, dtypes.gather, dtypes.compute.itemsize)
+    return dtypes.gather or str(dtypes.compute).removeprefix("torch."), sent
 
 
 def _row(unit: UnitReport, group: GroupReport | None) -> tuple[str, ...]:
-    if group is None:
-        return (unit.name or "(root)", unit.module, "0", "0", *[""] * 6)
-    sizes = " + ".join(f"{size:,}" for size in group.shard_sizes) or "0"
-    dtypes = [group.main_dtype, group.compute_dtype, group.reduce_dtype, group.grad_dtype]
-    same = len(set(dtypes)) == 1
-    return (
-        unit.name or "(root)",
-        unit.module,
-        f"{len(group.parameters)}{'' if group.trainable else ' frozen'}",
-        f"{group.numel:,}",
-        f"{100 * group.padding:.2f} %",
-        str(group.num_shards),
-        sizes,
-        str(group.align),
-        group.strategy,
-        ("/".join(dtypes[:1] if same else dtypes))
-        + ("" if group.gather_dtype == group.compute_dtype else f" gathered as {group.gather_dtype}"),
-    )
+    cells = {"params": "0", "elements": "0"} if group is None else group.cells
+    cells = {"unit": unit.name or "(root)", "module": unit.module, **cells}
+    return tuple(cells.get(column, "") for column in _COLUMNS)

@@ -33,11 +33,12 @@ import torch
 from torch.distributed.tensor import DTensor, Placement
 
 from bridge.core.sharding.layout.rows import rows_of
+from bridge.core.sharding.policy.optimizer_state import SCALED
 from torch_impl.dtensor.local import local_of, plain_values, row_bounds_of, row_range_of
 from torch_impl.dtensor.placement import FusedShard, RowShard
 from torch_impl.dtensor.tensor import RowDTensor, make_dtensor, wrap_like
 
-_SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALED = tuple(getattr(torch, name) for name in SCALED)
 _DTYPES = (torch.float32, torch.bfloat16, *_SCALED)
 
 # From the golden ratio and the plastic number: their multiples, modulo 1, fill the unit interval evenly.

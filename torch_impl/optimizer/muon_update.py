@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from bridge.core.sharding.policy.optimizer_state import ROUND
 from torch_impl.comm import collectives
 from torch_impl.dtensor.local import checked_dtensor, own_part, row_bounds_of
 from torch_impl.dtensor.placement import gather, replicated, row_axes, row_placement
@@ -39,8 +40,7 @@ from torch_impl.optimizer.muon_exchange import Cut, Exchange, balanced, owner_of
 from torch_impl.optimizer.offload import Transfers
 from torch_impl.optimizer.update import ParameterUpdate
 
-# Elements of the matrices that one rank owns in a round, unless one matrix has more.
-TOGETHER = 1 << 22
+TOGETHER: int = ROUND
 
 Orthogonalized = Callable[[Sequence["_Matrix"], list[torch.Tensor]], list[torch.Tensor]]
 

@@ -4,7 +4,7 @@
     |r0 r1 r2 r3 r4| |small|                |r0 r1|    |r2 r3|    |r4 small|
 
 A piece is whole rows where a moment has a scale for each row, else any run of elements. Every piece but a tensor's last
-has a multiple of ``_VECTOR`` elements: torch's CPU kernel rounds what is left after a tensor's last whole vector
+has a multiple of ``VECTOR`` elements: torch's CPU kernel rounds what is left after a tensor's last whole vector
 otherwise (``update.py``, line 4), and so gives a piece the bits that it gives the tensor.
 """
 
@@ -16,13 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from bridge.core.sharding.policy import optimizer_state
+from bridge.core.sharding.policy.optimizer_state import VECTOR
 from torch_impl.optimizer.moments import MomentFormat
 
-CHUNK = 1 << 20
-"""Elements that are staged together, unless the rows that cannot be cut apart have more."""
-# Elements of the longest vector register, AVX-512's, in the shortest dtype of an update.
-_VECTOR = 16
-
+CHUNK: int = optimizer_state.CHUNK
 Moments = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -59,7 +57,7 @@ def cut(piece: Piece) -> Iterator[Piece]:
         return
     scaled = any(scale is not None for _, scale in piece.moments)
     columns = piece.weight.shape[-1] if scaled else 1
-    together = columns * (_VECTOR // math.gcd(_VECTOR, columns))
+    together = columns * (VECTOR // math.gcd(VECTOR, columns))
     length = max(1, CHUNK // together) * together
     for start in range(0, numel, length):
         rows = slice(start // columns, min(start + length, numel) // columns)

@@ -12,8 +12,6 @@ from bridge.core.mapping.plan.plan import Plan
 from bridge.core.mapping.plan.translation import make_plan
 from bridge.core.text import first_of
 
-_NAMED = 20
-
 
 @dataclass(frozen=True)
 class Noise:
@@ -49,7 +47,7 @@ class Noise:
         if missing:
             raise CheckpointError(
                 f"noise checkpoint {reader.path}: expected every floating-point tensor that is compared, under its "
-                f"name in B or, with a mapping, in A; missing: {first_of(missing, _NAMED)}{reason}"
+                f"name in B or, with a mapping, in A; missing: {first_of(missing)}{reason}"
             )
         unlike = []
         for info in wanted:
@@ -60,7 +58,7 @@ class Noise:
                 unlike.append(f"{info.name} of dtype {planned.dtype} where B has {info.dtype}")
         if unlike:
             raise CheckpointError(
-                f"noise checkpoint {reader.path}: expected the tensors of B, got {'; '.join(unlike[:_NAMED])}"
+                f"noise checkpoint {reader.path}: expected the tensors of B, got {first_of(unlike)}"
             )
         return Noise(reader, plan)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import islice
 
 from bridge.checkpoints.ground.casts import Output
 from bridge.core.formats.safetensors.header import DTYPE_NAMES
@@ -15,8 +14,8 @@ from bridge.core.formats.tensors.base import (
     drop_options,
     unreadable,
 )
+from bridge.core.text import first_of
 
-_SHOWN = 5
 _KNOWN: Mapping[str, frozenset[str]] = {
     "dcp": frozenset(DTYPES),
     "orbax": frozenset(ORBAX_DTYPES),
@@ -56,5 +55,4 @@ def require_dtypes(reader: CheckpointReader, outputs: Iterable[Output], target: 
 
 def some_with_reasons(reasons: Mapping[str, str]) -> str:
     """The first of these names, each with why, and how many more there are."""
-    shown = ", ".join(f"{name!r:.200} ({why})" for name, why in islice(reasons.items(), _SHOWN))
-    return shown + (f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else "")
+    return first_of([f"{name!r:.200} ({why})" for name, why in reasons.items()])

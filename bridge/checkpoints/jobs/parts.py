@@ -37,6 +37,7 @@ from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, 
 from bridge.core.formats.tensors.regions import Progress
 from bridge.core.formats.whole.in_parts import create_part, join_parts, require_names
 from bridge.core.formats.whole.replaceable import require_replaceable
+from bridge.core.text import first_of
 
 _WAIT_SECONDS = 0.2
 
@@ -325,10 +326,9 @@ def _differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[st
 
 def _missing(stage: Stage) -> str:
     missing = stage.missing
-    shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
     return (
         f"{stage.destination}: expected {stage.count} complete parts, found {stage.count - len(missing)}: missing "
-        f"{'is part' if len(missing) == 1 else 'are parts'} {shown} of {stage.count}; run those (--part "
+        f"{'is part' if len(missing) == 1 else 'are parts'} {first_of(missing)} of {stage.count}; run those (--part "
         f"{missing[0]}/{stage.count}), then commit again"
     )
 

@@ -41,6 +41,7 @@ from bridge.core.formats.whole.joined import JoinedReader
 from bridge.core.formats.whole.pipeline import pipeline_parts
 from bridge.core.formats.whole.read_only import directory_format, single_file_format
 from bridge.core.formats.whole.step_paths import Step, at_step, has_steps
+from bridge.core.text import first_of
 
 __all__ = [
     "DTYPES",
@@ -127,11 +128,10 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     names = sorted(p.name for p in place.iterdir())
     if any(n.endswith(".distcp") for n in names):
         raise CheckpointError(f"{place} is a DCP checkpoint whose save did not finish: it has no .metadata")
-    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     steps = "; to take one of several steps, choose it (--step latest, or its number)"
     raise CheckpointError(
         "expected a DCP checkpoint (.metadata), an Orbax one (_METADATA) or *.safetensors, *.bin, *.pt, *.npz or "
-        f"*.msgpack files in {place}, found {shown or 'an empty directory'}"
+        f"*.msgpack files in {place}, found {first_of(names) or 'an empty directory'}"
         f"{steps if has_steps(names) else ''}"
     )
 

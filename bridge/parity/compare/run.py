@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from bridge.core.mapping.language.rules import mapping_table
+from bridge.core.text import first_of
 from bridge.parity.compare.parity import parity, sides_of
 from bridge.parity.compare.run_file import RunFile, RunFileError
 from bridge.parity.compare.stored_weights import stored_weights
 from bridge.parity.report_page.html import write_html
 from bridge.parity.report_page.picture import write_picture
-from bridge.parity.report_page.report import ParityReport, some
+from bridge.parity.report_page.report import ParityReport
 from bridge.parity.stages.compare import Progress
 
 
@@ -32,7 +33,7 @@ def compare_run_file(run: RunFile, progress: Progress | None = None) -> ParityRe
                 weights, kept = stored_weights(source.checkpoint, table, side)
                 side.load(weights)
                 if kept:
-                    notes.append(f"{source.checkpoint}: no values for buffers, which stay: {some(kept)}")
+                    notes.append(f"{source.checkpoint}: no values for buffers, which stay: {first_of(kept)}")
         options: dict[str, Any] = {"weights": run.weights, "dtype": run.dtype, "steps": run.steps}
         report = parity(
             *sides,

@@ -12,6 +12,7 @@ from bridge.core.mapping import MappingError, MappingTable
 from bridge.core.mapping.one_rule.sizes import with_config
 from bridge.core.mapping.plan.translation import make_plan
 from bridge.core.mapping.states.found import find
+from bridge.core.text import first_of
 from bridge.parity.partners.weight_map import found_in_model
 from bridge.parity.recorded.recording import Side
 
@@ -51,9 +52,6 @@ def stored_weights(
                 loaded[name] = reader.read(ends[0])
     missing = sorted(parameters.keys() - loaded.keys())
     if missing:
-        raise MappingError(
-            f"{path}: expected the weights of {where}, found none for {', '.join(missing[:8])}"
-            f"{f' and {len(missing) - 8} more' if len(missing) > 8 else ''}"
-        )
+        raise MappingError(f"{path}: expected the weights of {where}, found none for {first_of(missing)}")
     cast = {name: value.astype(model[name].dtype) for name, value in loaded.items()}
     return cast, tuple(sorted(buffers.keys() - loaded.keys()))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bridge.core.text import first_of
 from bridge.core.text_files import read_text
 from bridge.parity.curves.event_files import is_event_file, read_events
 from bridge.parity.curves.series import STEP_NAMES, Collected, MetricsError, Series, as_number, as_step
@@ -108,7 +109,7 @@ def _read_json_lines(path: Path, found: Collected) -> None:
 
 
 def _some(row: dict[str, Any]) -> str:
-    return ", ".join(f'"{key}"' for key in list(row)[:5]) or "an empty object"
+    return first_of([f'"{key}"' for key in row]) or "an empty object"
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

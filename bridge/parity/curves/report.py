@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge.core.text import first_lines
 from bridge.parity.curves.found import Curves, Departure, Noise
 from bridge.parity.curves.growth import Growth
 
@@ -75,9 +76,8 @@ class CurvesReport:
         """The verdict with its reasons, in lines of text."""
         compared = f"{self.steps} common steps {self.first_step} to {self.last_step}"
         lines = [f"{self.verdict}: {self.metric} of {len(self.a)} + {len(self.b)} runs, {compared}"]
-        lines += [_explained(departure, self.last_step) for departure in self.departures[:5]]
-        if len(self.departures) > 5:
-            lines.append(f"... and {len(self.departures) - 5} more stretches beyond")
+        stretches = [_explained(departure, self.last_step) for departure in self.departures]
+        lines += first_lines(stretches, 5, " stretches beyond")
         lines.append(self._about_noise())
         if self.growth is not None:
             lines.append(self.growth.summary())

@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from bridge.core.dtype_names import FLOATING
 from bridge.parity.jax.float64 import settings
 from bridge.parity.jax.function import FunctionModel, merged
 from bridge.parity.jax.leaves import Frozen, described, is_floating, leaves, to_numpy
@@ -38,7 +39,6 @@ from bridge.parity.jax.recorder import (
     map_arguments,
 )
 from bridge.parity.recorded.recording import (
-    COMPUTE_DTYPES,
     Leaves,
     Recording,
     Replacements,
@@ -368,8 +368,8 @@ def _known(path: str, what: str, given: Mapping[str, Any], known: Mapping[str, A
 
 
 def _checked(dtype: str) -> str:
-    if dtype not in COMPUTE_DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(COMPUTE_DTYPES)}, got {dtype!r}")
+    if dtype not in FLOATING:
+        raise ValueError(f"dtype: expected one of {', '.join(FLOATING)}, got {dtype!r}")
     return dtype
 
 

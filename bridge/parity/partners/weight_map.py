@@ -25,13 +25,13 @@ from bridge.core.mapping.one_rule.apply import apply_rule
 from bridge.core.mapping.one_rule.instance import View
 from bridge.core.mapping.one_rule.sizes import known_sizes
 from bridge.core.mapping.states.found import Found, NameIndex, find
+from bridge.core.text import first_of
 from bridge.parity.partners.rows import BUFFER
 from bridge.parity.recorded.in_memory import ArrayReader
 from bridge.parity.recorded.recording import Leaves, Side
 
 Key = tuple[str, tuple[int, ...]]
 Order = tuple[int, ...] | None
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class WeightMap:
             if unknown or not found.weights:
                 raise MappingError(
                     f"{what}: expected parameters that mapping {mapping.name} knows, as convention "
-                    f"{found.convention.name}, got {', '.join(unknown[:_SHOWN]) or 'none that it knows'}"
-                    f"{f' and {len(unknown) - _SHOWN} more' if len(unknown) > _SHOWN else ''}; add rules, list them "
+                    f"{found.convention.name}, got {first_of(unknown) or 'none that it knows'}; "
+                    "add rules, list them "
                     "under drop, or give another mapping"
                 )
             index = NameIndex(mapping.rules, found.convention.name)

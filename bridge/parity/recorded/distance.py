@@ -32,17 +32,11 @@ FACTOR = 4.0
 _LEAST_PART = 0.25
 _BLOCK = 1 << 13
 """Elements looked at together: they stay in the processor's cache, and BLAS starts no threads for so few."""
-_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
-
-
-def dtype_of(name: str) -> np.dtype:
-    """NumPy's or ml_dtypes' dtype."""
-    return _DTYPES.get(name) or np.dtype(name)
 
 
 def epsilon(dtype: str) -> float:
     """The distance from 1 to the next number of ``dtype``."""
-    return float(ml_dtypes.finfo(dtype_of(dtype)).eps)
+    return float(ml_dtypes.finfo(np.dtype(dtype)).eps)
 
 
 @dataclass(frozen=True)
@@ -175,7 +169,7 @@ def _scale(a: np.ndarray, b: np.ndarray) -> float:
 
 def _ulp(a: np.ndarray, b: np.ndarray, dtype: str) -> int:
     with np.errstate(all="ignore"):
-        left, right = (np.ascontiguousarray(one.astype(dtype_of(dtype))) for one in (a, b))
+        left, right = (np.ascontiguousarray(one.astype(np.dtype(dtype))) for one in (a, b))
     return largest_ulp(left, right)
 
 

@@ -22,19 +22,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bridge.core.dtype_names import full_name
+from bridge.core.dtype_names import FLOATING, full_name
 
 Leaves = Mapping[str, np.ndarray]
 """Arrays of a call by their place in its arguments or its output."""
 
-COMPUTE_DTYPES = ("float32", "float64", "bfloat16", "float16")
-
 
 def checked_dtype(dtype: str, steps: int) -> str:
     """The full name of ``dtype``. ValueError unless it can be tested, as float64 cannot, or for ``steps`` below 0."""
-    dtype = full_name(dtype, COMPUTE_DTYPES)
-    if dtype not in COMPUTE_DTYPES or dtype == "float64":
-        choices = ", ".join(one for one in COMPUTE_DTYPES if one != "float64")
+    dtype = full_name(dtype, FLOATING)
+    if dtype not in FLOATING or dtype == "float64":
+        choices = ", ".join(one for one in FLOATING if one != "float64")
         raise ValueError(f"dtype: expected one of {choices}, got {dtype!r}")
     if steps < 0:
         raise ValueError(f"steps: expected 0 or more, got {steps}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bridge.core.text import plain_json
+from bridge.core.text import first_of, plain_json
 from bridge.parity.partners.rows import BUFFER, STAGES, Row, Stage
 from bridge.parity.recorded.align import DOUBTS
 from bridge.parity.recorded.distance import FACTOR
@@ -80,10 +80,10 @@ class ParityReport:
             if names:
                 found.append(f"{len(names)} {what} parameters without a partner")
         if self.changed_buffers:
-            found.append(f"buffers that the forward changes: {some(self.changed_buffers)}")
+            found.append(f"buffers that the forward changes: {first_of(self.changed_buffers)}")
         unknown = sorted({row.name or "(model)" for row in self.rows if row.verdict == "unknown"})
         if unknown:
-            found.append(f"the outputs of {', '.join(unknown[:_SHOWN])}{' ...' if unknown[_SHOWN:] else ''}")
+            found.append(f"the outputs of {first_of(unknown)}")
         if not self.stage("forward"):
             found.append("modules, of which no two are partners")
         if not self.stage("loss"):
@@ -154,7 +154,7 @@ class ParityReport:
     def _state_left_out(self) -> str:
         """A sentence on state that was neither copied nor compared; empty where all was."""
         found = [
-            f"{what}{some(names)}"
+            f"{what}{first_of(names)}"
             for what, names in (
                 ("torch buffers without a partner: ", self.torch_buffers),
                 ("JAX buffers without a partner: ", self.jax_buffers),
@@ -175,7 +175,7 @@ class ParityReport:
             ("JAX parameters without a partner", self.jax_parameters),
         ):
             if names:
-                yield f"{what}: {some(names)}"
+                yield f"{what}: {first_of(names)}"
         if self.order:
             yield self.order
         layouts = {
@@ -245,12 +245,6 @@ class ParityReport:
     def write(self, path: Path) -> None:
         """As JSON."""
         path.write_text(json.dumps(plain_json(self.as_dict()), indent=1) + "\n", encoding="utf-8")
-
-
-def some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _size(row: Row) -> float:

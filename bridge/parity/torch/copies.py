@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.parity.recorded.recording import COMPUTE_DTYPES
+from bridge.core.dtype_names import FLOATING
 from bridge.parity.torch.float64 import all_float64
 from bridge.parity.torch.leaves import cast, deep_copy, is_leaf, is_sharded
 
@@ -38,8 +38,8 @@ def copy_in(model: nn.Module, dtype: str) -> nn.Module:
     Persistent buffers follow. Other buffers are constants that modules computed, often in float32 on purpose; they and
     tensors that are mere attributes follow to float64 only.
     """
-    if dtype not in COMPUTE_DTYPES:
-        raise ValueError(f"expected a dtype out of {', '.join(COMPUTE_DTYPES)}, got {dtype!r}")
+    if dtype not in FLOATING:
+        raise ValueError(f"expected a dtype out of {', '.join(FLOATING)}, got {dtype!r}")
     check_unsharded(model)
     try:
         model = deep_copy(model, {})

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bridge.core.text import first_lines
 from bridge.parity.recorded.distance import distance, epsilon
 from bridge.parity.recorded.probe import probe_values
 from bridge.parity.recorded.recording import Call, Leaves
@@ -77,8 +78,7 @@ class Ranks:
 
     @property
     def notes(self) -> list[str]:
-        more = [f"and {len(self.unlike) - _SHOWN} more of these"] if len(self.unlike) > _SHOWN else []
-        return [*self.unlike[:_SHOWN], *more]
+        return first_lines(self.unlike, _SHOWN, " of these")
 
     def together(self, action: Callable[[], None]) -> None:
         """Run what does not communicate; where it fails on one rank, all raise."""

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from bridge.core.dtype_names import full_name
+from bridge.core.dtype_names import FLOATING, full_name
 from bridge.parity.recorded.recording import (
-    COMPUTE_DTYPES,
     Call,
     Leaves,
     Recording,
@@ -67,7 +66,7 @@ def capture_sharded(
     where it happens; the other ranks fail when that process ends. No trace is written then.
     """
     ranks = Ranks.of(batch)
-    dtype = full_name(dtype, COMPUTE_DTYPES)
+    dtype = full_name(dtype, FLOATING)
 
     def checked() -> None:
         checked_dtype(dtype, steps)

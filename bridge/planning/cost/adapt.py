@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bridge.core.sharding import PolicyError, ShardingPolicy
+from bridge.core.text import first_of
 from bridge.planning.models.errors import PlanError
 from bridge.planning.models.model import Model
 
@@ -88,7 +89,7 @@ def with_frozen(model: Model, patterns: Sequence[str]) -> Model:
         if not matching:
             raise PlanError(
                 f"--frozen: expected patterns of parameter paths, but {pattern!r} matches none of "
-                f"{', '.join(paths[:8])}"
+                f"{first_of(paths)}"
             )
         found.update(matching)
     parameters = tuple(

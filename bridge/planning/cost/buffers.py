@@ -12,15 +12,15 @@ of the optimizer state, the finest in use, and coarser levels merge its shards::
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 
+from bridge.core.dtype_names import BYTES
 from bridge.core.sharding import Align, Layout, Strategy, plan_layout
-from bridge.core.sharding.policy.float8 import piece_bytes
+from bridge.core.sharding.policy.float8 import gather_bytes
 from bridge.planning.cost.mesh import MeshShape
 from bridge.planning.cost.units import GroupShape, UnitKind
-from bridge.planning.models.dtypes import size_of
 
 
 @dataclass(frozen=True)
@@ -57,23 +57,9 @@ class GroupBuffers:
         flags = finest * len(self.layout.slots) if runtime == "torch" else 0
         return self.size(level) + flags
 
-    @cached_property
-    def _real_by_shard(self) -> np.ndarray:
-        """``int64 [num_shards]``: elements of parameters in each of the finest shards."""
-        layout = self.layout
-        bounds = np.arange(layout.num_shards + 1, dtype=np.int64)
-        real = np.zeros(layout.num_shards, np.int64)
-        for slot in layout.slots:
-            if slot.numel:
-                starts = bounds * layout.shard_sizes[slot.buffer] - slot.offset
-                before: np.ndarray = np.clip(starts, 0, slot.numel)
-                real += before[1:] - before[:-1]
-        return real
-
     def real_by_device(self, level: int) -> np.ndarray:
         """``int64 [devices]``: elements of parameters that each device holds at ``level``."""
-        shards = self.mesh.shards(level)
-        real = self._real_by_shard.reshape(shards, -1).sum(1)
+        real = self.layout.elements_by_shard.sum(0).reshape(self.mesh.shards(level), -1).sum(1)
         return real[self.mesh.shard_by_device(level)]
 
     def real(self, level: int, device: int) -> int:
@@ -83,12 +69,12 @@ class GroupBuffers:
     @property
     def main_bytes(self) -> int:
         """Bytes of an element of the main weights."""
-        return size_of(self.shape.dtypes.main)
+        return BYTES[self.shape.dtypes.main]
 
     @property
     def compute_bytes(self) -> int:
         """Bytes of an element in forward and backward."""
-        return size_of(self.shape.dtypes.compute)
+        return BYTES[self.shape.dtypes.compute]
 
     @property
     def gather_dtype(self) -> str:
@@ -97,20 +83,18 @@ class GroupBuffers:
 
     def gather_bytes(self, level: int) -> int:
         """Bytes of compute weights at ``level`` as they cross the network, padding and float8 scales included."""
-        gather = self.shape.dtypes.gather
-        if gather is None:
-            return self.size(level) * self.compute_bytes
-        return piece_bytes(self.layout, gather) * (self.layout.num_shards // self.mesh.shards(level))
+        whole = gather_bytes(self.layout, self.shape.dtypes.gather, self.compute_bytes)
+        return whole // self.mesh.shards(level)
 
     @property
     def reduce_bytes(self) -> int:
         """Bytes of an element of a gradient that crosses the network."""
-        return size_of(self.shape.dtypes.reduce)
+        return BYTES[self.shape.dtypes.reduce]
 
     @property
     def grad_bytes(self) -> int:
         """Bytes of an element of a reduced gradient."""
-        return size_of(self.shape.dtypes.grad)
+        return BYTES[self.shape.dtypes.grad]
 
     @property
     def computes_with_main(self) -> bool:

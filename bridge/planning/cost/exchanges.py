@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from bridge.core.dtype_names import BYTES
 from bridge.core.sharding import ShardingPolicy
 from bridge.planning.cost.traffic import Calls, Collective
 from bridge.planning.cost.units import outward
-from bridge.planning.models.dtypes import size_of
 from bridge.planning.models.model import Model
 
 
@@ -73,7 +73,7 @@ def exchanges(
         for kind, features, times in found:
             size, dtype = sizes[one.axis], policy.precision.compute_dtype or one.dtype
             if size > 1:
-                collective = Collective(kind, one.axis, size, dtype, tokens * features * size_of(dtype))
+                collective = Collective(kind, one.axis, size, dtype, tokens * features * BYTES[dtype])
                 calls[collective] += times * microbatches
     return calls
 

@@ -33,26 +33,30 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from bridge.core.dtype_names import BYTES
 from bridge.core.sharding.layout.rows import rows_of
+from bridge.core.sharding.policy.optimizer_state import (
+    CHUNK,
+    MOMENT_BYTES,
+    SCALED,
+    VECTOR,
+    moment_bytes,
+    unscaled_bytes,
+    update_dtype,
+)
+from bridge.core.sharding.policy.parallel import cut_dimension
 from bridge.planning.cost.buffers import GroupBuffers
 from bridge.planning.cost.muon_rounds import MuonRounds
 from bridge.planning.cost.offload import travelling
-from bridge.planning.cost.optimizers import MOMENT_BYTES, OF_MAIN_WEIGHTS, SCALED, Optimizer
-from bridge.planning.cost.row_moments import row_moment
+from bridge.planning.cost.optimizers import OF_MAIN_WEIGHTS, Optimizer
+from bridge.planning.cost.row_moments import row_moment_bytes
 
 _FACTORED_FROM = 128
-# Of what Muon takes for a matrix, or for a stack of them, unless a rule says otherwise.
-_MATRIX_DIMENSIONS = {"torch": (2, 3), "jax": (2,)}
-# Bytes of float32, which half-precision weights are updated in.
-_UPDATE = 4
-_BATCH = 1 << 20
-"""Elements of which the moments are staged together in PyTorch, unless rows that lie together have more."""
-# Elements of a whole number of vector registers, where PyTorch cuts tensors (``torch_impl.optimizer.pieces``).
-_VECTOR = 16
 # Halves of arrays like a key's weights in JAX, for each moment that has scales: as many as XLA:GPU needs, and its CPU
 # compiler.
 _CONVERTED = 5
-_SCALE = 4
+# Of what Muon takes for a matrix, or for a stack of them, unless a rule says otherwise.
+_MATRIX_DIMENSIONS = {"torch": (2, 3), "jax": (2,)}
 
 
 @dataclass(frozen=True)
@@ -99,13 +103,13 @@ class _Batch:
         self.numel += piece.numel * times
         self.all_bytes += nbytes * times
         row_size, _ = rows_of(piece.shape)
-        together = math.lcm(row_size, _VECTOR) if scaled and row_size else 1
+        together = math.lcm(row_size, VECTOR) if scaled and row_size else 1
         self.largest = max(self.largest, min(piece.numel, together))
 
     @property
     def nbytes(self) -> int:
         """Of one batch, at most."""
-        together = min(self.numel, max(_BATCH, self.largest))
+        together = min(self.numel, max(CHUNK, self.largest))
         return self.all_bytes * together // self.numel if self.numel else 0
 
 
@@ -179,11 +183,11 @@ def _converted_in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece
     """Bytes an element of what a batch is converted to."""
     dtypes, held = _dtypes(optimizer, piece.shape, "torch"), group.shape.dtypes
     others = sum(dtype not in (None, "float32") for dtype in dtypes)
-    if group.main_bytes < _UPDATE:
+    if group.main_bytes < _update_bytes(group):
         # AdamW's kernel takes half precision if all is in one dtype.
         if optimizer.name != "sgd-momentum" and {*dtypes, held.grad} == {held.main}:
             return 0
-        others += 1 + (group.grad_bytes < _UPDATE)
+        others += 1 + (group.grad_bytes < _update_bytes(group))
     return others * _update_bytes(group)
 
 
@@ -194,7 +198,7 @@ def _converted_in_jax(optimizer: Optimizer, group: GroupBuffers) -> int:
     size = group.size(group.strategy.optimizer)
     dtypes = optimizer.of_elements
     scaled = sum(dtype in SCALED for dtype in dtypes)
-    if scaled and row_moment(group, 0) is not None:
+    if scaled and row_moment_bytes(group, 0, 1, 1) is not None:
         return _CONVERTED * scaled * _update_bytes(group) * size // 2
     return MOMENT_BYTES["bfloat16"] * size if "bfloat16" in dtypes else 0
 
@@ -207,14 +211,13 @@ def _in_jax(optimizer: Optimizer, group: GroupBuffers, device: int) -> tuple[int
     level, main = group.strategy.optimizer, group.main_bytes
     allocated = real = 0
     for dtype in optimizer.of_elements:
-        rows = row_moment(group, device) if optimizer.name != "lion" and dtype in SCALED else None
-        if rows is not None and dtype is not None:
-            own = rows.bytes(MOMENT_BYTES[dtype], _update_bytes(group))
-        else:
-            size = _unscaled(dtype, group)
-            if optimizer.name == "lion":
-                # optax has no scales.
-                size = main if dtype in (None, "float32") else MOMENT_BYTES[dtype]
+        size, own = unscaled_bytes(dtype, group.shape.dtypes.main), None
+        if optimizer.name == "lion":
+            # optax has no scales.
+            size = main if dtype in (None, "float32") else MOMENT_BYTES[dtype]
+        elif dtype in SCALED:
+            own = row_moment_bytes(group, device, MOMENT_BYTES[dtype], size)
+        if own is None:
             own = group.size(level) * size, group.real(level, device) * size
         allocated, real = allocated + own[0], real + own[1]
     return allocated, real
@@ -222,19 +225,15 @@ def _in_jax(optimizer: Optimizer, group: GroupBuffers, device: int) -> tuple[int
 
 def _update_bytes(group: GroupBuffers) -> int:
     """Bytes of an element in which an optimizer of main weights computes, and keeps what is not to be rounded."""
-    return max(group.main_bytes, _UPDATE)
-
-
-def _unscaled(dtype: str | None, group: GroupBuffers) -> int:
-    """Bytes of an element of such an optimizer's moment that has no scale."""
-    return MOMENT_BYTES[dtype] if dtype == "bfloat16" else _update_bytes(group)
+    return BYTES[update_dtype(group.shape.dtypes.main)]
 
 
 def _in_torch(optimizer: Optimizer, group: GroupBuffers, piece: _Piece) -> int:
     """Of one parameter's part."""
     if optimizer.name in OF_MAIN_WEIGHTS:
         dtypes = _dtypes(optimizer, piece.shape, "torch")
-        return sum(_moment_bytes(piece, dtype, group) for dtype in dtypes)
+        main = group.shape.dtypes.main
+        return sum(moment_bytes(dtype, main, piece.shape, piece.numel, piece.rows) for dtype in dtypes)
     shape = piece.shape
     if optimizer.name == "adafactor" and len(shape) > 1:
         whole = math.prod((*shape[:-2], shape[-1]))
@@ -257,19 +256,13 @@ def _of_parameter(optimizer: Optimizer, group: GroupBuffers, shape: Sequence[int
     """In JAX, of one parameter on a device, where the optimizer sees parameters."""
     main, numel = group.main_bytes, math.prod(shape)
     shards = group.mesh.shards(group.strategy.optimizer)
-    able = [dimension for dimension, size in enumerate(shape) if size and size % shards == 0]
-    cut = numel // shards if able else numel
+    along = cut_dimension(shape, shards)
+    cut = numel if along is None else numel // shards
     if optimizer.name == "muon":
         # Scales are not cut where the rows are cut apart.
-        along = max(able, key=lambda dimension: shape[dimension], default=None)
         scales = math.prod(shape[:-1]) // (1 if along in (None, len(shape) - 1) else shards)
-        found = 0
-        for dtype in _dtypes(optimizer, shape, "jax"):
-            if dtype is not None and dtype in SCALED and rows_of(shape)[0] > 1:
-                found += cut * MOMENT_BYTES[dtype] + _SCALE * scales
-            else:
-                found += cut * _unscaled(dtype, group)
-        return found
+        dtypes = _dtypes(optimizer, shape, "jax")
+        return sum(moment_bytes(dtype, group.shape.dtypes.main, shape, cut, scales) for dtype in dtypes)
     *_, second, largest = (0, 0, *sorted(shape))
     if len(shape) > 1 and second >= _FACTORED_FROM:
         return (numel // largest + numel // second + 1) * main
@@ -283,9 +276,3 @@ def _pieces(group: GroupBuffers, device: int) -> Iterator[_Piece]:
         row_size, _ = rows_of(shape)
         first, last = ranges[name]
         yield _Piece(name, tuple(shape), last - first, (last - first) * row_size)
-
-
-def _moment_bytes(piece: _Piece, dtype: str | None, group: GroupBuffers) -> int:
-    if dtype in SCALED and rows_of(piece.shape)[0] > 1:
-        return piece.numel * MOMENT_BYTES[dtype] + _SCALE * piece.rows
-    return piece.numel * _unscaled(dtype, group)

@@ -19,10 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bridge.core.sharding.layout.rows import rows_of
+from bridge.core.sharding.policy.optimizer_state import ROUND
 from bridge.planning.cost.buffers import GroupBuffers
-
-# Elements of the matrices that one rank owns in a round, unless one matrix has more: ``muon_update.TOGETHER``.
-_TOGETHER = 1 << 22
 
 
 @dataclass
@@ -72,7 +70,7 @@ class MuonRounds:
             numels = {shape: math.prod(shape) * count for shape, count in members.items()}
             total = sum(numels.values())
             held = -(-total // shards)
-            whole = max(min(_TOGETHER, held), *map(math.prod, members))
+            whole = max(min(ROUND, held), *map(math.prod, members))
             rows = min(whole, held)
             tall = whole * sum(numel for shape, numel in numels.items() if shape[0] > shape[1]) // total
             products = max(2 * math.prod(shape) + 4 * min(shape) ** 2 for shape in members)

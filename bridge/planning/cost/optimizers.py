@@ -12,17 +12,14 @@ from fractions import Fraction
 from typing import Any
 
 from bridge.core.dtype_names import full_name, hint
+from bridge.core.sharding.policy.optimizer_state import MOMENTS, SCALED
 from bridge.core.text import did_you_mean
 from bridge.planning.models.errors import PlanError
 from bridge.planning.models.runtimes import framework
 
 NAMES = ("adamw", "sgd", "sgd-momentum", "lion", "adafactor", "muon")
-MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-"""Dtypes of moments, and bytes of an element."""
 CONSTANTS = (".count",)
 """Ends of paths in an optax state that lead to no moments: step counters, which no plan counts."""
-SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
-"""Dtypes of moments that have a scale for each row."""
 _TWO_MOMENTS = ("adamw", "muon")
 OF_MAIN_WEIGHTS = ("adamw", "sgd-momentum", "muon")
 """Those of torch_impl and jax_impl, whose state is in any of the dtypes: MainWeightAdamW, -SGD and -Muon, and in JAX
@@ -46,12 +43,12 @@ class Optimizer:
             raise PlanError(
                 f"--optimizer: expected one of {', '.join(NAMES)}, got {self.name!r}{did_you_mean(self.name, NAMES)}"
             )
-        full = (one if one is None else full_name(one, MOMENT_BYTES) for one in self.moments)
+        full = (one if one is None else full_name(one, MOMENTS) for one in self.moments)
         object.__setattr__(self, "moments", tuple(full))
         for dtype in self.moments:
-            if dtype is not None and dtype not in MOMENT_BYTES:
+            if dtype is not None and dtype not in MOMENTS:
                 raise PlanError(
-                    f"--moments: expected one of {', '.join(MOMENT_BYTES)}, got {dtype!r}{hint(dtype, MOMENT_BYTES)}"
+                    f"--moments: expected one of {', '.join(MOMENTS)}, got {dtype!r}{hint(dtype, MOMENTS)}"
                 )
         if not 0 <= self.offload <= 1:
             raise PlanError(f"--offload: expected 0 to 100%, got {float(100 * self.offload):g}%")

@@ -17,12 +17,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from bridge.core.dtype_names import FLOATING
 from bridge.core.sharding import Align, ShardingPolicy, Strategy, UnitPolicy, local_shape
 from bridge.core.sharding.policy.float8 import is_quantized
+from bridge.core.sharding.policy.group_dtypes import GroupDtypes
 from bridge.core.sharding.policy.recompute import Recompute, why_not_around
 from bridge.planning.cost.gathers import TWICE, Gathers
 from bridge.planning.cost.model_axes import Cuts, cuts_of
-from bridge.planning.models.dtypes import FLOATING, GroupDtypes
 from bridge.planning.models.errors import PlanError
 from bridge.planning.models.model import Model, Parameter
 
@@ -39,7 +40,7 @@ class GroupShape:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     trainable: bool
-    dtypes: GroupDtypes
+    dtypes: GroupDtypes[str]
     over: tuple[str, ...] = ()
 
 
@@ -190,19 +191,13 @@ def _groups(
         return not kind.trainable, place, not kind.quantized, len(kind.over), kind.over
 
     kinds = list(members) if runtime == "torch" else sorted(members, key=order)
-    start = len(path) + 1 if path else 0
+    start, asked = len(path) + 1 if path else 0, policy.precision.asked(runtime)
     return tuple(
         GroupShape(
             names=tuple(one.path[start:] for one in members[kind]),
             shapes=tuple(local_shape(one.shape, cuts.get(one.path, ()), model_axes) for one in members[kind]),
             trainable=kind.trainable,
-            dtypes=GroupDtypes.of(
-                kind.dtype,
-                policy.precision,
-                runtime,
-                trainable=kind.trainable,
-                quantized=kind.quantized,
-            ),
+            dtypes=asked.of_group(kind.dtype, trainable=kind.trainable, quantized=kind.quantized),
             over=kind.over,
         )
         for kind in kinds

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from bridge.core.dtype_names import BYTES
 from bridge.planning.models.activations import Segment, SegmentBytes
-from bridge.planning.models.dtypes import size_of
 
 _WIDE = 4
 """Bytes of an element of float32."""
@@ -57,7 +57,7 @@ class FormulaSegment:
 
     def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
         """See ``Segment``."""
-        tokens, size = batch * length, size_of(compute)
+        tokens, size = batch * length, BYTES[compute]
         scores = tokens * length * self.heads
         kept = scores * (_WIDE + (size if size != _WIDE else 0))
         saved = round(tokens * (self.saved * size + self.saved_bytes)) + kept
@@ -90,7 +90,7 @@ class LossSegment:
 
     def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
         """See ``Segment``."""
-        tokens, size = batch * length, size_of(compute)
+        tokens, size = batch * length, BYTES[compute]
         given = tokens * self.hidden * size
         wide = tokens * self.vocabulary * _WIDE
         saved = 2 * given + tokens * (self.hidden + 1) * _WIDE + wide
@@ -127,7 +127,7 @@ class ResidualSegment:
 
     def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
         """See ``Segment``."""
-        tokens, size = batch * length, size_of(compute)
+        tokens, size = batch * length, BYTES[compute]
         scores = tokens * length * self.heads
         wide = max(size, _WIDE)
         saved = round(tokens * (self.saved * size + self.wide * wide + self.saved_bytes))

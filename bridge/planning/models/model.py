@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from bridge.core.dtype_names import BYTES
 from bridge.planning.models.activations import Segment
-from bridge.planning.models.dtypes import size_of
 from bridge.planning.models.errors import PlanError
 
 
@@ -36,7 +36,8 @@ class Parameter:
             raise PlanError("parameter: expected a dotted path, got an empty one")
         if any(not isinstance(size, int) or isinstance(size, bool) or size < 0 for size in self.shape):
             raise PlanError(f"parameter {self.path!r}: expected a shape of ints >= 0, got {self.shape!r}")
-        size_of(self.dtype)
+        if self.dtype not in BYTES:
+            raise PlanError(f"dtype: expected one of {', '.join(BYTES)}, got {self.dtype!r}")
 
     @property
     def numel(self) -> int:

@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh, NamedSharding
 
+from bridge.core.sharding.layout import group_report
 from bridge.core.sharding.policy import float8
 from bridge.core.sharding.policy.recompute import Recompute
+from bridge.core.text import first_of, table_lines
 from jax_impl.runtime.groups.cut_group import CutGroup
 from jax_impl.runtime.groups.flat_group import FlatGroup
 
@@ -29,47 +31,21 @@ class Plan(Protocol):
 
 
 @dataclass(frozen=True)
-class GroupReport:
-    """One parameter group: parameters of a unit that share dtypes, and are all trainable or all frozen.
+class GroupReport(group_report.GroupReport):
+    """One parameter group; ``parameters``: paths in the model, and numbers of all layers of a stack.
 
-    parameters: paths in the model.
-    whole: those of them that the strategy shards but that are whole on every device (pjit engine).
-    numel: elements, of all layers of a stack; padded_numel: with padding, each once however many devices hold it.
+    whole: parameters that the strategy shards but that are whole on every device (pjit engine).
     over: model axes that cut parameters of the group: in the shard_map engine all of them, in the pjit engine some.
-    num_shards: how many the main weights are cut into, over all axes.
-    shard_sizes: elements of a shard of one layer, by buffer, multiples of align. In the pjit engine align is 1, and the
-    size one number, with the whole ones.
-    strategy: the unit's, or "no_shard" of parameters that are ``replicated``.
-    nbytes: of the main weights at rest on each device, of all layers.
-    main_dtype, compute_dtype, reduce_dtype, grad_dtype: as text, see ``PrecisionPolicy``.
-    gather_dtype: in which weights cross the network, compute_dtype or a float8 format; gather_bytes: of the whole group
-    then, of all layers, padding and scales included.
-    fingerprint: of the layout; "" in the pjit engine, which has none.
+    nbytes: of the main weights at rest on each device.
+
+    padded_numel: each element once, however many devices hold it. num_shards: over all axes. shard_sizes: of one layer;
+    in the pjit engine align is 1, the size one number, with the whole ones, and the fingerprint "". strategy: the
+    unit's, or "no_shard" of parameters that are ``replicated``.
     """
 
-    parameters: tuple[str, ...]
     whole: tuple[str, ...]
-    trainable: bool
     over: tuple[str, ...]
-    numel: int
-    padded_numel: int
-    num_shards: int
-    shard_sizes: tuple[int, ...]
-    align: int
-    strategy: str
     nbytes: int
-    fingerprint: str
-    main_dtype: str
-    compute_dtype: str
-    reduce_dtype: str
-    grad_dtype: str
-    gather_dtype: str
-    gather_bytes: int
-
-    @property
-    def padding(self) -> float:
-        """Padding as a fraction of the real elements."""
-        return self.padded_numel / self.numel - 1 if self.numel else 0.0
 
 
 @dataclass(frozen=True)
@@ -126,19 +102,9 @@ class LayoutReport:
     def render(self, *, merge: bool = False) -> str:
         """The table; ``merge``: consecutive units that differ by name only share a line."""
         rows = [tuple(row.values()) for row in self._merged(merge)]
-        header = tuple(_row(None, None))
-        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if title in _RIGHT else cell.ljust(width)
-                for cell, width, title in zip(row, widths, header, strict=True)
-            ).rstrip()
-            for row in (header, *rows)
-        ]
+        lines = table_lines(tuple(_row(None, None)), rows, _RIGHT)
         if self.whole:
-            rest = len(self.whole) - 8
-            more = f" and {rest} more" if rest > 0 else ""
-            lines.append(f"whole on every device: {', '.join(self.whole[:8])}{more}")
+            lines.append(f"whole on every device: {first_of(self.whole, 8)}")
         return "\n".join([self.summary(), *lines])
 
     def __str__(self) -> str:
@@ -203,7 +169,7 @@ def _group_report(group: Any) -> GroupReport:
         if isinstance(group, CutGroup):
             over, rows = group.axes, group.rows
         numel, padded = layers * rows * layout.numel, layers * rows * layout.padded_size
-        scales = layers * rows * layout.num_shards * float8.scale_bytes(layout, wire.float8 or "")
+        sent = layers * rows * float8.gather_bytes(layout, wire.float8, wire.compute.itemsize)
         sizes, num_shards = layout.shard_sizes, num_shards * rows
         fingerprint, align = layout.fingerprint, layout.align
     else:
@@ -212,6 +178,7 @@ def _group_report(group: Any) -> GroupReport:
             whole = tuple(array.path for array in group.arrays if array.dimension is None)
         numel = padded = sum(math.prod(array.shape) for array in group.arrays)
         scales = sum(map(_blocks, group.arrays)) if wire.float8 == "mxfp8" else 0
+        sent = padded + scales if wire.float8 else padded * wire.compute.itemsize
         sizes = (sum(map(math.prod, shapes)) // layers,)
         over = tuple(dict.fromkeys(cut.axis for array in group.arrays for cut in array.cuts))
     return GroupReport(
@@ -232,7 +199,7 @@ def _group_report(group: Any) -> GroupReport:
         reduce_dtype=wire.reduce.name,
         grad_dtype=wire.grad.name,
         gather_dtype=wire.float8 or wire.compute.name,
-        gather_bytes=padded + scales if wire.float8 else padded * wire.compute.itemsize,
+        gather_bytes=sent,
     )
 
 
@@ -257,18 +224,6 @@ def _row(unit: UnitReport | None, group: GroupReport | None) -> dict[str, str]:
     }
     if unit is None or group is None:
         return row
-    dtypes = [group.main_dtype, group.compute_dtype, group.reduce_dtype, group.grad_dtype]
-    of_group = {
-        "params": f"{len(group.parameters)}{'' if group.trainable else ' frozen'}{' over ' if group.over else ''}"
-        + ", ".join(group.over),
-        "elements": f"{group.numel:,}",
-        "padding": f"{100 * group.padding:.2f} %",
-        "strategy": group.strategy,
-        "shards": str(group.num_shards),
-        "shard": " + ".join(f"{size:,}" for size in group.shard_sizes) or "0",
-        "align": str(group.align),
-        "bytes/device": f"{group.nbytes:,}",
-        "dtypes": (dtypes[0] if len(set(dtypes)) == 1 else "/".join(dtypes))
-        + ("" if group.gather_dtype == group.compute_dtype else f" gathered as {group.gather_dtype}"),
-    }
-    return row | of_group
+    cells = group.cells
+    over = f" over {', '.join(group.over)}" if group.over else ""
+    return row | cells | {"params": cells["params"] + over, "bytes/device": f"{group.nbytes:,}"}

@@ -24,17 +24,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bridge.core.sharding import Strategy
-from bridge.core.sharding.policy.parallel import Cut, local_shape
+from bridge.core.sharding.policy.parallel import Cut, cut_dimension, local_shape
 from jax_impl.comm.collectives import Wire, round_to
 from jax_impl.runtime.groups.buffer import Piece, Read
 
 Index = tuple[slice, ...]
-
-
-def cut_dimension(shape: Sequence[int], shards: int) -> int | None:
-    """The largest dimension that ``shards`` divides, the first of equal ones; None where there is none."""
-    able = [i for i, size in enumerate(shape) if size and size % shards == 0]
-    return max(able, key=lambda i: shape[i], default=None)
 
 
 @dataclass(frozen=True)

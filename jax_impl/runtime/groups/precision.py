@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from bridge.core.dtype_names import full_name
+from bridge.core.dtype_names import FLOATING, full_name
+from bridge.core.sharding.policy import optimizer_state
 from bridge.core.sharding.policy.float8 import FORMATS
-
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
+from bridge.core.sharding.policy.group_dtypes import AskedDtypes, GroupDtypes
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         for field, name in vars(self).items():
-            known = FORMATS if field == "gather_dtype" else _DTYPES
+            known = FORMATS if field == "gather_dtype" else FLOATING
             if isinstance(name, str):
                 name = full_name(name, known)
                 object.__setattr__(self, field, name)
@@ -64,41 +64,27 @@ class Precision:
         names = map(_name, (param_dtype, reduce_dtype, grad_dtype, gather_dtype, main_dtype))
         return cls(*names)
 
-    def main(self, given: np.dtype) -> np.dtype:
-        """Of a trainable parameter that was given in the floating dtype ``given``."""
-        if self.main_dtype is None or (self.main_dtype == "float32" and given == np.float64):
-            return given
-        return jnp.dtype(self.main_dtype)
-
-    def compute(self, main: np.dtype) -> np.dtype:
-        own = self.param_dtype is None or jnp.finfo(main).bits < 16
-        return main if own else jnp.dtype(self.param_dtype)
-
-    def float8(self, main: np.dtype, trainable: bool) -> str | None:
-        """The format in which matrices with weights at rest of this dtype are gathered.
+    def of_group(self, given: np.dtype, *, trainable: bool, quantized: bool = False) -> GroupDtypes[np.dtype]:
+        """Dtypes of parameters that were given as ``given``, and are all ``quantized`` or none.
 
         Raises ``ValueError`` for float64, which float8 would not be quantized from, and for trainable weights of 16
         bits, whose gradients are not those of what was quantized.
         """
-        if self.gather_dtype is None or jnp.finfo(main).bits < 16:
-            return None
-        if main == np.float64 or (trainable and main != np.float32):
+        asked = AskedDtypes(
+            self.main_dtype, self.param_dtype, self.reduce_dtype, self.grad_dtype, self.gather_dtype
+        )
+        dtypes = asked.of_group(given.name, trainable=trainable, quantized=quantized)
+        if dtypes.gather and (dtypes.main == "float64" or (trainable and dtypes.main != "float32")):
             raise ValueError(
-                f"gather_dtype: expected None for {main} main weights, got {self.gather_dtype!r}, which quantizes "
+                f"gather_dtype: expected None for {dtypes.main} main weights, got {dtypes.gather!r}, which quantizes "
                 "float32 ones"
             )
-        return self.gather_dtype
-
-    def reduce(self, main: np.dtype) -> np.dtype:
-        return self.compute(main) if self.reduce_dtype is None else jnp.dtype(self.reduce_dtype)
-
-    def grad(self, main: np.dtype) -> np.dtype:
-        return main if self.grad_dtype is None else jnp.dtype(self.grad_dtype)
+        return dtypes.translate(jnp.dtype)
 
 
 def update_dtype(main: np.dtype) -> np.dtype:
     """In which an optimizer of main weights computes, and keeps moments that are not to be rounded."""
-    return np.dtype(np.float64 if main == np.float64 else np.float32)
+    return np.dtype(optimizer_state.update_dtype(main.name))
 
 
 def is_integer(dtype: np.dtype) -> bool:

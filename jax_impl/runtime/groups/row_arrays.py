@@ -214,11 +214,8 @@ class RowArray:
     @cached_property
     def _most(self) -> tuple[int, ...]:
         """For each buffer, the rows of the rank that has most of them."""
-        layout = self.group.layout
-        return tuple(
-            max(sum(rows for _, rows in self._held(rank, buffer)) for rank in range(layout.num_shards))
-            for buffer in range(len(layout.shard_sizes))
-        )
+        names = {slot.name for slot in self._own.values()}
+        return tuple(map(int, self.group.layout.rows_by_shard(names).max(1)))
 
     def _held(self, rank: int, buffer: int) -> Iterator[tuple[str, int]]:
         """Slots and numbers of rows, by offset."""

@@ -102,10 +102,10 @@ def test_low_precision_gradients_are_near_float32_ones_but_not_equal(strategy, p
 
 def test_the_reduce_dtype_defaults_to_the_compute_dtype():
     main = jnp.dtype("float32")
-    assert Precision().reduce(main) == main
-    assert Precision("bfloat16").reduce(main) == jnp.bfloat16
-    assert Precision("bfloat16", "float32").reduce(main) == main
-    assert Precision(None, "bfloat16").compute(main) == main
+    assert Precision().of_group(main, trainable=True).reduce == main
+    assert Precision("bfloat16").of_group(main, trainable=True).reduce == jnp.bfloat16
+    assert Precision("bfloat16", "float32").of_group(main, trainable=True).reduce == main
+    assert Precision(None, "bfloat16").of_group(main, trainable=True).compute == main
 
 
 def test_rounding_to_bfloat16_survives_the_compiler():

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.core.sharding.policy.group_dtypes import GroupDtypes
 from bridge.core.sharding.policy.strategy import Strategy
 from torch_impl.runtime.ground.buffer import ShardLevels
 from torch_impl.runtime.ground.host_memory import HostMemory
-from torch_impl.runtime.ground.precision import GroupDtypes
 from torch_impl.runtime.ground.tensor_parallel import TensorParallel
 
 
@@ -58,7 +58,7 @@ class GradientSpec:
     tensor_parallel: Sequence[TensorParallel | None]
     levels: ShardLevels
     strategy: Strategy
-    dtypes: GroupDtypes
+    dtypes: GroupDtypes[torch.dtype]
     divisor: Divisor
     hook: AllReduceHook
     host: HostMemory | None

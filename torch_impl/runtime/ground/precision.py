@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 
 from bridge.core.sharding.policy import float8
+from bridge.core.sharding.policy.group_dtypes import AskedDtypes, GroupDtypes
 
 
 @dataclass(frozen=True)
@@ -87,30 +89,11 @@ class MixedPrecisionPolicy:
     @property
     def gather(self) -> str | None:
         """The name of ``gather_dtype``."""
-        return None if self.gather_dtype is None else str(self.gather_dtype).removeprefix("torch.")
+        return _name(self.gather_dtype)
 
     def is_quantized(self, dtype: torch.dtype, shape: Sequence[int]) -> bool:
         """Whether a parameter that was given so, this rank's part of it, is gathered as float8."""
         return self.gather is not None and dtype.is_floating_point and float8.is_quantized(shape)
-
-
-@dataclass(frozen=True)
-class GroupDtypes:
-    """Dtypes of one parameter group: main weights, compute weights, reduction, reduced gradient.
-
-    ``gather``: a float8 format, see ``MixedPrecisionPolicy.gather_dtype``; None: weights are gathered in ``compute``.
-    ``remainders``: main weights are stored as compute weights and remainders. ``trained``: of main weights if these
-    parameters were trained; another one than ``main`` where they are frozen and keep the dtype in which they were
-    given.
-    """
-
-    main: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-    grad: torch.dtype
-    trained: torch.dtype
-    gather: str | None = None
-    remainders: bool = False
 
 
 def input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
@@ -124,29 +107,12 @@ def input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
 
 def group_dtypes(
     given: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool, quantized: bool = False
-) -> GroupDtypes:
-    """Dtypes of a group whose parameters were given as ``given``, and are all ``quantized`` or none.
-
-    Frozen parameters keep their dtype at rest, and those that are not floating point (buffers kept as frozen
-    parameters) throughout.
-    """
-    if not given.is_floating_point:
-        return GroupDtypes(given, given, given, given, given)
-    trained = _trained(given, policy.main_dtype)
-    main = trained if trainable else given
-    compute = policy.param_dtype or (trained if trained.itemsize <= given.itemsize else given)
-    gather = policy.gather if quantized else None
-    reduce, grad = policy.reduce_dtype or compute, policy.grad_dtype or main
-    # Weights that keep fewer bits have no remainders.
-    remainders = policy.store_param_remainders and (trainable or main == trained)
-    return GroupDtypes(main, compute, reduce, grad, trained, gather, remainders)
-
-
-def _trained(given: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    # An update smaller than the last bit of a half-precision weight would be lost.
-    if wanted is None or (wanted == torch.float32 and given == torch.float64):
-        return given
-    return wanted
+) -> GroupDtypes[torch.dtype]:
+    """Dtypes of a group whose parameters were given as ``given``, and are all ``quantized`` or none."""
+    names = (policy.main_dtype, policy.param_dtype, policy.reduce_dtype, policy.grad_dtype, policy.gather)
+    asked = AskedDtypes(*map(_name, names), remainders=policy.store_param_remainders, narrowest=True)
+    dtypes = asked.of_group(str(_name(given)), trainable=trainable, quantized=quantized)
+    return dtypes.translate(partial(getattr, torch))
 
 
 def check_quantized(name: str, given: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool) -> None:
@@ -156,11 +122,15 @@ def check_quantized(name: str, given: torch.dtype, policy: MixedPrecisionPolicy,
             f"{name}: expected weights of float32, bfloat16 or float16 with gather_dtype={policy.gather!r}, which "
             "quantizes float32 main weights, got torch.float64"
         )
-    if trainable and _trained(given, policy.main_dtype) != torch.float32:
+    if trainable and group_dtypes(given, policy, trainable=True).main != torch.float32:
         raise ValueError(
             f"{name}: expected float32 main weights with gather_dtype={policy.gather!r}, which quantizes them, got "
             f"{given}, which main_dtype=None keeps; use main_dtype=torch.float32"
         )
+
+
+def _name(dtype: torch.dtype | str | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _is_floating(value: object) -> bool:

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from bridge.core.text import first_lines
+
 Span = tuple[int, int]
 _MAX_LISTED = 40
 
@@ -211,7 +213,5 @@ def _draw(plan: BufferPlan, width: int) -> str:
                 first, last = (time * columns // plan.duration for time in (start, end - 1))
                 line[first : last + 1] = sign * (last + 1 - first)
         lines.append(f"{name:{label}} |{''.join(line)}| {nbytes:,} B")
-    lines += [f"{letters[name]}  {name}" for name in names[:_MAX_LISTED]]
-    if len(names) > _MAX_LISTED:
-        lines.append(f"   ... and {len(names) - _MAX_LISTED} more")
+    lines += first_lines([f"{letters[name]}  {name}" for name in names], _MAX_LISTED)
     return "\n".join(lines)

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from bridge.core.text import first_of
 from torch_impl.comm.agreement import require_all_ranks
 from torch_impl.comm.collective_order import CollectiveOrder
 from torch_impl.comm.streams import Transfer
@@ -42,7 +43,6 @@ from torch_impl.runtime.unit.shown import Shown, register, show
 from torch_impl.runtime.weights.group_weights import GroupSpec, GroupWeights, Version
 
 # Parameters in an error.
-_NAMED = 8
 
 
 class ParameterGroup:
@@ -220,7 +220,7 @@ class ParameterGroup:
         frozen = [name for name, trains in zip(self.names, trainable, strict=True) if not trains]
         require_all_ranks(
             f"{len(frozen)} of {len(self.names)} parameters of unit {self.unit_name} are frozen "
-            f"({', '.join(frozen[:_NAMED])}{', ...' if len(frozen) > _NAMED else ''})",
+            f"({first_of(frozen)})",
             self.mesh,
             "call requires_grad_() with the same value for a parameter on all ranks, before the same forward",
         )

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from bridge.core.sharding.layout.layout import Layout
+from bridge.core.sharding.policy.group_dtypes import GroupDtypes
 from bridge.core.sharding.policy.strategy import Strategy
 from torch_impl.comm.streams import Step
 from torch_impl.runtime.ground.buffer import ShardLevels
 from torch_impl.runtime.ground.host_memory import HostMemory
-from torch_impl.runtime.ground.precision import GroupDtypes
 from torch_impl.runtime.ground.tensor_parallel import TensorParallel
 from torch_impl.runtime.weights.context import UnitContext
 
@@ -40,7 +40,7 @@ class GroupSpec:
     layout: Layout
     levels: ShardLevels
     strategy: Strategy
-    dtypes: GroupDtypes
+    dtypes: GroupDtypes[torch.dtype]
     context: UnitContext
     suffix: str
     host: HostMemory | None

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bridge.core.formats.files.atomic import is_temporary
 from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.text import first_of
 
 TREE_FILE = "_METADATA"
 STEP_FILE = "_CHECKPOINT_METADATA"
@@ -74,7 +75,7 @@ def _which(path: Path, found: list[Path]) -> str:
     steps = all(_STEP.fullmatch(name) for name in names)
     if steps:
         names.sort(key=lambda name: (len(name), name))
-    shown = ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
+    shown = first_of(names, 20)
     kind = "step" if steps else "item"
     return f"{path} holds several {kind}s: {shown}. Give the path of one {kind}, e.g. {path / names[-1]}"
 
@@ -82,5 +83,5 @@ def _which(path: Path, found: list[Path]) -> str:
 def _why_none(path: Path) -> str:
     if (path / "checkpoint").is_file():
         return "this is a checkpoint of the old flax msgpack format; load and save it again with Orbax first"
-    shown = ", ".join(child.name for child in sorted(path.iterdir())[:5]) or "an empty directory"
+    shown = first_of(sorted(child.name for child in path.iterdir())) or "an empty directory"
     return f"expected an Orbax checkpoint with {TREE_FILE} here or in an item or step below, found {shown}"

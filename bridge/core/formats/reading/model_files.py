@@ -16,8 +16,7 @@ from pathlib import Path
 from bridge.core.formats.reading.numbered_files import NumberedFiles, numbered_sets
 from bridge.core.formats.reading.weight_index import INDEX_END, read_weight_map
 from bridge.core.formats.tensors.base import CheckpointError
-
-_SHOWN = 5
+from bridge.core.text import first_of
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class FileKind:
                 return ModelFiles(path, sets[0].names, of_ranks=several)
         elif len(candidates) == 1 and files:
             return ModelFiles(path, (files[0],))
-        shown = f"{', '.join(candidates[:_SHOWN]) or 'none'}{', ...' if len(candidates) > _SHOWN else ''}"
+        shown = first_of(candidates) or "none"
         if any(numbered.of_ranks and len(numbered.names) > 1 for numbered in sets):
             raise CheckpointError(
                 f"{path}: expected one file of weights, found files of several ranks, {shown}: each has a piece of the "
@@ -116,7 +115,7 @@ class FileKind:
             if not numbered.complete:
                 raise CheckpointError(
                     f"{path}: expected every file that the numbers in the names call for, found "
-                    f"{', '.join(numbered.names[:_SHOWN])}, but {numbered.problem}: fetch all of them, or give "
+                    f"{first_of(numbered.names)}, but {numbered.problem}: fetch all of them, or give "
                     "the path of one file to take what is in it alone"
                 )
 

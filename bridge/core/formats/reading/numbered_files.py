@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from bridge.core.text import first_of
+
 _PART: Final = re.compile(r"(?<!\d)(\d{1,9})[-_.]of[-_.](\d{1,9})(?!\d)")
 _RUN: Final = re.compile(r"(?:epoch|step|iter|fold|split|run|seed|trial|round|stage)[-_. ]?\Z", re.IGNORECASE)
 """Before a number that counts trainings or their steps, each of which has a model of its own."""
@@ -50,13 +52,8 @@ class NumberedFiles:
         """What is wrong with the numbers; empty where they are complete."""
         if self.wrong:
             return f"{self.wrong[0]} has a number that is there twice, or above the count"
-        more = (
-            f" and {self.num_missing - len(self.missing)} more"
-            if self.num_missing > len(self.missing)
-            else ""
-        )
         verb = "is" if self.num_missing == 1 else "are"
-        return f"{', '.join(self.missing)}{more} {verb} missing" if self.num_missing else ""
+        return f"{first_of(self.missing, total=self.num_missing)} {verb} missing" if self.num_missing else ""
 
 
 def is_numbered(name: str) -> bool:

@@ -12,10 +12,10 @@ from typing import Final
 
 from bridge.core.formats.reading.regular_files import is_plain_name, small_file
 from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.text import first_of
 
 INDEX_END: Final = ".index.json"
 _MAX_INDEX: Final = 64 << 20
-_SHOWN = 5
 
 
 def read_weight_map(index: Path) -> Mapping[str, str]:
@@ -46,9 +46,8 @@ def check_index(directory: Path, weight_map: Mapping[str, str], stored: Iterable
     problems = []
     for wrong, place in ((listed - found, "not in that file"), (found - listed, "not in the index")):
         if wrong:
-            shown = ", ".join(f"{name!r:.200} of {file}" for name, file in sorted(wrong)[:_SHOWN])
-            more = ", ..." if len(wrong) > _SHOWN else ""
-            problems.append(f"{len(wrong)} {'is' if len(wrong) == 1 else 'are'} {place}: {shown}{more}")
+            shown = first_of([f"{name!r:.200} of {file}" for name, file in sorted(wrong)])
+            problems.append(f"{len(wrong)} {'is' if len(wrong) == 1 else 'are'} {place}: {shown}")
     if problems:
         raise CheckpointError(
             f"{directory}: expected index and files to name the same tensors, but {'; '.join(problems)}"

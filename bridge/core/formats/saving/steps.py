@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bridge.core.formats.orbax.item import COMMIT_FILE, TREE_FILE, is_unfinished
 from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.text import first_of
 
 _STEP = re.compile(r"(?:.+_)?(\d+)")
 _OF_A_CHECKPOINT = (TREE_FILE, "_CHECKPOINT_METADATA", ".metadata")
@@ -40,7 +41,7 @@ def choose_step(path: Path, step: int | None) -> Path:
     if step is None and not known:
         raise CheckpointError(
             f"{path}: expected a complete step, got only some whose save did not finish: "
-            f"{', '.join(sorted(child.name for child in numbers)[:_SHOWN])}"
+            f"{first_of(sorted(child.name for child in numbers))}"
         )
     wanted = known[-1] if step is None else step
     chosen = [child for child in complete if numbers[child] == wanted]

@@ -26,6 +26,8 @@ from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 import ml_dtypes
 import numpy as np
 
+from bridge.core.dtype_names import BYTES, FLOAT8, NARROW_INTEGERS, ONLY_JAX
+
 # Where a leaf sits in the tree: str = mapping key, int = position in a list.
 TreePath: TypeAlias = tuple[str | int, ...]
 
@@ -46,34 +48,11 @@ class UnreadableValue(CheckpointError):
         self.reason, self.holds_tensors = reason, holds_tensors
 
 
-# PyTorch, ml_dtypes and NumPy use the same names for all of these.
-DTYPES: Mapping[str, np.dtype] = MappingProxyType(
-    {
-        np.dtype(scalar).name: np.dtype(scalar)
-        for scalar in (
-            *(np.float64, np.float32, np.float16, ml_dtypes.bfloat16),
-            *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2),
-            *(ml_dtypes.float8_e5m2fnuz, ml_dtypes.float8_e8m0fnu),
-            *(np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64),
-            *(np.bool_, np.complex64, np.complex128),
-        )
-    }
-)
-
-_NARROW_INTEGERS = (ml_dtypes.int4, ml_dtypes.int2)
 ORBAX_DTYPES: Mapping[str, np.dtype] = MappingProxyType(
-    {
-        **DTYPES,
-        **{
-            np.dtype(scalar).name: np.dtype(scalar)
-            for scalar in (
-                *(*_NARROW_INTEGERS, ml_dtypes.float4_e2m1fn),
-                *(ml_dtypes.float8_e3m4, ml_dtypes.float8_e4m3b11fnuz),
-            )
-        },
-    }
+    {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*BYTES, *FLOAT8, *ONLY_JAX)}
 )
 """DTYPES and what JAX has besides. Orbax stores these, an element a byte; PyTorch and safetensors lack them."""
+DTYPES: Mapping[str, np.dtype] = MappingProxyType({name: ORBAX_DTYPES[name] for name in (*BYTES, *FLOAT8)})
 
 
 _NAMES = {dtype: name for name, dtype in ORBAX_DTYPES.items()}
@@ -87,7 +66,7 @@ def name_of(dtype: np.dtype) -> str:
 
 def is_whole(dtype: np.dtype) -> bool:
     """Whether elements are integers or booleans. NumPy counts ml_dtypes' integers among its unknown kinds."""
-    return dtype.kind in "biu" or dtype.type in _NARROW_INTEGERS
+    return dtype.kind in "biu" or name_of(dtype) in NARROW_INTEGERS
 
 
 def dtype_from_name(name: str) -> np.dtype:

@@ -9,6 +9,7 @@ from bridge.core.formats.reading.model_files import FileKind
 from bridge.core.formats.reading.source_files import SourceFiles
 from bridge.core.formats.reading.zip_directory import STORED, ZIP_MAGIC, Member, read_directory
 from bridge.core.formats.tensors.base import COPY_AGAIN, CheckpointError
+from bridge.core.text import first_of
 
 TRAINING_STATE: Final = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|openvino_|(optim|extra_state)_world_size_).*"
@@ -63,7 +64,7 @@ def members_of(files: SourceFiles, name: str) -> dict[str, Member]:
         )
     if "data.pkl" not in members:
         raise CheckpointError(
-            f"{path}: expected {_KIND}, but it has no data.pkl: found {', '.join(list(members)[:5])!r:.200}"
+            f"{path}: expected {_KIND}, but it has no data.pkl: found {first_of(members)!r:.200}"
         )
     for member in members.values():
         if member.method != STORED:

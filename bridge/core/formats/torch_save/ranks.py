@@ -19,8 +19,7 @@ from bridge.core.formats.tensors.coverage import check_coverage
 from bridge.core.formats.tensors.wrapping import ReadWhenAsked
 from bridge.core.formats.torch_save.files import TORCH_FILES
 from bridge.core.formats.torch_save.reader import PIECE, TorchSaveReader
-
-_SHOWN = 5
+from bridge.core.text import first_of
 
 
 def open_torch_save(path: Path, verify: bool) -> TorchSaveReader | RanksReader:
@@ -133,8 +132,8 @@ class RanksReader(SingleChunkReader):
         if differing:
             raise CheckpointError(
                 f"{self.path}: expected files of ranks whose pieces are DTensors, found {len(differing)} tensors that "
-                f"differ between ranks, and nothing that says how to join them: {', '.join(differing[:_SHOWN])}"
-                f"{', ...' if len(differing) > _SHOWN else ''}; join these files with the program that wrote them, or "
+                f"differ between ranks, and nothing that says how to join them: {first_of(differing)}; "
+                "join these files with the program that wrote them, or "
                 "save with torch.distributed.checkpoint"
             )
 

@@ -25,6 +25,7 @@ from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.formats.tensors.share import PARTS_FOLDER
 from bridge.core.formats.whole.companions import Companions
 from bridge.core.formats.whole.pipeline import PIPELINE_FILE
+from bridge.core.text import first_of
 
 _OURS: Final = (MANIFEST_FILE, JOURNAL_FILE, PARTS_FOLDER, METRICS_FILE)
 _DCP: Final = (".metadata", "__*.metadata", "*.distcp")
@@ -35,7 +36,6 @@ _ORBAX_FILES: Final = (
 )
 # The directories of items and arrays have any name, but one of these is in them: trees, zarr 2 and 3, JSON, msgpack.
 _ORBAX_MEMBERS: Final = (*_ORBAX_ROOTS, ".zarray", "zarr.json", "metadata", "metrics", "checkpoint")
-_SHOWN = 5
 
 
 def require_replaceable(path: Path) -> None:
@@ -57,10 +57,9 @@ def require_replaceable(path: Path) -> None:
         return
     foreign = _foreign(path)
     if foreign:
-        more = f", ... ({len(foreign)} in all)" if len(foreign) > _SHOWN else ""
         raise CheckpointError(
             f"{path} holds more than one checkpoint, and replacing removes all of it: found also "
-            f"{', '.join(foreign[:_SHOWN])}{more}; move that elsewhere, or choose another name"
+            f"{first_of(foreign)}; move that elsewhere, or choose another name"
         )
 
 
@@ -75,10 +74,9 @@ def _foreign(path: Path) -> list[str]:
         files = find_files(path)
         ours = {*files.names, files.index, *_OURS}
         return sorted(name for name in names if name not in ours and not _stays(path / name))
-    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     raise CheckpointError(
         f"{path} is no checkpoint: expected one to replace, with its files directly in the directory, found "
-        f"{shown or 'an empty directory'}; give the path of one checkpoint, or choose another name"
+        f"{first_of(names) or 'an empty directory'}; give the path of one checkpoint, or choose another name"
     )
 
 

@@ -19,6 +19,7 @@ from typing import Final, Literal
 from bridge.core.formats.orbax.item import COMMIT_FILE, TREE_FILE
 from bridge.core.formats.stores.store import is_url, open_store, store_errors, without_end
 from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.text import first_of
 
 Step = int | Literal["latest"]
 _NAME: Final = re.compile(r"(?:.*\D)?(\d{1,18})(?:\.(?:pt|pth|bin|ckpt|npz|msgpack|safetensors))?")
@@ -115,7 +116,7 @@ def _choose(where: str, step: Step, names: Collection[str], files: Callable[[str
         raise CheckpointError(
             f"{where}: expected a directory of steps (--step), found "
             f"{'only some whose save did not finish: ' if numbers else 'no step among '}"
-            f"{', '.join(sorted(numbers or names)[:_SHOWN]) or 'no names'}"
+            f"{first_of(sorted(numbers or names)) or 'no names'}"
         )
     wanted = steps[-1] if step == "latest" else step
     chosen = sorted(name for name in whole if numbers[name] == wanted)

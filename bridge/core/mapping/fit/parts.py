@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from bridge.core.mapping.fit.problems import NAMES
 from bridge.core.mapping.language.entries import PathPattern, Rule
-
-_SHOWN = 10
+from bridge.core.text import first_of
 
 
 def needed(rules: Sequence[Rule], convention: str) -> dict[str, set[int]]:
@@ -84,7 +83,7 @@ def uneven(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -
             if missing := sorted(everything - there):
                 yield (
                     f"rule {NAMES}: expected a tensor for each {place} that other rules have, found none for "
-                    f"{', '.join(map(str, missing[:_SHOWN]))}; if the model is like that, mark the rule optional",
+                    f"{first_of(missing)}; if the model is like that, mark the rule optional",
                     str(by_id[key]),
                 )
     due = needed(rules, convention)
@@ -95,6 +94,6 @@ def uneven(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -
     for key, places in lacking.items():
         yield (
             f"rule {NAMES}: expected a tensor wherever other rules of the part have some, found none for "
-            f"{', '.join(places[:_SHOWN])}",
+            f"{first_of(places)}",
             str(by_id[key]),
         )

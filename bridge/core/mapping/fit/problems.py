@@ -14,8 +14,6 @@ from bridge.core.text import first_of
 
 NAMES = "\0"
 """Where the names go in the sentence of `Problems.add`; rules are full of braces."""
-_NAMED = 3
-_SHOWN = 10
 
 
 class Problems:
@@ -45,15 +43,8 @@ class Problems:
 
     def texts(self, mapping: str) -> list[str]:
         """A text for each kind; ``mapping`` is the name of the mapping."""
-        found = [text.replace(NAMES, some([*names])) for text, names in self._kinds.items()]
+        found = [text.replace(NAMES, first_of(names)) for text, names in self._kinds.items()]
         return [*found, *([together(mapping, self._open)] if self._open else [])]
-
-
-def some(names: list[str]) -> str:
-    """The first names, and how many there are."""
-    more = len(names) - _NAMED
-    shown = ", ".join(names[:_NAMED])
-    return f"{shown} and {more} more ({len(names)} in all)" if more > 0 else shown
 
 
 def misfit(
@@ -86,12 +77,12 @@ def misfit(
     if len(mapping.conventions) > 2:
         lines.append(f"Of its conventions ({', '.join(mapping.conventions)}) {side} is the nearest.")
     if unmatched:
-        lines.append(f"{len(unmatched)} of {count} tensors match no rule: {first_of(unmatched, _SHOWN)}.")
+        lines.append(f"{len(unmatched)} of {count} tensors match no rule: {first_of(unmatched)}.")
     if unused:
         texts = [" & ".join(e.path.text for e in rule.entries(side)) for rule in unused]
-        lines.append(f"{len(unused)} of {len(rules)} rules found no tensor: {first_of(texts, _SHOWN)}.")
+        lines.append(f"{len(unused)} of {len(rules)} rules found no tensor: {first_of(texts)}.")
     else:
-        lines.append(f"Mapping {mapping.name} knows {first_of(paths, _SHOWN)}.")
+        lines.append(f"Mapping {mapping.name} knows {first_of(paths)}.")
     lines.append(
         "Add rules, list the tensors to leave out under drop, or leave the mapping out to keep the names."
     )

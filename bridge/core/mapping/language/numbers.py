@@ -20,14 +20,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from bridge.core.mapping.language.arithmetic import PRODUCT, evaluate, names_in
 from bridge.core.mapping.language.errors import MappingError
 
 _INDEX = r"\{[A-Za-z_]\w*\}"
-_SIZE = r"\d+|[A-Za-z_]\w*"
 _EQUATION = re.compile(rf"\s*(?P<index>{_INDEX})\s*=(?P<sum>[^=<,]+)(?P<bounds>(?:,[^,]+)*)")
-_DIGIT = re.compile(rf"\s*(?:(?P<stride>[1-9]\d*)\s*\*\s*)?(?P<index>{_INDEX})\s*")
-_START = re.compile(rf"\s*(?:(?P<factor>\d+)\s*\*\s*)?(?P<size>{_SIZE})\s*")
-_BOUND = re.compile(rf"\s*(?P<index>{_INDEX})\s*<\s*(?P<size>{_SIZE})\s*")
+_BOUND = re.compile(rf"\s*(?P<index>{_INDEX})\s*<\s*(?P<size>\d+|[A-Za-z_]\w*)\s*")
 
 Size = int | str
 """A number, or the axis whose size it is."""
@@ -52,11 +50,13 @@ class Numbering:
     def parse(name: str, text: str) -> Numbering:
         """Parse ``{i} = 6 * {block} + {turn}, {turn} < 6``. Raises MappingError, quoting the text."""
         match = _EQUATION.fullmatch(text)
-        terms = match["sum"].split("+") if match else []
-        digits = [m for term in terms if (m := _DIGIT.fullmatch(term))]
-        starts = [m for term in terms if "{" not in term and (m := _START.fullmatch(term))]
+        try:
+            terms = [_term(term) for term in (match["sum"].split("+") if match else ())]
+        except ValueError:
+            terms = []
+        digits = [(str(name), stride) for stride, name in terms if str(name).startswith("{")]
         bounds = [_BOUND.fullmatch(part) for part in (match["bounds"].split(",")[1:] if match else ())]
-        if match is None or len(digits) + len(starts) != len(terms) or not digits or not all(bounds):
+        if match is None or not all(stride for _, stride in digits) or not digits or not all(bounds):
             raise MappingError(
                 f"expected numbers {name} such as '{{i}} = 6 * {{block}} + {{turn}}, {{turn}} < 6', got {text!r}"
             )
@@ -64,8 +64,8 @@ class Numbering:
             name,
             text,
             match["index"],
-            tuple(sorted(((m["index"], int(m["stride"] or 1)) for m in digits), key=lambda digit: -digit[1])),
-            tuple((int(m["factor"] or 1), _size(m["size"])) for m in starts),
+            tuple(sorted(digits, key=lambda digit: -digit[1])),
+            tuple(term for term in terms if not str(term[1]).startswith("{")),
             tuple((m["index"], _size(m["size"])) for m in bounds if m is not None),
         )
         found._require_one_way()
@@ -135,6 +135,15 @@ def parse_numbers(data: object, where: str) -> dict[str, Numbering]:
         return {name: Numbering.parse(name, text) for name, text in data.items()}
     except MappingError as error:
         raise MappingError(f"{where}: {error}") from error
+
+
+def _term(text: str) -> tuple[int, Size]:
+    """A number, and the one name that it multiplies, or 1 and a number. ValueError for another text."""
+    names = names_in(text, PRODUCT)
+    number = evaluate(text, dict.fromkeys(names, 1))
+    if len(names) > 1 or any("." in name for name in names):
+        raise ValueError(text)
+    return (number, names[0]) if names else (1, number)
 
 
 def _size(text: str) -> Size:

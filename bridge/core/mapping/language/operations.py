@@ -22,12 +22,11 @@ import ml_dtypes
 import numpy as np
 
 from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader
+from bridge.core.mapping.language.arithmetic import POWERS, evaluate, names_in
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.relation import Block, TensorView, elements
 
 _OPERATION = re.compile(r"(times|plus)\((?:([^()]*)|bfloat16\(([^()]*)\))\)")
-_NUMBER = r"-?\d+(?:\.\d+)?"
-_TERM = re.compile(rf"\s*+(?P<base>{_NUMBER}|[A-Za-z_]\w*+)\s*+(?:\*\*\s*(?P<exponent>{_NUMBER}))?\s*")
 
 _ROUNDED_ONCE = frozenset({np.float64, np.float32, np.float16, np.complex128, np.complex64})
 
@@ -39,43 +38,37 @@ _BUFFER = 1 << 16
 class Operation:
     """``times`` or ``plus`` a constant: a product of numbers and sizes of axes, each to a power.
 
-    narrow: the constant is rounded to bfloat16, as where a model computes it in that dtype.
+    axes: whose sizes ``formula`` needs. narrow: the constant is rounded to bfloat16, as where a model computes it in
+        that dtype.
     """
 
     text: str
     kind: Literal["times", "plus"]
-    terms: tuple[tuple[str, float], ...]
+    formula: str
+    axes: frozenset[str]
     narrow: bool = False
 
     @staticmethod
     def parse(text: str) -> Operation:
         """Parse ``times(...)`` or ``plus(...)``. Raises MappingError, quoting the text."""
         match = _OPERATION.fullmatch(text.strip())
-        # Powers first, as they contain the sign that separates factors.
-        factors = (
-            [] if match is None else re.split(r"(?<!\*)\*(?!\*)", match.group(2) or match.group(3) or "")
-        )
-        terms = [_TERM.fullmatch(factor) for factor in factors]
-        if match is None or not all(terms):
+        constant = (match[2] or match[3] or "") if match else ""
+        try:
+            axes = frozenset(names_in(constant, POWERS))
+        except ValueError:
+            match = None
+        if match is None or not all(axis.isidentifier() for axis in axes):
             raise MappingError(
                 f"expected an operation such as times(d ** -0.5) or plus(1), got {text.strip()!r}"
             )
-        powers = tuple((t["base"], float(t["exponent"] or 1)) for t in terms if t is not None)
-        return Operation(
-            text.strip(), cast(Literal["times", "plus"], match.group(1)), powers, match.group(3) is not None
-        )
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """The axes whose sizes the operation needs."""
-        return frozenset(base for base, _ in self.terms if not re.fullmatch(_NUMBER, base))
+        kind = cast(Literal["times", "plus"], match[1])
+        return Operation(text.strip(), kind, constant, axes, match[3] is not None)
 
     def constant(self, sizes: Mapping[str, int]) -> float:
         """The constant. Raises MappingError when a size is unknown or when the operation cannot be undone."""
         try:
-            value = math.prod(
-                float(sizes[base] if base in self.axes else base) ** exponent for base, exponent in self.terms
-            )
+            value = evaluate(self.formula, sizes)
+            value = value if isinstance(value, complex) else float(value)
         except KeyError as error:
             raise MappingError(
                 f"expected the size of axis {error.args[0]} for {self.text}, got none: give it in the mapping's "

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from bridge.core.mapping.language.entries import HALF, PAIR, ZEROS
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.expression import Axis, Concatenation, Expression, Node, Product
+from bridge.core.text import first_of
 
 _USUAL = (128, 64, 256, 96, 80, 32, 192, 512, 16)
 """Sizes of attention heads, the most usual ones first."""
@@ -83,16 +84,15 @@ def together(mapping: str, errors: Sequence[OpenAxes]) -> str:
     absent = {axis: reason for error in errors for axis, reason in error.absent.items()}
     shown = [f"{axis}{_allowed(multiples.get(axis, 0), absent.get(axis))}" for axis in asked]
     rules = [_short(rule) for rule in dict.fromkeys(error.rule for error in errors)]
-    more = f" and {len(rules) - 1} more" if len(rules) > 1 else ""
     what = f"size of axis {shown[0]} does" if len(asked) == 1 else f"sizes of axes {', '.join(shown)} do"
     options = " ".join(f"--axis {axis}=SIZE" for axis in asked)
     values = ", ".join(f"{axis!r}: SIZE" for axis in asked)
     where = f"mapping {mapping}: " if mapping else ""
     return (
-        f"{where}the {what} not follow from the shapes, and rule {rules[0]}{more} need{'' if more else 's'} "
-        f"{'it' if len(asked) == 1 else 'them'}: expected a config.json beside the checkpoint that tells, or the "
-        f"mapping's [axes] table, or {options} on the command line, in a program "
-        f"load_mapping(...).with_axes({{{values}}})"
+        f"{where}the {what} not follow from the shapes, and rule {first_of(rules, 1)} "
+        f"need{'s' if len(rules) == 1 else ''} {'it' if len(asked) == 1 else 'them'}: expected a config.json "
+        f"beside the checkpoint that tells, or the mapping's [axes] table, or {options} on the command line, in a "
+        f"program load_mapping(...).with_axes({{{values}}})"
     )
 
 

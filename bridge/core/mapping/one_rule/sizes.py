@@ -18,11 +18,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
 from bridge.core.formats.reading.companion_names import CONFIG_FILE
 from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo
 from bridge.core.formats.tensors.leaf_names import separator_of
 from bridge.core.formats.whole.companions import config_beside
+from bridge.core.mapping.language.arithmetic import QUOTIENT, evaluate, names_in
 from bridge.core.mapping.language.entries import HALF, PAIR, ZEROS
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.model_types import field_of, mismatch
@@ -34,8 +36,9 @@ _TIES = "tie_word_embeddings"
 _LAYERS = "num_hidden_layers"
 _UNCLEAR = -1
 _FIELD = r"[A-Za-z_][\w.]*"
+_OF_FIELDS = re.compile(r"\d+|[^{/\d][^{/]*(?://?[^{/]*)?")
 _SIZE = re.compile(
-    rf"\s*(?:(?P<number>\d+|unclear\b)|(?P<over>{_FIELD})(?:\s*(?P<sign>//?)\s*(?P<under>{_FIELD}|\d+))?)"
+    r"\s*(?P<size>.*?)"
     rf"(?:\s+if(?P<no>\s+not)?\s+(?P<condition>(?!not\b){_FIELD})(?:\s+is\s+(?P<text>\w+(?:\|\w+)*))?)?\s*"
 )
 
@@ -177,7 +180,11 @@ def _config_value(text: str, fields: Mapping[str, object], file: str, axis: str)
     -1 where the text says that the fields do not tell.
     """
     match = _SIZE.fullmatch(text)
-    if match is None or (match["no"] and match["text"]):
+    try:
+        names = names_in(match["size"] if match else "", QUOTIENT)
+    except ValueError:
+        match = None
+    if match is None or (match["no"] and match["text"]) or not _OF_FIELDS.fullmatch(match["size"]):
         raise MappingError(
             f"expected a field of {CONFIG_FILE}, a quotient of two such as 'hidden_size / num_heads', or a number, "
             f"with or without a condition such as 'if grouped' or 'if not grouped', got {text!r}"
@@ -191,22 +198,19 @@ def _config_value(text: str, fields: Mapping[str, object], file: str, axis: str)
             holds = value is False if match["no"] else value is True or isinstance(value, str)
         if not holds:
             return None
-    if (number := match["number"]) is not None:
-        return _UNCLEAR if number == "unclear" else int(number)
-    names = [name for name in (match["over"], match["under"]) if name is not None]
-    numbers = [int(name) if name.isdigit() else field_of(fields, name) for name in names]
+    if (size := match["size"]) == "unclear":
+        return _UNCLEAR
+    numbers = [field_of(fields, name) for name in names]
     if None in numbers:
         return None
     # A number of layers may be 0.
-    least = 0 if len(numbers) == 1 else 1
+    least = 0 if names == [size] else 1
     if not all(type(number) is int and number >= least for number in numbers):
         raise MappingError(
             f"{file}: expected positive integers for {text!r}, got {numbers}. If the file is wrong, give the size "
             f"(--axis {axis}=SIZE --any-model)"
         )
-    over, under = (*numbers, 1)[:2]
-    assert isinstance(over, int)
-    assert isinstance(under, int)
-    if over % under and match["sign"] == "/":
-        raise MappingError(f"{file}: expected {text!r} to be an integer, got {over} / {under}")
-    return over // under
+    try:
+        return int(evaluate(size, dict(zip(names, cast(list[int], numbers), strict=True))))
+    except (ValueError, ZeroDivisionError) as error:
+        raise MappingError(f"{file}: expected {text!r} to be an integer, got {error}") from error

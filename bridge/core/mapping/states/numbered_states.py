@@ -25,6 +25,7 @@ from bridge.core.mapping.language.relation import identity
 from bridge.core.mapping.language.table import MappingTable
 from bridge.core.mapping.states.beside_weights import is_carried
 from bridge.core.mapping.states.tied import alike
+from bridge.core.text import first_of
 from bridge.core.text_files import read_text
 
 _WEIGHTS: Final = ("model", "state_dict", "model_state_dict", "module", "weights", "params", "net")
@@ -35,7 +36,6 @@ MODEL_ORDER: Final = "model"
 """The order of an optimizer whose groups follow the model."""
 
 _MAX_ORDER_BYTES: Final = 16 << 20
-_SHOWN: Final = 3
 
 _Shape = tuple[int, ...]
 _Groups = Sequence[Sequence[tuple[int, _Shape | None]]]
@@ -74,11 +74,7 @@ def unnamed(reader: CheckpointReader, prefix: TreePath) -> str:
         for name, shape in weights:
             alike.setdefault(shape, []).append(name)
     names = next((names for shape, names in alike.items() if len(names) > 1 and shape in shapes.values()), [])
-    such = (
-        f": {', '.join(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''} have one shape"
-        if names
-        else ""
-    )
+    such = f": {first_of(names)} have one shape" if names else ""
     return (
         f"{'.'.join(map(str, (*prefix, _STATE)))} of {reader.path} numbers its {len(shapes)} weights, and "
         f"nothing tells which number is whose{such}. If the optimizer has all of model.parameters(), or groups "

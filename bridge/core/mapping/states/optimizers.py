@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from bridge.core.formats.tensors.base import CheckpointReader, TreePath
 from bridge.core.formats.tensors.wrapping import value_of
-from bridge.core.mapping.fit.problems import some
 from bridge.core.mapping.language.conventions import SECTIONS, Convention, Section
 from bridge.core.mapping.states.beside_weights import OPTIMIZER_KEYS, WORDS_OF_MOMENTS
 from bridge.core.mapping.states.found import Found, NameIndex
+from bridge.core.text import first_of
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ def refused(
     crossing = tree != target.is_tree
     if megatron := [info.name for info in found.others.values() if _OF_MEGATRON.search(info.name)]:
         text = (
-            f"{reader.path} has the state of Megatron's distributed optimizer ({some(megatron)}), which is cut into "
-            "buckets, or has all layers in one tensor, and is not translated. Leave it out (--drop '*optimizer.*')"
+            f"{reader.path} has the state of Megatron's distributed optimizer ({first_of(megatron)}), which is cut "
+            "into buckets, or has all layers in one tensor, and is not translated. Leave it out (--drop '*optimizer.*')"
         )
         return Refused((text,), frozenset(megatron))
     kept = [*_from_sections(found, crossing)]
@@ -184,7 +184,7 @@ def refused(
         words.setdefault(optimizer, {})[word] = None
     problems = [
         f"{reader.path} has the state of {optimizer.name} ({', '.join(sorted(words[optimizer]))} of "
-        f"{some([*names])}), which has no equal in {target.name}"
+        f"{first_of(names)}), which has no equal in {target.name}"
         f"{f': {optimizer.reason}' if crossing else ''}. Leave the optimizer's state out (--weights-only)"
         f"{_without(optimizer, tree)}"
         for optimizer, names in weights.items()
@@ -212,18 +212,17 @@ def remarks(
         if found.states and (shown := [f"{name} = {value!r:.20}" for name, value in _unusual(reader, paths)]):
             yield (
                 "the optimizer has options that torch's Adam, AdamW, RAdam and SGD do not have by default "
-                f"({some(shown)}): its state is read as theirs"
+                f"({first_of(shown)}): its state is read as theirs"
             )
         return
     for section, words, meaning in _READ_AS:
         nodes = [n for n, state in enumerate(found.states) if section in state.sections]
         if nodes:
-            path = source.name_of(section, "*", nodes[0])
-            more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-            yield f"{words} ({path}{more}) read as {meaning}"
+            named = first_of([source.name_of(section, "*", node) for node in nodes], 1)
+            yield f"{words} ({named}) read as {meaning}"
     sums = [name for name in kept if not CARRIED.isdisjoint(name.split("/"))]
     if sums:
-        yield f"kept as they are, in the layout of {source.name}, which {target.name} does not read: {some(sums)}"
+        yield f"kept as they are, in the layout of {source.name}, which {target.name} does not read: {first_of(sums)}"
 
 
 def _without(optimizer: Optimizer, tree: bool) -> str:

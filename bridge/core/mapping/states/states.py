@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo
-from bridge.core.mapping.fit.problems import NAMES, Problems, some
+from bridge.core.mapping.fit.problems import NAMES, Problems
 from bridge.core.mapping.language.conventions import (
     ADAM,
     BY_WEIGHT,
@@ -32,8 +32,6 @@ from bridge.core.mapping.one_rule.instance import View
 from bridge.core.mapping.states import beside_weights
 from bridge.core.mapping.states.found import Found, Tensors
 from bridge.core.text import first_of
-
-_SHOWN = 10
 
 Content = View | np.ndarray
 Outputs = Mapping[Section, Mapping[str, View]]
@@ -65,7 +63,7 @@ def of_other_shapes(found: Found, where: str, problems: Problems) -> frozenset[s
     ]
     if names:
         problems.append(
-            f"{where} has moments of other shapes than their weights ({some(names)}), as GaLore, NovoGrad and "
+            f"{where} has moments of other shapes than their weights ({first_of(names)}), as GaLore, NovoGrad and "
             "Adam-mini keep them, and no rule tells which elements they are of. Leave the optimizer's state out "
             "(--weights-only)"
         )
@@ -103,7 +101,7 @@ def require_whole(found: Found, usual: Convention, where: str, problems: Problem
     missing = list(dict.fromkeys(missing))
     if missing:
         problems.append(
-            f"expected the whole optimizer state of each weight in {where}, but {first_of(missing, _SHOWN)} "
+            f"expected the whole optimizer state of each weight in {where}, but {first_of(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing"
         )
     if source.one_step and not found.states and (count := usual.name_of("step")) in found.others:

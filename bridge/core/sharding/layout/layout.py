@@ -33,10 +33,13 @@ import hashlib
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bridge.core.sharding.layout import drawing
 from bridge.core.sharding.layout.slot import Part, Slot, is_size
@@ -211,6 +214,25 @@ class Layout:
         if not 0 <= rank < self.num_shards:
             raise ValueError(f"rank: expected 0 <= rank < {self.num_shards}, got {rank}")
         return {s.name: (self._rows_before(s, rank), self._rows_before(s, rank + 1)) for s in self.slots}
+
+    @cached_property
+    def elements_by_shard(self) -> NDArray[np.int64]:
+        """``[slots, num_shards]``: elements of each parameter in each shard."""
+        bounds = np.arange(self.num_shards + 1, dtype=np.int64)
+        counts = np.zeros((len(self.slots), self.num_shards), np.int64)
+        for slot, own in zip(self.slots, counts, strict=True):
+            if slot.numel:
+                starts = bounds * self.shard_sizes[slot.buffer] - slot.offset
+                own[:] = np.diff(np.clip(starts, 0, slot.numel))
+        return counts
+
+    def rows_by_shard(self, names: Collection[str]) -> NDArray[np.int64]:
+        """``[buffers, num_shards]``: rows of these parameters in each shard."""
+        counts = np.zeros((len(self.shard_sizes), self.num_shards), np.int64)
+        for slot, elements in zip(self.slots, self.elements_by_shard, strict=True):
+            if slot.numel and slot.name in names:
+                counts[slot.buffer] += elements // slot.row_size
+        return counts
 
     def _rows_before(self, slot: Slot, rank: int) -> int:
         return slot.rows_before(rank * self.shard_sizes[slot.buffer]) if slot.numel else 0

@@ -117,6 +117,13 @@ def piece_bytes(layout: Layout, gather: str) -> int:
     return layout.shard_size + scale_bytes(layout, gather)
 
 
+def gather_bytes(layout: Layout, gather: str | None, itemsize: int) -> int:
+    """Bytes of a group's whole gather; ``itemsize``: of an element in forward and backward, used without ``gather``."""
+    return (
+        layout.padded_size * itemsize if gather is None else layout.num_shards * piece_bytes(layout, gather)
+    )
+
+
 def amax_of(values: Floats, axis: int | None = None) -> Floats:
     """The largest magnitude, NaN not counted; 0 without values."""
     magnitudes = np.where(np.isnan(values), np.float32(0), np.abs(values))

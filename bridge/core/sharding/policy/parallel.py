@@ -165,3 +165,9 @@ def local_ranges(size: int, cut: Cut, ranks: int, rank: int) -> list[tuple[int, 
         found.append((start + part // ranks * rank, start + part // ranks * (rank + 1)))
         start += part
     return found
+
+
+def cut_dimension(shape: Sequence[int], shards: int) -> int | None:
+    """The largest dimension that ``shards`` divides, the first of equal ones; None where there is none."""
+    able = [i for i, size in enumerate(shape) if size and size % shards == 0]
+    return max(able, key=lambda i: shape[i], default=None)

@@ -12,6 +12,7 @@ from bridge.core.sharding.policy.policy_error import PolicyError, at, require, r
 from bridge.core.sharding.policy.precision_policy import PrecisionPolicy
 from bridge.core.sharding.policy.strategy import Placements
 from bridge.core.sharding.policy.unit_policy import KINDS, UnitPolicy
+from bridge.core.text_files import toml_string
 
 OPTIONS = ("align", "prefetch")
 """Keys of ``[mesh]`` that are no axes."""
@@ -82,7 +83,7 @@ def _parallel(entry: Mapping[str, Any]) -> ParallelPolicy:
 
 def unit_lines(unit: UnitPolicy) -> list[str]:
     """An entry as lines of TOML."""
-    lines = ["", "[[unit]]", f"match = {_quoted(unit.match)}"]
+    lines = ["", "[[unit]]", f"match = {toml_string(unit.match)}"]
     if unit.strategy is not None:
         lines.append(f"strategy = {json.dumps(unit.strategy)}")
     if unit.placements is not None:
@@ -96,8 +97,8 @@ def unit_lines(unit: UnitPolicy) -> list[str]:
 
 def parallel_lines(entry: ParallelPolicy) -> list[str]:
     """An entry as lines of TOML."""
-    lines = ["", "[[parallel]]", f"match = [{', '.join(map(_quoted, entry.match))}]"]
-    lines.append(f"axis = {_quoted(entry.axis)}")
+    lines = ["", "[[parallel]]", f"match = [{', '.join(map(toml_string, entry.match))}]"]
+    lines.append(f"axis = {toml_string(entry.axis)}")
     if entry.style is not None:
         lines.append(f"style = {json.dumps(entry.style)}")
     if entry.dimension is not None:
@@ -105,8 +106,3 @@ def parallel_lines(entry: ParallelPolicy) -> list[str]:
     if entry.fused:
         lines.append(f"fused = {json.dumps(entry.fused)}")
     return lines
-
-
-def _quoted(text: str) -> str:
-    # JSON leaves a character as it is that TOML wants escaped, and TOML knows no surrogate pairs.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

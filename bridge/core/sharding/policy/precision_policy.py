@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bridge.core.dtype_names import full_name
+from bridge.core.dtype_names import FLOATING, full_name
 from bridge.core.sharding.policy.float8 import FORMATS
+from bridge.core.sharding.policy.group_dtypes import AskedDtypes
 from bridge.core.sharding.policy.policy_error import require
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 GIVEN = "given"
 MAIN_DTYPES = ("float32", "float64", "bfloat16", "float16", GIVEN)
 
@@ -44,13 +44,13 @@ class PrecisionPolicy:
         choices = {"main": MAIN_DTYPES, "gather": FORMATS}
         for key, value in vars(self).items():
             if isinstance(value, str):
-                object.__setattr__(self, key, full_name(value, choices.get(key, DTYPES)))
+                object.__setattr__(self, key, full_name(value, choices.get(key, FLOATING)))
         given = (self.main, self.compute, self.gather)
         for key, value in vars(self).items():
             if key == "store_param_remainders":
                 require(isinstance(value, bool), key, "true or false", value)
                 continue
-            known = choices.get(key, DTYPES)
+            known = choices.get(key, FLOATING)
             require(
                 value in known or (value is None and key != "main"), key, f"one of {', '.join(known)}", value
             )
@@ -67,6 +67,14 @@ class PrecisionPolicy:
             'main = "float32", compute = "bfloat16" and no gather with it',
             dict(zip(("main", "compute", "gather"), given, strict=True)),
         )
+
+    def asked(self, runtime: str) -> AskedDtypes:
+        """As the runtime, "torch" or "jax", takes it."""
+        torch, remainders = runtime == "torch", self.store_param_remainders
+        dtypes = (self.compute, self.reduce, self.grad)
+        if torch:
+            dtypes = (self.compute_dtype, self.reduce_dtype, self.grad_dtype)
+        return AskedDtypes(self.main_dtype, *dtypes, self.gather, remainders=remainders, narrowest=torch)
 
     @property
     def main_dtype(self) -> str | None:
