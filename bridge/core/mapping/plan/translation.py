@@ -157,7 +157,7 @@ class _Planner:
         if self.to == "dcp":
             paths = {name: beside_weights.object_path(path) for name, path in paths.items()}
         plan = collect(self.reader, self.to, planned, paths, dropped, values | empty | self._noted(empty))
-        told: Sequence[str] = ()
+        told: Iterable[str] = ()
         if self.target.name not in self.notes:
             names = ["/".join(map(str, tensor.path)) for tensor in carried]
             told = remarks(self.reader, self.object_paths, found, self.target, names)
