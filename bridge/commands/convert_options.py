@@ -65,8 +65,7 @@ class RunOptions(ItemOptions):
     ] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written, and stop.")] = False
     replace: Annotated[
-        bool,
-        typer.Option("--replace", help="Replace the checkpoint at DST once the new one is complete."),
+        bool, typer.Option("--replace", help="Replace the checkpoint at DST once the new one is complete.")
     ] = False
     resume: Annotated[
         bool,

@@ -29,7 +29,7 @@ def grouped_options(command: Callable[..., None]) -> Callable[..., None]:
             groups[name] = [option.name for option in options]
             parameters += options
         else:
-            # Keywords alone may follow each other in any order of required and optional ones.
+            # Among keywords, a required one may follow one with a default.
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hint))
 
     @functools.wraps(command)

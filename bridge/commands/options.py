@@ -108,16 +108,9 @@ class MappingOptions:
         axes = axis_sizes(self.axis, self.mapping)
         if self.mapping is None:
             self._require_none()
-        return {
-            "mapping": self.mapping,
-            "into": self.into,
-            "from_": self.from_,
-            "axes": axes,
-            "tied": self.tied,
-            "any_model": self.any_model,
-            "optimizer_order": self.optimizer_order,
-            "dequantize": self.dequantize,
-        }
+        arguments = {**vars(self), "axes": axes}
+        del arguments["axis"]
+        return arguments
 
     def _require_none(self) -> None:
         for option, value in (("--into", self.into), ("--from", self.from_), ("--tied", self.tied)):
