@@ -131,18 +131,18 @@ def fully_shard(
         raise ValueError(f"mesh: {refusal}, or name the axis in dp_mesh_dims")
     check_axes(chosen, placements, mesh.ndim)
     products = options.policy.float8_products
-    classes = [_sharded_class(computing_class(type(one), products)) for one in modules]
+    classes = [_sharded_class(computing_class(type(member), products)) for member in modules]
     unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn, spmd)
     accept_row_placements()
     accept_full_state_dicts()
     watch_backwards()
     if options.policy.store_param_remainders:
         refuse_other_optimizers()
-    for one, cls in zip(modules, classes, strict=True):
-        one.__class__ = cls
-        one._unit = unit  # type: ignore[assignment]  # nn.Module declares its attributes to be tensors or modules
-        unit.attach(one)
-        one.register_load_state_dict_pre_hook(load_assigned)
+    for member, cls in zip(modules, classes, strict=True):
+        member.__class__ = cls
+        member._unit = unit  # type: ignore[assignment]  # nn.Module declares its attributes to be tensors or modules
+        unit.attach(member)
+        member.register_load_state_dict_pre_hook(load_assigned)
     return module
 
 
@@ -165,8 +165,8 @@ def _build_unit(
         root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         owned = owned_parameters(root, ignored, FSDPModule, spmd)
         meshes = fsdp2.meshes_of(shard_placement_fn, owned, mesh)
-        for parameter, its in zip(owned, meshes, strict=True):
-            check_mesh(parameter, its, options)
+        for parameter, own_mesh in zip(owned, meshes, strict=True):
+            check_mesh(parameter, own_mesh, options)
         plans = plan_groups(owned, meshes, options)
     except Exception as error:
         failure = error
@@ -230,7 +230,7 @@ def _check_module(module: object) -> None:
     members = (vars(module), vars(module)["_parameters"], vars(module)["_buffers"], vars(module)["_modules"])
     for name in ("_unit", "_original_class"):
         # Not hasattr: wrappers such as CheckpointWrapper show the attributes of a sharded module inside of them.
-        if hasattr(type(module), name) or any(name in one for one in members):
+        if hasattr(type(module), name) or any(name in names for names in members):
             raise ValueError(
                 f"fully_shard: {kind} has an attribute {name!r} of its own, which sharding needs; rename it"
             )

@@ -44,20 +44,20 @@ def plan_groups(
 ) -> list[PlannedGroup]:
     """The groups of a unit, in the order of their first parameters; ``meshes`` has the mesh of each parameter."""
     groups: dict[tuple[torch.dtype, bool, bool, bool, DataParallelMesh], list[OwnedParameter]] = {}
-    for one, own_mesh in zip(owned, meshes, strict=True):
-        given, trainable = one.param.dtype, one.param.requires_grad
-        extended = one.extended
-        quantized = not extended and options.policy.is_quantized(given, one.local_shape)
+    for parameter, own_mesh in zip(owned, meshes, strict=True):
+        dtype, trainable = parameter.param.dtype, parameter.param.requires_grad
+        extended = parameter.extended
+        quantized = not extended and options.policy.is_quantized(dtype, parameter.local_shape)
         if quantized:
-            check_quantized(one.name, given, options.policy, trainable=trainable)
+            check_quantized(parameter.name, dtype, options.policy, trainable=trainable)
         if options.policy.store_param_remainders:
-            _check_remainders(one, options)
-        groups.setdefault((given, trainable, quantized, extended, own_mesh), []).append(one)
+            _check_remainders(parameter, options)
+        groups.setdefault((dtype, trainable, quantized, extended, own_mesh), []).append(parameter)
     chosen = options.granularity
     if isinstance(chosen, Mapping):
-        unknown = sorted(set(chosen) - {one.name for one in owned})
+        unknown = sorted(set(chosen) - {parameter.name for parameter in owned})
         if unknown:
-            known = ", ".join(one.name for one in owned)
+            known = ", ".join(parameter.name for parameter in owned)
             raise ValueError(
                 f"granularity: expected names of the unit's parameters ({known}), got {unknown[0]!r}"
             )
@@ -66,12 +66,12 @@ def plan_groups(
         if extended:
             plans.append(_plan_extended(members, options, mesh))
             continue
-        shapes = {one.name: tuple(one.local_shape) for one in members}
-        its = chosen
+        shapes = {parameter.name: tuple(parameter.local_shape) for parameter in members}
+        own = chosen
         if isinstance(chosen, Mapping):
-            its = {name: chosen[name] for name in shapes if name in chosen}
+            own = {name: chosen[name] for name in shapes if name in chosen}
         num_shards = mesh.shards(options.strategy.optimizer)
-        layout = plan_layout(shapes, num_shards, granularity=its, rows=options.rows, align=options.align)
+        layout = plan_layout(shapes, num_shards, granularity=own, rows=options.rows, align=options.align)
         plans.append(PlannedGroup(members, quantized, mesh, layout))
     return plans
 
@@ -79,41 +79,43 @@ def plan_groups(
 def _plan_extended(
     members: list[OwnedParameter], options: UnitOptions, mesh: DataParallelMesh
 ) -> PlannedGroup:
-    for one in members:
-        check_extension(one, mesh, options.strategy)
+    for parameter in members:
+        check_extension(parameter, mesh, options.strategy)
     num_shards, first = mesh.shards(options.strategy.optimizer), members[0].param
     main = group_dtypes(first.dtype, options.policy, trainable=first.requires_grad).main
-    shards = [own_rows(one, main, mesh.index(options.strategy.optimizer), num_shards) for one in members]
+    shards = [
+        own_rows(parameter, main, mesh.index(options.strategy.optimizer), num_shards) for parameter in members
+    ]
     return PlannedGroup(members, False, mesh, extended_layout(members, num_shards), shards)
 
 
-def check_mesh(one: OwnedParameter, mesh: DataParallelMesh, options: UnitOptions) -> None:
+def check_mesh(parameter: OwnedParameter, mesh: DataParallelMesh, options: UnitOptions) -> None:
     """ValueError unless the parameter can be sharded over ``mesh`` by the unit's strategy."""
-    if one.tensor_parallel is not None:
-        check_joint(one.name, one.tensor_parallel, mesh.mesh)
+    if parameter.tensor_parallel is not None:
+        check_joint(parameter.name, parameter.tensor_parallel, mesh.mesh)
     if options.strategy.optimizer > mesh.ndim:
         raise ValueError(
-            f"{one.name}: strategy {options.strategy.name!r} shards over {options.strategy.optimizer} axes, expected a "
-            f"mesh of as many from shard_placement_fn, got one of shape {tuple(mesh.mesh.shape)}"
+            f"{parameter.name}: strategy {options.strategy.name!r} shards over {options.strategy.optimizer} axes, "
+            f"expected a mesh of as many from shard_placement_fn, got one of shape {tuple(mesh.mesh.shape)}"
         )
 
 
-def _check_remainders(one: OwnedParameter, options: UnitOptions) -> None:
+def _check_remainders(parameter: OwnedParameter, options: UnitOptions) -> None:
     """ValueError or NotImplementedError for a parameter that cannot be stored with a remainder."""
-    dtypes = group_dtypes(one.param.dtype, options.policy, trainable=one.param.requires_grad)
+    dtypes = group_dtypes(parameter.param.dtype, options.policy, trainable=parameter.param.requires_grad)
     if dtypes.remainders and (dtypes.main, dtypes.compute) != (torch.float32, torch.bfloat16):
         raise ValueError(
-            f"{one.name}: expected float32 main weights and param_dtype=torch.bfloat16 with "
+            f"{parameter.name}: expected float32 main weights and param_dtype=torch.bfloat16 with "
             f"store_param_remainders=True, got {dtypes.main} and {dtypes.compute}"
         )
-    if one.extended:
+    if parameter.extended:
         raise NotImplementedError(
-            f"{one.name}: store_param_remainders=True is not available for a {type(one.local).__name__}, which has "
-            "rows of its own"
+            f"{parameter.name}: store_param_remainders=True is not available for a {type(parameter.local).__name__}, "
+            "which has rows of its own"
         )
-    if one.tensor_parallel is not None:
+    if parameter.tensor_parallel is not None:
         raise NotImplementedError(
-            f"{one.name}: store_param_remainders=True is not available for tensor-parallel parameters"
+            f"{parameter.name}: store_param_remainders=True is not available for tensor-parallel parameters"
         )
 
 

@@ -96,7 +96,8 @@ def diff(
             whole_a = DequantizedReader(whole_a)
         sides = _Sides.of(whole_a, whole_b, selection, table, into, from_, optimizer_order)
         mismatched = sides.mismatched(rounded)
-        comparable = sides.readable(name for name in sides.common if name not in mismatched)
+        comparable = [name for name in sides.common if name not in mismatched]
+        sides.require_readable(comparable)
         third = None
         if noise is not None:
             third = sides.noise(opened.enter_context(open_checkpoint(noise)), comparable)
@@ -194,13 +195,11 @@ class _Sides:
         }
         return {name: text for name, text in texts.items() if text}
 
-    def readable(self, names: Iterable[str]) -> list[str]:
-        """These names. Raises CheckpointError where a tensor of theirs cannot be read."""
-        comparable = list(names)
-        sources = (source for name in comparable for source in self.plan.tensors[name].sources)
+    def require_readable(self, names: Sequence[str]) -> None:
+        """Raise CheckpointError where a tensor cannot be read."""
+        sources = (source for name in names for source in self.plan.tensors[name].sources)
         require_readable(self.whole_a, sources)
-        require_readable(self.whole_b, comparable)
-        return comparable
+        require_readable(self.whole_b, names)
 
     def noise(self, whole: CheckpointReader, comparable: Sequence[str]) -> Noise:
         """The checkpoint of another run, with the names of ``b``, or of ``a`` through the mapping."""

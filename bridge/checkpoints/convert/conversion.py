@@ -185,7 +185,7 @@ def convert_with(
     progress: Progress | None = None,
     workers: int | None = None,
 ) -> ConvertReport:
-    """As `convert`, with its choices as options; a format that they leave open is not the destination's by name."""
+    """As `convert`, whose choices are ``options``; where these have no format, ``dst`` does not tell it by its name."""
     workers = default_workers() if workers is None else workers
     if workers < 1:
         raise ValueError(f"expected 1 worker or more, got {workers}")
