@@ -14,7 +14,18 @@ import subprocess
 
 import pytest
 
-from tests.support.house import ROOT, arrows, circles, files, imports, rooms, tree_of
+from tests.support.house import (
+    ROOT,
+    arrows,
+    circles,
+    files,
+    functions,
+    imports,
+    lines_of,
+    parameters_of,
+    rooms,
+    tree_of,
+)
 
 FORMATS = {
     f"bridge.core.formats.{name}"
@@ -23,6 +34,29 @@ FORMATS = {
 # A flag is a parameter of its command, which has a file of its own.
 MANY_FILES = {"bridge.commands"}
 MOST_FILES, MOST_LINES = 20, 400
+MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 60, 8
+LONG_FUNCTIONS = {
+    "bridge.core.formats.dcp.pickle._run": "opcodes that are done without a call take a third of the time",
+}
+FSDP2 = "the arguments of FSDP2 and of the layouts"
+OPTIMIZER = "the arguments of torch's or optax's optimizer, and the dtypes of its state"
+MANY_PARAMETERS = {
+    "bridge.checkpoints.compare.diff.diff": "users name what they choose",
+    "bridge.checkpoints.convert.conversion.convert": "users name what they choose",
+    "bridge.checkpoints.jobs.parts.convert_part": "the part, the arguments of a conversion, and whom to tell",
+    "bridge.parity.compare.captured.capture_torch": "users name what they choose",
+    "bridge.parity.compare.parity.parity": "users name what they choose of two models",
+    "bridge.parity.torch.sharded.capture_sharded": "the arguments of capture_torch",
+    "jax_impl.checkpoint.loading.load_checkpoint": "users name what they choose",
+    "jax_impl.checkpoint.manager.save": "the arguments of save_checkpoint, the step and its metrics",
+    "jax_impl.optimizer.main_weight_adamw.main_weight_adamw": OPTIMIZER,
+    "jax_impl.optimizer.main_weight_muon.main_weight_muon": OPTIMIZER,
+    "jax_impl.train.make_train_step": "users name what they choose of a step",
+    "torch_impl.api.fully_shard": FSDP2,
+    "torch_impl.optimizer.main_weight_adamw.__init__": OPTIMIZER,
+    "torch_impl.optimizer.main_weight_muon.__init__": OPTIMIZER,
+    "torch_impl.optimizer.main_weight_sgd.__init__": OPTIMIZER,
+}
 
 
 def test_nothing_imports_what_is_above_it() -> None:
@@ -94,6 +128,17 @@ def test_a_package_says_in_thirty_lines_what_is_in_it() -> None:
             assert 1 <= len(text.splitlines()) <= 30, (
                 f"{room}: the docstring has {len(text.splitlines())} lines"
             )
+
+
+def test_functions_are_short_and_take_few_arguments() -> None:
+    """Docstrings, ``self`` and ``cls`` do not count. What is listed above and is neither long nor wide fails, too."""
+    measured = [
+        (f"{module}.{function.name}", lines_of(function), parameters_of(function))
+        for module in files()
+        for function in functions(module)
+    ]
+    assert {name for name, lines, _ in measured if lines > MOST_LINES_OF_A_FUNCTION} == {*LONG_FUNCTIONS}
+    assert {name for name, _, parameters in measured if parameters > MOST_PARAMETERS} == {*MANY_PARAMETERS}
 
 
 def test_the_top_level_holds_what_the_layout_names() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,8 @@ from bridge.core.sharding import (
     DEFAULT_ALIGN,
     Align,
     Granularity,
-    Layout,
     Placements,
     check_axes,
-    plan_layout,
 )
 from bridge.core.sharding.policy.mesh_axes import why_not_data_parallel
 from bridge.core.sharding.policy.strategy import StrategyName
@@ -31,19 +29,13 @@ from torch_impl.dtensor.construction import accept_row_placements
 from torch_impl.fsdp_module import FSDPModule
 from torch_impl.optimizer.remainders import refuse_other_optimizers
 from torch_impl.options import UnitOptions, chosen_strategy
+from torch_impl.planned_groups import PlannedGroup, check_mesh, make_groups, plan_groups
 from torch_impl.runtime.gather.float8_products import computing_class
-from torch_impl.runtime.ground.buffer import ShardLevels
-from torch_impl.runtime.ground.host_memory import HostMemory
 from torch_impl.runtime.ground.ownership import OwnedParameter, owned_parameters
-from torch_impl.runtime.ground.precision import MixedPrecisionPolicy, check_quantized, group_dtypes
-from torch_impl.runtime.ground.tensor_parallel import SpmdMesh, check_joint
-from torch_impl.runtime.unit.group import ParameterGroup
+from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
+from torch_impl.runtime.ground.tensor_parallel import SpmdMesh
 from torch_impl.runtime.unit.unit import Unit
 from torch_impl.runtime.weights.context import UnitContext
-from torch_impl.runtime.weights.extended_weights import ExtendedWeights
-from torch_impl.runtime.weights.extension import check_extension, extended_layout, own_rows
-from torch_impl.runtime.weights.flat_weights import FlatWeights
-from torch_impl.runtime.weights.group_weights import GroupSpec
 from torch_impl.runtime.weights.late_backward import watch_backwards
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -140,18 +132,18 @@ def fully_shard(
         raise ValueError(f"mesh: {refusal}, or name the axis in dp_mesh_dims")
     check_axes(chosen, placements, mesh.ndim)
     products = options.policy.float8_products
-    classes = [_sharded_class(computing_class(type(one), products)) for one in modules]
+    classes = [_sharded_class(computing_class(type(member), products)) for member in modules]
     unit = _build_unit(modules, options, ignored, DataParallelMesh(mesh), device, shard_placement_fn, spmd)
     accept_row_placements()
     accept_full_state_dicts()
     watch_backwards()
     if options.policy.store_param_remainders:
         refuse_other_optimizers()
-    for one, cls in zip(modules, classes, strict=True):
-        one.__class__ = cls
-        one._unit = unit  # type: ignore[assignment]  # nn.Module declares its attributes to be tensors or modules
-        unit.attach(one)
-        one.register_load_state_dict_pre_hook(load_assigned)
+    for member, cls in zip(modules, classes, strict=True):
+        member.__class__ = cls
+        member._unit = unit  # type: ignore[assignment]  # nn.Module declares its attributes to be tensors or modules
+        unit.attach(member)
+        member.register_load_state_dict_pre_hook(load_assigned)
     return module
 
 
@@ -165,154 +157,40 @@ def _build_unit(
     spmd: SpmdMesh | None,
 ) -> Unit:
     """All that can fail; leaves the modules untouched, except that their parameters are marked as taken."""
-    kind = " and ".join(type(module).__name__ for module in modules)
+    names = " and ".join(type(module).__name__ for module in modules)
     failure: Exception | None = None
     owned: list[OwnedParameter] = []
-    plans: list[_PlannedGroup] = []
+    plans: list[PlannedGroup] = []
     try:
         # Names must differ: several modules count as items of one.
         root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         owned = owned_parameters(root, ignored, FSDPModule, spmd)
         meshes = fsdp2.meshes_of(shard_placement_fn, owned, mesh)
-        for one, its in zip(owned, meshes, strict=True):
-            _check_mesh(one, its, options)
-        plans = _plan_groups(owned, meshes, options)
+        for parameter, own_mesh in zip(owned, meshes, strict=True):
+            check_mesh(parameter, own_mesh, options)
+        plans = plan_groups(owned, meshes, options)
     except Exception as error:
         failure = error
     description = {
-        "parameters": [one.description for one in owned],
+        "parameters": [parameter.description for parameter in owned],
         **options.description,
         "error": None if failure is None else str(failure),
-        "layouts": [one.layout.fingerprint for one in plans],
-        "meshes": [list(one.mesh.sizes) for one in plans],
+        "layouts": [plan.layout.fingerprint for plan in plans],
+        "meshes": [list(plan.mesh.sizes) for plan in plans],
     }
     # A rank that fails before this exchange would leave the others waiting in it.
-    on_meta = any(one.param.is_meta for one in owned)
+    on_meta = any(parameter.param.is_meta for parameter in owned)
     # Ranks with values beside ranks without wait for a load, which makes them equal.
-    unequal = require_same_unit(kind, description, on_meta, mesh, device)
+    unequal = require_same_unit(names, description, on_meta, mesh, device)
     if failure is not None:
         raise failure
-    groups, context = [], UnitContext(device, 1 if options.prefetch is None else options.prefetch)
-    host = None
-    if options.offload is not None:
-        host = HostMemory(pinned=options.offload.pin_memory and device.type == "cuda")
-    for index, (members, quantized, its, layout, shards) in enumerate(plans):
-        first = members[0].param
-        dtypes = group_dtypes(first.dtype, options.policy, trainable=first.requires_grad, quantized=quantized)
-        divisor = its.size if options.grad_divisor is None else options.grad_divisor
-        where = torch.device("meta") if first.is_meta else device
-        suffix = f" group {index}" if len(plans) > 1 else ""
-        spec = GroupSpec(
-            [one.name for one in members],
-            [one.tensor_parallel for one in members],
-            layout,
-            ShardLevels(layout, its, options.strategy.optimizer),
-            options.strategy,
-            dtypes,
-            context,
-            suffix,
-            host,
-        )
-        weights = (
-            FlatWeights(spec) if shards is None else ExtendedWeights(spec, members, shards, options.policy)
-        )
-        groups.append(ParameterGroup(members, spec, weights, where, divisor, unequal))
-    for one in owned:
-        one.take(kind)
-        for module, _ in one.sites if options.policy.float8_products else ():
+    context = UnitContext(device, 1 if options.prefetch is None else options.prefetch)
+    groups = make_groups(plans, options, context, device, unequal)
+    for parameter in owned:
+        parameter.take(names)
+        for module, _ in parameter.sites if options.policy.float8_products else ():
             module.__class__ = computing_class(type(module), float8_products=True)
     return Unit(groups, context, options.policy, options.reshard_after_forward)
-
-
-class _PlannedGroup(NamedTuple):
-    """Parameters of one dtype, one trainability and one mesh, all ``quantized`` or none.
-
-    ``shards``: own rows of parameters with extensions; None: they have none.
-    """
-
-    members: list[OwnedParameter]
-    quantized: bool
-    mesh: DataParallelMesh
-    layout: Layout
-    shards: list[torch.Tensor] | None = None
-
-
-def _plan_groups(
-    owned: Sequence[OwnedParameter], meshes: Sequence[DataParallelMesh], options: UnitOptions
-) -> list[_PlannedGroup]:
-    """The groups of a unit, in the order of their first parameters; ``meshes`` has the mesh of each parameter."""
-    groups: dict[tuple[torch.dtype, bool, bool, bool, DataParallelMesh], list[OwnedParameter]] = {}
-    for one, own_mesh in zip(owned, meshes, strict=True):
-        given, trainable = one.param.dtype, one.param.requires_grad
-        extended = one.extended
-        quantized = not extended and options.policy.is_quantized(given, one.local_shape)
-        if quantized:
-            check_quantized(one.name, given, options.policy, trainable=trainable)
-        if options.policy.store_param_remainders:
-            _check_remainders(one, options)
-        groups.setdefault((given, trainable, quantized, extended, own_mesh), []).append(one)
-    chosen = options.granularity
-    if isinstance(chosen, Mapping):
-        unknown = sorted(set(chosen) - {one.name for one in owned})
-        if unknown:
-            known = ", ".join(one.name for one in owned)
-            raise ValueError(
-                f"granularity: expected names of the unit's parameters ({known}), got {unknown[0]!r}"
-            )
-    plans = []
-    for (_, _, quantized, extended, mesh), members in groups.items():
-        if extended:
-            plans.append(_plan_extended(members, options, mesh))
-            continue
-        shapes = {one.name: tuple(one.local_shape) for one in members}
-        its = chosen
-        if isinstance(chosen, Mapping):
-            its = {name: chosen[name] for name in shapes if name in chosen}
-        num_shards = mesh.shards(options.strategy.optimizer)
-        layout = plan_layout(shapes, num_shards, granularity=its, rows=options.rows, align=options.align)
-        plans.append(_PlannedGroup(members, quantized, mesh, layout))
-    return plans
-
-
-def _plan_extended(
-    members: list[OwnedParameter], options: UnitOptions, mesh: DataParallelMesh
-) -> _PlannedGroup:
-    for one in members:
-        check_extension(one, mesh, options.strategy)
-    num_shards, first = mesh.shards(options.strategy.optimizer), members[0].param
-    main = group_dtypes(first.dtype, options.policy, trainable=first.requires_grad).main
-    shards = [own_rows(one, main, mesh.index(options.strategy.optimizer), num_shards) for one in members]
-    return _PlannedGroup(members, False, mesh, extended_layout(members, num_shards), shards)
-
-
-def _check_mesh(one: OwnedParameter, mesh: DataParallelMesh, options: UnitOptions) -> None:
-    """ValueError unless the parameter can be sharded over ``mesh`` by the unit's strategy."""
-    if one.tensor_parallel is not None:
-        check_joint(one.name, one.tensor_parallel, mesh.mesh)
-    if options.strategy.optimizer > mesh.ndim:
-        raise ValueError(
-            f"{one.name}: strategy {options.strategy.name!r} shards over {options.strategy.optimizer} axes, expected a "
-            f"mesh of as many from shard_placement_fn, got one of shape {tuple(mesh.mesh.shape)}"
-        )
-
-
-def _check_remainders(one: OwnedParameter, options: UnitOptions) -> None:
-    """ValueError or NotImplementedError for a parameter that cannot be stored with a remainder."""
-    dtypes = group_dtypes(one.param.dtype, options.policy, trainable=one.param.requires_grad)
-    if dtypes.remainders and (dtypes.main, dtypes.compute) != (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"{one.name}: expected float32 main weights and param_dtype=torch.bfloat16 with "
-            f"store_param_remainders=True, got {dtypes.main} and {dtypes.compute}"
-        )
-    if one.extended:
-        raise NotImplementedError(
-            f"{one.name}: store_param_remainders=True is not available for a {type(one.local).__name__}, which has "
-            "rows of its own"
-        )
-    if one.tensor_parallel is not None:
-        raise NotImplementedError(
-            f"{one.name}: store_param_remainders=True is not available for tensor-parallel parameters"
-        )
 
 
 def _checked_modules(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -353,7 +231,7 @@ def _check_module(module: object) -> None:
     members = (vars(module), vars(module)["_parameters"], vars(module)["_buffers"], vars(module)["_modules"])
     for name in ("_unit", "_original_class"):
         # Not hasattr: wrappers such as CheckpointWrapper show the attributes of a sharded module inside of them.
-        if hasattr(type(module), name) or any(name in one for one in members):
+        if hasattr(type(module), name) or any(name in names for names in members):
             raise ValueError(
                 f"fully_shard: {kind} has an attribute {name!r} of its own, which sharding needs; rename it"
             )

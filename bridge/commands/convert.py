@@ -8,47 +8,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridge.commands import completion
-from bridge.commands.convert_report import ASKED_FOR, names_of, print_report
+from bridge.commands.convert_options import ContentOptions, RunOptions
+from bridge.commands.convert_report import ASKED_FOR, names_of, print_result
 from bridge.commands.grouping import print_left_alone
+from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import (
-    AnyModelOption,
-    AxisOption,
-    DequantizeOption,
-    FromOption,
-    IntoOption,
-    ItemOption,
     JsonOption,
-    MappingOption,
-    OptimizerOrderOption,
-    StepOption,
-    TiedOption,
-    WeightsOnlyOption,
-    axis_sizes,
+    MappingOptions,
     item_names,
     progress_console,
-    require_mapping,
     some,
-    step_number,
     user_errors,
 )
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 from bridge.commands.parents import ask_for_parents, missing_parent, place_here
-from bridge.commands.part_options import (
-    BandwidthOption,
-    CommitOption,
-    Engine,
-    EngineOption,
-    PartOption,
-    PartsOption,
-    part_request,
-)
+from bridge.commands.part_options import PartOptions
 from bridge.commands.stopping import leaving
 from bridge.core.formats.files.journal import abandoned
 from bridge.core.text import human_bytes
 
 if TYPE_CHECKING:
     from bridge.checkpoints.convert.conversion import Conversion
+    from bridge.checkpoints.convert.options import ConvertOptions
+    from bridge.core.formats.whole.step_paths import Step
 
 
 class TargetFormat(StrEnum):
@@ -59,95 +41,19 @@ class TargetFormat(StrEnum):
     safetensors = "safetensors"
 
 
+@grouped_options
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint to read.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="Checkpoint to write; must not exist.")],
+    *,
     to: Annotated[
         TargetFormat | None,
         typer.Option("--to", case_sensitive=False, help="Default: dcp for an Orbax checkpoint, else orbax."),
     ] = None,
-    mapping: MappingOption = None,
-    into: IntoOption = None,
-    from_: FromOption = None,
-    axis: AxisOption = None,
-    tied: TiedOption = None,
-    any_model: AnyModelOption = False,
-    optimizer_order: OptimizerOrderOption = None,
-    dequantize: DequantizeOption = False,
-    select: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--select", metavar="PATTERN", help="Only these names of SRC, such as 'model.*'; repeatable."
-        ),
-    ] = None,
-    drop: Annotated[
-        list[str] | None,
-        typer.Option("--drop", metavar="PATTERN", help="Leave out these names of SRC; repeatable."),
-    ] = None,
-    weights_only: WeightsOnlyOption = False,
-    cast: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--cast",
-            metavar="PATTERN=DTYPE",
-            help="Round the tensors of these names, such as '*=bf16', but not step counts; repeatable.",
-            autocompletion=completion.casts,
-        ),
-    ] = None,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify/--no-verify",
-            help="Compare SRC with its manifest and its format's checksums while reading; without, damage in SRC goes "
-            "into DST, and DST's new checksums vouch for it.",
-        ),
-    ] = True,
-    companions: Annotated[
-        bool,
-        typer.Option(
-            "--companions/--no-companions",
-            help="Copy config.json, tokenizer files and the like from beside SRC into DST.",
-        ),
-    ] = True,
-    item: ItemOption = None,
-    step: StepOption = None,
-    write_item: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--write-item",
-            metavar="NAME",
-            help="Write what is below this key as an item of its own, to Orbax; repeatable, or NAME,NAME.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be written, and stop.")
-    ] = False,
-    replace: Annotated[
-        bool,
-        typer.Option("--replace", help="Replace the checkpoint at DST once the new one is complete."),
-    ] = False,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Continue the same conversion after it was killed; keep the finished work if interrupted.",
-        ),
-    ] = False,
-    parents: Annotated[
-        bool,
-        typer.Option(
-            "--parents", help="Create missing directories above DST without asking, as mkdir -p does."
-        ),
-    ] = False,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Threads; each takes 64 MiB of memory; default: one per core, at most 4."),
-    ] = None,
-    part: PartOption = None,
-    commit: CommitOption = None,
-    engine: EngineOption = Engine.threads,
-    parts: PartsOption = None,
-    bandwidth: BandwidthOption = None,
+    mapping: MappingOptions,
+    content: ContentOptions,
+    run: RunOptions,
+    parts: PartOptions,
     json: JsonOption = False,
 ) -> None:
     """Convert a checkpoint to another format, bit for bit.
@@ -161,91 +67,73 @@ def convert(
       twinshard convert runs/torch/step_40 small.safetensors --to safetensors --weights-only --cast '*=bfloat16'
       twinshard convert runs/torch/step_40 runs/jax/step_40 --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
     """
-    from bridge.checkpoints.convert.conversion import ConvertOptions, planned
-    from bridge.checkpoints.convert.conversion import convert as run
+    from bridge.checkpoints.convert.conversion import ConvertOptions
     from bridge.checkpoints.convert.destination import format_by_name
-    from bridge.checkpoints.ground.selection import Selection
     from bridge.core.formats import format_named
-    from bridge.core.formats.whole.step_paths import at_step
 
-    selection = Selection(tuple(select or ()), tuple(drop or ()), weights_only)
-    axes = axis_sizes(axis, mapping)
-    items, write_items, at = item_names(item), item_names(write_item), step_number(step)
-    require_mapping(mapping, into, from_, tied, any_model, optimizer_order)
+    translation, write_items, step = mapping.arguments(), item_names(run.write_item), run.step_number()
     if write_items and to not in (None, TargetFormat.orbax):
         raise typer.BadParameter(f"--write-item needs --to orbax: only Orbax has items, got --to {to}")
     target = None if to is None else format_named(to)
-    out = Console()
-    request = part_request(part, commit, engine, parts, bandwidth, dry_run=dry_run, resume=resume)
+    request = parts.request(dry_run=run.dry_run, resume=run.resume)
     options = ConvertOptions(
         target or format_by_name(dst) or ("orbax" if write_items else None),
-        mapping,
-        into,
-        from_,
-        axes,
-        selection,
-        cast or (),
-        tied,
-        verify,
-        any_model,
-        companions=companions,
-        dequantize=dequantize,
-        items=items,
+        selection=content.selection(),
+        casts=content.cast or (),
+        verify=content.verify,
+        companions=content.companions,
+        items=run.items,
         write_items=write_items,
-        optimizer_order=optimizer_order,
+        **translation,
     )
-    if not dry_run:
-        with user_errors(json=json):
-            missing = missing_parent(dst)
-            if missing is not None and not parents:
-                ask_for_parents(missing, dst)
+    with user_errors(json=json):
+        missing = None if run.dry_run or run.parents else missing_parent(dst)
+        if missing is not None:
+            ask_for_parents(missing, dst)
     if request is not None:
         from bridge.commands.convert_parts import convert_in_parts
 
-        report = convert_in_parts(out, request, src, at, dst, options, replace, resume, workers, json)
-        if report is not None:
-            print_report(out, report)
-        return
-    if dry_run:
-        with user_errors(json=json), planned(at_step(src, at), options) as (conversion, _):
-            if json:
-                print_json(out, conversion_document(conversion))
-            else:
-                _print_plan(out, conversion, dst)
-        return
+        convert_in_parts(request, src, step, dst, options, run, json)
+    elif run.dry_run:
+        _show(src, step, dst, options, json)
+    else:
+        _convert(src, step, dst, options, run, json)
+
+
+def _show(src: str, step: Step | None, dst: str, options: ConvertOptions, json: bool) -> None:
+    """What would be written."""
+    from bridge.checkpoints.convert.conversion import planned
+    from bridge.core.formats.whole.step_paths import at_step
+
+    out = Console()
+    with user_errors(json=json), planned(at_step(src, step), options) as (conversion, _):
+        if json:
+            print_json(out, conversion_document(conversion))
+        else:
+            _print_plan(out, conversion, dst)
+
+
+def _convert(
+    src: str, step: Step | None, dst: str, options: ConvertOptions, run: RunOptions, json: bool
+) -> None:
+    from bridge.checkpoints.convert.conversion import convert_with
+    from bridge.core.formats.whole.step_paths import at_step
+
     with (
-        leaving(lambda: _left(dst, replace, resume)),
+        leaving(lambda: _left(dst, run.replace, run.resume)),
         user_errors(json=json),
         byte_progress(progress_console(), "convert") as progress,
     ):
-        report = run(
-            src,
+        report = convert_with(
+            at_step(src, step),
             dst,
-            to=target,
-            mapping=mapping,
-            into=into,
-            from_=from_,
-            axes=axes,
-            selection=selection,
-            casts=cast or (),
-            tied=tied,
-            verify=verify,
-            any_model=any_model,
-            companions=companions,
-            dequantize=dequantize,
-            replace=replace,
-            resume=resume,
+            options,
+            replace=run.replace,
+            resume=run.resume,
             progress=progress,
-            workers=workers,
-            items=items,
-            step=at,
-            write_items=write_items,
-            optimizer_order=optimizer_order,
+            workers=run.workers,
         )
-    if json:
-        print_json(out, report)
-    else:
-        print_report(out, report)
+    print_result(report, json)
 
 
 def conversion_document(conversion: Conversion) -> dict[str, object]:

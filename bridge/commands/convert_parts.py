@@ -11,7 +11,8 @@ from bridge.checkpoints.ground.workers import default_workers
 from bridge.checkpoints.jobs.estimate import BANDWIDTH, PartEstimate, estimate_parts
 from bridge.checkpoints.jobs.parts import PartReport, commit_parts, convert_part
 from bridge.checkpoints.jobs.pieces import PartPlan, make_part_plan
-from bridge.commands.convert_report import print_remarks, written_in
+from bridge.commands.convert_options import RunOptions
+from bridge.commands.convert_report import print_remarks, print_result, written_in
 from bridge.commands.options import progress_console, user_errors
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 from bridge.commands.part_options import Engine, PartRequest
@@ -24,28 +25,23 @@ _PIECES_SHOWN = 20
 
 
 def convert_in_parts(
-    out: Console,
     request: PartRequest,
     src: str,
     step: Step | None,
     dst: str,
     options: ConvertOptions,
-    replace: bool,
-    resume: bool,
-    workers: int | None,
+    run: RunOptions,
     json: bool,
-) -> ConvertReport | None:
-    """Do what is asked; the report of a whole conversion that is to be printed, if there is one."""
-    report: ConvertReport | None
+) -> None:
+    """Do what is asked, and print the result."""
     with user_errors(json=json):
         src = str(at_step(src, step))
     if request.dry_run:
         with user_errors(json=json):
-            _print_estimate(out, request, src, options, workers or default_workers(), json)
-        return None
-    if request.part is not None and request.count is not None:
+            _print_estimate(request, src, options, run.workers or default_workers(), json)
+    elif request.part is not None and request.count is not None:
         with (
-            leaving(lambda: _left(resume)),
+            leaving(lambda: _left(run.resume)),
             user_errors(json=json),
             byte_progress(progress_console(), "convert") as progress,
         ):
@@ -56,30 +52,24 @@ def convert_in_parts(
                 request.part,
                 request.count,
                 commit=request.commit,
-                replace=replace,
-                resume=resume,
-                workers=workers,
+                replace=run.replace,
+                resume=run.resume,
+                workers=run.workers,
                 progress=progress,
             )
-        if json:
-            print_json(out, part)
-        else:
-            _print_part(out, part)
-        return None
-    if request.engine is Engine.threads:
-        with leaving(lambda: _left(resume)), user_errors(json=json):
-            report = commit_parts(src, dst, options, replace=replace)
+        _print_part(part, json)
+    elif request.engine is Engine.threads:
+        with leaving(lambda: _left(run.resume)), user_errors(json=json):
+            report = commit_parts(src, dst, options, replace=run.replace)
+        print_result(report, json)
     else:
         with (
             leaving(lambda: _left(resume=True)),
             user_errors(json=json),
             byte_progress(progress_console(), "convert") as progress,
         ):
-            report = _on_engine(request, src, dst, options, replace, workers or default_workers(), progress)
-    if json:
-        print_json(out, report)
-        return None
-    return report
+            report = _on_engine(request, src, dst, options, run, progress)
+        print_result(report, json)
 
 
 def _left(resume: bool) -> str:
@@ -95,30 +85,34 @@ def _on_engine(
     src: str,
     dst: str,
     options: ConvertOptions,
-    replace: bool,
-    workers: int,
+    run: RunOptions,
     progress: Progress,
 ) -> ConvertReport:
     from bridge.checkpoints.jobs.cluster import convert_on
 
+    workers = run.workers or default_workers()
     if request.engine is Engine.processes:
         from bridge.checkpoints.jobs.processes import Processes
 
         processes = Processes(workers)
         parts = request.count or processes.slots
         return convert_on(
-            processes, src, dst, options, parts=parts, replace=replace, workers=1, progress=progress
+            processes, src, dst, options, parts=parts, replace=run.replace, workers=1, progress=progress
         )
     from bridge.checkpoints.jobs.ray_cluster import RayCluster
 
     cluster = RayCluster(workers)
     parts = request.count or cluster.slots
     return convert_on(
-        cluster, src, dst, options, parts=parts, replace=replace, workers=workers, progress=progress
+        cluster, src, dst, options, parts=parts, replace=run.replace, workers=workers, progress=progress
     )
 
 
-def _print_part(out: Console, report: PartReport) -> None:
+def _print_part(report: PartReport, json: bool) -> None:
+    out = Console()
+    if json:
+        print_json(out, report)
+        return
     if report.found:
         print_line(out, f"part {report.part} of {report.parts} was complete already")
     else:
@@ -140,8 +134,9 @@ def _print_part(out: Console, report: PartReport) -> None:
 
 
 def _print_estimate(
-    out: Console, request: PartRequest, src: str, options: ConvertOptions, workers: int, json: bool
+    request: PartRequest, src: str, options: ConvertOptions, workers: int, json: bool
 ) -> None:
+    out = Console()
     assert request.part is not None
     assert request.count is not None
     with planned(src, options) as (conversion, _):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bridge.commands.grouping import grouped, print_left_alone
 from bridge.commands.options import some
-from bridge.commands.output import Console, print_line
+from bridge.commands.output import Console, print_json, print_line
 from bridge.core.text import human_bytes
 
 if TYPE_CHECKING:
@@ -16,8 +16,12 @@ ASKED_FOR = 5
 """How many of the names left out on request are shown; a selection may leave out most of a checkpoint."""
 
 
-def print_report(out: Console, report: ConvertReport) -> None:
+def print_result(report: ConvertReport, json: bool) -> None:
     """What was converted, in which time, and the remarks."""
+    out = Console()
+    if json:
+        print_json(out, report)
+        return
     print_line(
         out,
         f"{report.source} ({report.source_format}) -> {report.destination} ({report.format}): "

@@ -3,106 +3,113 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bridge.checkpoints.compare.ulp import LARGEST_ULP
 from bridge.commands.grouping import grouped, print_left_alone
+from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import (
     SHOWN,
-    AnyModelOption,
-    AxisOption,
-    DequantizeOption,
-    FromOption,
-    IntoOption,
-    ItemOption,
+    ItemOptions,
     JsonOption,
-    MappingOption,
-    OptimizerOrderOption,
-    StepOption,
-    TiedOption,
-    WeightsOnlyOption,
-    axis_sizes,
-    item_names,
+    MappingOptions,
+    SelectionOptions,
     progress_console,
-    require_mapping,
     some,
-    step_number,
     user_errors,
 )
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from bridge.checkpoints.compare.diff_report import DiffReport, TensorDiff
+    from bridge.checkpoints.compare.ulp import Tolerance
 
 _WORST = 5
 _BAR = 50
 
 
-def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint, translated by --mapping if given.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Checkpoint that A is compared with.")],
-    mapping: MappingOption = None,
-    into: IntoOption = None,
-    from_: FromOption = None,
-    axis: AxisOption = None,
-    tied: TiedOption = None,
-    any_model: AnyModelOption = False,
-    optimizer_order: OptimizerOrderOption = None,
-    dequantize: DequantizeOption = False,
+@dataclass(frozen=True)
+class ComparisonOptions(SelectionOptions):
+    """What is compared, and which differences are allowed."""
+
     select: Annotated[
         list[str] | None,
         typer.Option(
             "--select", metavar="PATTERN", help="Only these names of A, such as 'model.*'; repeatable."
         ),
-    ] = None,
+    ] = None
     drop: Annotated[
         list[str] | None,
         typer.Option("--drop", metavar="PATTERN", help="Leave out these names of A and B; repeatable."),
-    ] = None,
-    weights_only: WeightsOnlyOption = False,
+    ] = None
     max_ulp: Annotated[
         int, typer.Option(min=0, max=LARGEST_ULP, help="Allowed distance in units in the last place.")
-    ] = 0,
+    ] = 0
     rtol: Annotated[
         float, typer.Option(min=0.0, help="Allowed relative difference, to the larger magnitude.")
-    ] = 0.0,
+    ] = 0.0
     atol: Annotated[
         float,
         typer.Option(min=0.0, help="Allowed absolute difference; an element passes within any of the three."),
-    ] = 0.0,
+    ] = 0.0
     max_error: Annotated[
         float | None,
         typer.Option(
             min=0.0,
-            help="Allowed error of a whole tensor, ||A-B|| / ||A|| (Euclidean norms); it passes whatever its elements.",
+            help="Allowed error of a whole tensor, ||A-B|| / ||A|| (Euclidean norms); it passes "
+            "whatever its elements.",
         ),
-    ] = None,
+    ] = None
     noise: Annotated[
         str | None,
         typer.Option(
             metavar="CHECKPOINT",
-            help="Another run of B or A, such as a float64 twin: a tensor passes when ||A-B|| <= 4 ||B-NOISE||.",
+            help="Another run of B or A, such as a float64 twin: a tensor passes when "
+            "||A-B|| <= 4 ||B-NOISE||.",
         ),
-    ] = None,
+    ] = None
     rounded: Annotated[
         bool,
         typer.Option(
             "--rounded",
             help="Also compare tensors of different dtypes: the narrower must equal the other, rounded.",
         ),
-    ] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Threads; each takes about 100 MiB of memory.")] = 1,
-    all_: Annotated[bool, typer.Option("--all", help="List every tensor, also the equal ones.")] = False,
+    ] = False
+    workers: Annotated[int, typer.Option(min=1, help="Threads; each takes about 100 MiB of memory.")] = 1
+
+    def tolerance(self) -> Tolerance:
+        from bridge.checkpoints.compare.ulp import Tolerance
+
+        try:
+            return Tolerance(self.max_ulp, self.rtol, self.atol, self.max_error)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+
+@dataclass(frozen=True)
+class ListingOptions:
+    """What is listed of the differences."""
+
+    all_: Annotated[bool, typer.Option("--all", help="List every tensor, also the equal ones.")] = False
     histogram: Annotated[
         bool,
         typer.Option(
             "--histogram", help="Show how the relative differences of the worst tensors are spread."
         ),
-    ] = False,
-    item: ItemOption = None,
-    step: StepOption = None,
+    ] = False
+
+
+@grouped_options
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint, translated by --mapping if given.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Checkpoint that A is compared with.")],
+    mapping: MappingOptions,
+    comparison: ComparisonOptions,
+    listing: ListingOptions,
+    which: ItemOptions,
     json: JsonOption = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor.
@@ -121,35 +128,22 @@ def diff(
       twinshard diff gradients_a gradients_b --noise gradients_float64
     """
     from bridge.checkpoints.compare.diff import diff as run
-    from bridge.checkpoints.compare.ulp import Tolerance
-    from bridge.checkpoints.ground.selection import Selection
 
-    axes, at = axis_sizes(axis, mapping), step_number(step)
-    require_mapping(mapping, into, from_, tied, any_model, optimizer_order)
-    try:
-        tolerance = Tolerance(max_ulp, rtol, atol, max_error)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    translation, step = mapping.arguments(), which.step_number()
+    tolerance = comparison.tolerance()
     with user_errors(json=json), byte_progress(progress_console(), "diff") as progress:
         report = run(
             a,
             b,
-            mapping=mapping,
-            into=into,
-            from_=from_,
-            axes=axes,
-            tied=tied,
-            any_model=any_model,
-            optimizer_order=optimizer_order,
-            dequantize=dequantize,
-            selection=Selection(tuple(select or ()), tuple(drop or ()), weights_only),
+            **translation,
+            selection=comparison.selection(),
             tolerance=tolerance,
-            rounded=rounded,
-            noise=noise,
-            workers=workers,
+            rounded=comparison.rounded,
+            noise=comparison.noise,
+            workers=comparison.workers,
             progress=progress,
-            items=item_names(item),
-            step=at,
+            items=which.items,
+            step=step,
         )
     out = Console()
     if json:
@@ -157,42 +151,56 @@ def diff(
         document = {**verdict, "max_ulp": report.total.max_ulp, "total": report.total, **vars(report)}
         print_json(out, {**document, "offenders": [tensor.name for tensor in report.offenders]})
     else:
-        _print(out, report, all_, histogram)
-        if mapping is None and not report.tensors:
+        _print_tensors(out, report, listing)
+        _print_rest(out, report, listing)
+        _print_verdict(out, report)
+        if mapping.mapping is None and not report.tensors:
             _print_mappings(out, report)
     raise typer.Exit(0 if report else 1)
 
 
-def _print(out: Console, report: DiffReport, all_: bool, histogram: bool) -> None:
+def _print_tensors(out: Console, report: DiffReport, listing: ListingOptions) -> None:
+    """The tensors that differ, with ``--all`` the equal ones, too, and where the worst of them differ most."""
     offenders = report.offenders
     equal = tuple(tensor for tensor in report.tensors if not tensor.difference.differing)
-    listed = (*offenders, *equal) if all_ else offenders[:SHOWN]
-    whole = report.tolerance.max_error is not None or report.noise is not None
+    listed = (*offenders, *equal) if listing.all_ else offenders[:SHOWN]
     if listed:
-        rows = []
-        for tensor in listed:
-            d = tensor.difference
-            numbers = (str(d.max_ulp), f"{tensor.relative:.2e}", f"{d.max_rel:.2e}", f"{d.max_abs:.2e}")
-            counts = (f"{d.differing}/{d.elements}", str(d.nan), str(d.beyond))
-            row = [tensor.name, tensor.dtype, *numbers, *counts]
-            row += ["" if tensor.noise is None else f"{tensor.noise:.2e}"] if report.noise is not None else []
-            row += ["yes" if tensor.within else "no"] if whole else []
-            rows.append(row)
         columns = ["tensor", "dtype", "max ULP", "error", "max rel", "max abs", "differ", "NaN", "beyond"]
         columns += ["/noise"] if report.noise is not None else []
-        columns += ["passes"] if whole else []
-        print_table(out, columns, rows, left=2)
-        if not all_ and len(rows) < len(offenders):
-            print_line(out, f"... and {len(offenders) - len(rows)} more (--all lists them)")
+        columns += ["passes"] if _judges_whole_tensors(report) else []
+        print_table(out, columns, [_row(report, tensor) for tensor in listed], left=2)
+        if not listing.all_ and len(listed) < len(offenders):
+            print_line(out, f"... and {len(offenders) - len(listed)} more (--all lists them)")
     for tensor in offenders[:_WORST]:
-        place, larger = tensor.difference.at_ulp, tensor.difference.at_abs
-        if place is not None:
-            print_line(out, f"{tensor.name}{list(place.index)}: {place.a} in A, {place.b} in B (most ULP)")
-        if larger is not None and larger != place:
-            print_line(out, f"{tensor.name}{list(larger.index)}: {larger.a} in A, {larger.b} in B (largest)")
-    if histogram:
+        by_ulp, by_size = tensor.difference.at_ulp, tensor.difference.at_abs
+        if by_ulp is not None:
+            print_line(out, f"{tensor.name}{list(by_ulp.index)}: {by_ulp.a} in A, {by_ulp.b} in B (most ULP)")
+        if by_size is not None and by_size != by_ulp:
+            print_line(
+                out, f"{tensor.name}{list(by_size.index)}: {by_size.a} in A, {by_size.b} in B (largest)"
+            )
+    if listing.histogram:
         for tensor in offenders[:_WORST]:
             _print_histogram(out, tensor)
+
+
+def _judges_whole_tensors(report: DiffReport) -> bool:
+    return report.tolerance.max_error is not None or report.noise is not None
+
+
+def _row(report: DiffReport, tensor: TensorDiff) -> list[str]:
+    difference = tensor.difference
+    return [
+        *(tensor.name, tensor.dtype, str(difference.max_ulp), f"{tensor.relative:.2e}"),
+        *(f"{difference.max_rel:.2e}", f"{difference.max_abs:.2e}"),
+        *(f"{difference.differing}/{difference.elements}", str(difference.nan), str(difference.beyond)),
+        *(["" if tensor.noise is None else f"{tensor.noise:.2e}"] if report.noise is not None else []),
+        *(["yes" if tensor.within else "no"] if _judges_whole_tensors(report) else []),
+    ]
+
+
+def _print_rest(out: Console, report: DiffReport, listing: ListingOptions) -> None:
+    """What is not in both checkpoints, or cannot be compared as tensors."""
     told = {name for name, _ in report.structure}
     only = (
         ("only in A", report.missing),
@@ -205,19 +213,22 @@ def _print(out: Console, report: DiffReport, all_: bool, histogram: bool) -> Non
             print_line(out, f"{title}: {some(names)}")
     for line in grouped((*report.mismatched, *report.structure)):
         print_line(out, line)
-    for name, left, right in report.objects if all_ else report.objects[:SHOWN]:
+    for name, left, right in report.objects if listing.all_ else report.objects[:SHOWN]:
         print_line(out, f"{name}: {left!r} in a, {right!r} in b")
-    if not all_ and len(report.objects) > SHOWN:
+    if not listing.all_ and len(report.objects) > SHOWN:
         print_line(out, f"... and {len(report.objects) - SHOWN} more values that differ (--all lists them)")
     print_left_alone(out, report.left_alone)
     for line in grouped((name, f"cannot be compared: {reason}") for name, reason in report.unreadable):
         print_line(out, line)
+
+
+def _print_verdict(out: Console, report: DiffReport) -> None:
     total, tolerance = report.total, report.tolerance
     rounded = sum(tensor.dtype_a != tensor.dtype_b for tensor in report.tensors)
-    found = f"largest distance {total.max_ulp} ULP" if total.differing else "all bits agree"
+    result = f"largest distance {total.max_ulp} ULP" if total.differing else "all bits agree"
     none_there = not (report.tensors or report.missing or report.extra or report.mismatched)
     if not report.tensors:
-        found = "neither has any" if none_there else "they have none in common"
+        result = "neither has any" if none_there else "they have none in common"
     after = f" (of {rounded} after rounding)" if rounded else ""
     every = none_there or (report.tensors and all(tensor.within for tensor in report.tensors))
     verdict = "within" if every else "beyond"
@@ -228,7 +239,7 @@ def _print(out: Console, report: DiffReport, all_: bool, histogram: bool) -> Non
     allowed += [f"{tolerance.noise_factor:g} times the noise"] if report.noise is not None else []
     print_line(
         out,
-        f"{len(report.tensors)} tensors, {total.elements} elements compared: {found}{after}; {verdict} "
+        f"{len(report.tensors)} tensors, {total.elements} elements compared: {result}{after}; {verdict} "
         f"the tolerance of {' or '.join(allowed)}{_elsewhere(report) if verdict == 'within' else ''}",
     )
 

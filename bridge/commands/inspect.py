@@ -3,53 +3,70 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bridge.commands.grouping import print_left_alone
-from bridge.commands.options import ItemOption, JsonOption, StepOption, item_names, step_number, user_errors
+from bridge.commands.option_groups import grouped_options
+from bridge.commands.options import ItemOptions, JsonOption, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table
 from bridge.core.formats.stores.hub import hub_hint
 from bridge.core.formats.stores.store import place_of
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.formats.tensors.leaf_names import separator_of
-from bridge.core.sharding.layout.drawing import MAX_RANKS
-from bridge.core.sharding.layout.layout import SLOT_FIELDS, Layout
 from bridge.core.text import human_bytes
 from bridge.core.text_files import MAX_JSON, read_text
 
 if TYPE_CHECKING:
     from bridge.checkpoints.inspect.summary import Summary
+    from bridge.core.sharding.layout.layout import Layout
+
 _CHECKPOINTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".msgpack"})
 """Ends of the names of files that are no layouts."""
 
 
-def inspect(
-    path: Annotated[
-        str,
-        typer.Argument(metavar="PATH", help="Checkpoint of any format; with --layout also a layout file."),
-    ],
+@dataclass(frozen=True)
+class DrawingOptions:
+    """What is shown of a checkpoint."""
+
     layout: Annotated[
         bool, typer.Option("--layout", help="Draw to scale which chunk or rank holds which rows.")
-    ] = False,
+    ] = False
     picture: Annotated[
         Path | None,
         typer.Option("--picture", metavar="FILE", help="With --layout: also draw a .png, .svg or .pdf."),
-    ] = None,
+    ] = None
     tree: Annotated[
         bool | None,
         typer.Option(
             "--tree/--list", help="A tree, or a row for each tensor; default: a tree on a terminal."
         ),
-    ] = None,
+    ] = None
     depth: Annotated[
         int | None,
         typer.Option("--depth", min=0, metavar="N", help="A tree of the first N levels of names only."),
-    ] = None,
-    item: ItemOption = None,
-    step: StepOption = None,
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.depth is not None and self.tree is False:
+            raise typer.BadParameter("--depth is of a tree: expected no --list with it")
+        if self.layout and (self.tree is not None or self.depth is not None):
+            raise typer.BadParameter("--layout draws chunks: expected no --tree, --list or --depth with it")
+        if self.picture is not None and not self.layout:
+            raise typer.BadParameter("--picture needs --layout")
+
+
+@grouped_options
+def inspect(
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="Checkpoint of any format; with --layout also a layout file."),
+    ],
+    drawing: DrawingOptions,
+    which: ItemOptions,
     json: JsonOption = False,
 ) -> None:
     """List what a checkpoint holds.
@@ -70,60 +87,66 @@ def inspect(
       twinshard inspect layout.json --layout --picture layout.png
     """
     from bridge.checkpoints.inspect.picture import PictureError, chunks_figure, save_picture
-    from bridge.checkpoints.inspect.summary import chunk_lines
     from bridge.checkpoints.inspect.summary import inspect as run
+
+    out = Console()
+    step = which.step_number()
+    with user_errors(PictureError, json=json):
+        place = place_of(path)
+        if drawing.layout and isinstance(place, Path) and not _is_checkpoint(place):
+            _inspect_layout_file(out, place, drawing.picture, json)
+            return
+        summary = run(path, items=which.items, step=step)
+        if drawing.picture is not None:
+            save_picture(chunks_figure(summary.tensors), drawing.picture)
+    if json:
+        print_json(out, _document(summary))
+    else:
+        _print(out, summary, drawing)
+
+
+def _is_checkpoint(place: Path) -> bool:
+    return place.is_dir() or place.suffix in _CHECKPOINTS
+
+
+def _document(summary: Summary) -> dict[str, object]:
+    tensors = [
+        {
+            "name": tensor.name,
+            "path": tensor.path,
+            "shape": tensor.shape,
+            "dtype": tensor.dtype.name,
+            "bytes": tensor.nbytes,
+            "chunks": [{"offsets": chunk.offsets, "sizes": chunk.sizes} for chunk in tensor.chunks],
+        }
+        for tensor in summary.tensors
+    ]
+    totals = {"bytes": summary.bytes, "num_chunks": summary.chunks}
+    return {**vars(summary), **totals, "tensors": tensors}
+
+
+def _print(out: Console, summary: Summary, drawing: DrawingOptions) -> None:
+    from bridge.checkpoints.inspect.summary import chunk_lines
     from bridge.checkpoints.inspect.tensor_tree import tensor_tree
     from bridge.commands.tree import print_tree
 
-    if depth is not None and tree is False:
-        raise typer.BadParameter("--depth is of a tree: expected no --list with it")
-    if layout and (tree is not None or depth is not None):
-        raise typer.BadParameter("--layout draws chunks: expected no --tree, --list or --depth with it")
-    if picture is not None and not layout:
-        raise typer.BadParameter("--picture needs --layout")
-    out = Console()
-    at = step_number(step)
-    with user_errors(PictureError, json=json):
-        place = place_of(path)
-        if layout and isinstance(place, Path) and not place.is_dir() and place.suffix not in _CHECKPOINTS:
-            _inspect_layout_file(out, place, picture, json)
-            return
-        summary = run(path, items=item_names(item), step=at)
-        if picture is not None:
-            save_picture(chunks_figure(summary.tensors), picture)
-    if json:
-        tensors = [
-            {
-                "name": t.name,
-                "path": t.path,
-                "shape": t.shape,
-                "dtype": t.dtype.name,
-                "bytes": t.nbytes,
-                "chunks": [{"offsets": chunk.offsets, "sizes": chunk.sizes} for chunk in t.chunks],
-            }
-            for t in summary.tensors
-        ]
-        print_json(
-            out, {**vars(summary), "bytes": summary.bytes, "num_chunks": summary.chunks, "tensors": tensors}
-        )
-        return
     title = (
         f"{summary.path}: {summary.format}, {len(summary.tensors)} tensors in {summary.chunks} chunks, "
         f"{human_bytes(summary.bytes)}, {'with its' if summary.manifest else 'no'} manifest"
     )
-    if layout:
-        print_line(out, title)
-        for line in chunk_lines(summary.tensors):
+    if drawing.layout:
+        for line in [title, *chunk_lines(summary.tensors)]:
             print_line(out, line)
         return
-    if tree or depth is not None or (tree is None and out.is_terminal):
+    depth = drawing.depth
+    if drawing.tree or depth is not None or (drawing.tree is None and out.is_terminal):
         print_tree(out, title, tensor_tree(summary.tensors), depth)
     else:
         print_line(out, title)
         _print_list(out, summary)
     print_left_alone(out, summary.left_alone)
-    for name, kind in summary.key_types.items():
-        print_line(out, f"{name} is a typed PRNG key, key<{kind}>")
+    for name, implementation in summary.key_types.items():
+        print_line(out, f"{name} is a typed PRNG key, key<{implementation}>")
     _print_objects(out, summary, depth)
     for name, reason in summary.unreadable.items():
         print_line(out, f"{name} cannot be read: {reason}")
@@ -156,6 +179,7 @@ def _print_list(out: Console, summary: Summary) -> None:
 
 def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: bool) -> None:
     from bridge.checkpoints.inspect.picture import layout_figure, save_picture
+    from bridge.core.sharding.layout.layout import Layout
 
     if not path.exists():
         raise FileNotFoundError(
@@ -179,6 +203,9 @@ def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: b
 
 def _layout_numbers(layout: Layout) -> dict[str, object]:
     """The layout as JSON values, with rows by rank only where the ranks are few enough to list."""
+    from bridge.core.sharding.layout.drawing import MAX_RANKS
+    from bridge.core.sharding.layout.layout import SLOT_FIELDS
+
     ranks = range(layout.num_shards if layout.num_shards <= MAX_RANKS else 0)
     buffers = []
     for buffer, size in enumerate(layout.shard_sizes):

@@ -8,23 +8,18 @@ from typing import Annotated
 
 import typer
 
-from bridge.commands.options import (
-    ItemOption,
-    JsonOption,
-    StepOption,
-    item_names,
-    some,
-    step_number,
-    user_errors,
-)
+from bridge.commands.option_groups import grouped_options
+from bridge.commands.options import ItemOptions, JsonOption, some, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_text
 from bridge.commands.parents import missing_parent
 from bridge.core.formats.stores.hub import store_hint
 
 
+@grouped_options
 def map_(
     a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint of a model.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Checkpoint of the same model from other code.")],
+    *,
     values: Annotated[
         bool,
         typer.Option(
@@ -34,8 +29,7 @@ def map_(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write the mapping there; default: print it.")
     ] = None,
-    item: ItemOption = None,
-    step: StepOption = None,
+    which: ItemOptions,
     json: JsonOption = False,
 ) -> None:
     """Propose a mapping between two checkpoints, from names and shapes.
@@ -60,9 +54,9 @@ def map_(
         raise typer.BadParameter(
             f"{missing} does not exist: expected the directory that is to hold {out}{paths}"
         )
-    at = step_number(step)
+    step = which.step_number()
     with user_errors(json=json):
-        proposal = propose(a, b, values=values, items=item_names(item), step=at)
+        proposal = propose(a, b, values=values, items=which.items, step=step)
         if out is not None:
             with open(out, "x", encoding="utf-8") as file:
                 file.write(proposal.text)

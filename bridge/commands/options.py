@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,6 +14,9 @@ from bridge.commands import completion
 from bridge.commands.output import Console, print_failure
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.text import first_of
+
+if TYPE_CHECKING:
+    from bridge.checkpoints.ground.selection import Selection
 
 SHOWN = 20
 """Rows shown of a listing that may be long."""
@@ -28,30 +32,6 @@ MappingOption = Annotated[
         autocompletion=completion.families,
     ),
 ]
-IntoOption = Annotated[
-    str | None,
-    typer.Option(
-        "--into",
-        metavar="NAME",
-        help="The mapping's convention to translate to, if several fit.",
-        autocompletion=completion.conventions,
-    ),
-]
-FromOption = Annotated[
-    str | None,
-    typer.Option(
-        "--from",
-        metavar="NAME",
-        help="The mapping's convention of the first checkpoint, if several fit.",
-        autocompletion=completion.conventions,
-    ),
-]
-TiedOption = Annotated[
-    Literal["once", "both"] | None,
-    typer.Option(
-        "--tied", help="Keep a weight of two names once, or under both; default: as in the first checkpoint."
-    ),
-]
 AxisOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -61,45 +41,135 @@ AxisOption = Annotated[
         autocompletion=completion.axes,
     ),
 ]
-AnyModelOption = Annotated[
-    bool,
-    typer.Option(
-        "--any-model", help="Use the mapping also for a model that its rules are not for by its config.json."
-    ),
-]
-DequantizeOption = Annotated[
-    bool,
-    typer.Option(
-        "--dequantize",
-        help="Take MXFP4 weights (GPT-OSS) and float8 weights with scales of blocks (DeepSeek-V3) of the first "
-        "checkpoint as the bfloat16 numbers that they stand for.",
-    ),
-]
-OptimizerOrderOption = Annotated[
-    str | None,
-    typer.Option(
-        "--optimizer-order",
-        metavar="model|FILE",
-        help="What torch's numbers of weights in an optimizer's state stand for: the model's order in each group, or "
-        "the names in a text file, one a line.",
-    ),
-]
-ItemOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--item",
-        metavar="NAME",
-        help="Of an Orbax step with several items, those to read as one tree; repeatable, or NAME,NAME.",
-    ),
-]
-StepOption = Annotated[
-    str | None,
-    typer.Option("--step", metavar="N|latest", help="The step to take from a directory of steps."),
-]
-WeightsOnlyOption = Annotated[
-    bool, typer.Option("--weights-only", help="Leave out optimizer and training state.")
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+@dataclass(frozen=True)
+class MappingOptions:
+    """How the first checkpoint's names, layouts and numbers are translated."""
+
+    mapping: MappingOption = None
+    into: Annotated[
+        str | None,
+        typer.Option(
+            "--into",
+            metavar="NAME",
+            help="The mapping's convention to translate to, if several fit.",
+            autocompletion=completion.conventions,
+        ),
+    ] = None
+    from_: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="NAME",
+            help="The mapping's convention of the first checkpoint, if several fit.",
+            autocompletion=completion.conventions,
+        ),
+    ] = None
+    axis: AxisOption = None
+    tied: Annotated[
+        Literal["once", "both"] | None,
+        typer.Option(
+            "--tied",
+            help="Keep a weight of two names once, or under both; default: as in the first checkpoint.",
+        ),
+    ] = None
+    any_model: Annotated[
+        bool,
+        typer.Option(
+            "--any-model",
+            help="Use the mapping also for a model that its rules are not for by its config.json.",
+        ),
+    ] = False
+    optimizer_order: Annotated[
+        str | None,
+        typer.Option(
+            "--optimizer-order",
+            metavar="model|FILE",
+            help="What torch's numbers of weights in an optimizer's state stand for: the model's "
+            "order in each group, or the names in a text file, one a line.",
+        ),
+    ] = None
+    dequantize: Annotated[
+        bool,
+        typer.Option(
+            "--dequantize",
+            help="Take MXFP4 weights (GPT-OSS) and float8 weights with scales of blocks "
+            "(DeepSeek-V3) of the first checkpoint as the bfloat16 numbers that they stand for.",
+        ),
+    ] = False
+
+    def arguments(self) -> dict[str, Any]:
+        """These options as arguments of `bridge.convert` and `bridge.diff`.
+
+        Raises a usage error for wrong sizes, and for an option that needs a mapping and has none.
+        """
+        axes = axis_sizes(self.axis, self.mapping)
+        if self.mapping is None:
+            self._require_none()
+        arguments = {**vars(self), "axes": axes}
+        del arguments["axis"]
+        return arguments
+
+    def _require_none(self) -> None:
+        for option, value in (("--into", self.into), ("--from", self.from_), ("--tied", self.tied)):
+            if value is not None:
+                raise typer.BadParameter(f"{option} needs --mapping: the names that it takes are a mapping's")
+        if self.optimizer_order is not None:
+            raise typer.BadParameter(
+                "--optimizer-order needs --mapping: without one, states keep their numbers"
+            )
+        if self.any_model:
+            raise typer.BadParameter("--any-model needs --mapping: only a mapping is for some models")
+
+
+@dataclass(frozen=True)
+class SelectionOptions:
+    """Which tensors are meant. Each command says in help texts of its own what it selects from."""
+
+    select: list[str] | None
+    drop: list[str] | None
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave out optimizer and training state.")
+    ] = False
+
+    def selection(self) -> Selection:
+        from bridge.checkpoints.ground.selection import Selection
+
+        return Selection(tuple(self.select or ()), tuple(self.drop or ()), self.weights_only)
+
+
+@dataclass(frozen=True)
+class ItemOptions:
+    """Which of several checkpoints in a directory is meant."""
+
+    item: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--item",
+            metavar="NAME",
+            help="Of an Orbax step with several items, those to read as one tree; repeatable, or NAME,NAME.",
+        ),
+    ] = None
+    step: Annotated[
+        str | None,
+        typer.Option("--step", metavar="N|latest", help="The step to take from a directory of steps."),
+    ] = None
+
+    @property
+    def items(self) -> tuple[str, ...]:
+        return item_names(self.item)
+
+    def step_number(self) -> int | Literal["latest"] | None:
+        """The step that ``--step`` names. Other texts are usage errors."""
+        if self.step is None:
+            return None
+        if self.step == "latest":
+            return "latest"
+        if not (self.step.isascii() and self.step.isdecimal() and len(self.step) <= _SIZE_DIGITS):
+            raise typer.BadParameter(f"expected --step with a number, or latest, got {self.step[:80]!r}")
+        return int(self.step)
 
 
 @contextmanager
@@ -138,38 +208,9 @@ def progress_console() -> Console:
     return Console(stderr=True)
 
 
-def require_mapping(
-    mapping: str | None,
-    into: str | None,
-    from_: str | None,
-    tied: str | None,
-    any_model: bool = False,
-    optimizer_order: str | None = None,
-) -> None:
-    """Raise a usage error for options that need a mapping and have none."""
-    for option, value in (("--into", into), ("--from", from_), ("--tied", tied)):
-        if value is not None and mapping is None:
-            raise typer.BadParameter(f"{option} needs --mapping: the names that it takes are a mapping's")
-    if optimizer_order is not None and mapping is None:
-        raise typer.BadParameter("--optimizer-order needs --mapping: without one, states keep their numbers")
-    if any_model and mapping is None:
-        raise typer.BadParameter("--any-model needs --mapping: only a mapping is for some models")
-
-
 def item_names(options: list[str] | None) -> tuple[str, ...]:
     """The names in options that may have several each, separated by commas."""
     return tuple(name for option in options or [] for name in option.split(",") if name)
-
-
-def step_number(option: str | None) -> int | Literal["latest"] | None:
-    """The step that an option names. Other texts are usage errors."""
-    if option is None:
-        return None
-    if option == "latest":
-        return "latest"
-    if not (option.isascii() and option.isdecimal() and len(option) <= _SIZE_DIGITS):
-        raise typer.BadParameter(f"expected --step with a number, or latest, got {option[:80]!r}")
-    return int(option)
 
 
 def axis_sizes(options: list[str] | None, mapping: str | None) -> dict[str, int]:

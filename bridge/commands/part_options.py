@@ -18,50 +18,6 @@ class Engine(StrEnum):
     ray = "ray"
 
 
-PartOption = Annotated[
-    str | None,
-    typer.Option(
-        "--part",
-        metavar="K/N",
-        help="Write only part K of N, from 1, as one job of an array; the last one to finish commits. All jobs see SRC "
-        "and DST on a shared file system, and have the same options.",
-    ),
-]
-CommitOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--commit/--no-commit",
-        help="Without --part: check that all parts are there, and let DST appear. With --part: whether the last one to "
-        "finish does so; default: yes.",
-    ),
-]
-EngineOption = Annotated[
-    Engine,
-    typer.Option(
-        "--engine",
-        help="threads: of this process. processes: --workers of them on this machine. ray: a Ray cluster (RAY_ADDRESS, "
-        "or that of this machine), --workers CPUs for each part. Parts of lost workers are done again.",
-    ),
-]
-PartsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--parts",
-        min=1,
-        metavar="N",
-        help="Parts, each with files of its own, for --engine processes and ray; default: as many as run at once.",
-    ),
-]
-BandwidthOption = Annotated[
-    float | None,
-    typer.Option(
-        "--bandwidth",
-        metavar="GB/S",
-        help="For --dry-run --part: what storage gives one machine each way; default: 1.25, which is 10 Gbit/s.",
-    ),
-]
-
-
 @dataclass(frozen=True)
 class PartRequest:
     """What is asked of a conversion in parts.
@@ -78,44 +34,92 @@ class PartRequest:
     dry_run: bool
 
 
-def part_request(
-    part: str | None,
-    commit: bool | None,
-    engine: Engine,
-    parts: int | None,
-    bandwidth: float | None,
-    *,
-    dry_run: bool,
-    resume: bool,
-) -> PartRequest | None:
-    """The request in these options, None for a conversion in one piece. Options that do not fit are usage errors."""
-    if part is None:
-        if commit is False:
-            raise typer.BadParameter("--no-commit needs --part: a whole conversion has nothing else to do")
-        if bandwidth is not None:
-            raise typer.BadParameter("--bandwidth needs --dry-run --part K/N, which it is for")
-    elif engine is not Engine.threads:
-        raise typer.BadParameter(
-            f"--part K/N is one part, run by whoever started it; --engine {engine} runs all parts: give one"
-        )
-    if commit and engine is not Engine.threads:
-        raise typer.BadParameter(f"--commit is for parts run by --part; --engine {engine} commits by itself")
-    if parts is not None and engine is Engine.threads:
-        raise typer.BadParameter("--parts needs --engine processes or ray; one part alone is --part K/N")
-    if part is None and not commit and engine is Engine.threads:
-        return None
-    if bandwidth is not None and not (dry_run and bandwidth > 0):
-        raise typer.BadParameter(f"expected --dry-run and a bandwidth above 0 GB/s, got {bandwidth}")
-    if dry_run and part is None:
-        raise typer.BadParameter(
-            "--dry-run shows parts with --part K/N: expected that, or no --commit and --engine"
-        )
-    if part is None and resume:
-        raise typer.BadParameter(
-            f"{'--commit' if commit else f'--engine {engine}'} goes on with what is there by itself: leave out --resume"
-        )
-    number, count = (None, parts) if part is None else _part(part)
-    return PartRequest(number, count, commit is not False, engine, bandwidth, dry_run)
+@dataclass(frozen=True)
+class PartOptions:
+    """The options themselves; ``request`` says what they ask for."""
+
+    part: Annotated[
+        str | None,
+        typer.Option(
+            "--part",
+            metavar="K/N",
+            help="Write only part K of N, from 1, as one job of an array; the last one to finish "
+            "commits. All jobs see SRC and DST on a shared file system, and have the same options.",
+        ),
+    ] = None
+    commit: Annotated[
+        bool | None,
+        typer.Option(
+            "--commit/--no-commit",
+            help="Without --part: check that all parts are there, and let DST appear. With --part: "
+            "whether the last one to finish does so; default: yes.",
+        ),
+    ] = None
+    engine: Annotated[
+        Engine,
+        typer.Option(
+            "--engine",
+            help="threads: of this process. processes: --workers of them on this machine. ray: a "
+            "Ray cluster (RAY_ADDRESS, or that of this machine), --workers CPUs for each part. "
+            "Parts of lost workers are done again.",
+        ),
+    ] = Engine.threads
+    parts: Annotated[
+        int | None,
+        typer.Option(
+            "--parts",
+            min=1,
+            metavar="N",
+            help="Parts, each with files of its own, for --engine processes and ray; default: as "
+            "many as run at once.",
+        ),
+    ] = None
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            "--bandwidth",
+            metavar="GB/S",
+            help="For --dry-run --part: what storage gives one machine each way; default: 1.25, "
+            "which is 10 Gbit/s.",
+        ),
+    ] = None
+
+    def request(self, *, dry_run: bool, resume: bool) -> PartRequest | None:
+        """What is asked for, None for a conversion in one piece. Options that do not fit are usage errors."""
+        part, commit, engine = self.part, self.commit, self.engine
+        parts, bandwidth = self.parts, self.bandwidth
+        if part is None:
+            if commit is False:
+                raise typer.BadParameter(
+                    "--no-commit needs --part: a whole conversion has nothing else to do"
+                )
+            if bandwidth is not None:
+                raise typer.BadParameter("--bandwidth needs --dry-run --part K/N, which it is for")
+        elif engine is not Engine.threads:
+            raise typer.BadParameter(
+                f"--part K/N is one part, run by whoever started it; --engine {engine} runs all parts: give one"
+            )
+        if commit and engine is not Engine.threads:
+            raise typer.BadParameter(
+                f"--commit is for parts run by --part; --engine {engine} commits by itself"
+            )
+        if parts is not None and engine is Engine.threads:
+            raise typer.BadParameter("--parts needs --engine processes or ray; one part alone is --part K/N")
+        if part is None and not commit and engine is Engine.threads:
+            return None
+        if bandwidth is not None and not (dry_run and bandwidth > 0):
+            raise typer.BadParameter(f"expected --dry-run and a bandwidth above 0 GB/s, got {bandwidth}")
+        if dry_run and part is None:
+            raise typer.BadParameter(
+                "--dry-run shows parts with --part K/N: expected that, or no --commit and --engine"
+            )
+        if part is None and resume:
+            raise typer.BadParameter(
+                f"{'--commit' if commit else f'--engine {engine}'} goes on with what is there by itself: "
+                "leave out --resume"
+            )
+        number, count = (None, parts) if part is None else _part(part)
+        return PartRequest(number, count, commit is not False, engine, bandwidth, dry_run)
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bridge.commands import completion
-from bridge.commands.output import Console, print_failure, print_json, print_line, print_table, print_text
+from bridge.commands.option_groups import grouped_options
+from bridge.commands.options import JsonOption, user_errors
+from bridge.commands.output import Console, print_json, print_line, print_table, print_text
 from bridge.commands.plan_options import (
-    AttentionOption,
-    BatchShapesOption,
-    EfficiencyOption,
-    EngineChoice,
-    EngineOption,
-    FrozenOption,
-    LossOption,
-    MomentsOption,
-    OffloadOption,
-    OptimizerOption,
-    PriceOption,
-    RuntimeChoice,
-    RuntimeOption,
-    SaveOption,
-    SearchOption,
-    TargetOption,
-    TokensOption,
-    XlaChoice,
-    XlaOption,
+    PictureOptions,
+    ScenarioOptions,
+    SearchOptions,
+    TargetOptions,
+    TrainingOptions,
 )
 from bridge.core.text import human_bytes
 
@@ -36,6 +23,7 @@ if TYPE_CHECKING:
     from bridge.planning.answers.comparison import Comparison
 
 
+@grouped_options
 def plan(
     policies: Annotated[
         list[str],
@@ -45,109 +33,12 @@ def plan(
             autocompletion=completion.policies,
         ),
     ],
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            metavar="MODEL",
-            help="llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, deepseek-v3; a config.json of Hugging Face, or its "
-            "folder; decoder:CONFIG, a TOML file with a [model] table or a relay's name; or package.module:Factory, a "
-            "torch.nn or flax.nnx module.",
-            autocompletion=completion.models,
-        ),
-    ],
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            "--devices",
-            metavar="N,...",
-            help="Numbers of devices to plan for; default 8, or those of the targets.",
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            metavar="SIZE",
-            help="Memory of one device, such as 80GB or 80GiB; asks which policies fit.",
-        ),
-    ] = None,
-    reserve: Annotated[
-        str,
-        typer.Option(
-            "--reserve",
-            metavar="SHARE",
-            help="Share of --memory that a policy must leave free, such as 10%, or 0.",
-        ),
-    ] = "10%",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per device and microbatch.")] = 1,
-    length: Annotated[
-        str, typer.Option("--length", metavar="N,...", help="Numbers of tokens per sequence.")
-    ] = "4096",
-    microbatches: Annotated[
-        str,
-        typer.Option("--microbatches", "--micro", metavar="N,...", help="Numbers of microbatches per step."),
-    ] = "1",
-    units: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--units",
-            metavar="PATTERN",
-            help="The model's layers where the policies say 'layers.*', such as 'blocks.*'; may be repeated.",
-        ),
-    ] = None,
-    node: Annotated[
-        int | None,
-        typer.Option(
-            "--node",
-            min=1,
-            metavar="N",
-            help="Devices of one node: the inner axis of hsdp and hfsdp, which is 2 there.",
-        ),
-    ] = None,
-    runtime: RuntimeOption = RuntimeChoice.both,
-    attention: AttentionOption = None,
-    compile_: Annotated[
-        bool,
-        typer.Option(
-            "--compile",
-            help="Check the JAX numbers of a language model against what XLA compiles for simulated devices, without "
-            "prefetch.",
-        ),
-    ] = False,
-    target: TargetOption = None,
-    engine: EngineOption = EngineChoice.shard_map,
-    xla: XlaOption = XlaChoice.default,
-    loss: LossOption = None,
-    batch_shapes: BatchShapesOption = None,
-    tokens: TokensOption = None,
-    price: PriceOption = None,
-    efficiency: EfficiencyOption = None,
-    stacked: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stacked",
-            metavar="PATH",
-            help="Modules of the JAX model whose layers are scanned, such as layers; may be repeated.",
-        ),
-    ] = None,
-    optimizer: OptimizerOption = "adamw",
-    moments: MomentsOption = None,
-    offload: OffloadOption = None,
-    frozen: FrozenOption = None,
-    search: SearchOption = False,
-    save: SaveOption = None,
-    chart: Annotated[
-        Path | None,
-        typer.Option("--chart", metavar="FILE", help="Draw memory and traffic: .png, .svg or .pdf."),
-    ] = None,
-    page: Annotated[
-        Path | None,
-        typer.Option(
-            "--html", metavar="FILE", help="Write answer, pictures and tables as one self-contained page."
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
+    scenario: ScenarioOptions,
+    target: TargetOptions,
+    training: TrainingOptions,
+    search: SearchOptions,
+    pictures: PictureOptions,
+    json: JsonOption = False,
 ) -> None:
     """Predict memory and traffic of a sharded model, without devices.
 
@@ -178,124 +69,31 @@ def plan(
       twinshard plan fsdp --model my.gpt:GPT --loss my.gpt:loss --batch-shapes batch.toml --target h100:64
     """
     from bridge.checkpoints.inspect.picture import PictureError
-    from bridge.commands.options import explained
+    from bridge.commands.plan_answer import answer
     from bridge.commands.plan_pictures import check_paths, write_pictures
-    from bridge.commands.plan_search import check_options, print_search, searched
-    from bridge.commands.plan_targets import (
-        CompiledSteps,
-        TargetOptions,
-        check_target_options,
-        compile_targets,
-        describe_step,
-        print_targets,
-    )
-    from bridge.planning.answers.comparison import compare
-    from bridge.planning.answers.document import document
-    from bridge.planning.answers.search_report import as_json
-    from bridge.planning.cost.adapt import with_frozen, with_node, with_units
-    from bridge.planning.cost.cost import Workload, load_policy
-    from bridge.planning.cost.optimizers import parse_optimizer
+    from bridge.commands.plan_search import options_to_repeat, print_search
+    from bridge.commands.plan_targets import print_targets
     from bridge.planning.models.errors import PlanError
-    from bridge.planning.models.formulas import Attention
-    from bridge.planning.models.models import resolve_models
-    from bridge.planning.models.runtimes import RUNTIMES
-    from bridge.planning.models.sizes import parse_bytes, parse_counts, parse_share
 
     out = Console()
-    try:
-        check_options(search, save, memory, target)
-        check_target_options(target, engine.value, compile_, runtime.value)
-        limit = None if memory is None else parse_bytes(memory)
-        stacks = tuple(stacked or ())
-        share = parse_share(reserve)
-        kind = None if attention is None else Attention(attention.value)
-        works = [
-            Workload(batch, of_row, micro)
-            for micro in parse_counts(microbatches, "microbatches")
-            for of_row in parse_counts(length, "length")
-        ]
-        wanted = TargetOptions.of(
-            target,
-            engine.value,
-            loss,
-            batch_shapes,
-            devices,
-            runtime.value,
-            price,
-            efficiency,
-            xla is XlaChoice.recommended,
-            tokens,
-        )
-        counts = wanted.counts if wanted else parse_counts(devices or "8")
-        check_paths(chart, page)
-        runtimes = ("jax",) if wanted else RUNTIMES if runtime is RuntimeChoice.both else (runtime.value,)
-        trainer = parse_optimizer(optimizer, moments, offload)
-        step = wanted and wanted.step(model, works, stacks, trainer, tuple(frozen or ()))
-        models = {
-            one: with_frozen(found, frozen or ())
-            for one, found in resolve_models(model, runtimes, stacks, kind).items()
-        }
-        loaded = [with_units(load_policy(one), units or ()) for one in dict.fromkeys(policies)]
-        loaded = with_node(loaded, node, counts)
-        comparison = compare(models, loaded, counts, works, limit, share, trainer)
-        findings = searched(comparison, loaded, trainer, node, save) if search else None
-        checks = []
-        if compile_:
-            if frozen:
-                raise PlanError(
-                    "--compile: expected no --frozen: for simulated devices XLA keeps the gathered weights of frozen "
-                    "units from forward to backward, which it does not on accelerators; use --target"
-                )
-            from bridge.compiling.compiled import check_compiled
-
-            checks = [
-                check_compiled(model, policy, count, work, stacks, trainer, kind)
-                for policy in loaded
-                for count in counts
-                for work in works
-            ]
-        compiled = (
-            wanted and step and compile_targets(wanted, step, models["jax"], loaded, limit, float(share))
-        )
-        steps = None
-        if wanted and step and compiled:
-            steps = CompiledSteps(
-                model,
-                describe_step(models["jax"], step),
-                compiled,
-                wanted.roofline(models["jax"], step),
-            )
-        write_pictures(chart, page, comparison, steps, findings or ())
-    except (PlanError, PictureError, OSError) as error:
-        print_failure(error, f"error: {explained(error)}", 2, json=json)
-        raise typer.Exit(2) from None
+    with user_errors(PlanError, PictureError, json=json):
+        check_paths(pictures)
+        result = answer(policies, scenario, target, training, search)
+        write_pictures(pictures, result.comparison, result.steps, result.findings or ())
     if json:
-        found = {**document(comparison), "compiled": [check.as_dict() for check in checks]}
-        found["search"] = None if findings is None else as_json(findings, model)
-        if steps:
-            times = [steps.roofline.estimate(row).as_dict() for row in steps.plan.rows]
-            found["targets"] = steps.plan.as_dict(times)
-        else:
-            found["targets"] = None
-        print_json(out, found)
-    elif steps:
-        print_targets(out, steps)
+        print_json(out, result.document(scenario.model))
+    elif result.steps is not None:
+        print_targets(out, result.steps)
     else:
-        _print(out, comparison)
-        if findings is not None:
-            told = [("optimizer", optimizer if optimizer != "adamw" else None), ("moments", moments)]
-            told += [("memory", memory), ("reserve", reserve if reserve != "10%" else None)]
-            told += [("frozen", one) for one in frozen or ()] + [("stacked", one) for one in stacked or ()]
-            print_search(out, findings, model, save, [(name, one) for name, one in told if one is not None])
-        for check in checks:
+        _print(out, result.comparison)
+        if result.findings is not None:
+            told = options_to_repeat(scenario, training)
+            print_search(out, result.findings, scenario.model, search.save, told)
+        for check in result.checks:
             print_line(out)
             print_table(out, *check.table(), left=1)
             print_text(out, check.summary())
-    if compiled:
-        raise typer.Exit(0 if compiled.good else 1)
-    agreed = all(check.agrees for check in checks)
-    fits = comparison.anything_fits or any(one.ways for one in findings or ())
-    raise typer.Exit(0 if fits and agreed else 1)
+    raise typer.Exit(0 if result.good else 1)
 
 
 def _print(out: Console, comparison: Comparison) -> None:

@@ -1,7 +1,8 @@
-"""Options of `twinshard plan` that stand for questions of their own: targets, search, optimizers, runtimes."""
+"""Options of `twinshard plan`, in groups."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -41,124 +42,245 @@ class XlaChoice(StrEnum):
     recommended = "recommended"
 
 
-SearchOption = Annotated[
-    bool,
-    typer.Option(
-        "--search",
-        help="With --memory: find the largest batch, the fewest devices, and the fewest changes of each policy that "
-        "make it fit (recomputation, bfloat16, strategy, inner mesh axis), fewest bytes sent first.",
-    ),
-]
-SaveOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--save", metavar="FILE", help="For --search: write the policy that fits as a file for both runtimes."
-    ),
-]
-OptimizerOption = Annotated[
-    str,
-    typer.Option(
-        "--optimizer",
-        metavar="NAME",
-        help="adamw, sgd, sgd-momentum, lion, adafactor or muon. A runtime that cannot run it is left out.",
-        autocompletion=completion.optimizers,
-    ),
-]
-MomentsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--moments",
-        metavar="DTYPE[,DTYPE]",
-        help="Dtypes of the first and second moment: float32, bfloat16, float16, float8_e4m3fn or "
-        "float8_e5m2.",
-    ),
-]
-OffloadOption = Annotated[
-    str | None,
-    typer.Option(
-        "--offload",
-        metavar="SHARE",
-        help="Share of the optimizer's state in CPU memory, such as 50%.",
-    ),
-]
-FrozenOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--frozen",
-        metavar="PATTERN",
-        help="Parameters that are not trained, such as 'embed.*' or '*.norm.*'; may be repeated.",
-    ),
-]
-TargetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--target",
-        metavar="NAME,...",
-        help="Compile the whole JAX step by XLA's own compiler for GPUs a100|h100|h200|b200:N or TPUs "
-        "v4|v5e|v5p|v6e:AxB[xC], such as h100:64,v5e:4x4; no device is needed.",
-    ),
-]
-EngineOption = Annotated[
-    EngineChoice, typer.Option("--engine", help="Engine of the JAX step that --target compiles.")
-]
-XlaOption = Annotated[
-    XlaChoice,
-    typer.Option(
-        "--xla",
-        help="For --target: XLA's own options, or also those by which its GPU scheduler moves transfers during "
-        "computation, which are off by default.",
-    ),
-]
-LossOption = Annotated[
-    str | None,
-    typer.Option(
-        "--loss",
-        metavar="PATH",
-        help="For --target and a model of your own: package.module:function of the model and a batch.",
-    ),
-]
-BatchShapesOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--batch-shapes",
-        metavar="FILE",
-        help='For --loss: a TOML file with a line such as tokens = { shape = [2, 1025], dtype = "int32" } for each '
-        "array of the batch, rows of a device and microbatch first.",
-    ),
-]
-TokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--tokens",
-        min=1,
-        metavar="N",
-        help="For --batch-shapes: tokens, or examples, of a device and microbatch, for tokens/s, cost and MFU, "
-        "which counts all parameters.",
-    ),
-]
-PriceOption = Annotated[
-    float | None,
-    typer.Option(
-        "--price",
-        min=0.0,
-        metavar="DOLLARS",
-        help="For --target: dollars of a device-hour; adds a cost of tokens.",
-    ),
-]
-EfficiencyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--efficiency",
-        metavar="PARTS",
-        help="For --target: parts of the peaks that a step reaches; default products=0.75,memory=0.8,links=0.8.",
-    ),
-]
-AttentionOption = Annotated[
-    AttentionChoice | None,
-    typer.Option(
-        "--attention",
-        help="Attention to count in models planned by shape; default what runs: fused in PyTorch (Hugging Face's), "
-        "plain in JAX (CausalLM's).",
-    ),
-]
-RuntimeOption = Annotated[RuntimeChoice, typer.Option("--runtime", help="Runtime to plan for.")]
+@dataclass(frozen=True)
+class ScenarioOptions:
+    """The model, the devices, the work of a step, and which numbers are wanted."""
+
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, deepseek-v3; a config.json of "
+            "Hugging Face, or its folder; decoder:CONFIG, a TOML file with a [model] table or a "
+            "relay's name; or package.module:Factory, a torch.nn or flax.nnx module.",
+            autocompletion=completion.models,
+        ),
+    ]
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            metavar="N,...",
+            help="Numbers of devices to plan for; default 8, or those of the targets.",
+        ),
+    ] = None
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="Memory of one device, such as 80GB or 80GiB; asks which policies fit.",
+        ),
+    ] = None
+    reserve: Annotated[
+        str,
+        typer.Option(
+            "--reserve",
+            metavar="SHARE",
+            help="Share of --memory that a policy must leave free, such as 10%, or 0.",
+        ),
+    ] = "10%"
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per device and microbatch.")] = 1
+    length: Annotated[
+        str, typer.Option("--length", metavar="N,...", help="Numbers of tokens per sequence.")
+    ] = "4096"
+    microbatches: Annotated[
+        str,
+        typer.Option("--microbatches", "--micro", metavar="N,...", help="Numbers of microbatches per step."),
+    ] = "1"
+    units: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--units",
+            metavar="PATTERN",
+            help="The model's layers where the policies say 'layers.*', such as 'blocks.*'; may be repeated.",
+        ),
+    ] = None
+    node: Annotated[
+        int | None,
+        typer.Option(
+            "--node",
+            min=1,
+            metavar="N",
+            help="Devices of one node: the inner axis of hsdp and hfsdp, which is 2 there.",
+        ),
+    ] = None
+    runtime: Annotated[RuntimeChoice, typer.Option("--runtime", help="Runtime to plan for.")] = (
+        RuntimeChoice.both
+    )
+    attention: Annotated[
+        AttentionChoice | None,
+        typer.Option(
+            "--attention",
+            help="Attention to count in models planned by shape; default what runs: fused in "
+            "PyTorch (Hugging Face's), plain in JAX (CausalLM's).",
+        ),
+    ] = None
+    compile_: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Check the JAX numbers of a language model against what XLA compiles for "
+            "simulated devices, without prefetch.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """The machines to compile for, and the step that is compiled."""
+
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            metavar="NAME,...",
+            help="Compile the whole JAX step by XLA's own compiler for GPUs a100|h100|h200|b200:N "
+            "or TPUs v4|v5e|v5p|v6e:AxB[xC], such as h100:64,v5e:4x4; no device is needed.",
+        ),
+    ] = None
+    engine: Annotated[
+        EngineChoice, typer.Option("--engine", help="Engine of the JAX step that --target compiles.")
+    ] = EngineChoice.shard_map
+    xla: Annotated[
+        XlaChoice,
+        typer.Option(
+            "--xla",
+            help="For --target: XLA's own options, or also those by which its GPU scheduler moves "
+            "transfers during computation, which are off by default.",
+        ),
+    ] = XlaChoice.default
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            "--loss",
+            metavar="PATH",
+            help="For --target and a model of your own: package.module:function of the model and a batch.",
+        ),
+    ] = None
+    batch_shapes: Annotated[
+        Path | None,
+        typer.Option(
+            "--batch-shapes",
+            metavar="FILE",
+            help="For --loss: a TOML file with a line such as tokens = { shape = [2, 1025], dtype "
+            '= "int32" } for each array of the batch, rows of a device and microbatch first.',
+        ),
+    ] = None
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens",
+            min=1,
+            metavar="N",
+            help="For --batch-shapes: tokens, or examples, of a device and microbatch, for "
+            "tokens/s, cost and MFU, which counts all parameters.",
+        ),
+    ] = None
+    price: Annotated[
+        float | None,
+        typer.Option(
+            "--price",
+            min=0.0,
+            metavar="DOLLARS",
+            help="For --target: dollars of a device-hour; adds a cost of tokens.",
+        ),
+    ] = None
+    efficiency: Annotated[
+        str | None,
+        typer.Option(
+            "--efficiency",
+            metavar="PARTS",
+            help="For --target: parts of the peaks that a step reaches; default "
+            "products=0.75,memory=0.8,links=0.8.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What is trained, and by which optimizer."""
+
+    stacked: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stacked",
+            metavar="PATH",
+            help="Modules of the JAX model whose layers are scanned, such as layers; may be repeated.",
+        ),
+    ] = None
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            "--optimizer",
+            metavar="NAME",
+            help="adamw, sgd, sgd-momentum, lion, adafactor or muon. A runtime that cannot run it "
+            "is left out.",
+            autocompletion=completion.optimizers,
+        ),
+    ] = "adamw"
+    moments: Annotated[
+        str | None,
+        typer.Option(
+            "--moments",
+            metavar="DTYPE[,DTYPE]",
+            help="Dtypes of the first and second moment: float32, bfloat16, float16, float8_e4m3fn "
+            "or float8_e5m2.",
+        ),
+    ] = None
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            "--offload",
+            metavar="SHARE",
+            help="Share of the optimizer's state in CPU memory, such as 50%.",
+        ),
+    ] = None
+    frozen: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--frozen",
+            metavar="PATTERN",
+            help="Parameters that are not trained, such as 'embed.*' or '*.norm.*'; may be repeated.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """The search for what fits."""
+
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="With --memory: find the largest batch, the fewest devices, and the fewest "
+            "changes of each policy that make it fit (recomputation, bfloat16, strategy, inner "
+            "mesh axis), fewest bytes sent first.",
+        ),
+    ] = False
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save",
+            metavar="FILE",
+            help="For --search: write the policy that fits as a file for both runtimes.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class PictureOptions:
+    """Files to draw into."""
+
+    chart: Annotated[
+        Path | None,
+        typer.Option("--chart", metavar="FILE", help="Draw memory and traffic: .png, .svg or .pdf."),
+    ] = None
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", help="Write answer, pictures and tables as one self-contained page."
+        ),
+    ] = None

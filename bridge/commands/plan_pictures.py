@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge.checkpoints.inspect.picture import check_picture_path, save_picture
+from bridge.commands.plan_options import PictureOptions
 from bridge.commands.plan_targets import CompiledSteps
 from bridge.planning.answers.comparison import Comparison
 from bridge.planning.answers.search import Finding
 from bridge.planning.models.errors import PlanError
 
 
-def check_paths(chart: Path | None, page: Path | None) -> None:
+def check_paths(pictures: PictureOptions) -> None:
     """Raises ``PictureError`` or ``PlanError`` before anything is computed for a file that cannot be written."""
+    chart, page = pictures.chart, pictures.page
     if chart is not None:
         check_picture_path(chart)
     if page is None:
@@ -26,13 +28,13 @@ def check_paths(chart: Path | None, page: Path | None) -> None:
 
 
 def write_pictures(
-    chart: Path | None,
-    page: Path | None,
+    pictures: PictureOptions,
     comparison: Comparison,
     compiled: CompiledSteps | None,
-    findings: Sequence[Finding] = (),
+    findings: Sequence[Finding],
 ) -> None:
     """Of the compiled steps where there are some, else of the comparison and what a search has found."""
+    chart, page = pictures.chart, pictures.page
     # Drawing libraries take longer to import than many plans to compute.
     if chart is not None:
         from bridge.compiling.target_chart import memory_figure

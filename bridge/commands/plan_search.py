@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge.commands.output import Console, print_line, print_table, print_text
+from bridge.commands.plan_options import ScenarioOptions, SearchOptions, TrainingOptions
 from bridge.commands.plan_pictures import write_whole
 from bridge.core.sharding import ShardingPolicy
 from bridge.planning.answers.comparison import Comparison
@@ -18,8 +19,9 @@ from bridge.planning.models.errors import PlanError
 from bridge.planning.models.shipped_models import SHIPPED
 
 
-def check_options(searching: bool, save: Path | None, memory: str | None, target: str | None) -> None:
+def check_options(options: SearchOptions, memory: str | None, target: str | None) -> None:
     """Raises ``PlanError`` for options that contradict each other."""
+    searching, save = options.search, options.save
     if save is not None and not searching:
         raise PlanError("--save: expected --search, which finds the policy to save")
     if save is not None and (save.is_dir() or not save.absolute().parent.is_dir()):
@@ -55,16 +57,31 @@ def searched(
     return findings
 
 
+def options_to_repeat(scenario: ScenarioOptions, training: TrainingOptions) -> list[tuple[str, str]]:
+    """The options, by name, that a command for the same answer has, besides model, work and machine."""
+    several = {"frozen": training.frozen, "stacked": training.stacked}
+    changed = {
+        "optimizer": training.optimizer if training.optimizer != "adamw" else None,
+        "moments": training.moments,
+        "memory": scenario.memory,
+        "reserve": scenario.reserve if scenario.reserve != "10%" else None,
+    }
+    return [
+        *((name, value) for name, value in changed.items() if value is not None),
+        *((name, value) for name, values in several.items() for value in values or ()),
+    ]
+
+
 def print_search(
     out: Console,
     findings: Sequence[Finding],
     model: str,
     saved: Path | None,
-    told: Sequence[tuple[str, str]] = (),
+    told: Sequence[tuple[str, str]],
 ) -> None:
     """The answers, and for each policy that does not fit what does; the policy file unless it was ``saved``.
 
-    told: further options of the command by name, which the command that compiles has to repeat.
+    told: see `options_to_repeat`; the command that compiles has them, too.
     """
     print_line(out)
     print_table(out, *answers(findings), left=1)

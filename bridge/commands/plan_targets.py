@@ -6,11 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bridge.commands.output import Console, print_line, print_table
+from bridge.commands.plan_options import (
+    EngineChoice,
+    RuntimeChoice,
+    ScenarioOptions,
+    TargetOptions,
+    XlaChoice,
+)
 from bridge.compiling import target_time
 from bridge.compiling.batch_shapes import BatchArray, load_batch_shapes
 from bridge.compiling.machines.targets import Target, targets_named
@@ -38,24 +45,28 @@ class CompiledSteps:
     plan: TargetPlan
     roofline: Roofline
 
+    def as_dict(self) -> dict[str, Any]:
+        """The compiled steps as JSON values, with an estimate of each one's time."""
+        return self.plan.as_dict([self.roofline.estimate(row).as_dict() for row in self.plan.rows])
 
-def check_target_options(target: str | None, engine: str, compiling: bool, runtime: str) -> None:
+
+def check_target_options(options: TargetOptions, scenario: ScenarioOptions) -> None:
     """Raises ``PlanError`` for options that would be left without effect."""
-    if target is None and engine != ENGINES[0]:
+    if options.target is None and options.engine != ENGINES[0]:
         raise PlanError(
-            f"--engine: expected --target NAME,..., whose step an engine runs, got {engine} alone"
+            f"--engine: expected --target NAME,..., whose step an engine runs, got {options.engine} alone"
         )
-    if target is not None and compiling:
+    if options.target is not None and scenario.compile_:
         raise PlanError(
             "--compile: expected no --target, which compiles for other machines; run the command once for each"
         )
-    if compiling and runtime == "torch":
+    if scenario.compile_ and scenario.runtime is RuntimeChoice.torch:
         raise PlanError("--compile: expected --runtime jax or none, since XLA compiles JAX, got torch")
 
 
 @dataclass(frozen=True)
-class TargetOptions:
-    """What the command was told of targets."""
+class TargetRequest:
+    """What is to be compiled for which targets."""
 
     targets: tuple[Target, ...]
     engines: tuple[str, ...]
@@ -63,43 +74,40 @@ class TargetOptions:
     batch: dict[str, BatchArray]
     price: float | None
     efficiency: Efficiency
-    recommended: bool = False
-    tokens: int | None = None
+    recommended: bool
+    tokens: int | None
 
     @staticmethod
-    def of(
-        targets: str | None,
-        engine: str,
-        loss: str | None,
-        batch_shapes: Path | None,
-        devices: str | None,
-        runtime: str,
-        price: float | None,
-        efficiency: str | None,
-        recommended: bool = False,
-        tokens: int | None = None,
-    ) -> TargetOptions | None:
+    def of(options: TargetOptions, scenario: ScenarioOptions) -> TargetRequest | None:
         """None without ``--target``. Raises ``PlanError`` for options that contradict each other."""
-        if targets is None:
-            if any(one is not None for one in (loss, batch_shapes, price, efficiency, tokens)) or recommended:
+        recommended = options.xla is XlaChoice.recommended
+        if options.target is None:
+            step = (options.loss, options.batch_shapes, options.price, options.efficiency, options.tokens)
+            if recommended or any(value is not None for value in step):
                 raise PlanError(
                     "--loss, --batch-shapes, --tokens, --price, --efficiency, --xla: expected --target NAME,..., which "
                     "compiles such a step"
                 )
             return None
-        if runtime == "torch":
+        if scenario.runtime is RuntimeChoice.torch:
             raise PlanError("--target: expected --runtime jax or none, since XLA compiles JAX, got torch")
-        found = targets_named(targets)
-        counts = {one.devices for one in found}
-        if devices is not None and set(parse_counts(devices)) != counts:
+        targets = targets_named(options.target)
+        counts = {target.devices for target in targets}
+        if scenario.devices is not None and set(parse_counts(scenario.devices)) != counts:
             raise PlanError(
                 f"--devices: expected none, or those of the targets, {','.join(map(str, sorted(counts)))}, got "
-                f"{devices}"
+                f"{scenario.devices}"
             )
-        batch = {} if batch_shapes is None else load_batch_shapes(batch_shapes)
-        engines = ENGINES if engine == "both" else (engine,)
-        reached = Efficiency() if efficiency is None else parse_efficiency(efficiency)
-        return TargetOptions(found, engines, loss, batch, price, reached, recommended, tokens)
+        return TargetRequest(
+            targets,
+            ENGINES if options.engine is EngineChoice.both else (options.engine.value,),
+            options.loss,
+            {} if options.batch_shapes is None else load_batch_shapes(options.batch_shapes),
+            options.price,
+            Efficiency() if options.efficiency is None else parse_efficiency(options.efficiency),
+            recommended,
+            options.tokens,
+        )
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -148,22 +156,22 @@ class TargetOptions:
         return found
 
 
-def compile_targets(
-    options: TargetOptions,
+def compiled_steps(
+    request: TargetRequest,
     step: StepRequest,
     model: Model,
     policies: Sequence[ShardingPolicy],
     memory: int | None,
     reserve: float,
-) -> TargetPlan:
+) -> CompiledSteps:
     """Compile every policy for every target with every engine. Raises ``PlanError`` where nothing can be compiled."""
     errors = Console(stderr=True)
-    tasks, refused = tasks_of(policies, options.targets, options.engines, options.recommended)
+    tasks, refused = tasks_of(policies, request.targets, request.engines, request.recommended)
     names = ", ".join(policy.source for policy in policies)
     print_line(
         errors,
         f"compiling {len(tasks)} {'step' if len(tasks) == 1 else 'steps'} of {model.name} ({names}) for "
-        f"{', '.join(target.name for target in options.targets)}, {' and '.join(options.engines)}",
+        f"{', '.join(target.name for target in request.targets)}, {' and '.join(request.engines)}",
     )
     if many := unrolled_layers(model):
         print_line(
@@ -175,7 +183,8 @@ def compile_targets(
         rows = list(
             compile_tasks(step, tasks, (memory, reserve), begin, lambda text: print_line(errors, text))
         )
-    return in_order(rows, tasks, refused)
+    plan = in_order(rows, tasks, refused)
+    return CompiledSteps(step.model, _described(model, step), plan, request.roofline(model, step))
 
 
 @contextmanager
@@ -206,7 +215,7 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[Task], None]]:
         yield show
 
 
-def describe_step(model: Model, step: StepRequest) -> str:
+def _described(model: Model, step: StepRequest) -> str:
     """What a step is, in a line."""
     work = step.workload
     batch = (

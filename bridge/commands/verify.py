@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridge.commands.grouping import grouped, print_left_alone
+from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import (
     SHOWN,
-    ItemOption,
+    ItemOptions,
     JsonOption,
-    StepOption,
     explained,
-    item_names,
     progress_console,
-    step_number,
     user_errors,
 )
 from bridge.commands.output import Console, byte_progress, failure, print_json, print_line, print_table
@@ -25,15 +23,16 @@ if TYPE_CHECKING:
     from bridge.checkpoints.verify.verification import VerifyReport
 
 
+@grouped_options
 def verify(
     path: Annotated[str, typer.Argument(metavar="PATH", help="Checkpoint of any format.")],
+    *,
     finite: Annotated[bool, typer.Option("--finite", help="Report NaNs and infinities as problems.")] = False,
     workers: Annotated[
         int | None,
         typer.Option(min=1, help="Threads; each takes 64 MiB of memory; default: one per core, at most 4."),
     ] = None,
-    item: ItemOption = None,
-    step: StepOption = None,
+    which: ItemOptions,
     json: JsonOption = False,
 ) -> None:
     """Read a whole checkpoint and check that it still is what was written.
@@ -49,9 +48,9 @@ def verify(
     """
     from bridge.checkpoints.verify.verification import verify as run
 
-    at = step_number(step)
+    step = which.step_number()
     with user_errors(json=json), byte_progress(progress_console(), "verify") as progress:
-        report = run(path, finite=finite, workers=workers, progress=progress, items=item_names(item), step=at)
+        report = run(path, finite=finite, workers=workers, progress=progress, items=which.items, step=step)
     out = Console()
     if json:
         _print_json(out, report)

@@ -95,17 +95,8 @@ def save_checkpoint(
             given another path, or was not heard of.
         OSError: the system refused a write.
     """
-    start_save(
-        path,
-        plan,
-        state,
-        train,
-        objects=objects,
-        item=item,
-        mapping=mapping,
-        timeout=timeout,
-        asynchronous=False,
-    )
+    request = SaveRequest(path, plan, state, train, objects, item, mapping, timeout)
+    start_save(request, asynchronous=False)
 
 
 def save_checkpoint_async(
@@ -139,25 +130,28 @@ def save_checkpoint_async(
     Args and raised at once: as ``save_checkpoint``, but for errors of writing. ``CheckpointError`` also for an earlier
     asynchronous save that failed.
     """
-    return start_save(path, plan, state, train, objects=objects, item=item, mapping=mapping, timeout=timeout)
+    return start_save(SaveRequest(path, plan, state, train, objects, item, mapping, timeout))
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """The arguments of ``save_checkpoint``, see there."""
+
+    path: str | os.PathLike[str]
+    plan: ShardingPlan
+    state: TrainState
+    train: Mapping[str, Any] | None
+    objects: Mapping[TreePath, object] | None
+    item: str | None
+    mapping: AnyMapping | None
+    timeout: float
 
 
 def start_save(
-    path: str | os.PathLike[str],
-    plan: ShardingPlan,
-    state: TrainState,
-    train: Mapping[str, Any] | None = None,
-    *,
-    objects: Mapping[TreePath, object] | None = None,
-    item: str | None = None,
-    mapping: AnyMapping | None = None,
-    timeout: float = TIMEOUT,
-    extras: SaveExtras | None = None,
-    asynchronous: bool = True,
+    request: SaveRequest, extras: SaveExtras | None = None, *, asynchronous: bool = True
 ) -> PendingSave:
     """Save, in the background or at once."""
-    extras = extras or SaveExtras()
-    opened = _OpenedSave(path, plan, state, train, objects, item, mapping, timeout, extras, copy=asynchronous)
+    opened = _OpenedSave(request, extras or SaveExtras(), copy=asynchronous)
     if not asynchronous:
         opened.write()
         return pending.finished(opened.target)
@@ -170,23 +164,11 @@ class _OpenedSave:
     copy: whether the state may change before ``write`` is through.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        plan: ShardingPlan,
-        state: TrainState,
-        train: Mapping[str, Any] | None,
-        objects: Mapping[TreePath, object] | None,
-        item: str | None,
-        mapping: AnyMapping | None,
-        timeout: float,
-        extras: SaveExtras,
-        *,
-        copy: bool,
-    ) -> None:
-        self.target = path_here(path)
-        self._processes = processes = Processes(plan.mesh, "save", timeout, background=copy)
-        self._item = item
+    def __init__(self, request: SaveRequest, extras: SaveExtras, *, copy: bool) -> None:
+        plan, state, objects = request.plan, request.state, request.objects
+        self.target = path_here(request.path)
+        self._processes = processes = Processes(plan.mesh, "save", request.timeout, background=copy)
+        self._item = request.item
         self._extras = extras
         self._writer: OrbaxWriter | None = None
         self._mapped: MappedContents | None = None
@@ -196,17 +178,21 @@ class _OpenedSave:
                 # Inside of the step: some processes may have been told already that the save before failed.
                 pending.settle()
                 self._contents = Contents.of(plan, state)
-                values = dict(train_tensors(train or {}))
-                if mapping is not None:
-                    found = kinds(plan, state.weights, state.opt_state)
+                values = dict(train_tensors(request.train or {}))
+                if request.mapping is not None:
                     self._mapped = MappedContents(
-                        mapping, self._contents, found, values, objects or {}, alone=not processes.several
+                        request.mapping,
+                        self._contents,
+                        kinds(plan, state.weights, state.opt_state),
+                        values,
+                        objects or {},
+                        alone=not processes.several,
                     )
                     objects = self._mapped.objects
                 if processes.first:
                     extras.before()
                     self._writer = OrbaxWriter(
-                        self.target, item=item, process=processes.index if processes.several else None
+                        self.target, item=self._item, process=processes.index if processes.several else None
                     )
                     opened.shared = json.dumps(
                         [self.target.name, self._writer.temporary.name, self._fingerprint]

@@ -22,7 +22,7 @@ from bridge.core.mapping.plan.running import AnyMapping
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.conversion import Conversion, conversion
 from jax_impl.checkpoint.mapped import mapped_reader
-from jax_impl.checkpoint.matching import Wanted, kinds_of, match
+from jax_impl.checkpoint.matching import Match, Wanted, kinds_of, match
 from jax_impl.checkpoint.names import KEY_IMPLS, check_key_impls, key_impls, kinds, train_values
 from jax_impl.checkpoint.placing import Tensors
 from jax_impl.comm.agreement import TIMEOUT, Processes
@@ -207,25 +207,9 @@ def _load(
         tree=asked.tree,
         convert=asked.convert,
     )
-    try:
-        matched = match(reader.path, kinds_of(reader.tensors), wanted)
-    except CheckpointError as error:
-        if reader.format == "orbax":
-            raise
-        raise CheckpointError(
-            f"{error}. A {reader.format} checkpoint of another framework's model has other names and layouts: "
-            "translate it by `twinshard convert SRC DST --to orbax --mapping NAME`"
-        ) from error
+    matched = _match(reader, wanted)
     objects = reader.objects
-    impls = key_impls(plan)
-    typed = {
-        path: reader.key_types[source]
-        for path in impls
-        if (source := matched.sources.get(f"variables/{path}", "")) in reader.key_types
-    }
-    saved = objects.pop(KEY_IMPLS, None)
-    read = {path: impl for path, impl in impls.items() if f"variables/{path}" in matched.sources}
-    check_key_impls(reader, read, {**typed, **(saved if isinstance(saved, Mapping) else {})})
+    impls = _checked_impls(reader, plan, matched.sources, objects.pop(KEY_IMPLS, None))
     tensors = Tensors(reader, plan, matched.sources)
     arrays = tensors.weights(weights, given.weights, places.weights)
     variables = {
@@ -252,6 +236,36 @@ def _load(
         train.setdefault("step", int(reader.read(matched.step)))
     kept = {path: value for path, value in objects.items() if not _in_the_way(path, wanted.tensors)}
     return LoadedCheckpoint(state, train, kept, matched.fresh, matched.ignored)
+
+
+def _match(reader: TreeReader, wanted: Wanted) -> Match:
+    try:
+        return match(reader.path, kinds_of(reader.tensors), wanted)
+    except CheckpointError as error:
+        if reader.format == "orbax":
+            raise
+        raise CheckpointError(
+            f"{error}. A {reader.format} checkpoint of another framework's model has other names and layouts: "
+            "translate it by `twinshard convert SRC DST --to orbax --mapping NAME`"
+        ) from error
+
+
+def _checked_impls(
+    reader: TreeReader, plan: ShardingPlan, sources: Mapping[str, str], saved: object
+) -> Mapping[str, str]:
+    """The implementations of the plan's random keys, which those of the checkpoint's keys were found to be.
+
+    saved: what the checkpoint notes of them; keys that stock Orbax saved have their own in their type.
+    """
+    impls = key_impls(plan)
+    typed = {
+        path: reader.key_types[source]
+        for path in impls
+        if (source := sources.get(f"variables/{path}", "")) in reader.key_types
+    }
+    read = {path: impl for path, impl in impls.items() if f"variables/{path}" in sources}
+    check_key_impls(reader, read, {**typed, **(saved if isinstance(saved, Mapping) else {})})
+    return impls
 
 
 def _abstract(

@@ -11,7 +11,7 @@ from bridge.core.formats import TreePath
 from bridge.core.formats.saving.manager import StepManager
 from bridge.core.formats.saving.pending import PendingSave
 from bridge.core.mapping.plan.running import AnyMapping
-from jax_impl.checkpoint.checkpoint import start_save
+from jax_impl.checkpoint.checkpoint import SaveRequest, start_save
 from jax_impl.checkpoint.loading import LoadedCheckpoint, load_checkpoint
 from jax_impl.comm.agreement import TIMEOUT, Processes
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
@@ -58,18 +58,8 @@ class CheckpointManager(StepManager):
             path = self.path_of(step)
             prepared.claim = f"the path {path}"
             extras = self.extras(step, metrics if processes.first else None)
-        return start_save(
-            path,
-            plan,
-            state,
-            train,
-            objects=objects,
-            item=item,
-            mapping=mapping,
-            timeout=timeout,
-            extras=extras,
-            asynchronous=self.asynchronous,
-        )
+        request = SaveRequest(path, plan, state, train, objects, item, mapping, timeout)
+        return start_save(request, extras, asynchronous=self.asynchronous)
 
     def load(
         self,

@@ -169,23 +169,7 @@ def _read(
     gradients = tree(lambda owner: jax.ShapeDtypeStruct(owner.shape, owner.dtypes[1]))
     names: list[str] = jax.tree.leaves(tree(lambda owner: owner.name))
     of = [owners[name] for name in names]
-    able = taking_loss(optimizer)
-    loss = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(float))
-
-    def update(gradients: Any, state: Any, weights: Any, loss: Any) -> Any:
-        return able.update(gradients, state, weights, value=loss)
-
-    init, state = jax.make_jaxpr(able.init, return_shape=True)(weights)
-    step, (updated, after) = jax.make_jaxpr(update, return_shape=True)(gradients, state, weights, loss)
-    # None: a later step that cannot be read.
-    steps: list[Any] = [step]
-    if not _same_kinds(state, after):
-        # Moments may become float32 in the first step, which the steps after it are given.
-        again, (_, later) = jax.make_jaxpr(update, return_shape=True)(gradients, after, weights, loss)
-        alike = [x.shape for x in jax.tree.leaves(state)] == [x.shape for x in jax.tree.leaves(after)]
-        steps += [again] if alike and _same_kinds(after, later) else [None]
-    if [x.shape for x in jax.tree.leaves(updated)] != [owner.shape for owner in of]:
-        raise ValueError("expected updates like the gradients")
+    init, steps, state = _programs(optimizer, weights, gradients)
     reader = Reader(terms, owners)
     paths = [path for path, _ in jax.tree.leaves_with_path(weights)]
     slots = _slots(dict(zip(paths, names, strict=True)), {name: owners[name].shape for name in names}, state)
@@ -200,7 +184,7 @@ def _read(
         ]
         given = [_of_each(terms, "gradient", owner) for owner in of]
         inputs = [*given, *kept, *before, Value(terms.number("loss"), filled=True)]
-        values = reader.outputs(step, inputs)
+        values = reader.outputs(steps[0], inputs)
         for later_step in steps[1:]:
             # A state that becomes another one in each step is read no further, and equals none.
             after_it = [None] * len(values) if later_step is None else reader.outputs(later_step, inputs)
@@ -218,6 +202,32 @@ def _read(
         else:
             owned[slot, name] = made, updated
     return Reading(owners, owned, shared)
+
+
+def _programs(
+    optimizer: optax.GradientTransformation, weights: Any, gradients: Any
+) -> tuple[Any, list[Any], Any]:
+    """The programs of ``init`` and of the first steps, and the state's shapes. None: a step that cannot be read."""
+    able = taking_loss(optimizer)
+    loss = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(float))
+
+    def update(gradients: Any, state: Any, weights: Any, loss: Any) -> Any:
+        return able.update(gradients, state, weights, value=loss)
+
+    def shapes(tree: Any) -> list[Any]:
+        return [leaf.shape for leaf in jax.tree.leaves(tree)]
+
+    init, state = jax.make_jaxpr(able.init, return_shape=True)(weights)
+    step, (updated, after) = jax.make_jaxpr(update, return_shape=True)(gradients, state, weights, loss)
+    steps: list[Any] = [step]
+    if not _same_kinds(state, after):
+        # Moments may become float32 in the first step, which the steps after it are given.
+        again, (_, later) = jax.make_jaxpr(update, return_shape=True)(gradients, after, weights, loss)
+        alike = shapes(state) == shapes(after)
+        steps += [again] if alike and _same_kinds(after, later) else [None]
+    if shapes(updated) != shapes(gradients):
+        raise ValueError("expected updates like the gradients")
+    return init, steps, state
 
 
 def _and_then(terms: Terms, first: Value, later: Value | None) -> Value:

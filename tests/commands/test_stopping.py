@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 KILLED = """
 import os, signal, sys
-from bridge.checkpoints import engine
+from bridge.checkpoints.convert import engine
 from bridge.commands.main import main
 from bridge.core.formats.dcp.writer import DcpWriter
 stock, number, calls = DcpWriter.write_from, signal.Signals[os.environ["SIGNAL"]], []

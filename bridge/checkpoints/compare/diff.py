@@ -7,10 +7,12 @@ written.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from bridge.checkpoints.compare.diff_report import DiffReport
+from bridge.checkpoints.compare.diff_report import DiffReport, TensorDiff
 from bridge.checkpoints.compare.diff_tensors import Pair, compared
 from bridge.checkpoints.compare.noise import Noise
 from bridge.checkpoints.compare.ulp import Tolerance
@@ -84,100 +86,165 @@ def diff(
     table = mapping_table(mapping, axes, tied, any_model=any_model)
     with large_buffers_returned(), ExitStack() as opened:
         places = each_at_step((a, b), step)
-        whole_a, whole_b = (
+        as_stored = [
             opened.enter_context(open_checkpoint(path, items=own))
             for path, own in zip(places, items_of_each(places, items), strict=True)
-        )
-        before = stamps((*whole_a.files(), *whole_b.files()))
-        opened_pair = (whole_a, whole_b)
+        ]
+        before = stamps([file for reader in as_stored for file in reader.files()])
+        whole_a, whole_b = as_stored
         if dequantize:
             whole_a = DequantizedReader(whole_a)
-        if table is not None:
-            whole_a, whole_b = (
-                with_named_states(with_step_tensors(whole), table, optimizer_order)
-                for whole in (whole_a, whole_b)
-            )
-        reader_a, reader_b = selected_pair(whole_a, whole_b, selection)
-        target: str | Convention | None = into
-        if table is not None:
-            table = with_config(table, whole_a)
-            target = _convention_of(whole_b, table, into) or into
-            table = table if selection.everything else with_stored_sizes(table, whole_a).part()
-
-        def planned(reader: CheckpointReader) -> Plan:
-            return make_plan(reader, reader_b.format, table, into=target, from_=from_)
-
-        plan = planned(reader_a)
-        left_out = _left_out(planned, whole_a, plan) if reader_a is not whole_a else frozenset()
-        infos = {name: info for name, info in reader_b.tensors.items() if name not in left_out}
-        common = [name for name in infos if name in plan.tensors]
-        keys = dtype_names(whole_a, plan, whole_b, common)
-        mismatched = {
-            name: text
-            for name in common
-            if (text := _mismatch(plan.tensors[name], infos[name], rounded, keys.get(name)))
-        }
-        comparable = [name for name in common if name not in mismatched]
-        require_readable(whole_a, (source for name in comparable for source in plan.tensors[name].sources))
-        require_readable(whole_b, comparable)
+        sides = _Sides.of(whole_a, whole_b, selection, table, into, from_, optimizer_order)
+        mismatched = sides.mismatched(rounded)
+        comparable = [name for name in sides.common if name not in mismatched]
+        sides.require_readable(comparable)
         third = None
         if noise is not None:
-            whole = opened.enter_context(open_checkpoint(noise))
-            known = (*whole_a.tensors, *whole_b.tensors)
-
-            def mapped() -> Plan | None:
-                if table is None:
-                    return None
-                # As a part: only the tensors that are compared are needed, and those missing are named.
-                its_table = with_stored_sizes(table, whole_a).part()
-                selected = SelectedReader(whole, selection, known)
-                return make_plan(selected, reader_b.format, its_table, into=target, from_=from_)
-
-            wanted = [infos[name] for name in comparable if not is_whole(infos[name].dtype)]
-            third = Noise.find(whole, wanted, reader_b.format, mapped)
-        total, done = sum(infos[name].nbytes for name in comparable), 0
-        tensors = []
-        for found in compared(
-            (
-                Pair(reader_a, plan.tensors[name], reader_b, infos[name], tolerance, third)
-                for name in comparable
-            ),
-            workers,
-        ):
-            tensors.append(found)
-            done += infos[found.name].nbytes
-            if progress is not None:
-                progress(done, total, found.name)
+            third = sides.noise(opened.enter_context(open_checkpoint(noise)), comparable)
+        tensors = sides.compare(comparable, tolerance, third, workers, progress)
         for _, text in changed(before):
             raise CheckpointError(text)
         return DiffReport(
             place_of(a),
             place_of(b),
             tolerance,
-            tuple(tensors),
-            tuple(name for name in plan.tensors if name not in infos),
-            tuple(name for name in infos if name not in plan.tensors),
+            tensors,
+            tuple(name for name in sides.plan.tensors if name not in sides.infos),
+            tuple(name for name in sides.infos if name not in sides.plan.tensors),
             tuple(mismatched.items()),
-            *_objects(reader_a, plan, reader_b, left_out),
-            () if table is not None else structure_differences(whole_a, plan, reader_b, left_out),
+            *_objects(sides.reader_a, sides.plan, sides.reader_b, sides.left_out),
+            sides.structure(),
             noise=None if noise is None else place_of(noise),
-            left_alone={
-                f"{reader.path}/{name}": why
-                for reader in opened_pair
-                for name, why in left_alone(reader).items()
-            },
+            left_alone=_left_alone(as_stored),
         )
 
 
-def _left_out(
-    planned: Callable[[CheckpointReader], Plan], whole: CheckpointReader, plan: Plan
-) -> frozenset[str]:
-    """The names that would correspond to what is not selected; none where the mapping does not fit the whole."""
-    try:
-        full = planned(whole)
-    except CheckpointError:
-        return frozenset()
-    return frozenset(_names(full) - _names(plan))
+@dataclass(frozen=True)
+class _Sides:
+    """Two checkpoints as they are compared, by the names of ``b``.
+
+    whole_a, whole_b: with all that they hold. reader_a, reader_b: what is selected of these. table, into, from_: the
+    translation of ``a``, see `make_plan`; without a table names stay.
+    """
+
+    whole_a: CheckpointReader
+    whole_b: CheckpointReader
+    reader_a: CheckpointReader
+    reader_b: CheckpointReader
+    selection: Selection
+    table: MappingTable | None
+    into: str | Convention | None
+    from_: str | None
+
+    @staticmethod
+    def of(
+        whole_a: CheckpointReader,
+        whole_b: CheckpointReader,
+        selection: Selection,
+        table: MappingTable | None,
+        into: str | None,
+        from_: str | None,
+        optimizer_order: str | None,
+    ) -> _Sides:
+        if table is not None:
+            whole_a, whole_b = (
+                with_named_states(with_step_tensors(whole), table, optimizer_order)
+                for whole in (whole_a, whole_b)
+            )
+        target: str | Convention | None = into
+        pair = selected_pair(whole_a, whole_b, selection)
+        if table is not None:
+            table = with_config(table, whole_a)
+            target = _convention_of(whole_b, table, into) or into
+            table = table if selection.everything else with_stored_sizes(table, whole_a).part()
+        return _Sides(whole_a, whole_b, *pair, selection, table, target, from_)
+
+    def plan_of(self, reader: CheckpointReader) -> Plan:
+        return make_plan(reader, self.reader_b.format, self.table, into=self.into, from_=self.from_)
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self.plan_of(self.reader_a)
+
+    @cached_property
+    def left_out(self) -> frozenset[str]:
+        """The names of ``b`` for what is not selected of ``a``; none where the mapping does not fit the whole."""
+        if self.reader_a is self.whole_a:
+            return frozenset()
+        try:
+            full = self.plan_of(self.whole_a)
+        except CheckpointError:
+            return frozenset()
+        return frozenset(_names(full) - _names(self.plan))
+
+    @cached_property
+    def infos(self) -> dict[str, TensorInfo]:
+        """The tensors of ``b`` that are compared, or that ``a`` lacks."""
+        return {name: info for name, info in self.reader_b.tensors.items() if name not in self.left_out}
+
+    @property
+    def common(self) -> list[str]:
+        return [name for name in self.infos if name in self.plan.tensors]
+
+    def mismatched(self, rounded: bool) -> dict[str, str]:
+        """What differs in shape or dtype, by name."""
+        keys = dtype_names(self.whole_a, self.plan, self.whole_b, self.common)
+        texts = {
+            name: _mismatch(self.plan.tensors[name], self.infos[name], rounded, keys.get(name))
+            for name in self.common
+        }
+        return {name: text for name, text in texts.items() if text}
+
+    def require_readable(self, names: Sequence[str]) -> None:
+        """Raise CheckpointError where a tensor cannot be read."""
+        sources = (source for name in names for source in self.plan.tensors[name].sources)
+        require_readable(self.whole_a, sources)
+        require_readable(self.whole_b, names)
+
+    def noise(self, whole: CheckpointReader, comparable: Sequence[str]) -> Noise:
+        """The checkpoint of another run, with the names of ``b``, or of ``a`` through the mapping."""
+        known = (*self.whole_a.tensors, *self.whole_b.tensors)
+
+        def mapped() -> Plan | None:
+            if self.table is None:
+                return None
+            # As a part: only the tensors that are compared are needed, and those missing are named.
+            sides = replace(self, table=with_stored_sizes(self.table, self.whole_a).part())
+            return sides.plan_of(SelectedReader(whole, self.selection, known))
+
+        wanted = [self.infos[name] for name in comparable if not is_whole(self.infos[name].dtype)]
+        return Noise.find(whole, wanted, self.reader_b.format, mapped)
+
+    def compare(
+        self,
+        names: Sequence[str],
+        tolerance: Tolerance,
+        noise: Noise | None,
+        workers: int,
+        progress: Progress | None,
+    ) -> tuple[TensorDiff, ...]:
+        total, done = sum(self.infos[name].nbytes for name in names), 0
+        pairs = (
+            Pair(self.reader_a, self.plan.tensors[name], self.reader_b, self.infos[name], tolerance, noise)
+            for name in names
+        )
+        tensors = []
+        for tensor in compared(pairs, workers):
+            tensors.append(tensor)
+            done += self.infos[tensor.name].nbytes
+            if progress is not None:
+                progress(done, total, tensor.name)
+        return tuple(tensors)
+
+    def structure(self) -> tuple[tuple[str, str], ...]:
+        """What differs in the trees; empty through a mapping, which makes another tree."""
+        if self.table is not None:
+            return ()
+        return structure_differences(self.whole_a, self.plan, self.reader_b, self.left_out)
+
+
+def _left_alone(readers: Iterable[CheckpointReader]) -> dict[str, str]:
+    return {f"{reader.path}/{name}": why for reader in readers for name, why in left_alone(reader).items()}
 
 
 def _names(plan: Plan) -> set[str]:

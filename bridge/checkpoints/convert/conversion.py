@@ -172,6 +172,20 @@ def convert(
         write_items=write_items,
         optimizer_order=optimizer_order,
     )
+    return convert_with(src, dst, options, replace=replace, resume=resume, progress=progress, workers=workers)
+
+
+def convert_with(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    options: ConvertOptions,
+    *,
+    replace: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> ConvertReport:
+    """As `convert`, whose choices are ``options``; where these have no format, ``dst`` does not tell it by its name."""
     workers = default_workers() if workers is None else workers
     if workers < 1:
         raise ValueError(f"expected 1 worker or more, got {workers}")

@@ -11,6 +11,7 @@ import copyreg
 import dataclasses
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -159,8 +160,19 @@ def convert_on(
     waiting = [
         PartTask(source, destination, options, part, parts, replace, workers) for part in range(1, parts + 1)
     ]
+    try:
+        resumed = _run_all(cluster, waiting, progress)
+    finally:
+        cluster.close()
+    committed = commit_parts(source, destination, options, parts=parts, replace=replace)
+    return dataclasses.replace(committed, resumed_bytes=resumed, seconds=time.perf_counter() - started)
+
+
+def _run_all(cluster: Cluster[Handle], tasks: Sequence[PartTask], progress: Progress | None) -> int:
+    """Run all parts, those of lost workers again; the bytes that earlier attempts had written."""
+    waiting, parts = list(tasks), len(tasks)
     running: dict[Handle, PartTask] = {}
-    lost: dict[int, int] = {}
+    lost: Counter[int] = Counter()
     resumed = done = whole = 0
     told: dict[int, int] = {}
 
@@ -174,32 +186,28 @@ def convert_on(
         whole = said.whole
         show(running[handle], said.done)
 
-    try:
-        while waiting or running:
-            while waiting and len(running) < cluster.slots:
-                task = waiting.pop(0)
-                running[cluster.submit(task)] = task
-            handle = cluster.wait(list(running), hear)
-            task = running.pop(handle)
-            try:
-                report = cluster.result(handle)
-            except WorkerLost as error:
-                lost[task.part] = lost.get(task.part, 0) + 1
-                if lost[task.part] >= MAX_LOST:
-                    raise CheckpointError(
-                        f"part {task.part} of {parts}: its worker was lost {MAX_LOST} times, the last time so: "
-                        f"{error}; look for the reason on its machine (memory?), then convert again: complete parts "
-                        "are kept"
-                    ) from None
-                waiting.append(task)
-                continue
-            resumed += report.bytes if report.found else report.resumed_bytes
-            done += 1
-            show(task, report.bytes)
-    finally:
-        cluster.close()
-    committed = commit_parts(source, destination, options, parts=parts, replace=replace)
-    return dataclasses.replace(committed, resumed_bytes=resumed, seconds=time.perf_counter() - started)
+    while waiting or running:
+        while waiting and len(running) < cluster.slots:
+            task = waiting.pop(0)
+            running[cluster.submit(task)] = task
+        handle = cluster.wait(list(running), hear)
+        task = running.pop(handle)
+        try:
+            report = cluster.result(handle)
+        except WorkerLost as error:
+            lost[task.part] += 1
+            if lost[task.part] >= MAX_LOST:
+                raise CheckpointError(
+                    f"part {task.part} of {parts}: its worker was lost {MAX_LOST} times, the last time so: "
+                    f"{error}; look for the reason on its machine (memory?), then convert again: complete parts "
+                    "are kept"
+                ) from None
+            waiting.append(task)
+            continue
+        resumed += report.bytes if report.found else report.resumed_bytes
+        done += 1
+        show(task, report.bytes)
+    return resumed
 
 
 def _anywhere(options: ConvertOptions) -> ConvertOptions:

@@ -70,41 +70,48 @@ def verify(
     most 4. Raises FileNotFoundError if nothing is there,
     ValueError for workers < 1.
     """
-    started = time.perf_counter()
+    request = _Request(finite, workers, progress, time.perf_counter())
     path = at_step(path, step)
     if is_url(path):
         listing = Listing(str(path))
         try:
-            report = _verify(listing.root, finite, workers, progress, items, started)
+            report = _verify(listing.root, items, request)
         finally:
             listing.close()
         return dataclasses.replace(report, path=listing.url)
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} does not exist: expected a checkpoint there{hub_hint(path)}")
-    return _verify(Path(path), finite, workers, progress, items, started)
+    return _verify(Path(path), items, request)
 
 
-def _verify(
-    place: Path,
-    finite: bool,
-    workers: int | None,
-    progress: Progress | None,
-    items: Sequence[str],
-    started: float,
-) -> VerifyReport:
-    problems: list[Problem] = []
+class _Request(NamedTuple):
+    """How a checkpoint is verified. started: by `time.perf_counter`."""
+
+    finite: bool
+    workers: int | None
+    progress: Progress | None
+    started: float
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+
+def _verify(place: Path, items: Sequence[str], request: _Request) -> VerifyReport:
     parts = parts_of(place, items)
-    if len(parts) > 1:
-        reports = {
-            name: _verify(part, finite, workers, progress, (), started) for name, part in parts.items()
-        }
-        report = joined(place, reports, time.perf_counter() - started)
-        left = left_alone_by_parts(
-            [*parts.values()], report.format, {name: part.left_alone for name, part in reports.items()}
-        )
-        return dataclasses.replace(report, left_alone=left)
-    if parts:
-        (place,) = parts.values()
+    if len(parts) <= 1:
+        (item,) = parts.values() or (place,)
+        return _verify_item(item, request)
+    reports = {name: _verify(part, (), request) for name, part in parts.items()}
+    report = joined(place, reports, request.seconds)
+    left = left_alone_by_parts(
+        [*parts.values()], report.format, {name: part.left_alone for name, part in reports.items()}
+    )
+    return dataclasses.replace(report, left_alone=left)
+
+
+def _verify_item(place: Path, request: _Request) -> VerifyReport:
+    problems: list[Problem] = []
     home = manifest_home(place)
     try:
         manifest = read_manifest(home)
@@ -122,72 +129,77 @@ def _verify(
     except (CheckpointError, OSError) as error:
         others = [Problem(part, str(said)) for part, said in damage.items() if said is not error]
         problems += [*others, Problem(str(place), f"cannot be opened: {error}")]
-        seconds = time.perf_counter() - started
-        found = manifest.format if manifest else ""
         return VerifyReport(
-            place,
-            found,
-            False,
-            manifest is not None,
-            0,
-            0,
-            0,
-            0,
-            None,
-            tuple(problems),
-            (),
-            (),
-            seconds,
-            error,
+            path=place,
+            format=manifest.format if manifest else "",
+            opened=False,
+            manifest=manifest is not None,
+            tensors=0,
+            chunks=0,
+            objects=0,
+            bytes=0,
+            protected=None,
+            problems=tuple(problems),
+            not_finite=(),
+            unread=(),
+            seconds=request.seconds,
+            error=error,
         )
     problems += [Problem(part, str(said)) for part, said in damage.items()]
     with large_buffers_returned(), reader:
-        before = stamps(reader.files())
-        if manifest is not None:
-            problems += structure_problems(reader, manifest)
-            problems += rest_problems(reader, home, manifest)
-        problems += _objects_problems(reader, manifest)
-        check = _Check(reader, manifest)
-        tensors = check.run(default_workers() if workers is None else workers, progress)
-        problems += [problem for found in tensors for problem in found.problems]
-        damaged = tuple(found.name for found in tensors if found.problems)
-        problems += copy_problems(reader)
-        problems += [Problem(Path(file).name, text) for file, text in changed(before)]
-        unlisted: Mapping[str, str] = {}
-        try:
-            unlisted = left_alone(reader)
-        except OSError as error:
-            problems.append(Problem(str(place), f"cannot be listed: {error}"))
-        not_finite = tuple(
-            NotFinite(found.name, found.nan, found.infinite)
-            for found in tensors
-            if found.nan or found.infinite
-        )
-        if finite:
-            problems += [
-                Problem(
-                    found.name,
-                    f"expected finite elements, found {found.nan} NaN and {found.infinite} infinite",
-                )
-                for found in not_finite
-            ]
-        return VerifyReport(
-            place,
-            reader.format,
-            True,
-            manifest is not None,
-            len(reader.tensors),
-            sum(len(info.chunks) for info in reader.tensors.values()),
-            len(reader.objects),
-            sum(info.nbytes for info in reader.tensors.values()),
-            check.protected(),
-            tuple(problems),
-            not_finite,
-            tuple(unreadable(reader)),
-            time.perf_counter() - started,
-            damaged=damaged,
-            left_alone=unlisted,
-        )
+        return _verify_open(place, home, reader, manifest, problems, request)
+
+
+def _verify_open(
+    place: Path,
+    home: Path,
+    reader: CheckpointReader,
+    manifest: Manifest | None,
+    problems: list[Problem],
+    request: _Request,
+) -> VerifyReport:
+    """The report of an open checkpoint. home: whose manifest it is. problems: those of files, found before."""
+    before = stamps(reader.files())
+    if manifest is not None:
+        problems += structure_problems(reader, manifest)
+        problems += rest_problems(reader, home, manifest)
+    problems += _objects_problems(reader, manifest)
+    check = _Check(reader, manifest)
+    workers = default_workers() if request.workers is None else request.workers
+    tensors = check.run(workers, request.progress)
+    problems += [problem for tensor in tensors for problem in tensor.problems]
+    problems += copy_problems(reader)
+    problems += [Problem(Path(file).name, text) for file, text in changed(before)]
+    unlisted: Mapping[str, str] = {}
+    try:
+        unlisted = left_alone(reader)
+    except OSError as error:
+        problems.append(Problem(str(place), f"cannot be listed: {error}"))
+    not_finite = tuple(
+        NotFinite(tensor.name, tensor.nan, tensor.infinite)
+        for tensor in tensors
+        if tensor.nan or tensor.infinite
+    )
+    for tensor in not_finite if request.finite else ():
+        text = f"expected finite elements, found {tensor.nan} NaN and {tensor.infinite} infinite"
+        problems.append(Problem(tensor.name, text))
+    return VerifyReport(
+        path=place,
+        format=reader.format,
+        opened=True,
+        manifest=manifest is not None,
+        tensors=len(reader.tensors),
+        chunks=sum(len(info.chunks) for info in reader.tensors.values()),
+        objects=len(reader.objects),
+        bytes=sum(info.nbytes for info in reader.tensors.values()),
+        protected=check.protected(),
+        problems=tuple(problems),
+        not_finite=not_finite,
+        unread=tuple(unreadable(reader)),
+        seconds=request.seconds,
+        damaged=tuple(tensor.name for tensor in tensors if tensor.problems),
+        left_alone=unlisted,
+    )
 
 
 def _objects_problems(reader: CheckpointReader, manifest: Manifest | None) -> Iterator[Problem]:

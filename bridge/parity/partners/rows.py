@@ -78,17 +78,13 @@ def row_of(
     floor: float,
     *,
     dtype: str = "float32",
-    leaf: str = "",
-    call: int = 0,
     kind: str = "",
     local: float = math.nan,
-    layout: str = "",
-    cause: str = "",
-    note: str = "",
 ) -> Row:
     """Compare ``torch``, already in the layout of ``jax``, with ``jax``; ``floor``: absolute.
 
-    With ``local`` the row says whether the difference was introduced here.
+    With ``local`` the row says whether the difference was introduced here. The row is of the first call, without leaf,
+    layout, cause and note.
     """
     found = distance(torch, jax, dtype)
     ratio = ratio_of(found, floor)
@@ -100,8 +96,8 @@ def row_of(
     return Row(
         stage,
         *names,
-        leaf,
-        call,
+        "",
+        0,
         kind,
         tuple(jax.shape),
         found.relative,
@@ -113,7 +109,4 @@ def row_of(
         found.values,
         verdict,
         local,
-        layout,
-        cause,
-        note,
     )

@@ -21,7 +21,7 @@ import numpy as np
 from bridge.core.formats.tensors.base import Box
 from bridge.core.mapping import MappingError, MappingTable
 from bridge.core.mapping.language.entries import Entry, Rule
-from bridge.core.mapping.one_rule.apply import apply_rule
+from bridge.core.mapping.one_rule.apply import AppliedRule
 from bridge.core.mapping.one_rule.instance import View
 from bridge.core.mapping.one_rule.sizes import known_sizes
 from bridge.core.mapping.states.found import Found, NameIndex, find
@@ -239,8 +239,9 @@ class WeightMap:
             if id(rule) not in members or not rule.entries(target):
                 continue
             own = {weight: reader.tensors[weight] for weight in members[id(rule)]}
-            for weight, view in apply_rule(rule, name, target, own, axes, -1 if gradients else 1, own):
-                made[weight] = view
+            power = -1 if gradients else 1
+            applied = AppliedRule(rule, name, target, own, axes, power, weights=own)
+            made |= {weight: view for weight, view, _ in applied.outputs()}
         return Translated(made, reader)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -52,18 +53,9 @@ def activation_rows(runs: Runs, pairs: Sequence[CallPair]) -> Iterator[Row]:
                 noise(None if theirs is None else way.to_jax(theirs), high, runs.dtype),
                 noise(ours, found, runs.dtype),
             )
-            yield row_of(
-                "backward",
-                (pair.modules.torch, pair.modules.jax),
-                high,
-                found,
-                floor,
-                dtype=runs.dtype,
-                leaf=name,
-                call=pair.number,
-                kind=pair.torch.kind,
-                layout=str(way),
-            )
+            names = (pair.modules.torch, pair.modules.jax)
+            row = row_of("backward", names, high, found, floor, dtype=runs.dtype, kind=pair.torch.kind)
+            yield replace(row, leaf=name, call=pair.number, layout=str(way))
 
 
 def backward_alone(runs: Runs, pair: CallPair, weights: WeightMap) -> tuple[float, str]:

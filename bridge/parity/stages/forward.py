@@ -125,10 +125,13 @@ def _rows(runs: Runs, pair: CallPair, alone: Alone, shifted: str | None) -> Iter
             pair.jax.outputs[other],
             floor,
             dtype=runs.dtype,
-            leaf=name,
-            call=pair.number,
             kind=pair.torch.kind,
             local=local,
+        )
+        row = replace(
+            row,
+            leaf=name,
+            call=pair.number,
             layout=str(way),
             note="; ".join(filter(None, (alone.note, way.doubt))),
             cause=alone.cause if local > FACTOR else "",
@@ -144,14 +147,6 @@ def _rows(runs: Runs, pair: CallPair, alone: Alone, shifted: str | None) -> Iter
 
 def _unmatched(pair: CallPair, note: str) -> Row:
     nothing = np.zeros(())
-    row = row_of(
-        "forward",
-        (pair.modules.torch, pair.modules.jax),
-        nothing,
-        nothing,
-        0.0,
-        call=pair.number,
-        kind=pair.torch.kind,
-        note=f"not compared: {note}",
-    )
-    return replace(row, verdict="unknown")
+    names = (pair.modules.torch, pair.modules.jax)
+    row = row_of("forward", names, nothing, nothing, 0.0, kind=pair.torch.kind)
+    return replace(row, call=pair.number, verdict="unknown", note=f"not compared: {note}")

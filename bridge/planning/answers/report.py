@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from bridge.core.sharding.policy.recompute import Recompute
 from bridge.core.text import human_bytes
@@ -137,52 +137,54 @@ def _peak(plan: Plan) -> str:
 
 def notes(comparison: Comparison) -> Sequence[str]:
     """Lines under the tables: unknown numbers, wasteful units, the cheapest policies."""
-    lines = list(comparison.refused)
-    first = comparison.plans[0]
+    warned = dict.fromkeys(
+        f"warning: {plan.policy}: {text}" for plan in comparison.plans for text in plan.warnings()
+    )
+    return [*comparison.refused, *_what_is_counted(comparison), *warned, *_what_fits(comparison)]
+
+
+def _what_is_counted(comparison: Comparison) -> Iterator[str]:
+    """How the numbers are to be read: what they leave out, and what is above the truth."""
+    plans, first = comparison.plans, comparison.plans[0]
     if first.optimizer != ADAMW:
-        lines.append(f"optimizer: {first.optimizer}")
-    if any(plan.runtime == "jax" and plan.optimizer.by_parameter for plan in comparison.plans):
-        lines.append(
+        yield f"optimizer: {first.optimizer}"
+    if any(plan.runtime == "jax" and plan.optimizer.by_parameter for plan in plans):
+        yield (
             f"jax: {first.optimizer.name} looks at shapes, so that an update brings weights and gradients together: "
             "whole ones are counted, but not what XLA holds besides them and sends; > is for the bytes at rest, "
             "which must be there: compile it with --target"
         )
-    in_jax = [plan for plan in comparison.plans if plan.runtime == "jax"]
+    in_jax = [plan for plan in plans if plan.runtime == "jax"]
     if any(group.has_remainders for plan in in_jax for unit in plan.units for group in unit.groups):
-        lines.append(
-            "jax: store_param_remainders changes nothing, since compute weights live inside of a step only"
-        )
-    if any(isinstance(unit.kind.recompute, str) for plan in comparison.plans for unit in plan.units):
-        lines.append(
+        yield "jax: store_param_remainders changes nothing, since compute weights live inside of a step only"
+    if any(isinstance(unit.kind.recompute, str) for plan in plans for unit in plan.units):
+        yield (
             "recompute: results of products that a unit keeps are not counted; > is for the bytes at rest, which must "
             "be there"
         )
-    if any(not one.trainable for one in first.model.parameters):
-        frozen = sum(one.numel for one in first.model.parameters if not one.trainable)
-        lines.append(
+    if frozen := sum(parameter.numel for parameter in first.model.parameters if not parameter.trainable):
+        yield (
             f"frozen: {frozen:,} parameters, without gradients and moments; activations are counted as if they were "
             "trained, an upper bound"
         )
-    if any(not plan.model.activations for plan in comparison.plans):
-        lines.append(
+    if any(not plan.model.activations for plan in plans):
+        yield (
             "peak: activations are known for built-in models only; > is for the bytes at rest, which must be there"
         )
-    for runtime in dict.fromkeys(plan.runtime for plan in comparison.plans if plan.exchanges is None):
-        lines.append(f"{runtime}: what model axes send, activations and their gradients, is not counted")
-    if any(plan.peak_is_upper_bound and plan.mesh.model_ranks > 1 for plan in comparison.plans):
-        lines.append("peak: with whole activations, of which model axes cut some, and so an upper bound")
-    counted = {plan.runtime: plan.model.attention for plan in comparison.plans if plan.model.attention}
-    if counted:
-        lines.append(
-            f"attention: {', '.join(f'{kind} in {runtime}' for runtime, kind in counted.items())}; fused keeps no "
-            "scores, plain keeps them; --attention fused|plain counts the other"
+    for runtime in dict.fromkeys(plan.runtime for plan in plans if plan.exchanges is None):
+        yield f"{runtime}: what model axes send, activations and their gradients, is not counted"
+    if any(plan.peak_is_upper_bound and plan.mesh.model_ranks > 1 for plan in plans):
+        yield "peak: with whole activations, of which model axes cut some, and so an upper bound"
+    if counted := {plan.runtime: plan.model.attention for plan in plans if plan.model.attention}:
+        yield (
+            f"attention: {', '.join(f'{attention} in {runtime}' for runtime, attention in counted.items())}; fused "
+            "keeps no scores, plain keeps them; --attention fused|plain counts the other"
         )
-    warned: dict[str, None] = {}
-    for plan in comparison.plans:
-        warned.update((f"warning: {plan.policy}: {text}", None) for text in plan.warnings())
-    lines += warned
+
+
+def _what_fits(comparison: Comparison) -> Iterator[str]:
     if comparison.memory is not None and comparison.usable is not None:
-        lines.append(
+        yield (
             f"fits: the peak is within {human_bytes(comparison.usable)}, that is {human_bytes(comparison.memory)} less "
             f"{float(100 * comparison.reserve):g} % of reserve (--reserve)"
         )
@@ -191,14 +193,11 @@ def notes(comparison: Comparison) -> Sequence[str]:
         where = f"{choice.devices} devices" + (f", {choice.workload}" if several else "")
         if choice.policy is not None:
             known = all(plan.exchanges is not None for plan in comparison.plans)
-            lines.append(
-                f"{where}: {choice.policy} is the cheapest that fits{'' if known else ', by what is counted'}"
-            )
+            yield f"{where}: {choice.policy} is the cheapest that fits{'' if known else ', by what is counted'}"
         elif not choice.unknown:
-            lines.append(f"{where}: no policy fits{comparison.in_runtimes}")
+            yield f"{where}: no policy fits{comparison.in_runtimes}"
         if choice.unknown:
-            lines.append(
+            yield (
                 f"{where}: unknown whether {', '.join(choice.unknown)} fit: run one step of each and "
                 "measure, or compile them for JAX with --target"
             )
-    return lines

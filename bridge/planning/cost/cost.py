@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from bridge.planning.cost.moments import Placed, brought_together, staged
 from bridge.planning.cost.offload import offloaded
 from bridge.planning.cost.optimizers import ADAMW, Optimizer
 from bridge.planning.cost.peak import Peak, step_peak
-from bridge.planning.cost.peak_steps import StepUnit
+from bridge.planning.cost.peak_steps import StepUnit, steps_of
 from bridge.planning.cost.traffic import Calls, Traffic, amax_calls, step_calls
 from bridge.planning.cost.units import CutModel, UnitKind, cut
 from bridge.planning.models.errors import PlanError
@@ -140,22 +140,20 @@ class Plan:
         moved = staged(self.optimizer, self.placed(), self.runtime, self.device)
         if self.runtime == "jax":
             moved += brought_together(self.optimizer, self.placed())
-        peak = step_peak(
-            self.model,
-            units,
-            self.at_rest,
-            self.runtime,
-            work.batch,
-            work.length,
-            work.microbatches,
-            self.prefetch,
-            moved,
-        )
         # XLA chooses what an update that looks at shapes holds besides whole weights and gradients, and results of
         # products are not counted.
         known = self.runtime == "torch" or not self.optimizer.by_parameter
         known = known and not any(isinstance(unit.kind.recompute, str) for unit in self.units)
-        return replace(peak, complete=peak.complete and known)
+        return step_peak(
+            list(steps_of(self.model, units, work.batch, work.length)),
+            units,
+            self.at_rest,
+            self.runtime,
+            work.microbatches,
+            self.prefetch,
+            moved,
+            complete=known and bool(self.model.activations),
+        )
 
     def placed(self) -> Iterator[Placed]:
         """All groups; those that JAX has in one array, of the layers of a stack, together."""

@@ -71,8 +71,7 @@ from dataclasses import dataclass
 
 from bridge.planning.cost import peak_jax, peak_torch
 from bridge.planning.cost.at_rest import AtRest
-from bridge.planning.cost.peak_steps import StepUnit, steps_of
-from bridge.planning.models.model import Model
+from bridge.planning.cost.peak_steps import Step, StepUnit
 
 TERMS = (
     "main_weights",
@@ -105,21 +104,21 @@ class Peak:
 
 
 def step_peak(
-    model: Model,
+    steps: Sequence[Step],
     units: Sequence[StepUnit],
     rest: AtRest,
     runtime: str,
-    batch: int,
-    length: int,
     microbatches: int,
     prefetch: int,
-    staged: int = 0,
+    staged: int,
+    *,
+    complete: bool,
 ) -> Peak:
-    """The worst moment of a step of ``microbatches`` of ``batch`` sequences; ``units`` with the root last.
+    """The worst moment of ``microbatches`` times ``steps``, those of ``units``, which have the root last.
 
-    staged: bytes of moments that the update has on the device besides those at rest, see ``moments.staged``.
+    staged: bytes of moments that the update has on the device besides those at rest, see ``moments.staged``. complete:
+    whether everything that is in memory is known.
     """
-    steps = list(steps_of(model, units, batch, length))
     kept = rest.compute_weights.allocated
     if runtime == "jax":
         groups = [group for unit in units for group in unit.groups if peak_jax.holds_apart(group)]
@@ -136,4 +135,4 @@ def step_peak(
     )
     moment, terms = max(moments, key=lambda one: sum({**always, **one[1]}.values()))
     named = {name: {**always, **terms}.get(name, 0) for name in TERMS}
-    return Peak(moment, named, bool(model.activations))
+    return Peak(moment, named, complete)

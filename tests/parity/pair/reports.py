@@ -35,7 +35,8 @@ def row(
     values = np.arange(1.0, 9.0).reshape(2, 4)
     found = values * (1 + error)
     relative = floor * float(np.linalg.norm(values))
-    return row_of(stage, (name, partner), values, found, relative, local=local, **other)  # type: ignore[arg-type]
+    made = row_of(stage, (name, partner), values, found, relative, local=local)
+    return dataclasses.replace(made, **other)  # type: ignore[arg-type]
 
 
 def llama(layers: int, faults: tuple[int, ...] = ()) -> ParityReport:

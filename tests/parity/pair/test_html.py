@@ -135,19 +135,11 @@ def test_a_row_says_all_it_knows() -> None:
     values = np.arange(6.0).reshape(2, 3)
     other = values + np.asarray([[0, 0, 0], [0, 0.5, 0]])
     known = dataclasses.replace(
-        row_of(
-            "forward",
-            ("block.attn", "b/a"),
-            values,
-            other,
-            1e-6,
-            leaf="out.0",
-            call=2,
-            kind="Attention",
-            local=77.0,
-            layout="transposed (1, 0)",
-            note="in what it gives to x",
-        ),
+        row_of("forward", ("block.attn", "b/a"), values, other, 1e-6, kind="Attention", local=77.0),
+        leaf="out.0",
+        call=2,
+        layout="transposed (1, 0)",
+        note="in what it gives to x",
         cause="rotary pairs",
     )
     said = Page(page(ParityReport((known,), "float32", (None,) * 4))).said  # type: ignore[arg-type]

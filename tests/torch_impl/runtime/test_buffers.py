@@ -322,20 +322,20 @@ def test_granularity_of_unknown_parameters_or_unlike_on_ranks_is_refused(ranks: 
 
 def plan_unlike(module: nn.Module) -> None:
     """Ranks whose planners disagree must not start to communicate by different plans."""
-    from torch_impl import api
+    from torch_impl import planned_groups
 
-    original = api.plan_layout
+    original = planned_groups.plan_layout
 
     def another(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **{**kwargs, "max_buffers": 1})
 
     if dist.get_rank() == 1:
-        api.plan_layout = another
+        planned_groups.plan_layout = another
     try:
         with pytest.raises(ValueError, match=r"layouts: rank 0 has \['[0-9a-f]{64}'\], rank 1 has"):
             torch_impl.fully_shard(module, align=1)
     finally:
-        api.plan_layout = original
+        planned_groups.plan_layout = original
 
 
 def test_ranks_with_unlike_layouts_are_refused(ranks: RankGroup) -> None:

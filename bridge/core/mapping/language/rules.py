@@ -66,8 +66,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -246,61 +246,84 @@ def _parse_rule(
     if not isinstance(rule, dict):
         raise MappingError(f"expected a table for {where}, got {rule!r}")
     _only_keys(rule, {*conventions, "optional", "tied_to"}, where)
-    texts: dict[str, list[str]] = {}
-    moments: dict[str, list[str]] = {}
-    cases: dict[str, dict[str, list[str]]] = {}
-    for name in conventions:
-        value = rule.get(name)
-        if value is None and (len(conventions) > 2 or "tied_to" in rule):
-            continue
-        if isinstance(value, dict) and value.keys() & numbers.keys():
-            _only_keys(value, {*numbers}, f"{name} in {where}")
-            cases[name] = {
-                case: _entry_texts(given, f"{name}.{case} in {where}") for case, given in value.items()
-            }
-            value = [text for given in cases[name].values() for text in given]
-        elif isinstance(value, dict):
-            _only_keys(value, {"weights", "moments"}, f"{name} in {where}")
-            moments[name] = _entry_texts(value.get("moments"), f"moments of {name} in {where}")
-            value = value.get("weights")
-        texts[name] = _entry_texts(value, f"{name} in {where}")
-    for name, (other, without) in conventions.items():
-        if name not in texts and other in texts:
-            for table in (texts, moments):
-                theirs = table.get(other, [])
-                if theirs and all(text.startswith(without) for text in theirs):
-                    table[name] = [text.removeprefix(without) for text in theirs]
-            if other in cases:
-                cases[name] = cases[other]
-    optional = rule.get("optional", False)
+    texts = _RuleTexts.of(rule, conventions, numbers, where)
+    optional, tied_to = rule.get("optional", False), rule.get("tied_to", "")
     if not isinstance(optional, bool | str) or optional == "":
         raise MappingError(
             f"expected true or false for optional, or the name of a part of the model, in {where}, got {optional!r}"
         )
-    if not isinstance(rule.get("tied_to", ""), str):
-        raise MappingError(f"expected a path of another rule for tied_to in {where}, got {rule['tied_to']!r}")
+    if not isinstance(tied_to, str):
+        raise MappingError(f"expected a path of another rule for tied_to in {where}, got {tied_to!r}")
+    part = optional if isinstance(optional, str) else ""
     try:
-        every = [text for table in (texts, moments) for entries in table.values() for text in entries]
-        rotary = {m.group(1) for text in every for m in _ROTARY.finditer(text)}
-        sides, own = (
-            {name: tuple(Entry.parse(text, rotary) for text in entries) for name, entries in table.items()}
-            for table in (texts, moments)
-        )
-        part = optional if isinstance(optional, str) else ""
-        if len(sides) == 1:
-            optional = True
-        by_case = {
-            name: {
-                numbers[case]: tuple(Entry.parse(text, rotary) for text in entries)
-                for case, entries in table.items()
-            }
-            for name, table in cases.items()
-        }
-        return Rule(sides, bool(optional), rule.get("tied_to", ""), own, part, by_case)
+        return texts.rule(numbers, bool(optional), tied_to, part)
     except MappingError as error:
         raise MappingError(f"{where}: {error}") from error
     except RecursionError:
         raise MappingError(f"{where}: expected fewer parentheses inside each other") from None
+
+
+@dataclass(frozen=True)
+class _RuleTexts:
+    """The entries of a rule, by convention: those of weights, those of moments that differ, and those of each case."""
+
+    weights: dict[str, list[str]] = field(default_factory=dict)
+    moments: dict[str, list[str]] = field(default_factory=dict)
+    cases: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        rule: Mapping[str, Any],
+        conventions: Mapping[str, tuple[str, str]],
+        numbers: Mapping[str, Numbering],
+        where: str,
+    ) -> _RuleTexts:
+        texts = _RuleTexts()
+        for name in conventions:
+            value = rule.get(name)
+            if value is None and (len(conventions) > 2 or "tied_to" in rule):
+                continue
+            if isinstance(value, dict) and value.keys() & numbers.keys():
+                _only_keys(value, {*numbers}, f"{name} in {where}")
+                cases = {
+                    case: _entry_texts(entries, f"{name}.{case} in {where}")
+                    for case, entries in value.items()
+                }
+                texts.cases[name] = cases
+                value = [text for entries in cases.values() for text in entries]
+            elif isinstance(value, dict):
+                _only_keys(value, {"weights", "moments"}, f"{name} in {where}")
+                texts.moments[name] = _entry_texts(value.get("moments"), f"moments of {name} in {where}")
+                value = value.get("weights")
+            texts.weights[name] = _entry_texts(value, f"{name} in {where}")
+        for name, (other, without) in conventions.items():
+            if name not in texts.weights and other in texts.weights:
+                texts.add_like(name, other, without)
+        return texts
+
+    def add_like(self, name: str, other: str, without: str) -> None:
+        """Give ``name`` the entries of ``other``, less the beginning ``without``, where all of them have that."""
+        for table in (self.weights, self.moments):
+            theirs = table.get(other, [])
+            if theirs and all(text.startswith(without) for text in theirs):
+                table[name] = [text.removeprefix(without) for text in theirs]
+        if other in self.cases:
+            self.cases[name] = self.cases[other]
+
+    def rule(self, numbers: Mapping[str, Numbering], optional: bool, tied_to: str, part: str) -> Rule:
+        tables = (self.weights, self.moments)
+        every = [text for table in tables for entries in table.values() for text in entries]
+        rotary = {m.group(1) for text in every for m in _ROTARY.finditer(text)}
+
+        def parsed(entries: Iterable[str]) -> tuple[Entry, ...]:
+            return tuple(Entry.parse(text, rotary) for text in entries)
+
+        sides, moments = ({name: parsed(entries) for name, entries in table.items()} for table in tables)
+        cases = {
+            name: {numbers[case]: parsed(entries) for case, entries in table.items()}
+            for name, table in self.cases.items()
+        }
+        return Rule(sides, optional or len(sides) == 1, tied_to, moments, part, cases)
 
 
 def _entry_texts(value: object, where: str) -> list[str]:

@@ -6,7 +6,7 @@ reveal, so a conversion that does not fit fails before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
@@ -32,7 +32,7 @@ from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.padding import require_zeros
 from bridge.core.mapping.language.relation import identity
 from bridge.core.mapping.language.table import MappingTable
-from bridge.core.mapping.one_rule.apply import apply_with_scales, padding_left_out
+from bridge.core.mapping.one_rule.apply import AppliedRule
 from bridge.core.mapping.one_rule.instance import Axes, Plain, View
 from bridge.core.mapping.one_rule.scales import of_whole_rows
 from bridge.core.mapping.one_rule.sizes import known_sizes
@@ -129,24 +129,11 @@ class _Planner:
         )
 
     def plan(self) -> Plan:
-        found, planned = self.found, []
-        between_trees = self.source.is_tree and self.target.is_tree
+        found = self.found
         unequal = refused(self.reader, self.object_paths, found, self.target, self.moments_index)
         for text in unequal.problems:
             self.problems.append(text)
-        unmatched, carried, numbered = [], [], set[TreePath]()
-        for info in found.others.values():
-            if info.name in unequal.names:
-                continue
-            if beside_weights.is_carried(info, between_trees=between_trees):
-                view = identity(info.name, info.shape, info.dtype)
-                planned.append(PlannedTensor(joined_name(info.path, self.to), info.path, view))
-                carried.append("/".join(map(str, info.path)))
-            elif not is_numbered(info.path):
-                unmatched.append(info.name)
-            elif info.path[:-3] not in numbered:
-                numbered.add(info.path[:-3])
-                self.problems.append(unnamed(self.reader, info.path[:-3]))
+        carried, unmatched = self._others(unequal.names)
         under_first_names(self.mapping, found)
         sections = merged(found, self.problems)
         twice = self._try(lambda: one_of_two(self.reader, self.mapping, found, self.target, self._axes)) or []
@@ -154,14 +141,63 @@ class _Planner:
         owners = self._owners("weights", found.weights)
         parts = {rule.part for rule in owners.values() if rule.part}
         self._try(lambda: require_ties(self.reader, self.mapping, found, self._axes, parts))
-        unused = idle(self.mapping.rules, self.source.name, owners)
+        self._require_fit(owners, unmatched)
+        outputs = self._moments(sections)
+        weights = self._weights(owners, parts)
+        if not unequal.problems:
+            require_whole(
+                found, self.mapping.conventions[self.source.name], str(self.reader.path), self.problems
+            )
+        planned = [*carried, *(self._tensor("weights", weight, view) for weight, view in weights.items())]
+        states = StatePlan(self.reader, found, self.target, outputs, self.kept)
+        planned += [self._tensor(s, w, content, k) for s, w, k, content in states.tensors(self.problems)]
+        paths, values = self._objects(weights)
+        empty, chain = self._chain(outputs, [*(tensor.path for tensor in planned), *paths.values()])
+        self._raise_problems()
+        if self.to == "dcp":
+            paths = {name: beside_weights.object_path(path) for name, path in paths.items()}
+        plan = collect(self.reader, self.to, planned, paths, dropped, values | empty | self._noted(empty))
+        told: Iterable[str] = ()
+        if self.target.name not in self.notes:
+            names = ["/".join(map(str, tensor.path)) for tensor in carried]
+            told = remarks(self.reader, self.object_paths, found, self.target, names)
+        said = (*told, *([chain] if chain else []), *self._fewer_layers(owners))
+        return replace(plan, conventions=(self.source.name, self.target.name), remarks=said)
+
+    def _others(self, refused_names: Collection[str]) -> tuple[list[PlannedTensor], list[str]]:
+        """Of the tensors beside weights and moments: those that go along, and the names of those that no rule is for.
+
+        A state whose weights have numbers only is a problem.
+        """
+        between_trees = self.source.is_tree and self.target.is_tree
+        carried, unmatched, numbered = [], [], set[TreePath]()
+        for info in self.found.others.values():
+            if info.name in refused_names:
+                continue
+            if beside_weights.is_carried(info, between_trees=between_trees):
+                view = identity(info.name, info.shape, info.dtype)
+                carried.append(PlannedTensor(joined_name(info.path, self.to), info.path, view))
+            elif not is_numbered(info.path):
+                unmatched.append(info.name)
+            elif info.path[:-3] not in numbered:
+                numbered.add(info.path[:-3])
+                self.problems.append(unnamed(self.reader, info.path[:-3]))
+        return carried, unmatched
+
+    def _require_fit(self, owners: Mapping[str, Rule], unmatched: Sequence[str]) -> None:
+        """Note tensors without rules, rules without tensors, and layers that are not alike."""
+        rules, source = self.mapping.rules, self.source.name
+        unused = idle(rules, source, owners)
         if unmatched or unused:
             self.problems.append(
-                misfit(self.reader, len(self.tensors), self.mapping, self.source.name, unmatched, unused)
+                misfit(self.reader, len(self.tensors), self.mapping, source, unmatched, unused)
             )
-        for text, rule in uneven(self.mapping.rules, self.source.name, owners):
+        for text, rule in uneven(rules, source, owners):
             self.problems.add(text, rule)
-        cut = of_other_shapes(found, str(self.reader.path), self.problems)
+
+    def _moments(self, sections: Mapping[Section, Tensors]) -> dict[Section, dict[str, View]]:
+        """The target's moments and their scales, by section and weight."""
+        cut = of_other_shapes(self.found, str(self.reader.path), self.problems)
         outputs: dict[Section, dict[str, View]] = {section: {} for section in BY_WEIGHT}
         for moment in MOMENTS:
             mapped = {w: info for w, info in sections[moment].items() if info.name not in cut}
@@ -169,7 +205,11 @@ class _Planner:
             scales = {w: info for w, info in sections[SCALES[moment]].items() if w in owned}
             made = self._outputs(moment, sections[moment], owned, scales)
             outputs[moment], outputs[SCALES[moment]] = made
-        weights, _ = self._outputs("weights", found.weights, owners, {})
+        return outputs
+
+    def _weights(self, owners: Mapping[str, Rule], parts: Collection[str]) -> dict[str, View]:
+        """The target's weights, those with a second name included. parts: of the model, that the source has."""
+        weights, _ = self._outputs("weights", self.found.weights, owners, {})
         if any(self.source.name in rule.cases for rule in owners.values()):
             # Numbers of cases and heights of stacks can be compared only where all layers have one name.
             theirs = NameIndex(self.mapping.rules, self.target.name)
@@ -177,17 +217,14 @@ class _Planner:
             for text, rule in uneven(self.mapping.rules, self.target.name, there):
                 self.problems.add(text, rule)
         # A state dict of PyTorch has all names of its tensors.
+        every = self.to == "dcp"
         named = partial(
-            second_of_two, self.mapping, found, self.target.name, self._axes, parts, every=self.to == "dcp"
+            second_of_two, self.mapping, self.found, self.target.name, self._axes, parts, every=every
         )
-        weights |= self._try(lambda: dict(named())) or {}
-        if not unequal.problems:
-            require_whole(
-                found, self.mapping.conventions[self.source.name], str(self.reader.path), self.problems
-            )
-        planned += [self._tensor("weights", weight, view) for weight, view in weights.items()]
-        states = StatePlan(self.reader, found, self.target, outputs, self.kept)
-        planned += [self._tensor(s, w, content, k) for s, w, k, content in states.tensors(self.problems)]
+        return weights | (self._try(lambda: dict(named())) or {})
+
+    def _objects(self, weights: Mapping[str, View]) -> tuple[dict[str, TreePath], dict[TreePath, object]]:
+        """The paths of objects that go along, and values that the target has instead of the source's."""
         added = added_parts(self.notes, self.target)
         written = {
             name: "/".join(map(str, path)) for name, path in self.object_paths.items() if path != PLACES
@@ -196,23 +233,14 @@ class _Planner:
         empty_there = {n for n, path in written.items() if path in added and self.reader.objects[n] is None}
         paths = {name: self.object_paths[name] for name in written if name not in empty_there}
         follow = partial(followed, self.reader, paths, self.mapping, self.target, weights)
-        paths, values = self._try(follow) or ({}, {})
-        empty, chain = self._chain(outputs, [*(tensor.path for tensor in planned), *paths.values()])
+        return self._try(follow) or ({}, {})
+
+    def _raise_problems(self) -> None:
         if self.problems:
             problems = self._told_by_config(self.problems.texts(self.mapping.name))
             shown = problems[:_MAX_PROBLEMS]
             more = len(problems) - len(shown)
             raise MappingError("\n".join([*shown, *([f"... and {more} more problems"] if more else [])]))
-        if self.to == "dcp":
-            paths = {name: beside_weights.object_path(path) for name, path in paths.items()}
-        plan = collect(self.reader, self.to, planned, paths, dropped, values | empty | self._noted(empty))
-        told = (
-            ()
-            if self.target.name in self.notes
-            else remarks(self.reader, self.object_paths, found, self.target, carried)
-        )
-        said = (*told, *([chain] if chain else []), *self._fewer_layers(owners))
-        return replace(plan, conventions=(self.source.name, self.target.name), remarks=said)
 
     def _target(self, into: str | None) -> Convention:
         """The convention to translate to: the one asked for, the only other one, or the usual one of the format."""
@@ -328,22 +356,22 @@ class _Planner:
         for rule in self.mapping.rules:
             if id(rule) not in members or not rule.entries(self.target.name):
                 continue
-            power, own = POWERS[section], members[id(rule)]
-            with_scales = {weight: info for weight, info in scales.items() if weight in own}
-            made = apply_with_scales(
+            own = members[id(rule)]
+            applied = AppliedRule(
                 rule,
                 self.source.name,
                 self.target.name,
                 own,
-                with_scales,
                 self._axes,
-                power,
+                POWERS[section],
                 self.found.weights,
+                {weight: info for weight, info in scales.items() if weight in own},
                 moments=section != "weights",
             )
-            found: list[_Made] = self._try(partial(list[_Made], made)) or []
+            found: list[_Made] = self._try(partial(list[_Made], applied.outputs())) or []
             if found and any(entry.zeros for entry in rule.entries(self.source.name)):
-                self._try(partial(self._require_padding, rule, own, moments=section != "weights"))
+                left_out = applied.padding_left_out()
+                self._try(partial(require_zeros, self.reader, left_out, self.target.name))
             for weight, view, scale in found:
                 if weight in makers:
                     self.problems.add(
@@ -355,18 +383,6 @@ class _Planner:
                 if scale is not None:
                     scale_views[weight] = of_whole_rows(scale, self.reader)
         return views, scale_views
-
-    def _require_padding(self, rule: Rule, tensors: Tensors, *, moments: bool) -> None:
-        ends = padding_left_out(
-            rule,
-            self.source.name,
-            self.target.name,
-            tensors,
-            self._axes,
-            self.found.weights,
-            moments=moments,
-        )
-        require_zeros(self.reader, ends, self.target.name)
 
     def _try(self, work: Callable[[], T]) -> T | None:
         """The result of ``work``; None if ``work`` raises MappingError, which is then added to the problems."""

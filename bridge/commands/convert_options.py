@@ -1,0 +1,86 @@
+"""Options of `twinshard convert`: what goes along, and how the conversion runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from bridge.commands import completion
+from bridge.commands.options import ItemOptions, SelectionOptions
+
+
+@dataclass(frozen=True)
+class ContentOptions(SelectionOptions):
+    """What of the source goes into the destination, and in which dtypes."""
+
+    select: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--select", metavar="PATTERN", help="Only these names of SRC, such as 'model.*'; repeatable."
+        ),
+    ] = None
+    drop: Annotated[
+        list[str] | None,
+        typer.Option("--drop", metavar="PATTERN", help="Leave out these names of SRC; repeatable."),
+    ] = None
+    cast: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cast",
+            metavar="PATTERN=DTYPE",
+            help="Round the tensors of these names, such as '*=bf16', but not step counts; repeatable.",
+            autocompletion=completion.casts,
+        ),
+    ] = None
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare SRC with its manifest and its format's checksums while reading; without, "
+            "damage in SRC goes into DST, and DST's new checksums vouch for it.",
+        ),
+    ] = True
+    companions: Annotated[
+        bool,
+        typer.Option(
+            "--companions/--no-companions",
+            help="Copy config.json, tokenizer files and the like from beside SRC into DST.",
+        ),
+    ] = True
+
+
+@dataclass(frozen=True)
+class RunOptions(ItemOptions):
+    """Which items are read and written, and how the conversion runs."""
+
+    write_item: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--write-item",
+            metavar="NAME",
+            help="Write what is below this key as an item of its own, to Orbax; repeatable, or NAME,NAME.",
+        ),
+    ] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written, and stop.")] = False
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace the checkpoint at DST once the new one is complete.")
+    ] = False
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue the same conversion after it was killed; keep the finished work if interrupted.",
+        ),
+    ] = False
+    parents: Annotated[
+        bool,
+        typer.Option(
+            "--parents", help="Create missing directories above DST without asking, as mkdir -p does."
+        ),
+    ] = False
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads; each takes 64 MiB of memory; default: one per core, at most 4."),
+    ] = None
