@@ -41,7 +41,9 @@ def test_each_call_of_a_program_is_shown_by_a_test_and_each_difference_is_told(c
     assert call.places
     assert call.places.keys() <= set(PROGRAMS)
     assert defined(call.shown_by), call.shown_by
-    told = "".join((ROOT / "torch_impl" / name).read_text() for name in ("README.md", "fsdp2.py"))
+    told = "".join(
+        (ROOT / name).read_text() for name in ("torch_impl/README.md", "torch_impl/fsdp2.py", "docs/fsdp2.md")
+    )
     assert " ".join(call.told.split()) in " ".join(told.split())
 
 

@@ -26,7 +26,7 @@ class Call:
 
     places: by program, a file and line.
     shown_by: a test below ``tests/torch_impl`` that it works, or that it is refused with what to do instead.
-    told: how torch_impl's README or ``fsdp2.py`` tells a difference; empty where there is none.
+    told: how torch_impl's README or ``docs/fsdp2.md`` tells a difference; empty where there is none.
     """
 
     name: str
