@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -52,3 +57,46 @@ def test_links_to_files_lead_to_files(document: str) -> None:
     links = re.findall(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)", path.read_text(encoding="utf-8"))
     files = [link.partition("#")[0] for link in links if not link.startswith(("https://", "http://", "#"))]
     assert [file for file in files if not (path.parent / file).exists()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_wheel_works_in_an_environment_that_has_nothing_else(tmp_path: Path) -> None:
+    # On this path pip would find the package installed already.
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    # A copy: a build writes beside the sources, and other tests run there.
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if name.partition("/")[0] not in ("tests", "notebooks"):
+            (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / "source" / name)
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, tmp_path / "source")
+    (wheel,) = tmp_path.glob("twinshard-*.whl")
+    assert {"twinshard.py", "twinshard-stubs/__init__.pyi"} <= set(zipfile.ZipFile(wheel).namelist())
+    run(sys.executable, "-m", "venv", tmp_path / "env")
+    python = tmp_path / "env" / "bin" / "python"
+    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel)
+    assert run(python.with_name("twinshard"), "--version").startswith("twinshard ")
+    assert "llama" in run(python.with_name("twinshard"), "families")
+    program = (
+        "import numpy as np, twinshard\n"
+        "with twinshard.create_checkpoint('a', 'dcp') as writer:\n"
+        "    name = writer.add_tensor(('w',), (3, 4), np.dtype('float32')).name\n"
+        "    for box in writer.chunks(name): writer.write(name, box, np.ones(box.sizes, np.float32))\n"
+        "twinshard.convert('a', 'b', to='orbax')\n"
+        "print(twinshard.diff('a', 'b').same, twinshard.plan('llama3-8b', 'fsdp', 8, 'torch',"
+        " twinshard.Workload(batch=1, length=128)).at_rest.total > 0)\n"
+        "try: twinshard.torch\n"
+        "except ImportError as error: print(error)\n"
+    )
+    lines = run(python, "-c", program).splitlines()
+    assert lines == [
+        "True True",
+        "torch_impl needs PyTorch, which is not installed: pip install 'twinshard[torch]'",
+    ]
