@@ -300,8 +300,16 @@ def test_a_checkpoint_has_the_bytes_of_one_without_offload_and_loads_where_like_
     found = load_checkpoint(tmp_path / "moved", back, optimizer, like=abstract_state(back, optimizer)).state
     assert_equal(found, plain)
     rows = (np.ones((6, SIZE), np.float32), np.ones((6, 3), np.float32))
-    further, _ = make_train_step(other, loss, optimizer)(loaded, rows)
-    assert kinds(further) == kinds(like)
+    step = make_train_step(other, loss, optimizer)
+    if offload == ON_HOST:
+        # Rows of a parameter, of which each has a scale, may lie on several devices in the pjit engine.
+        with pytest.raises(
+            ValueError, match=r"what other devices have: use Offload\(\.\.\., update='device'\)"
+        ):
+            step(loaded, rows)
+    else:
+        further, _ = step(loaded, rows)
+        assert kinds(further) == kinds(like)
 
 
 def contents(folder: Path) -> tuple[Any, bytes]:
