@@ -224,7 +224,7 @@ def test_missing_and_unlike_tensors_of_the_noise_are_named(compared: Compare) ->
     ):
         compared(a, b, {"n": np.arange(2)})
     with pytest.raises(
-        CheckpointError, match=r"x of shape \[4\] where B has \[3\]; y of dtype int64 where B has float64"
+        CheckpointError, match=r"x of shape \[4\] where B has \[3\], y of dtype int64 where B has float64"
     ):
         compared(a, b, {"x": np.ones(4), "y": np.ones((2, 2), np.int64)})
 

@@ -19,7 +19,7 @@ from bridge.core.formats.files import manifest
 from bridge.core.formats.npz.header import _DESCR, _ORDER, _SHAPE, read_npy_header
 from bridge.core.formats.safetensors import header as safetensors
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.mapping.language import entries, expression, operations
+from bridge.core.mapping.language import arithmetic, entries, expression, numbers, operations
 from bridge.core.mapping.language.errors import MappingError
 from tests.support.bridge.regex_steps import growth
 
@@ -132,7 +132,8 @@ def test_a_manifest_of_quotes_and_brackets_is_refused_at_once() -> None:
 
 
 COUNTED = (
-    *(_SHAPE, _ORDER, _DESCR, safetensors._KEY, safetensors._FIELD, _RANK_FILE, operations._TERM),
+    *(_SHAPE, _ORDER, _DESCR, safetensors._KEY, safetensors._FIELD, _RANK_FILE, operations._OPERATION),
+    *(arithmetic._ATOM, numbers._EQUATION, numbers._BOUND, entries._INDEX),
     *(entries._CHOICE, entries._PADDING, expression._TOKEN, grouping._NUMBER, grouping._NUMBERS),
 )
 

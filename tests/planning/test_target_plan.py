@@ -388,7 +388,7 @@ def test_options_that_contradict_are_one_message(arguments: tuple[str, ...], mes
         ("x = 3", "x: expected shape and dtype as in tokens = "),
         ("x = { shape = [] }", "x: shape: expected a list of ints >= 1, rows first, got []"),
         ("x = { shape = [2, 0] }", "got [2, 0]"),
-        ('x = { shape = [2], dtype = "int33" }', "x: dtype: expected one of float64"),
+        ('x = { shape = [2], dtype = "int33" }', "x: dtype: expected one of "),
         (
             "x = { shape = [2] }\ny = { shape = [3] }",
             "expected one or more arrays of the same first dimension",

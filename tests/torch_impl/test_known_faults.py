@@ -266,12 +266,12 @@ PRIVATE = {
     "dtensor/views.py",
     "optimizer/update.py",
     "parallel/modules.py",
-    "runtime/autograd.py",
-    "runtime/extension.py",
-    "runtime/late_backward.py",
-    "runtime/ownership.py",
-    "runtime/tensor_parallel.py",
-    "runtime/transforms.py",
+    "runtime/ground/autograd.py",
+    "runtime/weights/extension.py",
+    "runtime/weights/late_backward.py",
+    "runtime/ground/ownership.py",
+    "runtime/ground/tensor_parallel.py",
+    "runtime/ground/transforms.py",
 }
 
 

@@ -216,7 +216,7 @@ def collected_elsewhere(accumulate: str) -> list[int]:
         grads = [param.grad for param in groups[id(gradient)].params]
         return {local_of(grad).untyped_storage().data_ptr() for grad in grads if grad is not None}
 
-    make_buffer, keep = GroupGradient._make_buffer, GroupGradient.keep
+    make_buffer, leave = GroupGradient._make_buffer, GroupGradient.leave_unreduced
 
     def noted_make_buffer(gradient: GroupGradient, keeps: bool) -> None:
         before = homes(gradient)
@@ -224,19 +224,19 @@ def collected_elsewhere(accumulate: str) -> list[int]:
         assert gradient._whole.untyped_storage().data_ptr() not in before
         counts[0] += bool(before)
 
-    def noted_keep(gradient: GroupGradient) -> None:
+    def noted_leave(gradient: GroupGradient) -> None:
         whole = gradient._whole
-        keep(gradient)
+        leave(gradient)
         if whole is None:
             return
         assert whole.untyped_storage().data_ptr() not in homes(gradient)
         counts[1] += 1
 
-    GroupGradient._make_buffer, GroupGradient.keep = noted_make_buffer, noted_keep
+    GroupGradient._make_buffer, GroupGradient.leave_unreduced = noted_make_buffer, noted_leave
     try:
         trained(model, accumulate, steps=1)
     finally:
-        GroupGradient._make_buffer, GroupGradient.keep = make_buffer, keep
+        GroupGradient._make_buffer, GroupGradient.leave_unreduced = make_buffer, leave
     return counts
 
 
