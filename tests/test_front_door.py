@@ -84,17 +84,17 @@ def test_a_plan_takes_names() -> None:
 def test_a_strangers_program_is_checked_with_full_types(tmp_path: Path) -> None:
     # From a folder and an interpreter without PYTHONPATH: what `make` installed is all that mypy sees.
     paths = [
-        Path(line)
+        Path(line.strip())
         for file in Path(sysconfig.get_path("purelib")).glob("*twinshard*.pth")
         for line in file.open()
     ]
     if not any(path.is_dir() for path in paths):
         pytest.skip("twinshard is not installed by a path file, as `make` does")
     (tmp_path / "program.py").write_text(
-        "import twinshard\nfrom bridge import diff\n"
+        "import twinshard\nfrom torch import nn\nfrom bridge import diff\n"
         "reveal_type(twinshard.convert)\nreveal_type(diff)\nreveal_type(twinshard.jax.fully_shard)\n"
         'twinshard.convert("a", "b", to="orbx")\n'
-        'twinshard.torch.fully_shard(None, strategy="zero4")\n'
+        'twinshard.torch.fully_shard(nn.Linear(2, 2), strategy="zero4")\n'
         "twinshard.convrt\n"
     )
     done = run(sys.executable, "-I", "-m", "mypy", "program.py", cwd=tmp_path)
