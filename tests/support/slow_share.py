@@ -1,6 +1,6 @@
 """A share of the slow tests that rotates with the commits: ``python -m pytest -m slow -p tests.support.slow_share``.
 
-CI runs it, so that each slow test is run by one of five commits. A file's tests share compiled steps, so they stay
+Where it runs for each commit, each slow test is run by one of five. A file's tests share compiled steps, so they stay
 together. Tests that would begin after ``--slow-minutes`` are skipped and counted: the share is never red by its length.
 """
 
