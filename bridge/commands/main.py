@@ -134,7 +134,11 @@ def main() -> None:
         print_failure(stopped, str(stopped), int(str(stopped.code)), json=json)
         raise
     except _WrongUsage as error:
-        error.show()
+        try:
+            error.show()
+        except (BrokenPipeError, SystemExit):
+            # typer's own console ends with 1, which would mean "no".
+            raise SystemExit(BROKEN_PIPE) from None
         for argument in sys.argv[1:]:
             if argument.startswith("-") and os.path.lexists(argument):
                 print_line(

@@ -38,7 +38,7 @@ def grouped_options(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = hints[name](**{option: values.pop(option) for option in options})
         command(**values)
 
-    # typer reads both.
+    # typer reads both. Python lets any function have a signature of its own, which typeshed does not declare.
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return flat

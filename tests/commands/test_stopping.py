@@ -126,6 +126,15 @@ def test_a_reader_that_goes_away_ends_the_command_without_a_word(tmp_path: Path)
         assert process.wait(60) == 141
 
 
+@pytest.mark.parametrize("arguments", [["families", "nope"], ["inspect", "nope"]], ids=["usage", "error"])
+def test_a_reader_of_errors_that_goes_away_is_no_answer(arguments: list[str]) -> None:
+    command = [sys.executable, "-c", MAIN, *arguments]
+    with subprocess.Popen(command, env=importing_from(ROOT), stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        assert process.wait(60) == 141
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
