@@ -101,7 +101,7 @@ def convert(
 
 
 def _show(src: str, step: Step | None, dst: str, options: ConvertOptions, json: bool) -> None:
-    """What would be written."""
+    """Print the tensors that would be written."""
     from bridge.checkpoints.convert.conversion import planned
     from bridge.core.formats.whole.step_paths import at_step
 

@@ -13,7 +13,7 @@ from bridge.commands.options import ItemOptions, SelectionOptions
 
 @dataclass(frozen=True)
 class ContentOptions(SelectionOptions):
-    """What of the source goes into the destination, and in which dtypes."""
+    """Which tensors and files of the source go into the destination, and in which dtypes."""
 
     select: Annotated[
         list[str] | None,

@@ -33,7 +33,7 @@ _BAR = 50
 
 @dataclass(frozen=True)
 class ComparisonOptions(SelectionOptions):
-    """What is compared, and which differences are allowed."""
+    """The tensors to compare, and the differences that are allowed."""
 
     select: Annotated[
         list[str] | None,
@@ -91,7 +91,7 @@ class ComparisonOptions(SelectionOptions):
 
 @dataclass(frozen=True)
 class ListingOptions:
-    """What is listed of the differences."""
+    """Which differences are listed."""
 
     all_: Annotated[bool, typer.Option("--all", help="List every tensor, also the equal ones.")] = False
     histogram: Annotated[
@@ -200,7 +200,7 @@ def _row(report: DiffReport, tensor: TensorDiff) -> list[str]:
 
 
 def _print_rest(out: Console, report: DiffReport, listing: ListingOptions) -> None:
-    """What is not in both checkpoints, or cannot be compared as tensors."""
+    """Print the names that one checkpoint lacks, and values that are no tensors."""
     told = {name for name, _ in report.structure}
     only = (
         ("only in A", report.missing),

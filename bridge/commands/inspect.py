@@ -30,7 +30,7 @@ _CHECKPOINTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz"
 
 @dataclass(frozen=True)
 class DrawingOptions:
-    """What is shown of a checkpoint."""
+    """Which parts of a checkpoint are shown."""
 
     layout: Annotated[
         bool, typer.Option("--layout", help="Draw to scale which chunk or rank holds which rows.")

@@ -85,7 +85,7 @@ class PartOptions:
     ] = None
 
     def request(self, *, dry_run: bool, resume: bool) -> PartRequest | None:
-        """What is asked for, None for a conversion in one piece. Options that do not fit are usage errors."""
+        """The request for a part; None for a conversion in one piece. Options that do not fit are usage errors."""
         part, commit, engine = self.part, self.commit, self.engine
         parts, bandwidth = self.parts, self.bandwidth
         if part is None:

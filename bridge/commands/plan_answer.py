@@ -1,4 +1,4 @@
-"""What `twinshard plan` answers: a comparison, and what was asked for besides."""
+"""The answer of `twinshard plan`: a comparison, and a search and compiled steps where they were asked for."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ class TargetOptions:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What is trained, and by which optimizer."""
+    """The trained parameters, and the optimizer."""
 
     stacked: Annotated[
         list[str] | None,

@@ -66,7 +66,7 @@ def check_target_options(options: TargetOptions, scenario: ScenarioOptions) -> N
 
 @dataclass(frozen=True)
 class TargetRequest:
-    """What is to be compiled for which targets."""
+    """The steps to compile, and the targets."""
 
     targets: tuple[Target, ...]
     engines: tuple[str, ...]

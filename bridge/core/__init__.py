@@ -1,1 +1,1 @@
-"""What everything else stands on: layouts and policies, checkpoint formats, mappings between models."""
+"""The lowest floor, on which everything else stands: layouts, policies, checkpoint formats, mappings."""

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Final
 
 FLOATING: Final = ("float32", "bfloat16", "float16", "float64")
-"""What weights are trained in."""
+"""Dtypes in which weights are trained."""
 BYTES: Final[Mapping[str, int]] = MappingProxyType(
     {
         **dict(zip(FLOATING, (4, 2, 2, 8), strict=True)),
@@ -19,12 +19,12 @@ BYTES: Final[Mapping[str, int]] = MappingProxyType(
         **{"bool": 1, "complex64": 8, "complex128": 16},
     }
 )
-"""What models compute with, and the bytes of an element."""
+"""Dtypes that models compute with, and the bytes of an element."""
 FLOAT8: Final = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 """The float8 of PyTorch and JAX both."""
 NARROW_INTEGERS: Final = ("int4", "int2")
 ONLY_JAX: Final = (*NARROW_INTEGERS, "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz")
-"""What JAX has besides; in memory an element is a byte."""
+"""Dtypes that only JAX has; in memory an element is a byte."""
 
 _SHORT = {
     "double": "float64",

@@ -187,7 +187,7 @@ class _Sides:
         return [name for name in self.infos if name in self.plan.tensors]
 
     def mismatched(self, rounded: bool) -> dict[str, str]:
-        """What differs in shape or dtype, by name."""
+        """Tensors whose shape or dtype differs, by name, and the difference."""
         keys = dtype_names(self.whole_a, self.plan, self.whole_b, self.common)
         texts = {
             name: _mismatch(self.plan.tensors[name], self.infos[name], rounded, keys.get(name))
@@ -237,7 +237,7 @@ class _Sides:
         return tuple(tensors)
 
     def structure(self) -> tuple[tuple[str, str], ...]:
-        """What differs in the trees; empty through a mapping, which makes another tree."""
+        """Differences between the trees; empty through a mapping, which makes another tree."""
         if self.table is not None:
             return ()
         return structure_differences(self.whole_a, self.plan, self.reader_b, self.left_out)

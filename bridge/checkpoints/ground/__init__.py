@@ -1,1 +1,1 @@
-"""What converting, comparing and verifying share: selections, casts, workers, borrowed memory."""
+"""Common ground of converting, comparing and verifying: selections, casts, workers, borrowed memory."""

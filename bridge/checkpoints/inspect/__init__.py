@@ -1,1 +1,1 @@
-"""What a checkpoint holds: a summary, its tree of tensors, a picture of its layout."""
+"""The contents of a checkpoint: a summary, the tree of tensors, a picture of the layout."""

@@ -1,1 +1,1 @@
-"""What a side records, in memory and in traces, and distances between two recordings."""
+"""Recordings of a side, in memory and in traces, and distances between two recordings."""

@@ -206,7 +206,7 @@ def penalty_of_hidden_input(model: nn.Module, rank: int, step: int) -> torch.Ten
 
 
 class Projections(nn.Module):
-    """Of operators that have a rule for ``autograd.functional``'s own batches."""
+    """A model of operators that have a rule for ``autograd.functional``'s own batches."""
 
     def __init__(self, field: nn.Module) -> None:
         super().__init__()

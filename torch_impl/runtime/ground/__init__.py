@@ -1,1 +1,1 @@
-"""What the other rooms of the runtime stand on: buffers, host memory, autograd graphs, precision."""
+"""Ground of the other rooms of the runtime: buffers, host memory, autograd graphs, precision."""

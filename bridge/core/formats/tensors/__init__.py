@@ -1,1 +1,1 @@
-"""What every format shares about one tensor: boxes, dtypes, chunks, names of leaves, checksums."""
+"""Tensors as every format has them: boxes, dtypes, chunks, names of leaves, checksums."""

@@ -1,1 +1,1 @@
-"""What a whole mapping makes of a whole checkpoint, and the reader that carries it out."""
+"""A whole mapping applied to a whole checkpoint: the plan, and the reader that carries it out."""

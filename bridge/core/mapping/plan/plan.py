@@ -113,5 +113,5 @@ def collect(
 
 
 def joined_name(path: TreePath, to: str) -> str:
-    """What the leaf at ``path`` is called in format `to`."""
+    """The name of the leaf at ``path`` in format `to`."""
     return separator_of(to).join(map(str, path))

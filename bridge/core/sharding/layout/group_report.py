@@ -1,4 +1,4 @@
-"""What both runtimes say of a parameter group in their layout reports."""
+"""The row of a parameter group in the layout reports of both runtimes."""
 
 from __future__ import annotations
 

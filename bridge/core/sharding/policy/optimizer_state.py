@@ -1,4 +1,4 @@
-"""What optimizers of main weights keep of a parameter, and bring together in an update: rules that both runtimes have.
+"""The state that optimizers of main weights keep of a parameter, and the elements that an update brings together.
 
 Moments in float16 and float8 have a float32 scale for each row. Single elements, the rows of vectors and scalars, have
 none and stay in the dtype of the update.
@@ -32,12 +32,12 @@ def update_dtype(main: str) -> str:
 
 
 def unscaled_bytes(dtype: str | None, main: str) -> int:
-    """Of an element of a moment without scales; ``main``: the dtype of the main weights."""
+    """Bytes of an element of a moment without scales; ``main``: the dtype of the main weights."""
     return BYTES[dtype if dtype == "bfloat16" else update_dtype(main)]
 
 
 def moment_bytes(dtype: str | None, main: str, shape: Sequence[int], numel: int, rows: int) -> int:
-    """Of ``numel`` elements in so many ``rows`` of the moment of a parameter of this shape, with scales."""
+    """Bytes of ``numel`` elements, in so many ``rows``, of a moment of a parameter of this shape, scales included."""
     if dtype in SCALED and rows_of(shape)[0] > 1:
         return numel * MOMENT_BYTES[dtype] + rows * SCALE_BYTES
     return numel * unscaled_bytes(dtype, main)

@@ -336,7 +336,7 @@ def _grid(shape: Iterable[int], chunk: Iterable[int]) -> tuple[int, ...]:
 def tensor_infos(
     names: Iterable[str], paths: Iterable[TreePath], layouts: Iterable[ArrayLayout]
 ) -> Iterator[TensorInfo]:
-    """What readers say of arrays. Arrays alike share what does not depend on the name."""
+    """The descriptions of arrays. Arrays alike share everything but the name."""
     alike: dict[tuple[tuple[int, ...], np.dtype, tuple[int, ...]], TensorInfo] = {}
     for name, path, layout in zip(names, paths, layouts, strict=True):
         key = layout.shape, layout.dtype, layout.chunk
