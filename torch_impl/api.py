@@ -31,12 +31,12 @@ from torch_impl.optimizer.remainders import refuse_other_optimizers
 from torch_impl.options import UnitOptions, chosen_strategy
 from torch_impl.planned_groups import PlannedGroup, check_mesh, make_groups, plan_groups
 from torch_impl.runtime.gather.float8_products import computing_class
+from torch_impl.runtime.ground.autograd import watch_backwards
 from torch_impl.runtime.ground.ownership import OwnedParameter, owned_parameters
 from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
 from torch_impl.runtime.ground.tensor_parallel import SpmdMesh
 from torch_impl.runtime.unit.unit import Unit
 from torch_impl.runtime.weights.context import UnitContext
-from torch_impl.runtime.weights.late_backward import watch_backwards
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
@@ -74,7 +74,7 @@ def fully_shard(
     The first call wraps ``distribute_tensor``, ``DTensor.from_local`` and private functions of
     ``torch.distributed.checkpoint.state_dict``, for the whole process, so that they know how sharded parameters are
     placed; see ``torch_impl.dtensor.construction`` and ``torch_impl.checkpoint.full_state_dict``. It also wraps the
-    private function by which ``torch.autograd`` starts a backward, see ``torch_impl.runtime.weights.late_backward``.
+    private function by which ``torch.autograd`` starts a backward, see ``torch_impl.runtime.ground.autograd``.
 
     module: or a sequence of modules that form one unit together, whose weights are gathered and reduced as one.
     mesh: one or two data-parallel axes, outer to inner; None: all ranks of the default process group. Axes named for

@@ -286,7 +286,7 @@ class FSDPModule(Unavailable):
             for group in unit.groups:
                 for name, param in zip(group.names, group.params, strict=True):
                     _check_conversion(name, param, fn, group.host is not None)
-            if any(group.on_meta for group in unit.groups):
+            if any(group.weights.on_meta for group in unit.groups):
                 param = unit.groups[0].params[0]
                 device = fn(torch.empty(0, dtype=param.dtype, device="meta")).device
                 if device.type != "meta":

@@ -11,9 +11,11 @@ from typing import NamedTuple
 import torch
 
 from bridge.core.sharding import Layout, plan_layout
+from torch_impl.comm.collective_order import collective_order
 from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.options import UnitOptions
 from torch_impl.runtime.ground.buffer import ShardLevels
+from torch_impl.runtime.ground.group_spec import Divisor, GroupSpec
 from torch_impl.runtime.ground.host_memory import HostMemory
 from torch_impl.runtime.ground.ownership import OwnedParameter
 from torch_impl.runtime.ground.precision import check_quantized, group_dtypes
@@ -22,8 +24,7 @@ from torch_impl.runtime.unit.group import ParameterGroup
 from torch_impl.runtime.weights.context import UnitContext
 from torch_impl.runtime.weights.extended_weights import ExtendedWeights
 from torch_impl.runtime.weights.extension import check_extension, extended_layout, own_rows
-from torch_impl.runtime.weights.flat_weights import FlatWeights
-from torch_impl.runtime.weights.group_weights import GroupSpec
+from torch_impl.runtime.weights.group_weights import FlatWeights
 
 
 class PlannedGroup(NamedTuple):
@@ -133,6 +134,7 @@ def make_groups(
     for index, plan in enumerate(plans):
         first = plan.members[0].param
         trainable, quantized = first.requires_grad, plan.quantized
+        divisor = plan.mesh.size if options.grad_divisor is None else options.grad_divisor
         spec = GroupSpec(
             [member.name for member in plan.members],
             [member.tensor_parallel for member in plan.members],
@@ -140,16 +142,16 @@ def make_groups(
             ShardLevels(plan.layout, plan.mesh, options.strategy.optimizer),
             options.strategy,
             group_dtypes(first.dtype, options.policy, trainable=trainable, quantized=quantized),
-            context,
             f" group {index}" if len(plans) > 1 else "",
             host,
+            Divisor(divisor),
+            collective_order(plan.mesh),
         )
         weights = (
-            FlatWeights(spec)
+            FlatWeights(spec, context)
             if plan.shards is None
-            else ExtendedWeights(spec, plan.members, plan.shards, options.policy)
+            else ExtendedWeights(spec, context, plan.members, plan.shards, options.policy)
         )
-        divisor = plan.mesh.size if options.grad_divisor is None else options.grad_divisor
-        where = torch.device("meta") if first.is_meta else device
-        groups.append(ParameterGroup(plan.members, spec, weights, where, divisor, unequal))
+        main_device = torch.device("meta") if first.is_meta else device
+        groups.append(ParameterGroup(plan.members, spec, context, weights, main_device, unequal))
     return groups

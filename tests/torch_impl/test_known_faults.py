@@ -268,7 +268,6 @@ PRIVATE = {
     "parallel/modules.py",
     "runtime/ground/autograd.py",
     "runtime/weights/extension.py",
-    "runtime/weights/late_backward.py",
     "runtime/ground/ownership.py",
     "runtime/ground/tensor_parallel.py",
     "runtime/ground/transforms.py",

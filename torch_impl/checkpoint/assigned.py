@@ -73,7 +73,7 @@ class _Load:
                     self.keys[key] = param
                     if not state[key].is_meta:
                         self.values[param] = state[key]
-            if group.on_meta and any(param in self.values for param in group.params):
+            if group.weights.on_meta and any(param in self.values for param in group.params):
                 self._check_complete(group)
                 self.groups.append(group)
 

@@ -158,7 +158,7 @@ def _materialize(units: Iterable[Unit], state: Mapping[str, Any], info: Any) -> 
     planned = []
     for unit in units:
         unit.collect_apart()
-        if any(group.on_meta for group in unit.groups):
+        if any(group.weights.on_meta for group in unit.groups):
             planned.append(unit)
     # Before any unit has memory, which a forward would take for values.
     for unit in planned:

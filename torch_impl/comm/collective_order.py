@@ -46,6 +46,14 @@ class _History:
 _histories: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], _History]] = WeakKeyDictionary()
 
 
+def collective_order(mesh: DataParallelMesh) -> CollectiveOrder | None:
+    """The order of a new group of parameters; None where no ranks are to be compared, or where they bring no store."""
+    backends = [dist.get_backend(group) for group in mesh.groups]
+    if mesh.size == 1 or any(backend in _WITHOUT_STORE for backend in backends):
+        return None
+    return CollectiveOrder(mesh)
+
+
 class CollectiveOrder:
     """The order of all collectives of units over the axes of ``mesh``, on which equal meshes have one history.
 
@@ -54,8 +62,6 @@ class CollectiveOrder:
     """
 
     def __init__(self, mesh: DataParallelMesh) -> None:
-        backends = [dist.get_backend(group) for group in mesh.groups]
-        self._compares = mesh.size > 1 and not any(backend in _WITHOUT_STORE for backend in backends)
         self._mesh = mesh
         names = tuple(group.group_name for group in mesh.groups)
         self._history = _histories.setdefault(mesh.groups[0], {}).setdefault(names, _History())
@@ -67,8 +73,6 @@ class CollectiveOrder:
 
         Raises RuntimeError, which names ranks and collectives, where ranks are found to differ.
         """
-        if not self._compares:
-            return
         its, mine = self._history, f"{self._number} {what}"
         count, checksum, pair = its.count + 1, zlib.crc32(mine.encode(), its.checksum), (its.last, mine)
         if pair not in its.agreed or count % _EVERY == 0:

@@ -39,16 +39,13 @@ class DataParallelMesh:
         self.mesh = mesh
         self.sizes = tuple(mesh.size(axis) for axis in axes)
         self.groups = tuple(mesh.get_group(axis) for axis in axes)
+        # Of all axes. A field: units ask for it at each gather.
+        self.size = math.prod(self.sizes)
         check_order(mesh)
 
     @property
     def ndim(self) -> int:
         return len(self.sizes)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks on all axes."""
-        return math.prod(self.sizes)
 
     def shards(self, level: int) -> int:
         """Into how many shards the ``level`` innermost axes cut a buffer."""

@@ -135,7 +135,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
         for group in unit.groups:
             for name, whole in zip(group.names, group.unsharded, strict=True):
                 # Under no_shard in the main dtype, and with remainders, main weights lie in the compute weights.
-                if group.weights.separate and not group.dtypes.remainders and group.weights.allocated:
+                if group.weights.separate and not group.dtypes.remainders and group.weights.compute.allocated:
                     yield f"compute weight {unit_name}.{name}", whole
             kept = {local_of(p.grad).untyped_storage().data_ptr() for p in group.params if p.grad is not None}
             for flat in group.gradient.collecting:

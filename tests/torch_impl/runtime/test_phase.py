@@ -17,7 +17,10 @@ import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import assert_at_rest, seeded
 from torch_impl.runtime.ground import phase as table
-from torch_impl.runtime.ground.phase import LEGAL, Event, Lifecycle, Phase
+from torch_impl.runtime.ground.phase import LEGAL, Event, Phase
+from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
+from torch_impl.runtime.unit.unit import Unit
+from torch_impl.runtime.weights.context import UnitContext
 
 Step = tuple[Event, Phase, Phase]
 _ROW = rf"^ +({'|'.join(Event.__members__)}) +(any(?: but [A-Z]+)?|(?:[A-Z]+, )*[A-Z]+) +(same|[A-Z]+) +\S.*$"
@@ -48,13 +51,19 @@ def test_the_documented_rows_are_the_legal_transitions() -> None:
     assert set(LEGAL) == set(Event)
 
 
+def unit_in(phase: Phase) -> Unit:
+    """A unit without parameters."""
+    context = UnitContext(torch.device("cpu"), prefetch=0)
+    context.phase = phase
+    return Unit([], context, MixedPrecisionPolicy(), None)
+
+
 @pytest.mark.parametrize("row", documented(), ids=lambda row: " ".join(row.text.split()[:4]))
 def test_each_documented_transition_is_walked(row: Row) -> None:
     for event, source, target in row.steps:
-        life = Lifecycle()
-        life.phase = source
-        life.enter(event, target)
-        assert life.phase is target
+        unit = unit_in(source)
+        unit._enter(event, target)
+        assert unit.phase is target
 
 
 def test_every_other_transition_raises_and_leaves_the_phase() -> None:
@@ -62,11 +71,10 @@ def test_every_other_transition_raises_and_leaves_the_phase() -> None:
     for event, source, target in itertools.product(Event, Phase, Phase):
         if (source, target) not in LEGAL[event]:
             illegal += 1
-            life = Lifecycle()
-            life.phase = source
+            unit = unit_in(source)
             with pytest.raises(RuntimeError, match=f"from {source.name} to {target.name} on {event.name}"):
-                life.enter(event, target)
-            assert life.phase is source
+                unit._enter(event, target)
+            assert unit.phase is source
     assert illegal > len(Event) * len(Phase) * 4
 
 
@@ -275,19 +283,19 @@ def walked() -> list[str]:
 
 @contextmanager
 def noted(module: nn.Module, seen: set[Step]) -> Iterator[None]:
-    life = module._unit._context.lifecycle
-    enter = life.enter
+    unit = module._unit
+    enter = unit._enter
 
     def noting(event: Event, phase: Phase) -> None:
-        before = life.phase
+        before = unit.phase
         enter(event, phase)
         seen.add((event, before, phase))
 
-    life.enter = noting  # type: ignore[method-assign]  # restored below
+    unit._enter = noting  # type: ignore[method-assign]  # restored below
     try:
         yield
     finally:
-        del life.enter  # type: ignore[attr-defined]  # the instance's own
+        del unit._enter  # type: ignore[attr-defined]  # the instance's own
 
 
 def test_programs_walk_every_row(ranks: RankGroup) -> None:

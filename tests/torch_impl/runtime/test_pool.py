@@ -27,7 +27,7 @@ from tests.support.torch_impl.pool_programs import (
 )
 from tests.support.torch_impl.toy import Block, assert_at_rest, assert_same_weights, seeded, whole
 from torch_impl.comm.streams import CpuStreams
-from torch_impl.runtime.memory.pool import PooledGradient
+from torch_impl.runtime.gradients.gradient import GradientBuffer
 
 
 def sharded_tower(pool: bool, **options: Any) -> Tower:
@@ -40,7 +40,7 @@ def sharded_tower(pool: bool, **options: Any) -> Tower:
 
 
 def slots_in_use(model: Tower) -> int:
-    return sum(block._unit.groups[0].weights.pooled._slot is not None for block in model.blocks)
+    return sum(block._unit.groups[0].weights.compute._slot is not None for block in model.blocks)
 
 
 def assert_no_memory_at_rest(model: Tower) -> None:
@@ -226,9 +226,9 @@ def peak_of(pool: bool) -> list[int]:
     model, _ = warmed_up(pool)
     seen: list[int] = []
     gradients: list[weakref.ref[torch.Tensor]] = []
-    take = PooledGradient.take
+    take = GradientBuffer.take
 
-    def noting(memory: PooledGradient) -> torch.Tensor:
+    def noting(memory: GradientBuffer) -> torch.Tensor:
         flat = take(memory)
         gradients.append(weakref.ref(flat))
         note()
@@ -247,11 +247,11 @@ def peak_of(pool: bool) -> list[int]:
 
     for block in model.blocks:
         block.up.register_forward_hook(note)
-    PooledGradient.take = noting
+    GradientBuffer.take = noting
     try:
         loss_of(model, data(9)[dist.get_rank(), 0], program).backward()
     finally:
-        PooledGradient.take = take
+        GradientBuffer.take = take
     assert len(gradients) == BLOCKS + 1
     return seen
 

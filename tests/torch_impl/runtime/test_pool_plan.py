@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
+from torch_impl.runtime.memory.pool import Slot
 from torch_impl.runtime.memory.pool_plan import Lifetime, colour, plan_buffers
-from torch_impl.runtime.memory.pool_slot import Slot
 
 spans = st.integers(0, 30).flatmap(lambda start: st.tuples(st.just(start), st.integers(start + 1, 31)))
 
@@ -75,7 +75,7 @@ def test_a_plan_needs_no_more_memory_in_a_pass_than_buffers_of_their_own(step: A
 class User:
     """A buffer without contents."""
 
-    def lost(self) -> None:
+    def lose_contents(self) -> None:
         pass
 
 

@@ -166,7 +166,8 @@ def observe(model: Net, seen: dict[str, Any]) -> None:
     unsharded = second._unit.groups[0].unsharded[0]
 
     def weights(of: Any) -> bool:
-        return of._unit.groups[0].gathering or of._unit.groups[0].weights.compute.allocated
+        group_weights = of._unit.groups[0].weights
+        return group_weights.gathering or group_weights.compute.allocated
 
     def in_forward(*_: Any) -> None:
         seen["ahead in forward"] = weights(second)

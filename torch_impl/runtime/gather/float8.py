@@ -25,8 +25,7 @@ from bridge.core.sharding.policy.strategy import Strategy
 from torch_impl.comm import collectives
 from torch_impl.comm.collectives import Work
 from torch_impl.comm.streams import Step
-from torch_impl.runtime.gather.gather import keeps_shard, lane_of
-from torch_impl.runtime.ground.buffer import ShardLevels
+from torch_impl.runtime.ground.buffer import ShardLevels, keeps_shard, lane_of
 from torch_impl.runtime.ground.host_memory import fetch
 from torch_impl.runtime.ground.tensor_parallel import TensorParallel
 

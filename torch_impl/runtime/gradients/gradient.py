@@ -28,10 +28,11 @@ import torch
 from torch import nn
 
 from torch_impl.comm import collectives
-from torch_impl.runtime.gradients.gradient_spec import GradientSpec
 from torch_impl.runtime.gradients.reduction import GroupReduction, Host
+from torch_impl.runtime.ground.group_spec import GroupSpec
 from torch_impl.runtime.ground.tensor_parallel import SUMMED
-from torch_impl.runtime.memory.pool import PooledGradient
+from torch_impl.runtime.memory import pool
+from torch_impl.runtime.memory.pool import Slot
 
 # Of a unit's gradients, what is held before they get their buffer, if it does not take the place of weights. Both are
 # in use together when it is made, so more would raise the peak at the end of a unit; less, that at its beginning.
@@ -40,14 +41,63 @@ _HELD = 0.5
 _MAIN_GRAD = ("main_grad", "overwrite_main_grad", "grad_added_to_main_grad")
 
 
+class GradientBuffer:
+    """The buffer in which gradients of a group are collected and reduced: ``size`` elements."""
+
+    purpose = "gradients"
+
+    def __init__(
+        self, size: int, dtype: torch.dtype, device: torch.device, host: pool.Host, suffix: str
+    ) -> None:
+        self.nbytes, self.device = size * dtype.itemsize, device
+        self._host, self._suffix = host, suffix
+        self._size, self._dtype = size, dtype
+        self._slot: Slot | None = None
+
+    @property
+    def name(self) -> str:
+        return self._host.name + self._suffix
+
+    @property
+    def shares(self) -> bool:
+        # Of what a backend reduces in a copy, memory of its own is free when the reduction has begun.
+        return not self._host.schedule.streams.copies
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the buffer that was taken is the pool's, for others to use after its release."""
+        return self._slot is not None
+
+    def take(self) -> torch.Tensor:
+        """The buffer, with arbitrary contents."""
+        self._host.schedule.pool.begin_use(self)
+        flat = torch.empty(0, dtype=self._dtype, device=self.device)
+        slot = self._host.schedule.pool.slot_of(self)
+        # A program that departs from the plan may find the slot in use.
+        if slot is not None and slot.take(self):
+            self._slot = slot
+            return flat.set_(slot.storage, 0, (self._size,), (1,))
+        return flat.new_empty(self._size)
+
+    def release(self) -> None:
+        """The buffer is not needed any more; nothing if it was not taken."""
+        self._host.schedule.pool.end_use(self)
+        if self._slot is not None:
+            slot, self._slot = self._slot, None
+            slot.leave(self)
+
+    def lose_contents(self) -> None:
+        """Nobody reads a gradient buffer after its release."""
+
+
 class GroupGradient:
-    """Collects the gradients of ``unsharded`` in ``memory``, for ``reduction``; see ``GradientSpec`` for ``spec``."""
+    """Collects the gradients of ``unsharded`` in ``memory``, for ``reduction``; see ``GroupSpec`` for ``spec``."""
 
     def __init__(
         self,
-        spec: GradientSpec,
+        spec: GroupSpec,
         unsharded: Sequence[nn.Parameter],
-        memory: PooledGradient,
+        memory: GradientBuffer,
         reduction: GroupReduction,
         host: Host,
     ) -> None:
@@ -94,13 +144,13 @@ class GroupGradient:
                 self.reduction.finish()
             # Kept sums are added to in place, and a second gradient of one parameter needs the first.
             if keep or index in self._held or (not self._held and self.reduction.kept_whole()):
-                self._host.reductions.make_room()
+                self._host.schedule.reductions.make_room()
                 self._make_buffer(keep)
             else:
                 self._held[index] = grad
                 self._held_numel += grad.numel()
                 if self._held_numel > _HELD * self._group_spec.levels.size(0):
-                    self._host.reductions.make_room()
+                    self._host.schedule.reductions.make_room()
                     if not frees and len(self._held) < len(self._group_spec.names):
                         self._make_buffer(keep)
                 return
@@ -141,7 +191,7 @@ class GroupGradient:
             if param.requires_grad and not hasattr(param, "main_grad"):
                 if self._whole is None:
                     self.reduction.finish()
-                    self._host.reductions.make_room()
+                    self._host.schedule.reductions.make_room()
                     self._make_buffer(keep)
                     # Kernels write gradients as they are.
                     self._divided = False
@@ -201,7 +251,7 @@ class GroupGradient:
 
     def wait_for_others(self) -> None:
         """Finish the reductions of another unit, to be called before the first one of this unit begins."""
-        self._host.reductions.finish()
+        self._host.schedule.reductions.finish()
 
     def abandon(self) -> None:
         """Forget what was collected in a backward that raised, and what is being reduced.

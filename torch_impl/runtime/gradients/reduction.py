@@ -28,14 +28,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from torch_impl.comm.collective_order import CollectiveOrder
 from torch_impl.comm.streams import Step, Streams, Transfer
-from torch_impl.dtensor.local import is_partial, local_of
-from torch_impl.dtensor.placement import row_placement
+from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.placement import RowShard
 from torch_impl.dtensor.refusals import described
 from torch_impl.dtensor.tensor import RowDTensor, make_partial, wrap_like
-from torch_impl.runtime.gradients.gradient_spec import GradientSpec
-from torch_impl.runtime.memory.pool import PooledGradient
+from torch_impl.runtime.ground.group_spec import GroupSpec
 
 
 class Reductions:
@@ -45,7 +43,7 @@ class Reductions:
         # Weakly: a deleted model frees its gradients at once, also those that are being reduced.
         self._under_way: list[weakref.ref[GroupReduction]] = []
 
-    def begun(self, reduction: GroupReduction) -> None:
+    def add(self, reduction: GroupReduction) -> None:
         """Remember a reduction; those of other units are finished."""
         self._under_way.append(weakref.ref(reduction))
 
@@ -70,17 +68,31 @@ class Reductions:
         return [one for reference in references if (one := reference()) is not None]
 
 
-class Host(Protocol):
-    """What a reduction asks of its unit, at each use, since its root may change."""
-
-    @property
-    def name(self) -> str: ...
+class Shared(Protocol):
+    """What units below one root share."""
 
     @property
     def streams(self) -> Streams: ...
 
     @property
     def reductions(self) -> Reductions: ...
+
+
+class Host(Protocol):
+    """What a reduction asks of its unit, at each use, since the unit's root may change."""
+
+    name: str
+
+    @property
+    def schedule(self) -> Shared: ...
+
+
+class GradientMemory(Protocol):
+    """The buffer in which gradients are collected."""
+
+    def release(self) -> None:
+        """The buffer is not needed any more."""
+        ...
 
 
 class _UnderWay(NamedTuple):
@@ -93,17 +105,17 @@ class _UnderWay(NamedTuple):
 
 
 class GroupReduction:
-    """Reduces what was collected in ``memory``, and keeps ``.grad`` of sharded parameters. ``order``: the group's."""
+    """Reduces what was collected in ``memory``, and keeps ``.grad`` of the sharded parameters ``params``."""
 
     def __init__(
-        self, spec: GradientSpec, memory: PooledGradient, host: Host, order: CollectiveOrder
+        self, spec: GroupSpec, params: Sequence[nn.Parameter], memory: GradientMemory, host: Host
     ) -> None:
-        self._group_spec, self._memory, self._host, self._order = spec, memory, host, order
+        self._group_spec, self._params, self._memory, self._host = spec, params, memory, host
         # Whether to look at every .grad after a backward, which costs too much to be done always.
         self._left_partial = False
         self._under_way: _UnderWay | None = None
         # torch refuses a .grad of another dtype than the parameter's, unless the parameter names that dtype.
-        for param in spec.params:
+        for param in params:
             if spec.dtypes.grad != param.dtype:
                 param.grad_dtype = spec.dtypes.grad
 
@@ -122,20 +134,22 @@ class GroupReduction:
         ``last``: over all axes, not only those that gradients are sharded over. ``used``: the parameters that this rank
         used, in this microbatch or in earlier ones whose sums are in ``values``.
         """
-        levels = self._group_spec.levels
-        last = last or self._group_spec.strategy.gradients == levels.axes
-        self._order.begin(
-            f"gradients of {self._group_spec.names[0]!r} (unit {self._host.name or 'root'}) are reduced over "
-            f"{'all axes' if last else 'the inner axis'}"
-        )
+        spec, levels = self._group_spec, self._group_spec.levels
+        last = last or spec.strategy.gradients == levels.axes
+        if spec.order is not None:
+            spec.order.begin(
+                f"gradients of {spec.names[0]!r} (unit {self._host.name or 'root'}) are reduced over "
+                f"{'all axes' if last else 'the inner axis'}"
+            )
         flags = levels.flags(0, values).zero_()
         _add_flags(flags, used)
         steps, sums = self._steps(values, last)
-        self._under_way = _UnderWay(self._host.streams.start(steps), sums, last, used)
+        shared = self._host.schedule
+        self._under_way = _UnderWay(shared.streams.start(steps), sums, last, used)
         # Nobody but the backend holds the buffer then.
-        if self._host.streams.copies:
+        if shared.streams.copies:
             self._memory.release()
-        self._host.reductions.begun(self)
+        shared.reductions.add(self)
 
     def finish(self) -> None:
         """Wait for the reduction under way, if there is one, and put its result into ``.grad``."""
@@ -152,7 +166,7 @@ class GroupReduction:
     def _used_anywhere(self, done: _UnderWay) -> frozenset[int]:
         """The parameters that were used on any of the ranks that ``done`` has reduced over."""
         spec = self._group_spec
-        trained = {index for index, param in enumerate(spec.params) if param.requires_grad}
+        trained = {index for index, param in enumerate(self._params) if param.requires_grad}
         # To read flags makes the program wait for the device. Of what this rank used it need not ask.
         if done.used >= trained:
             return done.used
@@ -185,14 +199,14 @@ class GroupReduction:
         """Whether sums of earlier microbatches are there that a reduction, over all axes if ``last``, would reduce."""
         if not self._left_partial:
             return False
-        grads = [param.grad for param in self._group_spec.params if param.requires_grad]
+        grads = [param.grad for param in self._params if param.requires_grad]
         cuts = [_cut_of(grad) for grad in grads if grad is not None]
         self._left_partial = any(partial_sums for _, partial_sums in cuts)
         return any(partial_sums and (last or axes == 0) for axes, partial_sums in cuts)
 
     def kept_whole(self) -> dict[int, torch.Tensor]:
         """The sums of earlier microbatches that are not reduced over any axis, by parameter."""
-        grads = [param.grad for param in self._group_spec.params]
+        grads = [param.grad for param in self._params]
         return {
             index: local_of(grad)
             for index, grad in enumerate(grads)
@@ -226,7 +240,7 @@ class GroupReduction:
         mesh, views = spec.levels.mesh, spec.levels.views(level, sums)
         self._left_partial = True
         for index, (name, param, given, view) in enumerate(
-            zip(spec.names, spec.params, spec.tensor_parallel, views, strict=True)
+            zip(spec.names, self._params, spec.tensor_parallel, views, strict=True)
         ):
             # Frozen after sharding: autograd leaves no gradient on such a parameter either.
             if not param.requires_grad or (param.grad is None and index not in used):
@@ -302,7 +316,7 @@ class GroupReduction:
         spec = self._group_spec
         level, waited = spec.strategy.gradients, set[int]()
         for index, (param, view) in enumerate(
-            zip(spec.params, spec.levels.views(level, values), strict=True)
+            zip(self._params, spec.levels.views(level, values), strict=True)
         ):
             if param.grad is not None and _cut_of(param.grad) == (level, True):
                 waiting = local_of(param.grad).to(view.device)
@@ -328,7 +342,7 @@ class GroupReduction:
         views = spec.levels.views(spec.strategy.optimizer, reduced)
         fresh = [
             (p, view)
-            for index, (p, view) in enumerate(zip(spec.params, views, strict=True))
+            for index, (p, view) in enumerate(zip(self._params, views, strict=True))
             if p.requires_grad and index in used
         ]
         for param, view in fresh:
@@ -387,5 +401,11 @@ def _cut_of(grad: torch.Tensor) -> tuple[int, bool]:
             f"gradient of a sharded parameter: expected a DTensor placed like the parameter, got {type(grad).__name__} "
             f"of shape {tuple(grad.shape)}; set .grad to None or to torch.zeros_like(param)"
         )
-    rows = row_placement(grad.placements)
-    return 0 if rows is None else rows.axes, is_partial(grad)
+    # A loop over attributes: this is asked for every gradient of every backward.
+    axes, partial_sums = 0, False
+    for placement in grad.placements:
+        if isinstance(placement, RowShard):
+            axes = placement.axes
+        elif placement.is_partial():
+            partial_sums = True
+    return axes, partial_sums

@@ -6,23 +6,25 @@ once, without the garbage collector.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
-import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_impl.runtime.ground.transforms import hides_graph, innermost, levels_of, node_of
+from torch_impl.runtime.ground.late_backward import (
+    OF_PARAMETERS,
+    ShardedGroup,
+    explain_late_backward,
+)
+from torch_impl.runtime.ground.transforms import hides_graph, levels_of, node_of
+from torch_impl.runtime.ground.trees import leaves_of, map_leaves
 
 T = TypeVar("T")
 
@@ -168,29 +170,6 @@ def eager(hook: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """``function`` of every leaf of nested containers, which stay the same objects where no leaf changes.
-
-    So a module can write into a cache or a list that it is given.
-    """
-    if tree is None or isinstance(tree, torch.Tensor):
-        return function(tree)
-    # Exact types: named tuples and other subclasses are not built from a list of items.
-    if type(tree) in (tuple, list):
-        items = [map_leaves(item, function) for item in tree]
-        return tree if _same(items, tree) else type(tree)(items)
-    if type(tree) is dict:
-        values = [map_leaves(value, function) for value in tree.values()]
-        return tree if _same(values, tree.values()) else dict(zip(tree, values, strict=True))
-    leaves, spec = pytree.tree_flatten(tree)
-    mapped = [function(leaf) for leaf in leaves]
-    return tree if _same(mapped, leaves) else pytree.tree_unflatten(mapped, spec)
-
-
-def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
-    return all(map(operator.is_, new, old))
-
-
 def watch_outputs(output: Any, inputs: WatchedInputs) -> bool:
     """Have ``inputs`` told in backward when gradients reach the outputs, before the module's own backward.
 
@@ -222,72 +201,6 @@ def _call_all(functions: list[Callable[[], None]], _: torch.Tensor) -> None:
         function()
 
 
-def copy_aliases(output: Any, storages: Collection[int]) -> tuple[Any, bool]:
-    """Put copies in place of the tensors of ``output`` whose memory is one of ``storages`` (addresses).
-
-    Also returns whether such tensors are left, in objects that cannot be rebuilt.
-    """
-
-    def aliases(leaf: Any) -> bool:
-        return isinstance(leaf, torch.Tensor) and not _addresses(leaf).isdisjoint(storages)
-
-    output = map_leaves(output, lambda leaf: leaf.clone() if aliases(leaf) else leaf)
-    return output, any(map(aliases, leaves_of(output)))
-
-
-def _addresses(tensor: torch.Tensor) -> set[int]:
-    """Where the memory of a tensor is, or of the tensors that it wraps; empty where that cannot be asked."""
-    # Plain tensors, as most outputs are, wrap no others.
-    if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
-        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        return set().union(*(_addresses(part) for part in inner if isinstance(part, torch.Tensor)))
-    try:
-        return {innermost(tensor).untyped_storage().data_ptr()}
-    except RuntimeError:  # sparse layouts, subclasses that do not show what they wrap
-        return set()
-
-
-def map_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors of nested containers and dataclasses; of a dataclass that changes a copy."""
-
-    def cast(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.to(dtype) if leaf.is_floating_point() else leaf
-        return _map_fields(leaf, dtype) if _is_dataclass(leaf) else leaf
-
-    return map_leaves(tree, cast)
-
-
-def _map_fields(given: Any, dtype: torch.dtype) -> Any:
-    old = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-    new = {name: map_floating(value, dtype) for name, value in old.items()}
-    if _same(new.values(), old.values()):
-        return given
-    # Not by dataclasses.replace: that takes no fields with init=False, and runs __post_init__ again.
-    changed = copy.copy(given)
-    for name, value in new.items():
-        object.__setattr__(changed, name, value)  # of a frozen one, too
-    return changed
-
-
-def _is_dataclass(leaf: Any) -> bool:
-    # pytree takes a dataclass for one leaf, unless the program has registered it.
-    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
-
-
-def leaves_of(tree: Any) -> list[Any]:
-    """What nested containers and dataclasses hold."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    found = []
-    for leaf in pytree.tree_leaves(tree):
-        if _is_dataclass(leaf):
-            found += leaves_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-        else:
-            found.append(leaf)
-    return found
-
-
 def weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
     """A callback that does not keep the method's object alive: graphs outlive deleted models, and units own hooks."""
     return partial(_call_if_alive, weakref.WeakMethod(method), *args)
@@ -297,3 +210,99 @@ def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *args: Any) 
     call = method()
     if call is not None:
         call(*args)
+
+
+def outside_transforms(method: Callable[..., T]) -> Callable[..., T]:
+    """Run a method as if no transform were active: these refuse to fill memory that is not the function's own."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> T:
+        with torch._C._DisableFuncTorch():
+            return method(*args, **kwargs)
+
+    return call
+
+
+class Recovering(Protocol):
+    """What units below one root share."""
+
+    def recover(self) -> None:
+        """Drop what a pass left behind that raised. Nothing while another pass runs."""
+        ...
+
+
+class ShardedUnit(Protocol):
+    """What is asked of a unit."""
+
+    @property
+    def groups(self) -> Sequence[ShardedGroup]: ...
+
+    @property
+    def schedule(self) -> Recovering: ...
+
+
+_UNITS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def register(unit: ShardedUnit) -> None:
+    """Take ``unit`` into account as long as it lives."""
+    _UNITS.add(unit)
+
+
+@functools.cache
+def watch_backwards() -> None:
+    """Wrap torch's function, for the whole process; calls after the first do nothing."""
+    watching = _watching(torch.autograd.graph._engine_run_backward)
+    # The second is a name for the first, which torch.compiler puts back after wrapping both for a while.
+    namespaces: tuple[Any, ...] = (torch.autograd.graph, torch.autograd)
+    for namespace in namespaces:
+        namespace._engine_run_backward = watching
+
+
+def _groups() -> Iterator[ShardedGroup]:
+    for unit in list(_UNITS):
+        yield from unit.groups
+
+
+def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def call(
+        outputs: Any,
+        gradients: Any,
+        retain_graph: Any,
+        create_graph: Any,
+        inputs: Any,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        given, wholes = tuple(inputs), _whole_inputs(inputs)
+        # Else autograd would refuse whole weights that are not in the graph, too.
+        unused = args[0] if args else options.get("allow_unreachable", False)
+        every = (*given, *wholes) if unused else given
+        try:
+            results = run(outputs, gradients, retain_graph, create_graph, every, *args, **options)
+        except BaseException as error:
+            if isinstance(error, RuntimeError):
+                explain_late_backward(error, _groups(), to_parameters=bool(wholes))
+            for schedule in {unit.schedule for unit in list(_UNITS)}:
+                schedule.recover()
+            raise
+        # Without results gradients have been accumulated.
+        if any(one is not None for one in (results or ())[len(given) :]):
+            raise RuntimeError(OF_PARAMETERS)
+        return results and results[: len(given)]
+
+    return call
+
+
+def _whole_inputs(inputs: Any) -> list[torch.Tensor]:
+    """Whole weights in whose place ``inputs`` have main weights."""
+    if not any(isinstance(one, DTensor) for one in inputs):
+        return []
+    known = {
+        id(sharded): whole
+        for group in _groups()
+        for sharded, whole in zip(group.params, group.unsharded, strict=True)
+        if whole.requires_grad
+    }
+    return [known[id(one)] for one in inputs if id(one) in known]

@@ -29,18 +29,28 @@ saved by autograd survive a reshard.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 
 from bridge.core.sharding.layout.layout import Layout
 from bridge.core.sharding.layout.rows import local_shape
+from bridge.core.sharding.policy.strategy import Strategy
 from torch_impl.comm import collectives
 from torch_impl.comm.collectives import Work
 from torch_impl.comm.mesh import DataParallelMesh
+from torch_impl.comm.streams import Step
+from torch_impl.runtime.ground.host_memory import fetch
 
 
 class FlatBuffer:
-    """``layout.padded_size`` zeros when ``rank`` is None, else ``layout.shard_size`` zeros: the shards of ``rank``."""
+    """``layout.padded_size`` zeros when ``rank`` is None, else ``layout.shard_size`` zeros: the shards of ``rank``.
+
+    The memory stays as long as the buffer; a ``ComputeBuffer`` has some only while its weights are used.
+    """
+
+    allocated = True
 
     def __init__(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, rank: int | None, pinned: bool = False
@@ -48,9 +58,7 @@ class FlatBuffer:
         size = layout.padded_size if rank is None else layout.shard_size
         self.layout, self.rank = layout, rank
         self.flat = torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)
-        self.allocated = True
         self.nbytes = size * self.flat.element_size()
-        self._storage = self.flat.untyped_storage()
 
     def view(self, name: str) -> torch.Tensor:
         """The parameter in its own shape, or this rank's rows of it in their local shape."""
@@ -66,27 +74,16 @@ class FlatBuffer:
         start = self.layout.shard_start(name, self.rank)
         return self.flat[start : start + (r1 - r0) * slot.row_size].view(shape)
 
-    def allocate(self) -> None:
-        """Give the buffer its memory; the contents are arbitrary."""
-        # resize_ takes new memory and copies, also to the same size.
-        if not self.allocated:
-            self._storage.resize_(self.nbytes)
-            self.allocated = True
+    @property
+    def aside(self) -> bool:
+        """Whether the contents wait for memory that another unit uses."""
+        return False
+
+    def settle(self) -> None:
+        """Nothing: the contents are where parameters see them."""
 
     def free(self) -> None:
-        """Release the memory; views stay, and must not be read until ``allocate`` and a refill."""
-        self._storage.resize_(0)
-        self.allocated = False
-
-    def move(self, storage: torch.UntypedStorage) -> None:
-        """Lie in other memory, which is allocated if it is not; views must be taken anew."""
-        if storage.nbytes() < self.nbytes:
-            storage.resize_(self.nbytes)
-        self.allocated = True
-        # A first evaluation may run in inference mode; training steps could not write to a tensor made there.
-        with torch.inference_mode(False):
-            flat = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
-            self.flat, self._storage = flat.set_(storage, 0, (self.flat.numel(),), (1,)), storage
+        """Nothing: main weights stay."""
 
 
 class ShardLevels:
@@ -184,3 +181,94 @@ class ShardLevels:
         slices = self._slices[level]
         # Most layouts have one buffer: the whole tensor is its only part, without a slice.
         return [flat] if len(slices) == 1 else [flat[part] for part in slices]
+
+
+class WeightGather(Protocol):
+    """How a group's compute weights come from its main weights."""
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        """What a rank keeps between its main weights and whole compute weights, see the note of the package."""
+        ...
+
+    def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
+        """Steps that fill ``target``, whole, from all ranks' ``main``, an axis a step.
+
+        ``current``: the last steps were completed with these very main weights, so that what was kept still holds.
+        """
+        ...
+
+
+class CastGather:
+    """Shards are cast to ``compute`` and gathered in it, on ``device``, where main weights may be fetched to."""
+
+    def __init__(
+        self,
+        levels: ShardLevels,
+        strategy: Strategy,
+        compute: torch.dtype,
+        device: torch.device,
+        fetches: bool,
+    ) -> None:
+        self._levels, self._strategy, self._compute, self._device = levels, strategy, compute, device
+        self._fetches = fetches
+        self.resident: torch.Tensor | None = None
+        if keeps_shard(strategy):
+            self.resident = levels.buffer(strategy.parameters, compute, device).flat
+
+    def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
+        level, steps = self._strategy.optimizer, list[Step]()
+        # The outer axis is the slow one: backward, and further microbatches, gather over the inner one only.
+        if self.resident is not None and current:
+            level, source = self._strategy.parameters, self.resident
+        # Cast before the gather: fewer bytes cross the network.
+        elif self._fetches:
+            steps, source = fetch(main, self._compute, self._device)
+        else:
+            source = main.to(self._compute)
+        if level == 0:
+            return [*steps, ("gather", partial(_copy, target, source))]
+        while level > 0:
+            level -= 1
+            if level == 0:
+                output = target
+            elif self.resident is not None and level == self._strategy.parameters:
+                output = self.resident
+            else:
+                # Between the levels that are kept, memory for this gather only.
+                output = source.new_empty(self._levels.size(level))
+            steps.append((lane_of(level), partial(self._levels.gather, level, output, source)))
+            source = output
+        return steps
+
+
+class SplitGather:
+    """Own rows lie in the whole compute weights, beside remainders, and are gathered from there."""
+
+    resident = None
+
+    def __init__(self, levels: ShardLevels, strategy: Strategy) -> None:
+        self._levels, self._strategy = levels, strategy
+
+    def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
+        """As of ``WeightGather``; ``main``, the remainders, stay where they are."""
+        steps, source = list[Step](), self._levels.shard_of(self._strategy.optimizer, target)
+        for level in reversed(range(self._strategy.optimizer)):
+            output = source.new_empty(self._levels.size(level)) if level else target
+            steps.append((lane_of(level), partial(self._levels.gather, level, output, source)))
+            source = output
+        return steps
+
+
+def keeps_shard(strategy: Strategy) -> bool:
+    """Whether main weights are cut more finely than parameters, as in HFSDP."""
+    return 0 < strategy.parameters < strategy.optimizer
+
+
+def lane_of(axis: int) -> str:
+    """The lane of collectives over an axis, counted from the innermost one."""
+    return "gather" if axis == 0 else "outer"
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, async_op: bool) -> None:
+    target.copy_(source)

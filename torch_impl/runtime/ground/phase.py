@@ -129,23 +129,14 @@ LEGAL: dict[Event, Transitions] = {
 }
 
 
-class Lifecycle:
-    """The phase that a unit is in."""
+# Phases in which a program may read compute weights without a call of the runtime.
+READS_WEIGHTS = frozenset({UNSHARDED, KEPT, *_RUNNING})
 
-    def __init__(self) -> None:
-        self.phase = REST
 
-    def enter(self, event: Event, phase: Phase) -> None:
-        """Go on to ``phase``; RuntimeError if the table has no such way. The only place where a phase changes."""
-        if (self.phase, phase) not in LEGAL[event]:
-            raise RuntimeError(
-                f"a sharded unit went from {self.phase.name} to {phase.name} on {event.name}, which is not a legal "
-                "transition: see the table in torch_impl.runtime.ground.phase; this is an error of torch_impl, please "
-                "report the order of calls that led to it"
-            )
-        self.phase = phase
-
-    @property
-    def reads_weights(self) -> bool:
-        """Whether a program may read compute weights without a call of the runtime, in and after a forward."""
-        return self.phase in (UNSHARDED, KEPT, *_RUNNING)
+def refuse_transition(event: Event, before: Phase, after: Phase) -> None:
+    """RuntimeError for a transition that is not in the table."""
+    raise RuntimeError(
+        f"a sharded unit went from {before.name} to {after.name} on {event.name}, which is not a legal "
+        "transition: see the table in torch_impl.runtime.ground.phase; this is an error of torch_impl, please "
+        "report the order of calls that led to it"
+    )

@@ -7,10 +7,6 @@ backward may go through any of these graphs.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 import torch
 from torch._C._functorch import (
     get_unwrapped,
@@ -24,19 +20,6 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-T = TypeVar("T")
-
-
-def outside_transforms(method: Callable[..., T]) -> Callable[..., T]:
-    """Run a method as if no transform were active: these refuse to fill memory that is not the function's own."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> T:
-        with torch._C._DisableFuncTorch():
-            return method(*args, **kwargs)
-
-    return call
 
 
 def refuse_recording(unit: str) -> None:

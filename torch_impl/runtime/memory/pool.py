@@ -1,18 +1,18 @@
-"""Memory that units of one size use in turn, instead of each allocating its own twice a step.
+"""Compute weights, and the memory that units of one size use in turn instead of allocating it twice a step.
 
 The pool records when buffers are in use. When the record of a step comes again, the pool plans slots (see
-``pool_plan``). From the next change of the main weights on, compute weights lie in their slots. A program may depart
-from the plan at any time:
+``pool_plan``). From the next change of the main weights on, compute weights lie in their slots. A program may
+depart from the plan at any time:
 
-* A slot that is in use is not taken. Weights that are gathered ahead wait *aside*, in memory of their own. When their
-  unit runs, the weights in the slot are moved aside instead, unless a forward is reading those.
-* Weights move to another place only with changed values, or where a forward is reading their slot. Both void the graphs
-  that saved the old ones.
+* A slot that is in use is not taken. Weights that are gathered ahead wait *aside*, in memory of their own. When
+  their unit runs, the weights in the slot are moved aside instead, unless a forward is reading those.
+* Weights move to another place only with changed values, or where a forward is reading their slot. Both void the
+  graphs that saved the old ones.
 
 Autograd keeps views of compute weights, which have no memory between forward and backward, or show another unit's
 weights. That no backward computes with these does not rest on the plan. When weights are freed or lose their slot,
-their versions advance, and come back with the contents. Until then autograd refuses the saved views. Every known entry
-into a unit, forward or backward, brings the unit's contents back before it computes.
+their versions advance, and come back with the contents. Until then autograd refuses the saved views. Every known
+entry into a unit, forward or backward, brings the unit's contents back before it computes.
 
 The decisions are local: they neither issue nor order collectives.
 """
@@ -21,44 +21,44 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from bridge.core.sharding.layout.layout import Layout
 from torch_impl.comm.streams import Streams
 from torch_impl.dtensor.local import plain_parts
 from torch_impl.runtime.ground import autograd
 from torch_impl.runtime.ground.buffer import FlatBuffer
 from torch_impl.runtime.memory.pool_plan import BufferPlan, Lifetime, Span, plan_buffers
-from torch_impl.runtime.memory.pool_slot import Slot
 
 # Programs that alternate between some kinds of steps, such as microbatches, keep one plan.
 _REMEMBERED = 4
 
 
 class Pooled(Protocol):
-    """A buffer that the pool records."""
+    """A buffer that the pool records, and that may lie in a slot."""
 
-    kind: str
+    purpose: str
+    nbytes: int
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def nbytes(self) -> int: ...
 
     @property
     def shares(self) -> bool:
         """Whether the buffer may be in a slot."""
         ...
 
+    def lose_contents(self) -> None:
+        """Another buffer's contents replace those of this one."""
+        ...
 
-class Host(Protocol):
-    """What a pooled buffer asks of its unit, at each use, since its root may change."""
 
-    name: str
+class Shared(Protocol):
+    """What units below one root share."""
 
     @property
     def pool(self) -> BufferPool: ...
@@ -66,10 +66,76 @@ class Host(Protocol):
     @property
     def streams(self) -> Streams: ...
 
+
+class Host(Protocol):
+    """What a buffer asks of its unit, at each use, since the unit's root may change."""
+
+    name: str
+
+    @property
+    def schedule(self) -> Shared: ...
+
     @property
     def reads_weights(self) -> bool:
         """Whether the unit's compute weights may be read without another call of the runtime."""
         ...
+
+
+class Slot:
+    """Memory of ``nbytes`` for one buffer at a time; ``keeps`` is by pass, see ``BufferPlan.keeps``."""
+
+    def __init__(
+        self, nbytes: int, device: torch.device, keeps: tuple[Sequence[bool], Sequence[bool]]
+    ) -> None:
+        self.storage = torch.UntypedStorage(0, device=device)
+        self._nbytes, self._keeps = nbytes, keeps
+        self._expected: Iterator[bool] = iter(())
+        # Weakly: a deleted model frees its memory at once, and its pool may live on in another one.
+        self._user: weakref.ref[Pooled] | None = None
+        self._contents: weakref.ref[Pooled] | None = None
+
+    @property
+    def user(self) -> Pooled | None:
+        """Whose buffer is in use here."""
+        return None if self._user is None else self._user()
+
+    def take(self, user: Pooled) -> bool:
+        """Use the slot, which then has memory; False if another buffer does."""
+        if self.user is not None and self.user is not user:
+            return False
+        # Whoever was here last may have views of the slot in a graph.
+        before = None if self._contents is None else self._contents()
+        if before is not None and before is not user:
+            before.lose_contents()
+        self._user = self._contents = weakref.ref(user)
+        # resize_ allocates and copies, also where the size stays.
+        if self.storage.nbytes() == 0:
+            self.storage.resize_(self._nbytes)
+        return True
+
+    def leave(self, user: Pooled) -> None:
+        """End a use; the memory stays if the plan says so."""
+        if self.user is user:
+            self._user = None
+            # A use that the plan does not know of leaves no memory behind.
+            if not next(self._expected, False):
+                self.storage.resize_(0)
+
+    def begin(self, backward: bool) -> None:
+        """A pass begins."""
+        self.rest()
+        self._expected = iter(self._keeps[backward])
+
+    def rest(self) -> None:
+        """A pass ended: release memory that is not in use."""
+        self._expected = iter(())
+        if self.user is None:
+            self.storage.resize_(0)
+
+    def retire(self) -> None:
+        """The plan is replaced: keep no memory for uses that still come."""
+        self._keeps = (), ()
+        self.rest()
 
 
 class _Trace(NamedTuple):
@@ -85,8 +151,8 @@ class BufferPool:
 
     def __init__(self, device: torch.device) -> None:
         self.plan: BufferPlan | None = None
+        self.enabled = True
         self._device = device
-        self._enabled = True
         self._planned: _Trace | None = None
         self._recent: deque[_Trace] = deque(maxlen=_REMEMBERED)
         self._slots: dict[weakref.ref[Pooled], Slot] = {}
@@ -95,27 +161,23 @@ class BufferPool:
         self._time = 0
         self._turn: int | None = None
 
-    @property
-    def enabled(self) -> bool:
-        return self._enabled
-
     def enable(self, enabled: bool) -> None:
         """With False, buffers get memory of their own, from the next change of the main weights on."""
-        self._enabled = enabled
+        self.enabled = enabled
         self._recent.clear()
-        self._replace(None, None)
+        self._replace_plan(None, None)
 
     def slot_of(self, buffer: Pooled) -> Slot | None:
         """Where the plan puts a buffer; None for memory of its own."""
         return self._slots.get(weakref.ref(buffer))
 
-    def began(self, buffer: Pooled) -> None:
+    def begin_use(self, buffer: Pooled) -> None:
         """Note that a buffer is in use from now on."""
         # Weights that are gathered again while they are shown stay in one use.
         if self._open.setdefault(weakref.ref(buffer), self._time) == self._time:
             self._time += 1
 
-    def ended(self, buffer: Pooled) -> None:
+    def end_use(self, buffer: Pooled) -> None:
         """Note that a buffer is in use no more."""
         reference = weakref.ref(buffer)
         start = self._open.pop(reference, None)
@@ -123,18 +185,21 @@ class BufferPool:
             self._closed[reference] = (*self._closed.get(reference, ()), (start, self._time))
             self._time += 1
 
-    def forward_begins(self) -> None:
+    def begin_forward(self) -> None:
         """An outermost forward begins, and a new record."""
         self._open, self._closed, self._time, self._turn = {}, {}, 0, None
-        self._begin(backward=False)
+        for slot in self._distinct_slots():
+            slot.begin(backward=False)
 
-    def backward_begins(self) -> None:
+    def begin_backward(self) -> None:
+        """An outermost backward begins."""
         self._turn = self._time
-        self._begin(backward=True)
+        for slot in self._distinct_slots():
+            slot.begin(backward=True)
 
-    def backward_ended(self) -> None:
+    def end_backward(self) -> None:
         """The outermost backward ended, and the record: buffers that are in use still are not pooled."""
-        if self._turn is not None and self._enabled:
+        if self._turn is not None and self.enabled:
             closed = {ref: spans for ref, spans in self._closed.items() if ref not in self._open}
             self._compare(_Trace(closed, self._turn, self._time))
         self._turn = None
@@ -142,124 +207,133 @@ class BufferPool:
 
     def rest(self) -> None:
         """Release all memory that is not in use."""
-        for slot in self._distinct():
+        for slot in self._distinct_slots():
             slot.rest()
 
-    def _begin(self, backward: bool) -> None:
-        for slot in self._distinct():
-            slot.begin(backward)
-
-    def _distinct(self) -> list[Slot]:
+    def _distinct_slots(self) -> list[Slot]:
         return list(dict.fromkeys(self._slots.values()))
 
     def _compare(self, trace: _Trace) -> None:
         known = [*self._recent, trace]
         self._recent.append(trace)
-        # Equal to another record, not to the last one: a program may alternate between several kinds of steps.
-        again = [one for index, one in enumerate(known) if one in known[:index]]
-        if self._planned not in known and again:
-            trace = max(again, key=lambda one: one.duration)
-            users = {ref: (one, spans) for ref, spans in trace.uses.items() if (one := ref()) and one.nbytes}
-            lifetimes = [
-                Lifetime(one.name, one.kind, one.nbytes, spans, one.shares) for one, spans in users.values()
-            ]
-            plan = plan_buffers(lifetimes, trace.turn, trace.duration)
-            self._replace(trace, plan)
-            made = [
-                Slot(nbytes, self._device, (plan.keeps(slot, False), plan.keeps(slot, True)))
-                for slot, nbytes in enumerate(plan.slot_bytes)
-            ]
-            pairs = zip(users, plan.slots, strict=True)
-            self._slots = {ref: made[slot] for ref, slot in pairs if slot is not None}
+        # Equal to any earlier record, not to the last: a program may alternate between kinds of steps.
+        repeated = [record for index, record in enumerate(known) if record in known[:index]]
+        if self._planned not in known and repeated:
+            self._plan_slots(max(repeated, key=lambda record: record.duration))
 
-    def _replace(self, trace: _Trace | None, plan: BufferPlan | None) -> None:
-        for slot in self._distinct():
+    def _plan_slots(self, trace: _Trace) -> None:
+        users = {
+            ref: (buffer, spans)
+            for ref, spans in trace.uses.items()
+            if (buffer := ref()) is not None and buffer.nbytes
+        }
+        lifetimes = [
+            Lifetime(buffer.name, buffer.purpose, buffer.nbytes, spans, buffer.shares)
+            for buffer, spans in users.values()
+        ]
+        plan = plan_buffers(lifetimes, trace.turn, trace.duration)
+        self._replace_plan(trace, plan)
+        slots = [
+            Slot(nbytes, self._device, (plan.keeps(number, False), plan.keeps(number, True)))
+            for number, nbytes in enumerate(plan.slot_bytes)
+        ]
+        pairs = zip(users, plan.slots, strict=True)
+        self._slots = {ref: slots[number] for ref, number in pairs if number is not None}
+
+    def _replace_plan(self, trace: _Trace | None, plan: BufferPlan | None) -> None:
+        for slot in self._distinct_slots():
             slot.retire()
         self._slots, self._planned, self.plan = {}, trace, plan
 
 
-class PooledWeights:
-    """The compute weights of a group, ``buffer``, in a slot or in memory of their own; ``params`` are its views.
+class ComputeBuffer(FlatBuffer):
+    """The compute weights of a group, whole, in a slot or in memory of their own.
 
-    ``finish`` ends a gather that is under way. ``suffix`` tells the groups of ``host`` apart.
+    All memory of whole weights is allocated and freed here: ``allocate`` before a gather, ``settle``
+    before weights are read, ``free``. ``finish_gather`` ends a gather that is under way. ``suffix``
+    tells the groups of ``host`` apart.
     """
 
-    kind = "weights"
+    purpose = "weights"
     shares = True
 
     def __init__(
         self,
-        names: Sequence[str],
-        buffer: FlatBuffer,
-        params: Sequence[nn.Parameter],
-        finish: Callable[[], None],
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        finish_gather: Callable[[], None],
         host: Host,
         suffix: str,
     ) -> None:
-        self._host, self._suffix = host, suffix
-        self._names, self._params = list(names), list(params)
-        self._buffer, self._finish = buffer, finish
-        self._own = buffer.flat.untyped_storage()
-        # Those that wrap their views, as DTensors of tensor parallelism do, cannot be given others.
-        self._movable = all(type(param) is nn.Parameter for param in params)
-        # Modules that are cut over a model axis compute with the local tensors of their DTensors.
-        self._counted = list(
-            {id(part): part for param in params for part in (param, *plain_parts(param))}.values()
-        )
+        super().__init__(layout, dtype, device, rank=None)
+        self.allocated = True
+        self._host, self._suffix, self._finish_gather = host, suffix, finish_gather
+        self._own = self._storage = self.flat.untyped_storage()
+        self._params: Sequence[nn.Parameter] = ()
+        self._counted: list[torch.Tensor] = []
+        self._movable = True
         self._slot: Slot | None = None
         self._aside: torch.Tensor | None = None
         self._versions: tuple[int, ...] | None = None
+
+    def set_views(self, params: Sequence[nn.Parameter]) -> None:
+        """Tell of the parameters over this buffer, in the order of the layout."""
+        self._params = list(params)
+        # Those that wrap their views, as DTensors of tensor parallelism do, cannot be given others.
+        self._movable = all(type(param) is nn.Parameter for param in params)
+        # Modules that are cut over a model axis compute with the local tensors of their DTensors.
+        parts = [part for param in params for part in (param, *plain_parts(param))]
+        self._counted = list({id(part): part for part in parts}.values())
 
     @property
     def name(self) -> str:
         return self._host.name + self._suffix
 
     @property
-    def nbytes(self) -> int:
-        return self._buffer.nbytes
-
-    @property
     def aside(self) -> bool:
-        """Whether the contents wait for their slot."""
         return self._aside is not None
 
-    def prepare(self, changed: bool) -> torch.Tensor:
+    def allocate(self, changed: bool) -> torch.Tensor:
         """Memory to gather the weights into. ``changed``: their values will be others than at the last time."""
         # Weights that cannot move have memory of their own: the plan need not know of them.
         if self._movable:
-            self._host.pool.began(self)
+            self._host.schedule.pool.begin_use(self)
         self._aside = None
         # Graphs of the older values are void anyway, so this is the time to move without breaking any.
         if changed:
             self._void_graphs()
-            self._choose()
+            self._choose_slot()
         if self._slot is None:
-            self._buffer.allocate()
-            return self._buffer.flat
+            # resize_ takes new memory and copies, also to the same size.
+            if not self.allocated:
+                self._storage.resize_(self.nbytes)
+        elif not self._slot.take(self):
+            self._aside = torch.empty_like(self.flat)
         # As far as others ask: the contents are in the slot or aside.
-        self._buffer.allocated = True
-        if self._slot.take(self):
-            return self._buffer.flat
-        self._aside = torch.empty_like(self._buffer.flat)
-        return self._aside
+        self.allocated = True
+        return self.flat if self._aside is None else self._aside
 
     def settle(self) -> None:
         """Bring the contents to where the parameters are; to be called before they are read."""
         if self._aside is not None:
             self._move_in(self._aside)
             self._aside = None
-        self._regained()
+        # The contents are those that graphs have saved, so their versions are, too.
+        if self._versions is not None:
+            autograd.set_versions(self._counted, self._versions)
+            self._versions = None
 
     def _move_in(self, contents: torch.Tensor) -> None:
         assert self._slot is not None
         user = self._slot.user
         # A forward reads the weights that are there, so these move, and graphs with views of the slot are void.
-        if isinstance(user, PooledWeights) and user is not self and not user.step_aside():
+        if isinstance(user, ComputeBuffer) and user is not self and not user.step_aside():
             self._void_graphs()
             self._move(None)
         else:
             self._slot.take(self)
-        self._buffer.flat.copy_(contents)
+        self.flat.copy_(contents)
 
     def step_aside(self) -> bool:
         """Leave the slot to another unit, and wait; False if these weights are being read."""
@@ -267,35 +341,37 @@ class PooledWeights:
         if self._host.reads_weights:
             return False
         # A gather under way still writes to the slot.
-        self._finish()
+        self._finish_gather()
         assert self._slot is not None
-        self._aside = self._buffer.flat.clone()
-        self.lost()
+        self._aside = self.flat.clone()
+        self.lose_contents()
         self._slot.leave(self)
         return True
 
-    def release(self) -> None:
-        """Forget the contents and free the memory."""
-        self._host.pool.ended(self)
-        self.lost()
+    def free(self) -> None:
+        """Release the memory of the whole weights; views stay, and have contents again after the next gather.
+
+        Between two uses a slot keeps its memory where the plan says so, for the unit that comes next.
+        """
+        # Else the gather would write to memory that others have by then.
+        self._finish_gather()
+        self._host.schedule.pool.end_use(self)
+        self.lose_contents()
         self._aside = None
-        self._buffer.allocated = False
+        self.allocated = False
         if self._slot is None:
-            self._buffer.free()
+            # Of the storage, not of the tensor: what autograd has saved are views, which must find the
+            # weights here when the backward's gather has filled the storage again.
+            self._storage.resize_(0)
         else:
             self._slot.leave(self)
 
-    def lost(self) -> None:
+    def lose_contents(self) -> None:
         """The contents are gone, or will be another unit's weights: saved views of them must not be read."""
         # A slot may pass through several hands before its first user comes back: the first versions count.
         if self._versions is None:
             self._versions = tuple(tensor._version for tensor in self._counted)
             torch.autograd.graph.increment_version(self._counted)
-
-    def _regained(self) -> None:
-        if self._versions is not None:
-            autograd.set_versions(self._counted, self._versions)
-            self._versions = None
 
     def _void_graphs(self) -> None:
         # By two, since one more is the mark of lost contents.
@@ -303,9 +379,9 @@ class PooledWeights:
         for _ in range(2):
             torch.autograd.graph.increment_version(self._counted)
 
-    def _choose(self) -> None:
+    def _choose_slot(self) -> None:
         """Move to the slot of the plan, if it is free, else out of any that is in use."""
-        slot = self._host.pool.slot_of(self)
+        slot = self._host.schedule.pool.slot_of(self)
         # A program may have departed from the plan: a slot in use is not taken.
         if slot is not None and not slot.take(self):
             slot = None
@@ -316,55 +392,13 @@ class PooledWeights:
         if self._slot is not None:
             self._slot.leave(self)
         self._slot = slot
-        self._buffer.move(self._own if slot is None else slot.storage)
-        # As in FlatBuffer.move: a first evaluation may run in inference mode.
+        self._storage = self._own if slot is None else slot.storage
+        if self._storage.nbytes() < self.nbytes:
+            self._storage.resize_(self.nbytes)
+        self.allocated = True
+        # A first evaluation may run in inference mode; training steps could not write to a tensor made there.
         with torch.inference_mode(False):
-            for name, param in zip(self._names, self._params, strict=True):
-                param.data = self._buffer.view(name)
-
-
-class PooledGradient:
-    """The buffer in which gradients of a group are collected and reduced: ``size`` elements."""
-
-    kind = "gradients"
-
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device, host: Host, suffix: str) -> None:
-        self.nbytes, self.device = size * dtype.itemsize, device
-        self._host, self._suffix = host, suffix
-        self._size, self._dtype = size, dtype
-        self._slot: Slot | None = None
-
-    @property
-    def name(self) -> str:
-        return self._host.name + self._suffix
-
-    @property
-    def shares(self) -> bool:
-        # Of what a backend reduces in a copy, memory of its own is free when the reduction has begun.
-        return not self._host.streams.copies
-
-    @property
-    def pooled(self) -> bool:
-        """Whether the buffer that was taken is the pool's, for others to use after its release."""
-        return self._slot is not None
-
-    def take(self) -> torch.Tensor:
-        """The buffer, with arbitrary contents."""
-        self._host.pool.began(self)
-        flat = torch.empty(0, dtype=self._dtype, device=self.device)
-        slot = self._host.pool.slot_of(self)
-        # A program that departs from the plan may find the slot in use.
-        if slot is not None and slot.take(self):
-            self._slot = slot
-            return flat.set_(slot.storage, 0, (self._size,), (1,))
-        return flat.new_empty(self._size)
-
-    def release(self) -> None:
-        """The buffer is not needed any more; nothing if it was not taken."""
-        self._host.pool.ended(self)
-        if self._slot is not None:
-            slot, self._slot = self._slot, None
-            slot.leave(self)
-
-    def lost(self) -> None:
-        """Nobody reads a gradient buffer after its release."""
+            flat = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
+            self.flat = flat.set_(self._storage, 0, (self.flat.numel(),), (1,))
+            for layout_slot, param in zip(self.layout.slots, self._params, strict=True):
+                param.data = self.view(layout_slot.name)

@@ -83,7 +83,7 @@ def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optim
     offloads: Callable[[torch.Tensor], bool] = getattr(optimizer, "offloads", lambda param: False)
     for group in groups:
         # Shapes only: storages of meta tensors report bytes that nobody has.
-        if group.on_meta:
+        if group.weights.on_meta:
             continue
         own = device if group.host is None else host
         main = _storage_bytes(group.weights.main_tensors)

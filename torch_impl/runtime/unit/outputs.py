@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from torch_impl.runtime.ground import autograd
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torch_impl.runtime.ground.transforms import innermost
+from torch_impl.runtime.ground.trees import leaves_of, map_leaves
 from torch_impl.runtime.unit.group import ParameterGroup
 
 
 def shows_weights(output: Any, groups: Sequence[ParameterGroup]) -> bool:
     """Whether ``output`` has one of the whole parameters itself, at which no hook tells of a backward."""
     own = {id(param) for group in groups for param in group.unsharded}
-    return not own.isdisjoint(map(id, autograd.leaves_of(output)))
+    return not own.isdisjoint(map(id, leaves_of(output)))
 
 
 def copy_weights_in(output: Any, groups: Sequence[ParameterGroup], module: str) -> Any:
@@ -20,13 +24,38 @@ def copy_weights_in(output: Any, groups: Sequence[ParameterGroup], module: str) 
 
     RuntimeError where that is inside an object which cannot be searched; ``module`` names the class in its text.
     """
-    sharded = [group for group in groups if group.strategy.shard_parameters]
+    sharded = [group for group in groups if group.shard_parameters]
     freed = [tensor for group in sharded for tensor in group.weights.compute_tensors if tensor.numel()]
     storages = {tensor.untyped_storage().data_ptr() for tensor in freed}
-    output, left = autograd.copy_aliases(output, storages) if storages else (output, False)
+    output, left = _copy_aliases(output, storages) if storages else (output, False)
     if left:
         raise RuntimeError(
             f"{module}: an output shares memory with the sharded parameters, inside an object that is no tuple, list "
             "or dict; return a clone() of it"
         )
     return output
+
+
+def _copy_aliases(output: Any, storages: Collection[int]) -> tuple[Any, bool]:
+    """Put copies in place of the tensors of ``output`` whose memory is one of ``storages`` (addresses).
+
+    Also returns whether such tensors are left, in objects that cannot be rebuilt.
+    """
+
+    def aliases(leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and not _addresses(leaf).isdisjoint(storages)
+
+    output = map_leaves(output, lambda leaf: leaf.clone() if aliases(leaf) else leaf)
+    return output, any(map(aliases, leaves_of(output)))
+
+
+def _addresses(tensor: torch.Tensor) -> set[int]:
+    """Where the memory of a tensor is, or of the tensors that it wraps; empty where that cannot be asked."""
+    # Plain tensors, as most outputs are, wrap no others.
+    if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return set().union(*(_addresses(part) for part in inner if isinstance(part, torch.Tensor)))
+    try:
+        return {innermost(tensor).untyped_storage().data_ptr()}
+    except RuntimeError:  # sparse layouts, subclasses that do not show what they wrap
+        return set()

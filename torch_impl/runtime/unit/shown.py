@@ -23,7 +23,7 @@ class Shown(Enum):
     """The compute weights as ``module.weight``, the main weights in ``parameters()`` and ``named_parameters()``."""
 
 
-class _WholeByKey(dict[str, Any]):
+class WholeByKey(dict[str, Any]):
     """The parameters of a module, ``plain``; a key of ``whole`` reads the second parameter in place of the first."""
 
     def __init__(self, plain: dict[str, Any]) -> None:
@@ -55,29 +55,3 @@ class _WholeByKey(dict[str, Any]):
         for deleted in self.plain.keys() - self.keys():
             del self.plain[deleted]
         return self.plain
-
-
-def show(module: nn.Module, attr: str, main: nn.Parameter, whole: nn.Parameter, shown: Shown) -> None:
-    """Show a weight of a module, unless the program has replaced it: the next forward refuses that."""
-    if isinstance(module._parameters, _WholeByKey):
-        vars(module)["_parameters"] = module._parameters.hide(attr)
-    registered = module._parameters.get(attr)
-    if registered is not main and registered is not whole:
-        return
-    if shown is Shown.ATTRIBUTES:
-        given = module._parameters
-        both = given if isinstance(given, _WholeByKey) else _WholeByKey(given)
-        dict.__setitem__(both, attr, main)
-        both.whole[attr] = main, whole
-        vars(module)["_parameters"] = both
-    else:
-        register(module, attr, main if shown is Shown.MAIN else whole)
-
-
-def register(module: nn.Module, attr: str, param: nn.Parameter) -> None:
-    """Make ``param`` a parameter of the module."""
-    # Only modules that watch assignments (RNNs cache their weights) need the slow way.
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[attr] = param
-    else:
-        setattr(module, attr, param)

@@ -31,17 +31,17 @@ import torch
 from torch import nn
 
 from torch_impl.runtime.ground import autograd
-from torch_impl.runtime.ground.phase import Event, Phase
+from torch_impl.runtime.ground.autograd import outside_transforms
+from torch_impl.runtime.ground.phase import LEGAL, Event, Phase, refuse_transition
 from torch_impl.runtime.ground.precision import MixedPrecisionPolicy, input_dtype
-from torch_impl.runtime.ground.transforms import outside_transforms, refuse_recording
+from torch_impl.runtime.ground.transforms import refuse_recording
+from torch_impl.runtime.ground.trees import map_floating
 from torch_impl.runtime.unit.group import ParameterGroup
 from torch_impl.runtime.unit.outputs import copy_weights_in, shows_weights
 from torch_impl.runtime.unit.shown import Shown
-from torch_impl.runtime.unit.unit_gradients import UnitGradients
-from torch_impl.runtime.weights import late_backward
+from torch_impl.runtime.unit.unit_backward import UnitBackwards, UnitGradients
 from torch_impl.runtime.weights.context import UnitContext
 from torch_impl.runtime.weights.schedule import Schedule, ScheduledUnit
-from torch_impl.runtime.weights.unit_backwards import UnitBackwards
 
 
 class Unit:
@@ -68,7 +68,7 @@ class Unit:
         self._calls: list[autograd.WatchedInputs | None] = []
         self._backwards = UnitBackwards()
         self._numbers = itertools.count()
-        late_backward.register(self)
+        autograd.register(self)
         for index, group in enumerate(self.groups):
             self._watch_gradients(index)
             group.weights.when_made(autograd.weakly(self._watch_gradients, index))
@@ -86,13 +86,13 @@ class Unit:
     def materialize(self, device: torch.device, groups: Sequence[ParameterGroup] | None = None) -> None:
         """Give weights of these groups, all by default, that are on the meta device memory on ``device``."""
         for index, group in enumerate(self.groups):
-            if group.on_meta and (groups is None or group in groups):
+            if group.weights.on_meta and (groups is None or group in groups):
                 group.materialize(device)
                 self._watch_gradients(index)
 
     def collect_apart(self) -> None:
         """Take weights to which modules inside the unit gave memory by a ``to_empty`` of their own."""
-        if apart := [group for group in self.groups if group.apart]:
+        if apart := [group for group in self.groups if group.has_memory_apart]:
             self.materialize(self.device, apart)
 
     def _watch_gradients(self, index: int) -> None:
@@ -113,16 +113,20 @@ class Unit:
 
     @property
     def phase(self) -> Phase:
-        return self._context.lifecycle.phase
+        return self._context.phase
 
     def _enter(self, event: Event, phase: Phase) -> None:
-        self._context.lifecycle.enter(event, phase)
+        """Go on to ``phase``; RuntimeError if the table has no such way. The only place where a phase changes."""
+        before = self._context.phase
+        if (before, phase) not in LEGAL[event]:
+            refuse_transition(event, before, phase)
+        self._context.phase = phase
 
     def start_unshard(self, refresh: bool = True) -> bool:
         """Begin to gather the compute weights; False if there is nothing to gather. Collective."""
         self.collect_apart()
         with self._range("all-gather"):
-            started = [group.start_unshard(refresh) for group in self.groups]
+            started = [group.weights.start_gather(refresh) for group in self.groups]
         return any(started)
 
     def unshard(self) -> None:
@@ -152,15 +156,15 @@ class Unit:
     @property
     def has_weights(self) -> bool:
         """Whether compute weights are there or on their way."""
-        return any(group.gathering or group.weights.allocated for group in self.groups)
+        return any(group.weights.gathering or group.weights.compute.allocated for group in self.groups)
 
     def drop_prefetched(self) -> None:
         """Free weights that were gathered for a forward or backward that did not come."""
         if self.phase is Phase.REST:
             for group in self.groups:
                 # Weights that have arrived are kept ones, of a root for example.
-                if group.gathering and group.strategy.shard_parameters:
-                    group.free()
+                if group.shard_parameters and group.weights.gathering:
+                    group.weights.compute.free()
 
     def reshard(self) -> None:
         """Show the main weights and free the compute weights, unless the strategy keeps them."""
@@ -169,8 +173,8 @@ class Unit:
 
     def _hide(self, free: bool) -> None:
         for group in self.groups:
-            if free and group.strategy.shard_parameters:
-                group.free()
+            if free and group.shard_parameters:
+                group.weights.compute.free()
             group.show(Shown.MAIN)
 
     def show_sharded(self, *_: Any) -> None:
@@ -199,7 +203,7 @@ class Unit:
         if not in_backward and (torch.is_grad_enabled() or module.training):
             self._backwards.count_forward()
         if (cast := input_dtype(self._policy)) is not None:
-            args, kwargs = autograd.map_floating((args, kwargs), cast)
+            args, kwargs = map_floating((args, kwargs), cast)
         number, inputs = next(self._numbers), None
         if torch.is_grad_enabled():
             done = autograd.weakly(self._call_done, number)
@@ -244,8 +248,8 @@ class Unit:
             # The pool's record of a step begins with the root's weights.
             expected = begins(self)
             self.start_unshard(refresh)
-            given = self.backward_prefetch if in_backward else self.forward_prefetch
-            following = expected if given is None else [one for ref in given if (one := ref())]
+            named = self.backward_prefetch if in_backward else self.forward_prefetch
+            following = expected if named is None else [unit for ref in named if (unit := ref())]
         self._gather(refresh)
         self._enter(event, phase)
         self.schedule.prefetch(following, refresh)
@@ -255,7 +259,7 @@ class Unit:
         inputs = self._calls.pop()
         self.schedule.open_forwards -= 1
         if self._policy.output_dtype is not None:
-            output = autograd.map_floating(output, self._policy.output_dtype)
+            output = map_floating(output, self._policy.output_dtype)
         output = copy_weights_in(output, self.groups, type(module).__name__)
         seen = True
         if inputs is not None:

@@ -7,7 +7,7 @@ are empty. What is written there again counts as a change for autograd only if m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,26 +22,33 @@ from torch_impl.comm.streams import Step
 from torch_impl.dtensor.local import local_of, plain_parts
 from torch_impl.dtensor.tensor import make_dtensor
 from torch_impl.runtime.ground import autograd
+from torch_impl.runtime.ground.group_spec import GroupSpec
 from torch_impl.runtime.ground.host_memory import HOST
 from torch_impl.runtime.ground.ownership import OwnedParameter
 from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
+from torch_impl.runtime.weights.context import UnitContext
 from torch_impl.runtime.weights.extension import WAY_OUT, ExtendedWeight, as_matrix, zeros_on
-from torch_impl.runtime.weights.group_weights import GivenParameter, GroupSpec, Version
+from torch_impl.runtime.weights.flat_parameters import GivenParameter
+from torch_impl.runtime.weights.group_weights import GroupWeights, Version
 
 
-class ExtendedWeights:
-    """See ``GroupWeights``. ``shards``: the own rows of the parameters ``owned``, see ``own_rows``.
+class ExtendedWeights(GroupWeights):
+    """``shards``: the own rows of the parameters ``owned``, see ``own_rows``.
 
-    There are no flat main weights and no flat compute weights.
+    There are no flat main weights and no flat compute weights, so that this is the memory of the latter, too.
     """
+
+    separate = gathers = True
 
     def __init__(
         self,
         spec: GroupSpec,
+        context: UnitContext,
         owned: Sequence[OwnedParameter],
         shards: Sequence[torch.Tensor],
         policy: MixedPrecisionPolicy,
     ) -> None:
+        super().__init__(spec, context)
         mesh = spec.levels.mesh
         axis = mesh.mesh if mesh.ndim == 1 else mesh.mesh[(mesh.mesh.mesh_dim_names or ())[-1]]
         self._extended = [
@@ -52,16 +59,15 @@ class ExtendedWeights:
             {key: value for key, value in vars(one.param).items() if key not in vars(one.param.detach())}
             for one in owned
         ]
-        self._group_spec, self._policy = spec, policy
+        self._policy = policy
         self._agreed: list[list[tuple[tuple[int, ...], str]]] | None = None
-        self._on_made: Callable[[], None] | None = None
-        self.params: list[nn.Parameter]
-        self.unsharded: list[nn.Parameter]
 
-    def allocate(
-        self, device: torch.device, given: Sequence[GivenParameter], finish: Callable[[], None]
-    ) -> None:
-        """See ``GroupWeights``; rows were cut from the values before."""
+    @property
+    def compute(self) -> ExtendedWeights:
+        return self
+
+    def _allocate(self, device: torch.device, given: Sequence[GivenParameter]) -> None:
+        # Rows were cut from the values before.
         place = HOST if self._group_spec.host is not None and device.type != "meta" else device
         self.compute_device = device
         for one in self._extended:
@@ -70,6 +76,7 @@ class ExtendedWeights:
             elif one.shard.device != place:
                 one.shard = one.shard.to(place)
         self.params = [self._sharded(index, param) for index, (param, _) in enumerate(given)]
+        self.on_meta = self._extended[0].shard.is_meta
         # Their class is known only when they are made of what is gathered first.
         self.unsharded = [nn.Parameter(torch.empty(0), requires_grad=False) for _ in self.params]
         for param, marks in zip(self.params, self._marks, strict=True):
@@ -104,14 +111,6 @@ class ExtendedWeights:
         vars(param).update(self._marks[index])
         return param
 
-    def when_made(self, callback: Callable[[], None]) -> None:
-        """See ``GroupWeights``: called when the first gather has arrived."""
-        self._on_made = callback
-
-    @property
-    def on_meta(self) -> bool:
-        return self._extended[0].shard.is_meta
-
     @property
     def main_tensors(self) -> list[torch.Tensor]:
         return [part for one in self._extended for part in plain_parts(one.shard)]
@@ -127,18 +126,6 @@ class ExtendedWeights:
         return sum(one.numel() * one.element_size() for one in self.main_tensors)
 
     @property
-    def resident(self) -> None:
-        return None
-
-    @property
-    def separate(self) -> bool:
-        return True
-
-    @property
-    def gathers(self) -> bool:
-        return True
-
-    @property
     def compute_tensors(self) -> list[torch.Tensor]:
         return [tensor for one in self._extended for tensor in one.held]
 
@@ -147,8 +134,8 @@ class ExtendedWeights:
         """What a gather fills; 0 before the first one."""
         return sum(one.numel() * one.element_size() for weight in self._extended for one in weight.outputs)
 
-    def steps(self, changed: bool, current: bool) -> list[Step]:
-        """See ``GroupWeights``; nothing is kept of a gather."""
+    def _steps(self, changed: bool, current: bool) -> list[Step]:
+        # Nothing is kept of a gather.
         # As in ``settle``.
         with torch.inference_mode(False), torch.no_grad():
             self._ask()
@@ -162,7 +149,7 @@ class ExtendedWeights:
         wanted: list[Any] = []
         for one in self._extended:
             try:
-                wanted.append(one.pre(self._policy, self._group_spec.context.device))
+                wanted.append(one.pre(self._policy, self._context.device))
             except Exception as error:
                 if self._agreed is not None:
                     raise
@@ -231,8 +218,10 @@ class ExtendedWeights:
                 self._on_made()
         self._count()
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Forget the contents and free the memory; until they are back, autograd refuses saved views of them."""
+        # Else the gather would write to memory that others have by then.
+        self.finish_gather()
         if not self._versions:
             self._note_versions()
         torch.autograd.graph.increment_version([one for one, _ in self._versions])

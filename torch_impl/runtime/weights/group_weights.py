@@ -1,120 +1,63 @@
-"""What a parameter group is told when it is made, and what it asks of its weights, however these lie in memory.
+"""The weights of a group: main weights, compute weights, and the gather that leads from one to the other.
 
-``flat_weights`` has those of most groups, ``extended_weights`` those whose class says itself what is gathered.
+``FlatWeights`` have both in flat buffers, of which parameters are views: see the note of the package.
+``extended_weights`` has those whose class says itself what is gathered.
+
+Compute weights that are kept (parameters that are not sharded, or ``reshard_after_forward=False``) are gathered
+again by the first forward after a backward that reduced gradients over all axes, unless all of the group is frozen.
+Whether this rank's main weights have changed does not matter there: an optimizer may pass over rows that are empty
+or have no gradient, on some ranks only. Other changes (a loaded state dict, an edit between two forwards) are known
+from the version counter that torch keeps for the buffer. Every change through a DTensor, an optimizer or
+``to_local()`` counts on every rank that makes it, also on ranks whose rows of the tensor are empty;
+``tensor.to_local().data`` hides changes from the counter. Ranks whose counters disagree get an error that names
+them, see ``require_all_ranks``.
+
+A gather after a change also counts as an in-place change of the compute weights, so a backward through a forward
+that used the older weights raises autograd's error instead of yielding wrong gradients.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
 
-from bridge.core.sharding.layout.layout import Layout
-from bridge.core.sharding.policy.group_dtypes import GroupDtypes
-from bridge.core.sharding.policy.strategy import Strategy
-from torch_impl.comm.streams import Step
-from torch_impl.runtime.ground.buffer import ShardLevels
-from torch_impl.runtime.ground.host_memory import HostMemory
-from torch_impl.runtime.ground.tensor_parallel import TensorParallel
+from bridge.core.text import first_of
+from torch_impl.comm.agreement import require_all_ranks
+from torch_impl.comm.streams import Step, Transfer
+from torch_impl.dtensor.local import local_of
+from torch_impl.dtensor.remainders import written_with_remainders
+from torch_impl.runtime.gather.float8 import QuantizedGather
+from torch_impl.runtime.ground import autograd
+from torch_impl.runtime.ground.buffer import (
+    CastGather,
+    FlatBuffer,
+    SplitGather,
+    WeightGather,
+    keeps_shard,
+)
+from torch_impl.runtime.ground.group_spec import GroupSpec
+from torch_impl.runtime.ground.host_memory import HOST
+from torch_impl.runtime.memory.pool import ComputeBuffer
 from torch_impl.runtime.weights.context import UnitContext
+from torch_impl.runtime.weights.flat_parameters import (
+    GivenParameter,
+    sharded_parameters,
+    unsharded_parameters,
+)
 
 Version: TypeAlias = tuple[int, ...]
 
-GivenParameter: TypeAlias = tuple[nn.Parameter, torch.Tensor]
-"""A parameter, and its values or, under tensor parallelism, this rank's part of them."""
 
-
-@dataclass(frozen=True, eq=False)
-class GroupSpec:
-    """What is known of a group from the start; lists are in the order of ``layout.slots``.
-
-    ``context`` is that of the unit, whose groups ``suffix`` tells apart in reports. ``host``: main weights and
-    gradients lie there, not on the device.
-    """
-
-    names: Sequence[str]
-    tensor_parallel: Sequence[TensorParallel | None]
-    layout: Layout
-    levels: ShardLevels
-    strategy: Strategy
-    dtypes: GroupDtypes[torch.dtype]
-    context: UnitContext
-    suffix: str
-    host: HostMemory | None
-
-
-class GroupWeights(Protocol):
-    """The main weights and the compute weights of a group, and the parameters over both."""
-
-    params: list[nn.Parameter]
-    """Sharded, over the main weights."""
-    unsharded: list[nn.Parameter]
-    """Over the compute weights."""
-
-    def allocate(
-        self, device: torch.device, given: Sequence[GivenParameter], finish: Callable[[], None]
-    ) -> None:
-        """Make weights and parameters like the given ones, with their values if they have any.
-
-        ``finish`` ends a gather that is under way.
-        """
-        ...
-
-    def when_made(self, callback: Callable[[], None]) -> None:
-        """Call back when ``unsharded`` are others than now, if they are not known before the first gather."""
-        ...
-
-    @property
-    def on_meta(self) -> bool:
-        """Whether the weights have shapes, but no memory yet."""
-        ...
-
-    @property
-    def main_tensors(self) -> list[torch.Tensor]:
-        """The memory of the main weights."""
-        ...
-
-    @property
-    def main_version(self) -> Version:
-        """Another one after each write to the main weights."""
-        ...
-
-    @property
-    def real_bytes(self) -> int:
-        """Bytes of the main weights without padding."""
-        ...
-
-    @property
-    def resident(self) -> torch.Tensor | None:
-        """See the note of the package."""
-        ...
-
-    @property
-    def separate(self) -> bool:
-        """Whether the compute weights are others than the main weights."""
-        ...
-
-    @property
-    def gathers(self) -> bool:
-        """Whether compute weights come from a gather; else, under no_shard, they are the main weights."""
-        ...
-
-    @property
-    def compute_tensors(self) -> list[torch.Tensor]:
-        """The memory of the compute weights."""
-        ...
-
-    @property
-    def compute_device(self) -> torch.device:
-        """Where the compute weights lie."""
-        ...
+class ComputeMemory(Protocol):
+    """Where the compute weights of a group lie."""
 
     @property
     def allocated(self) -> bool:
-        """Whether the compute weights have memory; under no_shard always."""
+        """Whether they have memory; under no_shard always."""
         ...
 
     @property
@@ -122,18 +65,263 @@ class GroupWeights(Protocol):
         """Whether what was gathered waits for ``settle``."""
         ...
 
-    def steps(self, changed: bool, current: bool) -> list[Step]:
+    def settle(self) -> None:
+        """Bring what was gathered to where ``unsharded`` are, before they are read."""
+        ...
+
+    def free(self) -> None:
+        """End a gather that is under way, forget the contents, and free the memory."""
+        ...
+
+
+class GroupWeights(ABC):
+    """The main weights and the compute weights of a group, and the parameters over both."""
+
+    params: list[nn.Parameter]
+    """Sharded, over the main weights."""
+    unsharded: list[nn.Parameter]
+    """Over the compute weights."""
+    on_meta: bool
+    """Whether the weights have shapes, but no memory yet."""
+    separate: bool
+    """Whether the compute weights are others than the main weights."""
+    gathers: bool
+    """Whether compute weights come from a gather; else, under no_shard, they are the main weights."""
+    compute_device: torch.device
+
+    def __init__(self, spec: GroupSpec, context: UnitContext) -> None:
+        self._group_spec, self._context = spec, context
+        # Weakly: buffers and remainders hold the callback, and a cycle would keep a deleted model's
+        # memory until the garbage collector comes.
+        self._finish = autograd.weakly(self.finish_gather)
+        self._on_made: Callable[[], None] | None = None
+        # Which parameters train: what all ranks have been found to have alike.
+        self._agreed_trainable: set[tuple[bool, ...]] = set()
+
+    @property
+    @abstractmethod
+    def compute(self) -> ComputeMemory:
+        """The memory of the compute weights."""
+
+    @property
+    @abstractmethod
+    def main_version(self) -> Version:
+        """Another one after each write to the main weights."""
+
+    @property
+    @abstractmethod
+    def main_tensors(self) -> list[torch.Tensor]:
+        """The memory of the main weights."""
+
+    @property
+    @abstractmethod
+    def compute_tensors(self) -> list[torch.Tensor]:
+        """The memory of the compute weights."""
+
+    @property
+    @abstractmethod
+    def real_bytes(self) -> int:
+        """Bytes of the main weights without padding."""
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        """See the note of the package."""
+        return None
+
+    @abstractmethod
+    def _allocate(self, device: torch.device, given: Sequence[GivenParameter]) -> None: ...
+
+    @abstractmethod
+    def _steps(self, changed: bool, current: bool) -> list[Step]:
         """What gathers the main weights.
 
         ``changed``: they are others than at the last gather. ``current``: a gather of these very main weights was
         completed, so that what was kept of it still holds.
         """
-        ...
 
-    def settle(self) -> None:
-        """Bring what was gathered to where ``unsharded`` are, before they are read."""
-        ...
+    def when_made(self, callback: Callable[[], None]) -> None:
+        """Call back when ``unsharded`` are others than now, if they are not known before the first gather."""
+        self._on_made = callback
 
-    def release(self) -> None:
-        """Forget the compute weights and free their memory."""
-        ...
+    def allocate(self, device: torch.device, given: Sequence[GivenParameter]) -> None:
+        """Make weights and parameters like the given ones, with their values if they have any; nothing is gathered."""
+        self._transfer: Transfer | None = None
+        # Whether the next forward gathers, though the compute weights may be current: equal on all ranks.
+        self._due = False
+        self._gathered_version: Version | None = None
+        self._kept_version: Version | None = None
+        self._started_version: Version | None = None
+        self._agreed_trainable = self._agreed_trainable or {tuple(p.requires_grad for p, _ in given)}
+        self._allocate(device, given)
+
+    @property
+    def gathering(self) -> bool:
+        """Whether compute weights are on their way."""
+        return self._transfer is not None or self.compute.aside
+
+    def step_may_follow(self) -> None:
+        """A backward left gradients that are reduced: rows on any rank may change until the next forward.
+
+        No optimizer changes a group that is frozen, see ``_require_same_trainable``.
+        """
+        trains = any(param.requires_grad for param in (*self.params, *self.unsharded))
+        spec = self._group_spec
+        self._due |= trains and spec.strategy.optimizer > 0 and spec.levels.mesh.size > 1
+
+    def start_gather(self, refresh: bool) -> bool:
+        """Begin to fill the compute weights if they are freed or, with ``refresh``, older than the main weights.
+
+        A collective when it returns True; else nothing is to be done, or it has begun already.
+        """
+        if not self.gathers or self._transfer is not None:
+            return False
+        version, gathered = self.main_version, self._gathered_version
+        changed, current = version != gathered, version == self._kept_version and not self._due
+        # Freed weights have no contents; those of an interrupted gather are arbitrary.
+        kept = self.compute.allocated and gathered is not None
+        if kept and not (refresh and (changed or self._due)):
+            return False
+        spec = self._group_spec
+        # Other ranks gather anyway, unless whole weights are kept, or shards between them and the main weights.
+        resident = self._kept_version is not None and keeps_shard(spec.strategy)
+        if changed and not self._due and (kept or resident):
+            self._require_change_everywhere()
+        self._require_same_trainable()
+        if spec.order is not None:
+            spec.order.begin(f"weights of {spec.names[0]!r} (unit {self.unit_name}) are gathered")
+        self._due = False
+        self._gathered_version = None  # until it has succeeded
+        if not current:
+            self._kept_version = None
+        # What is gathered is filled by copies and collectives, which autograd must not record.
+        with torch.no_grad():
+            steps = self._steps(changed, current)
+            # Own rows, with remainders, lie in what is gathered: their versions are those of the compute weights.
+            version = self.main_version
+            self._transfer = self._context.schedule.streams.start(steps)
+        self._started_version = version
+        return True
+
+    def gather(self, refresh: bool) -> None:
+        """Fill the compute weights, see ``start_gather``, and wait for them. Collective."""
+        if self._transfer is not None or self.start_gather(refresh):
+            self.finish_gather()
+            # A gather ahead may have begun before the program changed the main weights.
+            if refresh and self.start_gather(refresh):
+                self.finish_gather()
+        self.compute.settle()
+
+    def finish_gather(self) -> None:
+        """Wait for the gather that is under way, if there is one."""
+        if self._transfer is not None:
+            transfer, self._transfer = self._transfer, None
+            transfer.finish()
+            # Of the start: what changed since is not in the gathered weights.
+            self._gathered_version = self._kept_version = self._started_version
+
+    @property
+    def unit_name(self) -> str:
+        """Name of the unit's module below its root, ``"root"`` of the root itself."""
+        return self._context.name or "root"
+
+    def _require_change_everywhere(self) -> None:
+        """RuntimeError if only some ranks have changed their main weights, and would gather."""
+        spec = self._group_spec
+        if spec.strategy.optimizer > 0 and spec.levels.mesh.size > 1:
+            require_all_ranks(
+                f"main weights of {spec.names[0]!r} (unit {self.unit_name}) were changed between forwards",
+                spec.levels.mesh,
+                "a change outside of a training step must be made on all ranks, also where rows are empty: write to "
+                "the DTensor, or to to_local() without a condition on its size or values",
+            )
+
+    def _require_same_trainable(self) -> None:
+        """RuntimeError if only some ranks have frozen parameters since, and would not reduce what others reduce."""
+        spec, trainable = self._group_spec, tuple(param.requires_grad for param in self.params)
+        if trainable in self._agreed_trainable or spec.levels.mesh.size == 1:
+            return
+        frozen = [name for name, trains in zip(spec.names, trainable, strict=True) if not trains]
+        require_all_ranks(
+            f"{len(frozen)} of {len(spec.names)} parameters of unit {self.unit_name} are frozen "
+            f"({first_of(frozen)})",
+            spec.levels.mesh,
+            "call requires_grad_() with the same value for a parameter on all ranks, before the same forward",
+        )
+        self._agreed_trainable.add(trainable)
+
+
+class FlatWeights(GroupWeights):
+    """Both in flat buffers. ``main`` and ``compute`` are one buffer under no_shard, if nothing is cast."""
+
+    def _allocate(self, device: torch.device, given: Sequence[GivenParameter]) -> None:
+        spec = self._group_spec
+        strategy, dtypes, levels = spec.strategy, spec.dtypes, spec.levels
+        main_device, pinned = device, False
+        if spec.host is not None and device.type != "meta":
+            main_device, pinned = HOST, spec.host.pinned
+        stored = torch.int16 if dtypes.remainders else dtypes.main
+        self.main = levels.buffer(strategy.optimizer, stored, main_device, pinned)
+        self._gather = self._gather_on(device)
+        as_they_are = dtypes.compute == dtypes.main and dtypes.gather is None and spec.host is None
+        self.separate = bool(strategy.optimizer) or not as_they_are
+        self.gathers = self.separate and (strategy.optimizer > 0 or not dtypes.remainders)
+        self.on_meta, self.compute_device = self.main.flat.is_meta, device
+        if not self.separate:
+            self._compute = self.main
+            views = [self.main.view(name) for name in spec.names]
+        else:
+            self._compute = self._pooled = ComputeBuffer(
+                levels.layouts[0], dtypes.compute, device, self._finish, self._context, spec.suffix
+            )
+            # .data: writing the gathered weights must not count as a change of the tensors that autograd saved.
+            views = [self._compute.view(name).data for name in spec.names]
+        self.params = sharded_parameters(spec, self.main, given, views, self._finish)
+        self.unsharded = unsharded_parameters(spec, given, self.params, views)
+        if self.separate:
+            self._pooled.set_views(self.unsharded)
+            # On the meta device nothing is to be freed; with remainders own rows lie in the whole weights.
+            if not (dtypes.remainders or self.on_meta):
+                self._pooled.free()
+
+    def _gather_on(self, device: torch.device) -> WeightGather:
+        spec = self._group_spec
+        levels, strategy, dtypes, fetches = spec.levels, spec.strategy, spec.dtypes, spec.host is not None
+        if dtypes.remainders:
+            return SplitGather(levels, strategy)
+        if dtypes.gather is not None:
+            return QuantizedGather(levels, strategy, dtypes.gather, device, spec.tensor_parallel, fetches)
+        return CastGather(levels, strategy, dtypes.compute, device, fetches)
+
+    @property
+    def compute(self) -> FlatBuffer:
+        return self._compute
+
+    @property
+    def main_version(self) -> Version:
+        if self._group_spec.dtypes.remainders:
+            return tuple(local_of(param)._version for param in self.params)
+        return (self.main.flat._version,)
+
+    @property
+    def main_tensors(self) -> list[torch.Tensor]:
+        return [self.main.flat]
+
+    @property
+    def compute_tensors(self) -> list[torch.Tensor]:
+        return [self._compute.flat]
+
+    @property
+    def real_bytes(self) -> int:
+        return sum(local_of(param).numel() for param in self.params) * self.main.flat.element_size()
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        return self._gather.resident
+
+    def _steps(self, changed: bool, current: bool) -> list[Step]:
+        if not self._group_spec.dtypes.remainders:
+            target = self._pooled.allocate(changed)
+        else:
+            with written_with_remainders(map(local_of, self.params)):
+                target = self._pooled.allocate(changed)
+        return self._gather.steps(self.main.flat, target, current)

@@ -38,7 +38,7 @@ import torch
 from torch_impl.comm.streams import streams_for
 from torch_impl.runtime.gradients.reduction import Reductions
 from torch_impl.runtime.ground import autograd
-from torch_impl.runtime.ground.transforms import outside_transforms
+from torch_impl.runtime.ground.autograd import outside_transforms
 from torch_impl.runtime.memory.pool import BufferPool
 
 U = TypeVar("U")
@@ -148,7 +148,7 @@ class Schedule:
             self._abandon()
             self._rest_recomputed()
             self._forward.restart()
-            self.pool.forward_begins()
+            self.pool.begin_forward()
             self._ended = []
         return self._following(self._forward, unit)
 
@@ -197,7 +197,7 @@ class Schedule:
             if not self._running():
                 # Nobody tells of a backward that raised: the engine has dropped its callbacks.
                 self._abandon()
-                self.pool.backward_begins()
+                self.pool.begin_backward()
                 self._backward.restart()
                 self._backward_starts = True
                 # Of a first backward nothing is known but that most programs reverse their forward.
@@ -244,7 +244,7 @@ class Schedule:
                 unit.pass_ended()
             self._drop_prefetched()
             self._rest_recomputed()
-            self.pool.backward_ended()
+            self.pool.end_backward()
 
     def _running(self) -> bool:
         """Whether a backward runs; forgets those that raised, whose callbacks the engine has dropped."""

@@ -1,0 +1,76 @@
+"""Nested containers and dataclasses of tensors: arguments and outputs of modules."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """``function`` of every leaf of nested containers, which stay the same objects where no leaf changes.
+
+    So a module can write into a cache or a list that it is given.
+    """
+    if tree is None or isinstance(tree, torch.Tensor):
+        return function(tree)
+    # Exact types: named tuples and other subclasses are not built from a list of items.
+    if type(tree) in (tuple, list):
+        items = [map_leaves(item, function) for item in tree]
+        return tree if _same(items, tree) else type(tree)(items)
+    if type(tree) is dict:
+        values = [map_leaves(value, function) for value in tree.values()]
+        return tree if _same(values, tree.values()) else dict(zip(tree, values, strict=True))
+    leaves, spec = pytree.tree_flatten(tree)
+    mapped = [function(leaf) for leaf in leaves]
+    return tree if _same(mapped, leaves) else pytree.tree_unflatten(mapped, spec)
+
+
+def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    return all(map(operator.is_, new, old))
+
+
+def map_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors of nested containers and dataclasses; of a dataclass that changes a copy."""
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        return _map_fields(leaf, dtype) if _is_dataclass(leaf) else leaf
+
+    return map_leaves(tree, cast)
+
+
+def _map_fields(given: Any, dtype: torch.dtype) -> Any:
+    old = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    new = {name: map_floating(value, dtype) for name, value in old.items()}
+    if _same(new.values(), old.values()):
+        return given
+    # Not by dataclasses.replace: that takes no fields with init=False, and runs __post_init__ again.
+    changed = copy.copy(given)
+    for name, value in new.items():
+        object.__setattr__(changed, name, value)  # of a frozen one, too
+    return changed
+
+
+def _is_dataclass(leaf: Any) -> bool:
+    # pytree takes a dataclass for one leaf, unless the program has registered it.
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """What nested containers and dataclasses hold."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    found = []
+    for leaf in pytree.tree_leaves(tree):
+        if _is_dataclass(leaf):
+            found += leaves_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            found.append(leaf)
+    return found

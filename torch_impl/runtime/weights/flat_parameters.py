@@ -1,0 +1,99 @@
+"""Parameters over the flat buffers of a group: sharded ones over main weights, whole ones over compute weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Placement
+
+from torch_impl.dtensor.remainders import attach, split
+from torch_impl.dtensor.tensor import make_dtensor
+from torch_impl.runtime.ground import tensor_parallel
+from torch_impl.runtime.ground.buffer import FlatBuffer
+from torch_impl.runtime.ground.group_spec import GroupSpec
+
+GivenParameter: TypeAlias = tuple[nn.Parameter, torch.Tensor]
+"""A parameter, and its values or, under tensor parallelism, this rank's part of them."""
+
+
+def sharded_parameters(
+    spec: GroupSpec,
+    main: FlatBuffer,
+    given: Sequence[GivenParameter],
+    wholes: Sequence[torch.Tensor],
+    finish_gather: Callable[[], None],
+) -> list[nn.Parameter]:
+    """DTensors over this rank's rows in ``main``, with the values of ``given`` if these have any.
+
+    ``wholes`` are views of the compute weights, which hold the rows where ``main`` has remainders.
+    """
+    # From the values as given: main weights built from weights cast to bfloat16 train to other losses.
+    return [
+        _sharded_parameter(spec, main, index, param, values, whole, finish_gather)
+        for index, ((param, values), whole) in enumerate(zip(given, wholes, strict=True))
+    ]
+
+
+def _sharded_parameter(
+    spec: GroupSpec,
+    main: FlatBuffer,
+    index: int,
+    param: nn.Parameter,
+    values: torch.Tensor,
+    whole: torch.Tensor,
+    finish_gather: Callable[[], None],
+) -> nn.Parameter:
+    axes, placed, name = spec.strategy.optimizer, spec.tensor_parallel[index], spec.names[index]
+    stored, bounds, shard = main.view(name), None, spec.levels.mesh.index(axes)
+    if axes:
+        bounds = spec.levels.row_bounds(axes, name)
+    rows = stored
+    if spec.dtypes.remainders:
+        first = 0 if bounds is None else bounds[shard] * spec.layout.slot(name).row_size
+        rows = whole.view(-1)[first : first + stored.numel()].view(stored.shape)
+    if not values.is_meta:
+        if bounds is not None and rows.numel():
+            values = values.reshape(-1, *rows.shape[1:])[bounds[shard] : bounds[shard + 1]]
+        elif bounds is not None:
+            # reshape(-1, ...) cannot infer a number of rows from no elements.
+            values = rows
+        if spec.dtypes.remainders:
+            split(values.to(spec.dtypes.main), rows, stored)
+        else:
+            rows.copy_(values)
+    if spec.dtypes.remainders:
+        attach(rows, stored, finish_gather)
+    mesh = spec.levels.mesh.mesh
+    others: tuple[Placement, ...] = ()
+    if placed is not None:
+        mesh, others = placed.joint_mesh(mesh), placed.placements
+    tensor = make_dtensor(rows, mesh, param.shape, bounds, axes=max(axes, 1), tensor_parallel=others)
+    return nn.Parameter(tensor, requires_grad=param.requires_grad)
+
+
+def unsharded_parameters(
+    spec: GroupSpec,
+    given: Sequence[GivenParameter],
+    sharded: Sequence[nn.Parameter],
+    wholes: Sequence[torch.Tensor],
+) -> list[nn.Parameter]:
+    """Parameters over ``wholes``; they and ``sharded`` get the marks that a program put on those that were given."""
+    unsharded = [
+        nn.Parameter(
+            whole if placed is None else placed.wrap(whole),
+            requires_grad=whole.is_floating_point() or whole.is_complex(),
+        )
+        for whole, placed in zip(wholes, spec.tensor_parallel, strict=True)
+    ]
+    # Marks that a program put on its parameters steer optimizers, and kernels.
+    for (param, _), *copies in zip(given, sharded, unsharded, strict=True):
+        marks = {key: value for key, value in vars(param).items() if key != tensor_parallel.MARK}
+        for copy in copies:
+            vars(copy).update(marks)
+    for param in unsharded:
+        # Its gradient is collected by this group, which adds up what model axes spread.
+        setattr(param, tensor_parallel.SUMMED, None)
+    return unsharded
