@@ -239,7 +239,7 @@ TORCH = [
     ),
     M(
         "weights are freed without a word to autograd",
-        "torch_impl/runtime/memory/pool.py",
+        "torch_impl/runtime/memory/compute_buffer.py",
         "        self.lose_contents()\n        self._aside = None",
         "        self._aside = None",
         "torch_impl/runtime/test_late_backward.py",

@@ -28,11 +28,11 @@ import torch
 from torch import nn
 
 from torch_impl.comm import collectives
-from torch_impl.runtime.gradients.reduction import GroupReduction, Host
+from torch_impl.runtime.gradients.reduction import GroupReduction
 from torch_impl.runtime.ground.group_spec import GroupSpec
 from torch_impl.runtime.ground.tensor_parallel import SUMMED
-from torch_impl.runtime.memory import pool
-from torch_impl.runtime.memory.pool import Slot
+from torch_impl.runtime.memory.compute_buffer import Slot
+from torch_impl.runtime.weights.context import UnitContext
 
 # Of a unit's gradients, what is held before they get their buffer, if it does not take the place of weights. Both are
 # in use together when it is made, so more would raise the peak at the end of a unit; less, that at its beginning.
@@ -47,21 +47,21 @@ class GradientBuffer:
     purpose = "gradients"
 
     def __init__(
-        self, size: int, dtype: torch.dtype, device: torch.device, host: pool.Host, suffix: str
+        self, size: int, dtype: torch.dtype, device: torch.device, context: UnitContext, suffix: str
     ) -> None:
         self.nbytes, self.device = size * dtype.itemsize, device
-        self._host, self._suffix = host, suffix
+        self._context, self._suffix = context, suffix
         self._size, self._dtype = size, dtype
         self._slot: Slot | None = None
 
     @property
     def name(self) -> str:
-        return self._host.name + self._suffix
+        return self._context.name + self._suffix
 
     @property
     def shares(self) -> bool:
         # Of what a backend reduces in a copy, memory of its own is free when the reduction has begun.
-        return not self._host.schedule.streams.copies
+        return not self._context.schedule.streams.copies
 
     @property
     def pooled(self) -> bool:
@@ -70,9 +70,9 @@ class GradientBuffer:
 
     def take(self) -> torch.Tensor:
         """The buffer, with arbitrary contents."""
-        self._host.schedule.pool.begin_use(self)
+        self._context.schedule.pool.begin_use(self)
         flat = torch.empty(0, dtype=self._dtype, device=self.device)
-        slot = self._host.schedule.pool.slot_of(self)
+        slot = self._context.schedule.pool.slot_of(self)
         # A program that departs from the plan may find the slot in use.
         if slot is not None and slot.take(self):
             self._slot = slot
@@ -81,7 +81,7 @@ class GradientBuffer:
 
     def release(self) -> None:
         """The buffer is not needed any more; nothing if it was not taken."""
-        self._host.schedule.pool.end_use(self)
+        self._context.schedule.pool.end_use(self)
         if self._slot is not None:
             slot, self._slot = self._slot, None
             slot.leave(self)
@@ -99,10 +99,10 @@ class GroupGradient:
         unsharded: Sequence[nn.Parameter],
         memory: GradientBuffer,
         reduction: GroupReduction,
-        host: Host,
+        context: UnitContext,
     ) -> None:
         self.reduction = reduction
-        self._group_spec, self._unsharded, self._memory, self._host = spec, unsharded, memory, host
+        self._group_spec, self._unsharded, self._memory, self._context = spec, unsharded, memory, context
         self._whole: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._untouched: set[int] = set()
@@ -144,13 +144,13 @@ class GroupGradient:
                 self.reduction.finish()
             # Kept sums are added to in place, and a second gradient of one parameter needs the first.
             if keep or index in self._held or (not self._held and self.reduction.kept_whole()):
-                self._host.schedule.reductions.make_room()
+                self._context.schedule.reductions.make_room()
                 self._make_buffer(keep)
             else:
                 self._held[index] = grad
                 self._held_numel += grad.numel()
                 if self._held_numel > _HELD * self._group_spec.levels.size(0):
-                    self._host.schedule.reductions.make_room()
+                    self._context.schedule.reductions.make_room()
                     if not frees and len(self._held) < len(self._group_spec.names):
                         self._make_buffer(keep)
                 return
@@ -191,7 +191,7 @@ class GroupGradient:
             if param.requires_grad and not hasattr(param, "main_grad"):
                 if self._whole is None:
                     self.reduction.finish()
-                    self._host.schedule.reductions.make_room()
+                    self._context.schedule.reductions.make_room()
                     self._make_buffer(keep)
                     # Kernels write gradients as they are.
                     self._divided = False
@@ -251,7 +251,7 @@ class GroupGradient:
 
     def wait_for_others(self) -> None:
         """Finish the reductions of another unit, to be called before the first one of this unit begins."""
-        self._host.schedule.reductions.finish()
+        self._context.schedule.reductions.finish()
 
     def abandon(self) -> None:
         """Forget what was collected in a backward that raised, and what is being reduced.

@@ -20,7 +20,6 @@ however it is rounded. Hooks of the program do not see flags.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -28,63 +27,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from torch_impl.comm.streams import Step, Streams, Transfer
+from torch_impl.comm.streams import Step, Transfer
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.placement import RowShard
 from torch_impl.dtensor.refusals import described
 from torch_impl.dtensor.tensor import RowDTensor, make_partial, wrap_like
 from torch_impl.runtime.ground.group_spec import GroupSpec
-
-
-class Reductions:
-    """The reductions under way, of one unit of all below a root: so two units' buffers are in use at most."""
-
-    def __init__(self) -> None:
-        # Weakly: a deleted model frees its gradients at once, also those that are being reduced.
-        self._under_way: list[weakref.ref[GroupReduction]] = []
-
-    def add(self, reduction: GroupReduction) -> None:
-        """Remember a reduction; those of other units are finished."""
-        self._under_way.append(weakref.ref(reduction))
-
-    def finish(self) -> None:
-        """Wait for the reductions under way, in the order in which they began, and publish their results."""
-        for reduction in self._take():
-            reduction.finish()
-
-    def make_room(self) -> None:
-        """A gradient buffer is about to be allocated: free those of reductions under way, if that costs nothing."""
-        alive = [one for reference in self._under_way if (one := reference()) is not None]
-        if all(reduction.only_waits for reduction in alive):
-            self.finish()
-
-    def abandon(self) -> None:
-        """Forget the reductions under way: the backward that began them has raised."""
-        for reduction in self._take():
-            reduction.abandon()
-
-    def _take(self) -> list[GroupReduction]:
-        references, self._under_way = self._under_way, []
-        return [one for reference in references if (one := reference()) is not None]
-
-
-class Shared(Protocol):
-    """What units below one root share."""
-
-    @property
-    def streams(self) -> Streams: ...
-
-    @property
-    def reductions(self) -> Reductions: ...
-
-
-class Host(Protocol):
-    """What a reduction asks of its unit, at each use, since the unit's root may change."""
-
-    name: str
-
-    @property
-    def schedule(self) -> Shared: ...
+from torch_impl.runtime.weights.context import UnitContext
 
 
 class GradientMemory(Protocol):
@@ -108,9 +57,9 @@ class GroupReduction:
     """Reduces what was collected in ``memory``, and keeps ``.grad`` of the sharded parameters ``params``."""
 
     def __init__(
-        self, spec: GroupSpec, params: Sequence[nn.Parameter], memory: GradientMemory, host: Host
+        self, spec: GroupSpec, params: Sequence[nn.Parameter], memory: GradientMemory, context: UnitContext
     ) -> None:
-        self._group_spec, self._params, self._memory, self._host = spec, params, memory, host
+        self._group_spec, self._params, self._memory, self._context = spec, params, memory, context
         # Whether to look at every .grad after a backward, which costs too much to be done always.
         self._left_partial = False
         self._under_way: _UnderWay | None = None
@@ -138,13 +87,13 @@ class GroupReduction:
         last = last or spec.strategy.gradients == levels.axes
         if spec.order is not None:
             spec.order.begin(
-                f"gradients of {spec.names[0]!r} (unit {self._host.name or 'root'}) are reduced over "
+                f"gradients of {spec.names[0]!r} (unit {self._context.name or 'root'}) are reduced over "
                 f"{'all axes' if last else 'the inner axis'}"
             )
         flags = levels.flags(0, values).zero_()
         _add_flags(flags, used)
         steps, sums = self._steps(values, last)
-        shared = self._host.schedule
+        shared = self._context.schedule
         self._under_way = _UnderWay(shared.streams.start(steps), sums, last, used)
         # Nobody but the backend holds the buffer then.
         if shared.streams.copies:
@@ -349,7 +298,7 @@ class GroupReduction:
             _run_tensor_hooks(param, view)
         # Partial sums were added on the way; a reduced gradient is of an earlier backward, or was set by hand.
         present = [
-            (local_of(p.grad), view) for p, view in fresh if p.grad is not None and not _cut_of(p.grad)[1]
+            (p.grad._local_tensor, view) for p, view in fresh if p.grad is not None and not _cut_of(p.grad)[1]
         ]
         if fresh and len(present) == len(fresh):
             # As after zero_grad(set_to_none=False), or in a second microbatch: one kernel, and the buffer goes.

@@ -184,7 +184,7 @@ class ParameterGroup:
             )
         for name, param, rows in zip(self.names, self.params, self._rows, strict=True):
             # ``to`` and ``to_empty`` of a module inside a unit exchange what the parameter holds.
-            if local_of(param) is not rows:
+            if param._local_tensor is not rows:
                 raise RuntimeError(
                     f"parameter {name!r} was converted or moved after fully_shard: expected rows in its unit's buffer, "
                     f"got {param.dtype} on {param.device} in other memory; convert a model before sharding, and call "

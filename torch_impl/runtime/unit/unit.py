@@ -62,6 +62,7 @@ class Unit:
         self.forward_prefetch: tuple[weakref.ref[Unit], ...] | None = None
         self.backward_prefetch: tuple[weakref.ref[Unit], ...] | None = None
         self._context, self._policy = context, policy
+        self.device, self.has_parameters = context.device, bool(self.groups)
         # None until a forward has told which unit is the root.
         self._is_root: bool | None = None
         # Inputs of the calls that run, where gradients may be computed.
@@ -100,11 +101,6 @@ class Unit:
         for k, param in enumerate(self.groups[index].unsharded):
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(autograd.weakly(self._gradient_arrived, index, k))
-
-    @property
-    def device(self) -> torch.device:
-        """The mesh's, where compute weights lie."""
-        return self._context.device
 
     @property
     def schedule(self) -> Schedule:
@@ -147,11 +143,6 @@ class Unit:
         # All or none: a program that goes on after an error sees the sharded parameters.
         for group in self.groups:
             group.show(Shown.WHOLE)
-
-    @property
-    def has_parameters(self) -> bool:
-        """Whether any parameter belongs to the unit itself."""
-        return bool(self.groups)
 
     @property
     def has_weights(self) -> bool:
@@ -218,18 +209,9 @@ class Unit:
         for name, child in module.named_modules():
             unit = getattr(child, "_unit", None)
             if isinstance(unit, Unit):
-                unit._join(self.schedule, name, is_root=unit is self)
-
-    def _join(self, schedule: Schedule, name: str, is_root: bool) -> None:
-        # A unit that has been a root until now may have left a reduction in its own schedule.
-        if self.schedule is not schedule:
-            self.schedule.reductions.finish()
-            # It may have been turned off in any unit, before a forward told which of them share one.
-            if not self.schedule.pool.enabled:
-                schedule.pool.enable(False)
-        self._context.schedule, self._context.name = schedule, name or "root"
-        schedule.add(self)
-        self._is_root = is_root
+                unit._context.join(self.schedule, name)
+                self.schedule.add(unit)
+                unit._is_root = unit is self
 
     def _range(self, what: str) -> AbstractContextManager[Any]:
         # Counters of collectives, too, take the unit's name from here; the root has none.

@@ -25,3 +25,13 @@ class UnitContext:
     def reads_weights(self) -> bool:
         """Whether a program may read compute weights without a call of the runtime, in and after a forward."""
         return self.phase in READS_WEIGHTS
+
+    def join(self, schedule: Schedule, name: str) -> None:
+        """Share ``schedule`` from now on; ``name``: that of the unit's module below the root."""
+        # A unit that has been a root until now may have left a reduction in its own schedule.
+        if self.schedule is not schedule:
+            self.schedule.reductions.finish()
+            # It may have been turned off in any unit, before a forward told which of them share one.
+            if not self.schedule.pool.enabled:
+                schedule.pool.enable(False)
+        self.schedule, self.name = schedule, name or "root"

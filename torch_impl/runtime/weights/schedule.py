@@ -36,7 +36,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from torch_impl.comm.streams import streams_for
-from torch_impl.runtime.gradients.reduction import Reductions
 from torch_impl.runtime.ground import autograd
 from torch_impl.runtime.ground.autograd import outside_transforms
 from torch_impl.runtime.memory.pool import BufferPool
@@ -111,6 +110,55 @@ class Order:
         # A wrong guess costs a gather, so after the first departure there are none until the next pass.
         self.expected = []
         return []
+
+
+class Reduction(Protocol):
+    """A reduction under way, of one group."""
+
+    @property
+    def only_waits(self) -> bool:
+        """Whether to finish it only means to wait for it, see ``streams.Transfer``."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for it, and publish its results."""
+        ...
+
+    def abandon(self) -> None:
+        """Forget it: the backward that began it has raised."""
+        ...
+
+
+class Reductions:
+    """The reductions under way, of one unit of all below a root: so two units' buffers are in use at most."""
+
+    def __init__(self) -> None:
+        # Weakly: a deleted model frees its gradients at once, also those that are being reduced.
+        self._under_way: list[weakref.ref[Reduction]] = []
+
+    def add(self, reduction: Reduction) -> None:
+        """Remember a reduction; those of other units are finished."""
+        self._under_way.append(weakref.ref(reduction))
+
+    def finish(self) -> None:
+        """Wait for the reductions under way, in the order in which they began, and publish their results."""
+        for reduction in self._take():
+            reduction.finish()
+
+    def make_room(self) -> None:
+        """A gradient buffer is about to be allocated: free those of reductions under way, if that costs nothing."""
+        alive = _alive(self._under_way)
+        if all(reduction.only_waits for reduction in alive):
+            self.finish()
+
+    def abandon(self) -> None:
+        """Forget the reductions under way: the backward that began them has raised."""
+        for reduction in self._take():
+            reduction.abandon()
+
+    def _take(self) -> list[Reduction]:
+        references, self._under_way = self._under_way, []
+        return _alive(references)
 
 
 class Schedule:

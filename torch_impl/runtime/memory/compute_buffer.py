@@ -1,0 +1,280 @@
+"""The memory of a group's whole weights: allocated before a gather, freed after use, or lent by a slot of the pool."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from bridge.core.sharding.layout.layout import Layout
+from torch_impl.dtensor.local import plain_parts
+from torch_impl.runtime.ground import autograd
+from torch_impl.runtime.ground.buffer import FlatBuffer
+
+
+class Pooled(Protocol):
+    """A buffer that the pool records, and that may lie in a slot."""
+
+    purpose: str
+    nbytes: int
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shares(self) -> bool:
+        """Whether the buffer may be in a slot."""
+        ...
+
+    def lose_contents(self) -> None:
+        """Another buffer's contents replace those of this one."""
+        ...
+
+
+class Pool(Protocol):
+    """Records when buffers are in use, and says where a plan puts them."""
+
+    def slot_of(self, buffer: Pooled) -> Slot | None: ...
+
+    def begin_use(self, buffer: Pooled) -> None: ...
+
+    def end_use(self, buffer: Pooled) -> None: ...
+
+
+class Shared(Protocol):
+    """What units below one root share."""
+
+    @property
+    def pool(self) -> Pool: ...
+
+
+class Host(Protocol):
+    """What a buffer asks of its unit, at each use, since the unit's root may change."""
+
+    name: str
+
+    @property
+    def schedule(self) -> Shared: ...
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the unit's compute weights may be read without another call of the runtime."""
+        ...
+
+
+class Slot:
+    """Memory of ``nbytes`` for one buffer at a time; ``keeps`` is by pass, see ``BufferPlan.keeps``."""
+
+    def __init__(
+        self, nbytes: int, device: torch.device, keeps: tuple[Sequence[bool], Sequence[bool]]
+    ) -> None:
+        self.storage = torch.UntypedStorage(0, device=device)
+        self._nbytes, self._keeps = nbytes, keeps
+        self._expected: Iterator[bool] = iter(())
+        # Weakly: a deleted model frees its memory at once, and its pool may live on in another one.
+        self._user: weakref.ref[Pooled] | None = None
+        self._contents: weakref.ref[Pooled] | None = None
+
+    @property
+    def user(self) -> Pooled | None:
+        """Whose buffer is in use here."""
+        return None if self._user is None else self._user()
+
+    def take(self, user: Pooled) -> bool:
+        """Use the slot, which then has memory; False if another buffer does."""
+        if self.user is not None and self.user is not user:
+            return False
+        # Whoever was here last may have views of the slot in a graph.
+        before = None if self._contents is None else self._contents()
+        if before is not None and before is not user:
+            before.lose_contents()
+        self._user = self._contents = weakref.ref(user)
+        # resize_ allocates and copies, also where the size stays.
+        if self.storage.nbytes() == 0:
+            self.storage.resize_(self._nbytes)
+        return True
+
+    def leave(self, user: Pooled) -> None:
+        """End a use; the memory stays if the plan says so."""
+        if self.user is user:
+            self._user = None
+            # A use that the plan does not know of leaves no memory behind.
+            if not next(self._expected, False):
+                self.storage.resize_(0)
+
+    def begin(self, backward: bool) -> None:
+        """A pass begins."""
+        self.rest()
+        self._expected = iter(self._keeps[backward])
+
+    def rest(self) -> None:
+        """A pass ended: release memory that is not in use."""
+        self._expected = iter(())
+        if self.user is None:
+            self.storage.resize_(0)
+
+    def retire(self) -> None:
+        """The plan is replaced: keep no memory for uses that still come."""
+        self._keeps = (), ()
+        self.rest()
+
+
+class ComputeBuffer(FlatBuffer):
+    """The compute weights of a group, whole, in a slot or in memory of their own.
+
+    All memory of whole weights is allocated and freed here: ``allocate`` before a gather, ``settle``
+    before weights are read, ``free``. ``finish_gather`` ends a gather that is under way. ``suffix``
+    tells the groups of ``host`` apart.
+    """
+
+    purpose = "weights"
+    shares = True
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        finish_gather: Callable[[], None],
+        host: Host,
+        suffix: str,
+    ) -> None:
+        super().__init__(layout, dtype, device, rank=None)
+        self.allocated = True
+        self._host, self._suffix, self._finish_gather = host, suffix, finish_gather
+        self._own = self._storage = self.flat.untyped_storage()
+        self._params: Sequence[nn.Parameter] = ()
+        self._counted: list[torch.Tensor] = []
+        self._movable = True
+        self._slot: Slot | None = None
+        self._aside: torch.Tensor | None = None
+        self._versions: tuple[int, ...] | None = None
+
+    def set_views(self, params: Sequence[nn.Parameter]) -> None:
+        """Tell of the parameters over this buffer, in the order of the layout."""
+        self._params = list(params)
+        # Those that wrap their views, as DTensors of tensor parallelism do, cannot be given others.
+        self._movable = all(type(param) is nn.Parameter for param in params)
+        # Modules that are cut over a model axis compute with the local tensors of their DTensors.
+        parts = [part for param in params for part in (param, *plain_parts(param))]
+        self._counted = list({id(part): part for part in parts}.values())
+
+    @property
+    def name(self) -> str:
+        return self._host.name + self._suffix
+
+    @property
+    def aside(self) -> bool:
+        return self._aside is not None
+
+    def allocate(self, changed: bool) -> torch.Tensor:
+        """Memory to gather the weights into. ``changed``: their values will be others than at the last time."""
+        # Weights that cannot move have memory of their own: the plan need not know of them.
+        if self._movable:
+            self._host.schedule.pool.begin_use(self)
+        self._aside = None
+        # Graphs of the older values are void anyway, so this is the time to move without breaking any.
+        if changed:
+            self._void_graphs()
+            self._choose_slot()
+        if self._slot is None:
+            # resize_ takes new memory and copies, also to the same size.
+            if not self.allocated:
+                self._storage.resize_(self.nbytes)
+        elif not self._slot.take(self):
+            self._aside = torch.empty_like(self.flat)
+        # As far as others ask: the contents are in the slot or aside.
+        self.allocated = True
+        return self.flat if self._aside is None else self._aside
+
+    def settle(self) -> None:
+        """Bring the contents to where the parameters are; to be called before they are read."""
+        if self._aside is not None:
+            self._move_in(self._aside)
+            self._aside = None
+        # The contents are those that graphs have saved, so their versions are, too.
+        if self._versions is not None:
+            autograd.set_versions(self._counted, self._versions)
+            self._versions = None
+
+    def _move_in(self, contents: torch.Tensor) -> None:
+        assert self._slot is not None
+        user = self._slot.user
+        # A forward reads the weights that are there, so these move, and graphs with views of the slot are void.
+        if isinstance(user, ComputeBuffer) and user is not self and not user.step_aside():
+            self._void_graphs()
+            self._move(None)
+        else:
+            self._slot.take(self)
+        self.flat.copy_(contents)
+
+    def step_aside(self) -> bool:
+        """Leave the slot to another unit, and wait; False if these weights are being read."""
+        # Autograd compares versions in backward only; a forward would compute with the other unit's weights.
+        if self._host.reads_weights:
+            return False
+        # A gather under way still writes to the slot.
+        self._finish_gather()
+        assert self._slot is not None
+        self._aside = self.flat.clone()
+        self.lose_contents()
+        self._slot.leave(self)
+        return True
+
+    def free(self) -> None:
+        """Release the memory of the whole weights; views stay, and have contents again after the next gather.
+
+        Between two uses a slot keeps its memory where the plan says so, for the unit that comes next.
+        """
+        # Else the gather would write to memory that others have by then.
+        self._finish_gather()
+        self._host.schedule.pool.end_use(self)
+        self.lose_contents()
+        self._aside = None
+        self.allocated = False
+        if self._slot is None:
+            # Of the storage, not of the tensor: what autograd has saved are views, which must find the
+            # weights here when the backward's gather has filled the storage again.
+            self._storage.resize_(0)
+        else:
+            self._slot.leave(self)
+
+    def lose_contents(self) -> None:
+        """The contents are gone, or will be another unit's weights: saved views of them must not be read."""
+        # A slot may pass through several hands before its first user comes back: the first versions count.
+        if self._versions is None:
+            self._versions = tuple(tensor._version for tensor in self._counted)
+            torch.autograd.graph.increment_version(self._counted)
+
+    def _void_graphs(self) -> None:
+        # By two, since one more is the mark of lost contents.
+        self._versions = None
+        for _ in range(2):
+            torch.autograd.graph.increment_version(self._counted)
+
+    def _choose_slot(self) -> None:
+        """Move to the slot of the plan, if it is free, else out of any that is in use."""
+        slot = self._host.schedule.pool.slot_of(self)
+        # A program may have departed from the plan: a slot in use is not taken.
+        if slot is not None and not slot.take(self):
+            slot = None
+        if slot is not self._slot:
+            self._move(slot)
+
+    def _move(self, slot: Slot | None) -> None:
+        if self._slot is not None:
+            self._slot.leave(self)
+        self._slot = slot
+        self._storage = self._own if slot is None else slot.storage
+        if self._storage.nbytes() < self.nbytes:
+            self._storage.resize_(self.nbytes)
+        self.allocated = True
+        # A first evaluation may run in inference mode; training steps could not write to a tensor made there.
+        with torch.inference_mode(False):
+            flat = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
+            self.flat = flat.set_(self._storage, 0, (self.flat.numel(),), (1,))
+            for layout_slot, param in zip(self.layout.slots, self._params, strict=True):
+                param.data = self.view(layout_slot.name)
