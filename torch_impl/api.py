@@ -193,10 +193,10 @@ def _build_unit(
     return Unit(groups, context, options.policy, options.reshard_after_forward)
 
 
-def _checked_modules(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+def _checked_modules(module_or_list: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """The modules of a unit; of a sequence without those that others of it contain."""
-    several = isinstance(given, list | tuple)
-    modules: list[nn.Module] = list(given) if several else [given]  # type: ignore[arg-type, list-item]  # checked below
+    several = isinstance(module_or_list, list | tuple)
+    modules: list[nn.Module] = list(module_or_list) if several else [module_or_list]  # type: ignore[arg-type, list-item]  # checked below
     if not modules:
         raise ValueError("fully_shard: expected one or more modules, got an empty sequence")
     for module in modules:
@@ -214,26 +214,26 @@ def _checked_modules(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _check_module(module: object) -> None:
-    kind = type(module).__name__
+    class_name = type(module).__name__
     if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard: expected a torch.nn.Module or a list of them, got {kind}")
+        raise TypeError(f"fully_shard: expected a torch.nn.Module or a list of them, got {class_name}")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
-            f"fully_shard: expected a module of Python code, got {kind}; shard it before scripting"
+            f"fully_shard: expected a module of Python code, got {class_name}; shard it before scripting"
         )
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
         raise ValueError(
-            f"fully_shard: expected a module with a forward, got {kind}; shard its items one by one, or as one unit: "
+            f"fully_shard: expected a module with a forward, got {class_name}; shard its items one by one, or as one unit: "
             "fully_shard(list(module))"
         )
     if isinstance(module, FSDPModule):
-        raise ValueError(f"fully_shard: {kind} is sharded already")
+        raise ValueError(f"fully_shard: {class_name} is sharded already")
     members = (vars(module), vars(module)["_parameters"], vars(module)["_buffers"], vars(module)["_modules"])
     for name in ("_unit", "_original_class"):
         # Not hasattr: wrappers such as CheckpointWrapper show the attributes of a sharded module inside of them.
         if hasattr(type(module), name) or any(name in names for names in members):
             raise ValueError(
-                f"fully_shard: {kind} has an attribute {name!r} of its own, which sharding needs; rename it"
+                f"fully_shard: {class_name} has an attribute {name!r} of its own, which sharding needs; rename it"
             )
 
 

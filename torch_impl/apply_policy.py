@@ -76,7 +76,7 @@ def _apply(
                 "set on the module itself"
             )
         inside = next(
-            (one for one in units if path != one and (not path or one.startswith(f"{path}."))), None
+            (inner for inner in units if path != inner and (not path or inner.startswith(f"{path}."))), None
         )
         if inside is not None and (reason := why_not_around(unit.recompute, path, inside)):
             raise PolicyError(f"{policy.source}: {reason}")
@@ -88,9 +88,9 @@ def _apply(
         mesh = mesh[policy.data_axes]
     for path in sorted(units, key=lambda path: path.count(".") + bool(path), reverse=True):
         module, unit = modules[path], units[path]
-        given = type(module)
+        own_class = type(module)
         if unit.recompute:
-            module.__class__ = _recomputed_class(given, unit.recompute)
+            module.__class__ = _recomputed_class(own_class, unit.recompute)
         try:
             fully_shard(
                 module,
@@ -104,7 +104,7 @@ def _apply(
                 prefetch=policy.prefetch,
             )
         except BaseException:
-            module.__class__ = given
+            module.__class__ = own_class
             raise
 
 
@@ -219,5 +219,5 @@ def _mixed_precision(policy: ShardingPolicy, unit: UnitPolicy) -> MixedPrecision
 
 
 def _named(dtype: str | None) -> torch.dtype | None:
-    found: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
-    return found
+    named: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+    return named

@@ -32,10 +32,10 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
             raise ValueError("DataParallelMeshDims: expected shard or replicate, got neither")
-        for kind, given in (("shard", self.shard), ("replicate", self.replicate)):
-            if not isinstance(given, str | list | tuple | None):
+        for field_name, axes in (("shard", self.shard), ("replicate", self.replicate)):
+            if not isinstance(axes, str | list | tuple | None):
                 raise TypeError(
-                    f"DataParallelMeshDims.{kind}: expected a name of a mesh axis or a tuple of names, got {given!r}"
+                    f"DataParallelMeshDims.{field_name}: expected a name of a mesh axis or a tuple of names, got {axes!r}"
                 )
 
 
@@ -44,11 +44,11 @@ def policy_of(value: object) -> MixedPrecisionPolicy:
     if value is None:
         return MixedPrecisionPolicy()
     if isinstance(value, fsdp.MixedPrecisionPolicy):
-        given = {field.name: getattr(value, field.name) for field in fields(value)}
+        values = {field.name: getattr(value, field.name) for field in fields(value)}
         known = {field.name for field in fields(MixedPrecisionPolicy)}
-        for name in sorted(set(given) - known):
+        for name in sorted(set(values) - known):
             refuse(f"MixedPrecisionPolicy.{name} of this torch", "use torch_impl.MixedPrecisionPolicy")
-        return MixedPrecisionPolicy(**given)
+        return MixedPrecisionPolicy(**values)
     if not isinstance(value, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy: expected a torch_impl.MixedPrecisionPolicy, got {type(value).__name__}")
     return value
@@ -93,30 +93,30 @@ def meshes_of(
         )
     meshes = {mesh.mesh: mesh}
     chosen = []
-    for one in owned:
-        wanted = None if shard_placement_fn is None else shard_placement_fn(one.param)
+    for parameter in owned:
+        wanted = None if shard_placement_fn is None else shard_placement_fn(parameter.param)
         info = getattr(wanted, "mesh_info", None)
         placement = wanted if info is None else getattr(wanted, "placement", None)
-        _check_placement(one, placement)
-        its = mesh.mesh if info is None else _mesh_of(one.name, info)
+        _check_placement(parameter, placement)
+        its = mesh.mesh if info is None else _mesh_of(parameter.name, info)
         if its not in meshes:
             meshes[its] = DataParallelMesh(its)
         chosen.append(meshes[its])
     return chosen
 
 
-def _check_placement(one: OwnedParameter, placement: object) -> None:
+def _check_placement(parameter: OwnedParameter, placement: object) -> None:
     if placement is None:
         return
     if not isinstance(placement, Shard):
         raise TypeError(
-            f"shard_placement_fn: expected Shard(dim), a ShardPlacementResult or None for {one.name}, got {placement!r}"
+            f"shard_placement_fn: expected Shard(dim), a ShardPlacementResult or None for {parameter.name}, got {placement!r}"
         )
-    ndim = one.param.ndim
+    ndim = parameter.param.ndim
     # A scalar has one row.
     if not -max(ndim, 1) <= placement.dim < max(ndim, 1):
         raise ValueError(
-            f"shard_placement_fn: expected a dimension of {one.name}, which has {ndim}, got {placement!r}"
+            f"shard_placement_fn: expected a dimension of {parameter.name}, which has {ndim}, got {placement!r}"
         )
 
 
@@ -146,22 +146,22 @@ def data_parallel_axes(
     """
     if not isinstance(mesh, DeviceMesh):
         raise ValueError("dp_mesh_dims: expected mesh= as well, got none")
-    if not all(hasattr(dims, kind) for kind in ("replicate", "shard")):
+    if not all(hasattr(dims, field_name) for field_name in ("replicate", "shard")):
         raise TypeError(
             f"dp_mesh_dims: expected a DataParallelMeshDims, got {dims!r}; "
             'DataParallelMeshDims(shard="dp") names an axis'
         )
     known = mesh.mesh_dim_names or ()
     axes: list[tuple[str, ...]] = []
-    for kind in ("replicate", "shard"):
-        given = getattr(dims, kind)
-        listed = (given,) if isinstance(given, str) else tuple(given or ())
+    for field_name in ("replicate", "shard"):
+        axis_names = getattr(dims, field_name)
+        listed = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names or ())
         for name in listed:
             if name not in known:
                 raise ValueError(f"dp_mesh_dims: expected names of mesh axes, {known}, got {name!r}")
         if list(listed) != sorted(set(listed), key=known.index):
             raise ValueError(
-                f"dp_mesh_dims.{kind}: expected each axis once, in the order of the mesh, {known}, got {listed}"
+                f"dp_mesh_dims.{field_name}: expected each axis once, in the order of the mesh, {known}, got {listed}"
             )
         if listed:
             axes.append(listed)

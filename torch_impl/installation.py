@@ -110,23 +110,23 @@ def _places() -> list[ModuleType]:
 def _put(old: dict[str, Any], new: dict[str, Any], paths: tuple[str, ...] | None = None) -> tuple[str, ...]:
     """Replace ``old`` objects by ``new`` ones, at ``paths`` only if these are given; where, as paths."""
     done = []
-    for place in _places():
+    for module in _places():
         for name, value in old.items():
-            path = f"{place.__name__}.{name}"
-            if (paths is None or path in paths) and vars(place).get(name) is value:
-                setattr(place, name, new[name])
+            path = f"{module.__name__}.{name}"
+            if (paths is None or path in paths) and vars(module).get(name) is value:
+                setattr(module, name, new[name])
                 done.append(path)
     return tuple(done)
 
 
 def _bound_before() -> tuple[str, ...]:
     """Names of modules other than torch's that are torch's ``fully_shard`` or ``FSDPModule``."""
-    found = []
+    paths = []
     for path, module in sorted(sys.modules.items()):
         if path.partition(".")[0] in ("torch", "torch_impl") or not isinstance(module, ModuleType):
             continue
         # A copy: another thread may be importing. Not getattr, which would run lazy imports.
         for name, value in list(vars(module).items()):
             if value is _TORCHS["fully_shard"] or value is _TORCHS["FSDPModule"]:
-                found.append(f"{path}.{name}")
-    return tuple(found)
+                paths.append(f"{path}.{name}")
+    return tuple(paths)

@@ -718,8 +718,8 @@ TORCH = [
     M(
         "backward(inputs=...) passes over sharded parameters",
         "torch_impl/runtime/ground/autograd.py",
-        "every = (*given, *wholes) if unused else given",
-        "every = given",
+        "all_inputs = (*asked, *wholes) if unused else asked",
+        "all_inputs = asked",
         "torch_impl/runtime/test_late_backward.py",
     ),
     M(

@@ -41,7 +41,7 @@ def load_assigned(
     names: dict[nn.Module, list[str]] = {}
     for name, below in module.named_modules(remove_duplicate=False):
         names.setdefault(below, []).append(f"{prefix}{name}." if name else prefix)
-    units = dict.fromkeys(one._unit for one in names if isinstance(one, FSDPModule))
+    units = dict.fromkeys(submodule._unit for submodule in names if isinstance(submodule, FSDPModule))
     loads = [_Load(unit) for unit in units]
     for load in loads:
         load.collect(names, state)

@@ -245,7 +245,7 @@ def load_checkpoint(
         return os.path.relpath(choose_step(directory, step), directory) if first else None
 
     claim = {"the call": "a load", "the path": str(directory), "the step": repr(step)}
-    _, chosen = agree(choose, lambda found: found, group, claim)
+    _, chosen = agree(choose, lambda choices: choices, group, claim)
 
     def stage() -> _Staged:
         if optimizer is not None:
@@ -315,7 +315,7 @@ def _stage(
     others = [] if optimizer is None else other_formats(reader, model, optimizer)
     if others and not convert:
         raise CheckpointError(_refused(reader, others))
-    renewed = {name for one in others for name in one.names}
+    renewed = {name for moment in others for name in moment.names}
     _check_names(reader, live, optimizer is not None, renewed)
     kept = {name: tensor for name, tensor in live.items() if name not in renewed}
     whole = {name: in_one_piece(tensor) for name, tensor in kept.items()}
@@ -330,7 +330,7 @@ def _stage(
         if name not in split
         for box, view in held_boxes(tensor)
     ]
-    copies += [copy for one in others for copy in one.copies(reader)]
+    copies += [copy for moment in others for copy in moment.copies(reader)]
     groups = plan_group_updates(reader, model, optimizer) if optimizer is not None else ()
     train = {name: reader.read(name) for name in reader.tensors if name.startswith("train.")}
     pairs = tuple((kept[name], tensor) for name, tensor in split.items())

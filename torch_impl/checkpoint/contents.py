@@ -239,10 +239,12 @@ def plan_group_updates(reader: CheckpointReader, model: nn.Module, optimizer: Op
         # A checkpoint from elsewhere may hold one group that lists no parameters: that group is everyone's.
         origins = {owner.get(name) for name in names} if owner else set(saved)
         if len(origins) > 1 or None in origins:
-            found = ", ".join("none" if k is None else f"{_GROUPS}{k}" for k in sorted(origins, key=str))
+            saved_groups = ", ".join(
+                "none" if k is None else f"{_GROUPS}{k}" for k in sorted(origins, key=str)
+            )
             raise CheckpointError(
                 f"{reader.path}: expected all parameters of optimizer group {i} in one saved group, found them in "
-                f"{found}"
+                f"{saved_groups}"
             )
         group = optimizer.param_groups[i]
         values = {key: value for k in origins if k is not None for key, value in saved[k].items()}

@@ -124,7 +124,9 @@ def keeping_scalars(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def call(full: dict[str, Any], state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        scalars = {key: one for key, one in state.items() if isinstance(one, RowDTensor) and not one.ndim}
+        scalars = {
+            key: value for key, value in state.items() if isinstance(value, RowDTensor) and not value.ndim
+        }
         original(full, state, *args, **kwargs)
         # Torch has put a plain tensor where the sharded one was, and only the sharded one belongs to the model.
         for key, scalar in scalars.items():
@@ -141,7 +143,9 @@ def materializing(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(model: nn.Module, state: dict[str, Any], info: Any) -> Any:
         whole = info.broadcast_from_rank0 or (info.full_state_dict and state)
         if info.handle_model and whole:
-            units = dict.fromkeys(one._unit for one in model.modules() if isinstance(one, FSDPModule))
+            units = dict.fromkeys(
+                module._unit for module in model.modules() if isinstance(module, FSDPModule)
+            )
             if any(group.unequal for unit in units for group in unit.groups):
                 # Others have nothing to materialize, and would wait for a rank that raises.
                 agree(lambda: _materialize(units, state, info))
@@ -187,7 +191,7 @@ def _has(state: Mapping[str, Any], param: nn.Parameter, info: Any) -> bool:
 
 def _materialize_scalars(model: nn.Module, device: torch.device) -> None:
     """Give saved buffers without dimensions memory: torch assigns those on the meta device with others alone."""
-    saved = {id(one) for one in model.state_dict(keep_vars=True).values()}
+    saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta and not buffer.ndim and id(buffer) in saved:

@@ -169,7 +169,7 @@ def _leaves(value: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, (*path, str(key)))
-    elif isinstance(value, list) and any(isinstance(one, (Mapping, torch.Tensor)) for one in value):
+    elif isinstance(value, list) and any(isinstance(item, (Mapping, torch.Tensor)) for item in value):
         for position, inner in enumerate(value):
             yield from _leaves(inner, (*path, position))
     else:

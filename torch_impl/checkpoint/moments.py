@@ -39,7 +39,7 @@ class OtherFormat:
     """
 
     name: str
-    kind: MomentFormat
+    moment_format: MomentFormat
     param: nn.Parameter
     live: dict[str, torch.Tensor]
     step: str
@@ -51,18 +51,18 @@ class OtherFormat:
 
     def described(self, reader: CheckpointReader) -> str:
         """Expected and found, for an error."""
-        stored, scale = self.live[self.kind.key], self.live.get(self.kind.scale_key)
+        stored, scale = self.live[self.moment_format.key], self.live.get(self.moment_format.scale_key)
         info = reader.tensors[self.name]
-        found = _format(info.dtype.name, f"{self.name}_scale" in reader.tensors)
+        saved_format = _format(info.dtype.name, f"{self.name}_scale" in reader.tensors)
         wanted = _format(str(stored.dtype).removeprefix("torch."), scale is not None)
-        return f"{self.name}: expected {wanted}, found {found}"
+        return f"{self.name}: expected {wanted}, found {saved_format}"
 
     def copies(self, reader: CheckpointReader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """``(live local tensor, its new values)`` of the values and their scales."""
-        stored = local_of(self.live[self.kind.key])
-        scale = self.live.get(self.kind.scale_key)
+        stored = local_of(self.live[self.moment_format.key])
+        scale = self.live.get(self.moment_format.scale_key)
         wide = torch.float64 if self.param.dtype == torch.float64 else torch.float32
-        values = torch.zeros_like(self.live[self.kind.key], dtype=wide)
+        values = torch.zeros_like(self.live[self.moment_format.key], dtype=wide)
         for box, view in held_boxes(values):
             view.copy_(self._decoded(reader, box))
         new = torch.empty_like(stored)
@@ -70,7 +70,7 @@ class OtherFormat:
         if stored.numel():
             # Only dithering asks for the step.
             step = int(reader.read(self.step)) if new_scale is not None else 0
-            self.kind.encode(local_of(values), new, new_scale, first_row(self.param), step)
+            self.moment_format.encode(local_of(values), new, new_scale, first_row(self.param), step)
         yield stored, new
         if scale is not None and new_scale is not None:
             yield local_of(scale), new_scale
@@ -85,33 +85,37 @@ class OtherFormat:
 def other_formats(reader: CheckpointReader, model: nn.Module, optimizer: Optimizer) -> list[OtherFormat]:
     """The moments in the checkpoint, of those of ``optimizer``, that are in another format, and of the right shape."""
     formats: Sequence[MomentFormat] = getattr(optimizer, "moment_formats", ())
-    found = []
+    others = []
     for names, group in zip(parameter_names(model, optimizer), optimizer.param_groups, strict=True):
         for name, param in zip(names, group["params"], strict=True):
             state = optimizer.state.get(param, {})
-            for kind in formats:
-                if kind.key not in state:
+            for moment_format in formats:
+                if moment_format.key not in state:
                     continue
                 prefix = f"optimizer.state.{name}"
-                one = OtherFormat(
-                    f"{prefix}.{kind.key}", kind, param, _tensors(state, kind), f"{prefix}.step"
+                other = OtherFormat(
+                    f"{prefix}.{moment_format.key}",
+                    moment_format,
+                    param,
+                    _tensors(state, moment_format),
+                    f"{prefix}.step",
                 )
-                if _differs(reader, one):
-                    found.append(one)
-    return found
+                if _differs(reader, other):
+                    others.append(other)
+    return others
 
 
-def _tensors(state: dict[str, Any], kind: MomentFormat) -> dict[str, torch.Tensor]:
-    return {key: state[key] for key in (kind.key, kind.scale_key) if key in state}
+def _tensors(state: dict[str, Any], moment_format: MomentFormat) -> dict[str, torch.Tensor]:
+    return {key: state[key] for key in (moment_format.key, moment_format.scale_key) if key in state}
 
 
-def _differs(reader: CheckpointReader, one: OtherFormat) -> bool:
-    info = reader.tensors.get(one.name)
-    stored, scale = one.live[one.kind.key], one.live.get(one.kind.scale_key)
+def _differs(reader: CheckpointReader, moment: OtherFormat) -> bool:
+    info = reader.tensors.get(moment.name)
+    stored, scale = moment.live[moment.moment_format.key], moment.live.get(moment.moment_format.scale_key)
     # Names and shapes that are wrong are told with all others of the model.
     if info is None or info.shape != tuple(stored.shape) or info.dtype.name in ("bool", "object"):
         return False
-    saved_scale = reader.tensors.get(f"{one.name}_scale")
+    saved_scale = reader.tensors.get(f"{moment.name}_scale")
     same_scale = (None if scale is None else tuple(scale.shape)) == (
         None if saved_scale is None else saved_scale.shape
     )

@@ -154,8 +154,8 @@ class PlannedSave:
         digests = exchange((self._mesh_ranks, digest), self.group)
         # Stages of a pipeline save different tensors into one checkpoint.
         alike = [
-            [k for k, one in digests.items() if one[0] == mesh]
-            for mesh in {one[0] for one in digests.values()}
+            [k for k, entry in digests.items() if entry[0] == mesh]
+            for mesh in {entry[0] for entry in digests.values()}
         ]
         if any(len({digests[k] for k in ranks}) > 1 for ranks in alike):
             everyone = exchange(contents, self.group)
@@ -214,7 +214,10 @@ class PlannedSave:
             kinds |= part.tensors
             for name, tensor in part.tensors.items():
                 chunks.setdefault(name, {}).update(tensor.chunks)
-        tensors = {name: ManifestTensor(kind.dtype, kind.shape, chunks[name]) for name, kind in kinds.items()}
+        tensors = {
+            name: ManifestTensor(planned.dtype, planned.shape, chunks[name])
+            for name, planned in kinds.items()
+        }
         objects = {name: crc for part in parts for name, crc in part.objects.items()}
         manifest = Manifest("dcp", tensors, objects, files)
         (self._temporary / MANIFEST_FILE).write_bytes(render_manifest(manifest))
@@ -224,9 +227,9 @@ class PlannedSave:
 
 def _contents(state: Tree) -> dict[str, str]:
     """What ranks compare: dtype and shape of each tensor, by name, and values of the train state."""
-    found = {}
+    contents = {}
     for name, tensor in named_tensors(state):
-        found[name] = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        contents[name] = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
         # A mapping's have no values before they are written.
         if name.startswith("train.") and not tensor.is_meta:
             value = (
@@ -234,8 +237,8 @@ def _contents(state: Tree) -> dict[str, str]:
                 if tensor.ndim
                 else str(tensor.item())
             )
-            found[name] += f" {value}"
-    return found
+            contents[name] += f" {value}"
+    return contents
 
 
 @dataclass(frozen=True)
@@ -297,8 +300,8 @@ class ChunkPlanner(dcp.DefaultSavePlanner):
         objects: dict[str, int] = {}
         extents: dict[str, list[StoredChunk]] = {}
         for item in plan.items:
-            place = results[item.index].storage_data
-            held = extents.setdefault(place.relative_path, [])
+            extent = results[item.index].storage_data
+            held = extents.setdefault(extent.relative_path, [])
             if item.tensor_data is None:
                 objects[item.index.fqn] = self._crcs[item.index]
                 continue
@@ -307,7 +310,7 @@ class ChunkPlanner(dcp.DefaultSavePlanner):
             chunks = tensors.setdefault(item.index.fqn, (_dtype_of(item), shape, {}))[2]
             chunks[box] = self._crcs[item.index]
             nbytes = box.numel * item.tensor_data.properties.dtype.itemsize
-            held.append(StoredChunk(place.offset, place.length, nbytes))
+            held.append(StoredChunk(extent.offset, extent.length, nbytes))
         return Part(
             written,
             {name: ManifestTensor(*entry) for name, entry in tensors.items()},

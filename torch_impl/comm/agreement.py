@@ -67,25 +67,25 @@ def rank(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def group_of(given: dist.ProcessGroup | None, mesh_ranks: Iterable[int]) -> dist.ProcessGroup | None:
-    """The group whose ranks save or load together: the one that is ``given``, else a group of ``mesh_ranks``.
+def group_of(group: dist.ProcessGroup | None, mesh_ranks: Iterable[int]) -> dist.ProcessGroup | None:
+    """The group whose ranks save or load together: the one that is ``group``, else a group of ``mesh_ranks``.
 
     None is the default group, where those are all ranks or none. Only the ranks of the mesh make their group.
 
     Raises TypeError for what is no process group, ValueError on a rank that is not in it.
     """
-    if given is not None:
-        if not isinstance(given, dist.ProcessGroup):
+    if group is not None:
+        if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
-                f"process_group: expected a torch.distributed.ProcessGroup, got {type(given).__name__} (of a mesh: "
+                f"process_group: expected a torch.distributed.ProcessGroup, got {type(group).__name__} (of a mesh: "
                 "mesh.get_group())"
             )
-        if dist.get_rank(given) < 0:
+        if dist.get_rank(group) < 0:
             raise ValueError(
                 f"process_group: expected a group with rank {dist.get_rank()}, which calls this, got ranks "
-                f"{dist.get_process_group_ranks(given)}"
+                f"{dist.get_process_group_ranks(group)}"
             )
-        return given
+        return group
     ranks = tuple(sorted(set(mesh_ranks)))
     if not dist.is_initialized() or not ranks or len(ranks) == dist.get_world_size():
         return None
@@ -148,24 +148,24 @@ def agree(
         # gloo's thread needs the interpreter lock to drop the exchanged tensors; torch aborts the process when it asks
         # while the interpreter shuts down. Programs often end right after a save, so let the thread have it now.
         time.sleep(_HAND_OVER_SECONDS)
-    require_same_claims([one.claim for one in reports.values()], [*reports])
-    failed = {k: one for k, one in reports.items() if one.error is not None}
+    require_same_claims([answer.claim for answer in reports.values()], [*reports])
+    failed = {k: answer for k, answer in reports.items() if answer.error is not None}
     if failed:
-        kind = _KEPT.get(next(iter(failed.values())).error or "", CheckpointError)
-        raise kind(_describe(failed, len(reports))) from cause
+        error_class = _KEPT.get(next(iter(failed.values())).error or "", CheckpointError)
+        raise error_class(_describe(failed, len(reports))) from cause
     return Outcome(value, next(iter(reports.values())).shared)
 
 
 def require_same_claims(claims: Sequence[Any], ranks: Sequence[int]) -> None:
     """CheckpointError naming the first difference between mappings of the ranks, which are listed beside them."""
-    first, differs = claims[0], next((k for k, one in enumerate(claims) if one != claims[0]), None)
+    first, differs = claims[0], next((k for k, claim in enumerate(claims) if claim != claims[0]), None)
     if differs is None:
         return
     other = claims[differs]
     key = next(key for key in (*first, *other) if first.get(key, _ABSENT) != other.get(key, _ABSENT))
     like: dict[bool, list[int]] = {True: [], False: []}
-    for number, one in zip(ranks, claims, strict=True):
-        like[one.get(key, _ABSENT) == first.get(key, _ABSENT)].append(number)
+    for number, claim in zip(ranks, claims, strict=True):
+        like[claim.get(key, _ABSENT) == first.get(key, _ABSENT)].append(number)
     raise CheckpointError(
         f"ranks that save or load together differ: {key} is {first.get(key, _ABSENT)} on rank {ranks[0]}, "
         f"{other.get(key, _ABSENT)} on rank {ranks[differs]} (ranks {first_of(like[True])} against "

@@ -44,12 +44,12 @@ class CollectiveCount:
     def __str__(self) -> str:
         units = list(dict.fromkeys(unit for unit, _ in self.calls_of))
         width = max([len("unit"), *(len(unit or "(root)") for unit in units)])
-        lines = ["unit".ljust(width) + "".join(f"{kind:>32}" for kind in _KINDS)]
+        lines = ["unit".ljust(width) + "".join(f"{collective:>32}" for collective in _KINDS)]
         for unit in [*units, None]:
             line = ("total" if unit is None else unit or "(root)").ljust(width)
-            for kind in _KINDS:
-                calls = self.calls[kind] if unit is None else self.calls_of[unit, kind]
-                nbytes = self.nbytes[kind] if unit is None else self.bytes_of[unit, kind]
+            for collective in _KINDS:
+                calls = self.calls[collective] if unit is None else self.calls_of[unit, collective]
+                nbytes = self.nbytes[collective] if unit is None else self.bytes_of[unit, collective]
                 line += f"{calls:>10} x{nbytes:>18,} B"
             lines.append(line)
         return "\n".join(lines)
@@ -59,33 +59,33 @@ class CollectiveCount:
 def count_collectives(model: nn.Module | None = None) -> Iterator[CollectiveCount]:
     """Count this rank's collectives while the context is open; by unit with a ``model``."""
     count, current = CollectiveCount(), [_ELSEWHERE]
-    originals = {kind: getattr(collectives, kind) for kind in _KINDS}
+    originals = {collective: getattr(collectives, collective) for collective in _KINDS}
     units = {} if model is None else named_units(model)
     schedules = {id(unit.schedule): unit.schedule for unit in units}.values()
     plain = [schedule.streams for schedule in schedules]
     try:
-        for kind, original in originals.items():
-            setattr(collectives, kind, _counting(kind, original, count, current))
+        for collective, original in originals.items():
+            setattr(collectives, collective, _counting(collective, original, count, current))
         for schedule in schedules:
             schedule.streams = _LabelledStreams(schedule.streams, current)
         yield count
     finally:
-        for kind, original in originals.items():
-            setattr(collectives, kind, original)
+        for collective, original in originals.items():
+            setattr(collectives, collective, original)
         for schedule, streams in zip(schedules, plain, strict=True):
             schedule.streams = streams
 
 
 def _counting(
-    kind: str, original: Callable[..., Any], count: CollectiveCount, current: list[str]
+    collective: str, original: Callable[..., Any], count: CollectiveCount, current: list[str]
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         # The whole buffers: outputs of a gather, values of a reduction.
-        whole = args[1] if kind == "reduce_scatter" else args[0]
+        whole = args[1] if collective == "reduce_scatter" else args[0]
         tensors: Sequence[torch.Tensor] = [whole] if isinstance(whole, torch.Tensor) else whole
         label = collectives.PURPOSE.get() or current[-1]
-        count.calls_of[label, kind] += 1
-        count.bytes_of[label, kind] += sum(t.numel() * t.element_size() for t in tensors)
+        count.calls_of[label, collective] += 1
+        count.bytes_of[label, collective] += sum(t.numel() * t.element_size() for t in tensors)
         return original(*args, **kwargs)
 
     return call
@@ -128,4 +128,7 @@ class _LabelledStreams:
 
 
 def _by_kind(counter: Counter[tuple[str, str]]) -> dict[str, int]:
-    return {kind: sum(value for (_, of), value in counter.items() if of == kind) for kind in _KINDS}
+    return {
+        collective: sum(value for (_, of), value in counter.items() if of == collective)
+        for collective in _KINDS
+    }

@@ -83,14 +83,15 @@ def find_nonfinite(
         grad = param.grad
         if gradients and grad is not None:
             tensors.append(("unreduced gradient" if is_partial(grad) else "gradient", name, grad))
-        order.update(dict.fromkeys((kind, name) for kind in ("weight", "gradient", "unreduced gradient")))
-    found = set(_findings(tensors, max_rows))
+        order.update(dict.fromkeys((what, name) for what in ("weight", "gradient", "unreduced gradient")))
+    findings = set(_findings(tensors, max_rows))
     for group in process_groups(model):
         everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, found, group=group)
-        found = set().union(*everyone)
+        dist.all_gather_object(everyone, findings, group=group)
+        findings = set().union(*everyone)
     merged = [
-        _merge([one for one in found if (one.kind, one.name) == key], max_rows) for key in _keys(found, order)
+        _merge([finding for finding in findings if (finding.kind, finding.name) == key], max_rows)
+        for key in _keys(findings, order)
     ]
     return tuple(merged)
 
@@ -102,33 +103,33 @@ def watch_nonfinite_outputs(model: nn.Module, *, max_rows: int = 8) -> Iterator[
     Not collective: each rank sees its own outputs. Modules are listed when they end, so the first entry is the
     innermost module where it began.
     """
-    found: list[NonFinite] = []
+    results: list[NonFinite] = []
     hooks = [
-        module.register_forward_hook(partial(_look_at_output, name, max_rows, found))
+        module.register_forward_hook(partial(_look_at_output, name, max_rows, results))
         for name, module in model.named_modules()
     ]
     try:
-        yield found
+        yield results
     finally:
         for hook in hooks:
             hook.remove()
 
 
 def _look_at_output(
-    name: str, max_rows: int, found: list[NonFinite], _module: nn.Module, _args: Any, output: Any
+    name: str, max_rows: int, results: list[NonFinite], _module: nn.Module, _args: Any, output: Any
 ) -> None:
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     tensors = [("output", name, leaf.detach()) for leaf in leaves]
-    found += [_merge([one], max_rows) for one in _findings(tensors, max_rows)]
+    results += [_merge([finding], max_rows) for finding in _findings(tensors, max_rows)]
 
 
 def _findings(tensors: Iterable[tuple[str, str, torch.Tensor]], max_rows: int) -> list[_Finding]:
-    listed = [one for one in tensors if one[2].is_floating_point() or one[2].is_complex()]
+    listed = [entry for entry in tensors if entry[2].is_floating_point() or entry[2].is_complex()]
     if not listed:
         return []
     # One copy to the host for all: asking tensor by tensor would wait for the device each time.
     finite = torch.stack([_is_finite(tensor) for _, _, tensor in listed]).tolist()
-    return [_finding(*one, max_rows) for one, fine in zip(listed, finite, strict=True) if not fine]
+    return [_finding(*entry, max_rows) for entry, fine in zip(listed, finite, strict=True) if not fine]
 
 
 def _floating_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -137,11 +138,15 @@ def _floating_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
-    found = [part.isfinite().all() for part in _floating_parts(tensor)]
-    return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=tensor.device)
+    finite_parts = [part.isfinite().all() for part in _floating_parts(tensor)]
+    return (
+        torch.stack(finite_parts).all()
+        if finite_parts
+        else torch.ones((), dtype=torch.bool, device=tensor.device)
+    )
 
 
-def _finding(kind: str, name: str, tensor: torch.Tensor, max_rows: int) -> _Finding:
+def _finding(what: str, name: str, tensor: torch.Tensor, max_rows: int) -> _Finding:
     parts = _floating_parts(tensor)
     rows: list[tuple[int, ...]] = []
     for offsets, piece in _pieces(tensor):
@@ -155,7 +160,7 @@ def _finding(kind: str, name: str, tensor: torch.Tensor, max_rows: int) -> _Find
         places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
         replica = tuple(at for at, placed in places if placed.is_replicate() or placed.is_partial())
     nan, inf = (sum(int(test(part).sum()) for part in parts) for test in (torch.isnan, torch.isinf))
-    return _Finding(kind, name, replica, nan, inf, tuple(sorted(rows)[:max_rows]), rank())
+    return _Finding(what, name, replica, nan, inf, tuple(sorted(rows)[:max_rows]), rank())
 
 
 def _pieces(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
@@ -169,19 +174,19 @@ def _pieces(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     return [(box.offsets, piece.detach()) for box, piece in zip(boxes, local_pieces(tensor), strict=True)]
 
 
-def _keys(found: set[_Finding], order: dict[tuple[str, str], None]) -> list[tuple[str, str]]:
-    present = {(one.kind, one.name) for one in found}
+def _keys(findings: set[_Finding], order: dict[tuple[str, str], None]) -> list[tuple[str, str]]:
+    present = {(finding.kind, finding.name) for finding in findings}
     return [key for key in order if key in present]
 
 
 def _merge(findings: list[_Finding], max_rows: int) -> NonFinite:
     """What several ranks found in one tensor; replicas hold the same elements, which count once."""
     counts: dict[tuple[int, ...], list[int]] = {}
-    for one in findings:
-        total = counts.setdefault(one.replica, [0, 0])
-        total[0] += one.nan
-        total[1] += one.inf
+    for finding in findings:
+        total = counts.setdefault(finding.replica, [0, 0])
+        total[0] += finding.nan
+        total[1] += finding.inf
     nan, inf = max(tuple(total) for total in counts.values())
-    rows = sorted({row for one in findings for row in one.rows})[:max_rows]
-    ranks = sorted({one.rank for one in findings})
+    rows = sorted({row for finding in findings for row in finding.rows})[:max_rows]
+    ranks = sorted({finding.rank for finding in findings})
     return NonFinite(findings[0].kind, findings[0].name, nan, inf, tuple(rows), tuple(ranks))

@@ -81,11 +81,11 @@ def parameter_norms(model: nn.Module, *, gradients: bool = False, norm_type: flo
         # torch refuses the maximum of a tensor without elements.
         whole = tensor.detach() if tensor.numel() else torch.zeros(1)
         tensors[name] = whole if whole.is_floating_point() else whole.abs().double()
-    found = norms("parameter_norms", list(tensors.values()), norm_type, torch.float64)
-    if not found:
+    tensor_norms = norms("parameter_norms", list(tensors.values()), norm_type, torch.float64)
+    if not tensor_norms:
         return {}
     # One copy to the host for all: asking tensor by tensor would wait for the device each time.
-    values = torch.stack([norm.to(found[0].device) for norm in found]).tolist()
+    values = torch.stack([norm.to(tensor_norms[0].device) for norm in tensor_norms]).tolist()
     return dict(zip(tensors, values, strict=True))
 
 
@@ -109,16 +109,18 @@ def memory_overlaps(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
     Looks at main weights, compute weights that have memory, gradients, gradients that a backward is collecting, and the
     optimizer's tensors. Tensors that are not contiguous count with the gaps between their elements.
     """
-    ranges = sorted(found for label, tensor in _tensors(model, optimizer) for found in _range(label, tensor))
+    ranges = sorted(
+        extent for label, tensor in _tensors(model, optimizer) for extent in _range(label, tensor)
+    )
     overlaps = []
     open_ranges: list[_Range] = []
-    for one in ranges:
-        open_ranges = [earlier for earlier in open_ranges if earlier.end > one.start]
+    for current in ranges:
+        open_ranges = [earlier for earlier in open_ranges if earlier.end > current.start]
         overlaps += [
-            Overlap(earlier.label, one.label, min(earlier.end, one.end) - one.start)
+            Overlap(earlier.label, current.label, min(earlier.end, current.end) - current.start)
             for earlier in open_ranges
         ]
-        open_ranges.append(one)
+        open_ranges.append(current)
     return tuple(overlaps)
 
 

@@ -113,7 +113,7 @@ def distribute_tensor(
     that do not fit and for other DTensors.
     """
     placements = _checked("distribute_tensor", whole, mesh, placements)
-    if any(one.is_partial() for one in placements):
+    if any(placement.is_partial() for placement in placements):
         raise ValueError(
             f"distribute_tensor: expected placements of a parameter or a reduced gradient, got {placements}; reduce "
             "the gradient first"
@@ -192,7 +192,7 @@ def _of_one_rank(values: torch.Tensor, mesh: DeviceMesh, source: int) -> torch.T
 
 
 def _ours(placements: Sequence[Placement] | None) -> bool:
-    return any(isinstance(one, RowShard | FusedShard) for one in placements or ())
+    return any(isinstance(placement, RowShard | FusedShard) for placement in placements or ())
 
 
 @functools.cache
@@ -233,9 +233,9 @@ def rebind(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
         names = getattr(module, "__dict__", {})
         if names.get(name) is not old:
             continue
-        functions = [one for one in names.values() if isinstance(one, FunctionType)]
+        functions = [function for function in names.values() if isinstance(function, FunctionType)]
         # In a process that multiprocessing spawned, functions of the main module have other globals than the module.
-        own = [one.__globals__ for one in functions if one.__module__ == names.get("__name__")]
+        own = [function.__globals__ for function in functions if function.__module__ == names.get("__name__")]
         for scope in (names, *own):
             if scope.get(name) is old:
                 scope[name] = new

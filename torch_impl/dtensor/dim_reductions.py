@@ -42,11 +42,11 @@ class RowsOverDims:
                 f"{func}: expected a floating-point tensor that no tensor-parallel axis cuts, got {tensor.dtype} "
                 f"placed as {tensor.placements}; use full_tensor()"
             )
-        ndim, given = tensor.ndim, [dims] if isinstance(dims, int) else [*(dims or range(tensor.ndim))]
-        for dim in given:
+        ndim, listed = tensor.ndim, [dims] if isinstance(dims, int) else [*(dims or range(tensor.ndim))]
+        for dim in listed:
             if not -max(ndim, 1) <= dim < max(ndim, 1):
                 raise IndexError(f"{func}: expected a dimension of a tensor of {ndim}, got {dim}")
-        reduced = {dim % ndim for dim in given} if ndim else set[int]()
+        reduced = {dim % ndim for dim in listed} if ndim else set[int]()
         self._tensor, self._whole = tensor, row_bounds_of(tensor) is None
         self._last = ndim > 1 and ndim - 1 in reduced
         shape = tuple(tensor.shape)

@@ -53,7 +53,7 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [part for one in inner if isinstance(one, torch.Tensor) for part in plain_parts(one)]
+    return [part for wrapped in inner if isinstance(wrapped, torch.Tensor) for part in plain_parts(wrapped)]
 
 
 def has_plain_values(tensor: torch.Tensor) -> bool:
@@ -81,7 +81,7 @@ def plain_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _alike(local: torch.Tensor) -> list[torch.Tensor]:
-    return [one for one in plain_parts(local) if (one.shape, one.dtype) == (local.shape, local.dtype)]
+    return [part for part in plain_parts(local) if (part.shape, part.dtype) == (local.shape, local.dtype)]
 
 
 def is_partial(tensor: torch.Tensor) -> bool:

@@ -30,9 +30,9 @@ MATRIX_OPERATORS = _TRANSPOSES | _PRODUCTS
 
 def on_whole_matrices(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The result of one of ``MATRIX_OPERATORS``; None unless one rank holds all its matrices whole."""
-    matrices = [one for one in args if isinstance(one, torch.Tensor)]
+    matrices = [matrix for matrix in args if isinstance(matrix, torch.Tensor)]
     first, holder = matrices[0], _holder(matrices[0])
-    if holder is None or any(_holder(one) != holder for one in matrices):
+    if holder is None or any(_holder(matrix) != holder for matrix in matrices):
         return None
     shape = func(*map(meant, args), **kwargs).shape
     # What a transpose does not change is no other view, and of one dimension there is no matrix.

@@ -45,27 +45,31 @@ def align(func: Any, operands: Sequence[Any]) -> tuple[list[Any], Placing]:
     they are equal on all ranks.
     """
     # An optimizer's step asks for every parameter; row bounds are as long as there are ranks.
-    if all(_like_first(operands[0], one) for one in operands):
-        return [local_of(one) for one in operands], Placing(operands[0], operands[0].shape)
-    tensors = [one for one in operands if isinstance(one, torch.Tensor) and not _is_scalar(one)]
-    sharded = [one for one in tensors if isinstance(one, DTensor)]
+    if all(_like_first(operands[0], operand) for operand in operands):
+        return [local_of(operand) for operand in operands], Placing(operands[0], operands[0].shape)
+    tensors = [
+        operand for operand in operands if isinstance(operand, torch.Tensor) and not _is_scalar(operand)
+    ]
+    sharded = [operand for operand in tensors if isinstance(operand, DTensor)]
     if not sharded:
         # Scalars only, or plain tensors among themselves: a DTensor among the scalars makes the result one.
-        scalar = None if tensors else next((one for one in operands if isinstance(one, DTensor)), None)
-        return [local_of(one) for one in operands], Placing(scalar, torch.Size())
+        scalar = (
+            None if tensors else next((operand for operand in operands if isinstance(operand, DTensor)), None)
+        )
+        return [local_of(operand) for operand in operands], Placing(scalar, torch.Size())
     first = sharded[0]
-    if len(sharded) == len(tensors) and all(_cut(one) == _cut(first) for one in sharded[1:]):
-        return [local_of(one) for one in operands], Placing(first, first.shape)
+    if len(sharded) == len(tensors) and all(_cut(operand) == _cut(first) for operand in sharded[1:]):
+        return [local_of(operand) for operand in operands], Placing(first, first.shape)
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     # A cut tensor, if there is one, says where the rows of all others are cut.
-    origin = next((one for one in sharded if _has_rows_of(one, shape)), first)
-    if any(not _fits(one, origin, shape) for one in tensors):
-        found = ", ".join(map(_describe, tensors))
+    origin = next((operand for operand in sharded if _has_rows_of(operand, shape)), first)
+    if any(not _fits(operand, origin, shape) for operand in tensors):
+        descriptions = ", ".join(map(_describe, tensors))
         raise RuntimeError(
-            f"{func}: expected tensors of one shape and placement, got {found}; use full_tensor() of all, or "
+            f"{func}: expected tensors of one shape and placement, got {descriptions}; use full_tensor() of all, or "
             "distribute_tensor() a plain one like the sharded one"
         )
-    return [_rows_for(one, origin, shape) for one in operands], Placing(origin, shape)
+    return [_rows_for(operand, origin, shape) for operand in operands], Placing(origin, shape)
 
 
 def _like_first(first: Any, other: Any) -> bool:

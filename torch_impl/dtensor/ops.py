@@ -86,11 +86,11 @@ _ASYNC = (
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``RowDTensor.__torch_dispatch__`` does. Raises RuntimeError for operators that it cannot do right."""
     sharded = list(_dtensors((args, kwargs)))
-    first = next(one for one in sharded if isinstance(one, RowDTensor))
+    first = next(tensor for tensor in sharded if isinstance(tensor, RowDTensor))
     # Before partial tensors are refused: these are right on them too.
     if func in _SAME_TENSOR:
         return wrap_like(first, local_of(first))
-    if any(remainder_of(one) is not None for one in _changed(func, args, kwargs)):
+    if any(remainder_of(tensor) is not None for tensor in _changed(func, args, kwargs)):
         return _on_main_values(func, args, kwargs)
     if _any_partial(sharded) and func not in _RIGHT_ON_PARTIAL:
         raise RuntimeError(
@@ -125,7 +125,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_elementwise(func):
         return _elementwise(func, args, kwargs)
     # DTensor itself is right where no rows are cut.
-    if all(row_placement(one.placements) is None and not is_fused(one.placements) for one in sharded):
+    if all(
+        row_placement(tensor.placements) is None and not is_fused(tensor.placements) for tensor in sharded
+    ):
         return _as_dtensors(func, args, kwargs)
     raise RuntimeError(
         f"{func} is not supported on {described(first)}, placed as {first.placements}: only element-wise operators, "
@@ -152,17 +154,17 @@ def _dtensors(tree: Any) -> Iterator[DTensor]:
     if isinstance(tree, DTensor):
         yield tree
     elif type(tree) in (list, tuple):
-        for one in tree:
-            yield from (one,) if isinstance(one, DTensor) else _dtensors(one)
+        for item in tree:
+            yield from (item,) if isinstance(item, DTensor) else _dtensors(item)
     elif type(tree) is dict:
-        for one in tree.values():
-            yield from _dtensors(one)
+        for item in tree.values():
+            yield from _dtensors(item)
 
 
 def _any_partial(tensors: Iterable[DTensor]) -> bool:
     # Gradients and moments share the placements of their parameter as objects, so few are looked at.
-    placed = {id(one.placements): one for one in tensors}
-    return any(is_partial(one) for one in placed.values())
+    placed = {id(tensor.placements): tensor for tensor in tensors}
+    return any(is_partial(tensor) for tensor in placed.values())
 
 
 def _is_mask(indices: Any) -> bool:
@@ -176,7 +178,7 @@ def _is_elementwise(func: Any) -> bool:
         return False
     name = func._schema.name
     # A result that is no tensor, such as one bool for all elements, would speak of this rank's rows only.
-    if any(str(one.type) not in ("Tensor", "List[Tensor]") for one in func._schema.returns):
+    if any(str(returned.type) not in ("Tensor", "List[Tensor]") for returned in func._schema.returns):
         return False
     # Torch does not tag some operators that write, such as abs_, as it does those that return what these write.
     base, _, overload = func.name().removeprefix("aten::").partition(".")
@@ -246,18 +248,18 @@ def _on_main_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             copies[id(value)] = wrap_like(value, main_values(value))
         return copies[id(value)]
 
-    changed = [one for one in _changed(func, args, kwargs) if remainder_of(one) is not None]
+    changed = [target for target in _changed(func, args, kwargs) if remainder_of(target) is not None]
     result = dispatch(func, pytree.tree_map(lifted, args), pytree.tree_map(lifted, kwargs))
-    for one in changed:
-        set_main_values(one, local_of(copies[id(one)]))
+    for target in changed:
+        set_main_values(target, local_of(copies[id(target)]))
     # An operator that writes returns its operand itself, which the program holds.
-    return next((one for one in changed if result is copies[id(one)]), result)
+    return next((target for target in changed if result is copies[id(target)]), result)
 
 
 def _count_writes(written: Iterable[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for position, name in written:
         value = args[position] if position < len(args) else kwargs.get(name)
-        torch.autograd.graph.increment_version([local_of(one) for one in _dtensors(value)])
+        torch.autograd.graph.increment_version([local_of(tensor) for tensor in _dtensors(value)])
 
 
 def _copy_rows(target: Any, source: torch.Tensor) -> Any:
@@ -274,11 +276,11 @@ def _check_rows(target: Any, source: Any) -> None:
     """RuntimeError for other rows of a tensor that is cut alike, such as those in another rank's file."""
     if not (isinstance(target, RowDTensor) and isinstance(source, RowDTensor)):
         return
-    own, given = tuple(local_of(target).shape), tuple(local_of(source).shape)
-    if own != given and (source.placements, source.shape) == (target.placements, target.shape):
+    own, source_shape = tuple(local_of(target).shape), tuple(local_of(source).shape)
+    if own != source_shape and (source.placements, source.shape) == (target.placements, target.shape):
         raise RuntimeError(
             f"copy_ to {described(target)}: expected this rank's rows, of local shape {own}, got those of another "
-            f"rank, of local shape {given}; each rank loads what it saved itself"
+            f"rank, of local shape {source_shape}; each rank loads what it saved itself"
         )
 
 

@@ -132,19 +132,19 @@ def tensor_parallel_ranges(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[Ranges, ...]:
     """By dimension, the ranges of a tensor of this global shape that the tensor-parallel axes leave to this rank."""
-    found: list[Ranges] = [((0, size),) for size in shape]
+    ranges: list[Ranges] = [((0, size),) for size in shape]
     # Several axes may cut one dimension: each cuts what those before it left.
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            ((start, stop),) = found[placement.dim]
+            ((start, stop),) = ranges[placement.dim]
             lengths = chunk_lengths(stop - start, mesh.size(axis))
             at = coordinate_of(mesh)[axis]
             start += sum(lengths[:at])
-            found[placement.dim] = ((start, start + lengths[at]),)
+            ranges[placement.dim] = ((start, start + lengths[at]),)
         elif isinstance(placement, FusedShard):
             at = coordinate_of(mesh)[axis]
-            found[placement.dim] = placement.ranges(shape[placement.dim], mesh.size(axis), at)
-    return tuple(found)
+            ranges[placement.dim] = placement.ranges(shape[placement.dim], mesh.size(axis), at)
+    return tuple(ranges)
 
 
 def tensor_parallel_sizes(
@@ -152,7 +152,7 @@ def tensor_parallel_sizes(
 ) -> tuple[int, ...]:
     """The shape of what the tensor-parallel axes leave to this rank of a tensor of this global shape."""
     ranges = tensor_parallel_ranges(shape, mesh, placements)
-    return tuple(sum(stop - start for start, stop in one) for one in ranges)
+    return tuple(sum(stop - start for start, stop in pieces) for pieces in ranges)
 
 
 def tensor_parallel_part(
@@ -187,7 +187,7 @@ def check_placements(shape: Sequence[int], mesh: DeviceMesh, placements: Sequenc
         cut.append(placement.dim)  # type: ignore[attr-defined]  # as above
         if isinstance(placement, FusedShard):
             _check_fused(shape[placement.dim], mesh.size(axis), placement)
-    if any(isinstance(one, FusedShard) and cut.count(one.dim) > 1 for one in placements):
+    if any(isinstance(other, FusedShard) and cut.count(other.dim) > 1 for other in placements):
         raise ValueError(
             f"tensor_parallel placements of a tensor of shape {tuple(shape)}: expected one axis that cuts a dimension "
             f"of fused tensors, got {tuple(placements)}"

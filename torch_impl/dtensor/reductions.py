@@ -72,18 +72,20 @@ def norms(
     Raises RuntimeError for an order below or equal to 0 where a tensor is sharded.
     """
     cuts = [_cut_over(tensor) for tensor in tensors]
-    found = []
+    local_norms = []
     for tensor, cut in zip(tensors, cuts, strict=True):
         local = local_of(tensor)
         # A rank without elements contributes a zero; of a tensor without any, torch says what its norm is.
         if not local.numel() and tensor.numel():
             local = local.new_zeros(1)
-        found.append(torch.linalg.vector_norm(local, order, dtype=_summed_in(local, dtype) if cut else dtype))
+        local_norms.append(
+            torch.linalg.vector_norm(local, order, dtype=_summed_in(local, dtype) if cut else dtype)
+        )
     # In order of appearance, as on all ranks: a set would order the collectives by hash.
     for cut in dict.fromkeys(cut for cut in cuts if cut):
-        where = [i for i, one in enumerate(cuts) if one == cut]
+        where = [i for i, other in enumerate(cuts) if other == cut]
         # Powers and roots in float64 leave one rounding, that of the result.
-        values = torch.stack([found[i].double() for i in where])
+        values = torch.stack([local_norms[i].double() for i in where])
         if order == float("inf"):
             values = _max_over_ranks(values, cut)
         elif order > 0:
@@ -93,8 +95,8 @@ def norms(
         else:
             raise RuntimeError(f"{func}: expected a positive order on a sharded tensor, got {order}")
         for i, value in zip(where, values.unbind(), strict=True):
-            found[i] = value.to((dtype or tensors[i].dtype).to_real())
-    return found
+            local_norms[i] = value.to((dtype or tensors[i].dtype).to_real())
+    return local_norms
 
 
 def _summed_in(local: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -113,7 +115,7 @@ def _can_reduce(tensor: Any, dim: Any, keepdim: bool) -> bool:
 
 
 def _reduces_all(tensor: Any, dim: Any) -> bool:
-    dims = {one % tensor.ndim for one in dim or ()} if tensor.ndim else set()
+    dims = {axis % tensor.ndim for axis in dim or ()} if tensor.ndim else set()
     return len(dims) in (0, tensor.ndim)
 
 

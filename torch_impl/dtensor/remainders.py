@@ -70,8 +70,8 @@ def attach(weight: torch.Tensor, values: torch.Tensor, before_write: Callable[[]
 
 def remainder_of(tensor: torch.Tensor) -> Remainder | None:
     """The remainder of a tensor, or of a DTensor's local one."""
-    found: Remainder | None = getattr(local_of(tensor), _NAME, None)
-    return found
+    remainder: Remainder | None = getattr(local_of(tensor), _NAME, None)
+    return remainder
 
 
 def main_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ def set_main_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
 @contextmanager
 def written_with_remainders(weights: Iterable[torch.Tensor]) -> Iterator[None]:
     """Inside, what is written to those of ``weights`` (local ones) that have remainders leaves these as they are."""
-    kept = [(weight, found) for weight in weights if (found := remainder_of(weight)) is not None]
+    kept = [(weight, remainder) for weight in weights if (remainder := remainder_of(weight)) is not None]
     for weight, remainder in kept:
         remainder.before_write()
         remainder.settle(weight)

@@ -281,7 +281,7 @@ def make_placed(
     rows = row_placement(placements)
     if rows is not None and rows.shape != tuple(shape):
         own = RowShard(rows.bounds, rows.axes, shape)
-        placements = [own if one == rows else one for one in placements]
+        placements = [own if placement == rows else placement for placement in placements]
     return _make(local, mesh, shape, tuple(placements))
 
 

@@ -23,8 +23,8 @@ def check_params(params: Any, of: str) -> None:
 def check_group(group: Any, of: str) -> None:
     """TypeError unless ``group`` is a dictionary with parameters or (name, parameter) pairs in ``params``."""
     if not isinstance(group, dict) or "params" not in group:
-        found = f"keys {', '.join(map(str, group))}" if isinstance(group, dict) else repr(group)
-        raise TypeError(f'{of}: expected a group with its parameters under "params", got {found}')
+        what = f"keys {', '.join(map(str, group))}" if isinstance(group, dict) else repr(group)
+        raise TypeError(f'{of}: expected a group with its parameters under "params", got {what}')
     params = group["params"]
     if isinstance(params, torch.Tensor):
         return
@@ -33,10 +33,10 @@ def check_group(group: Any, of: str) -> None:
         # Of no order: torch says what to do.
         return
     group["params"] = list(params)
-    for one in group["params"]:
-        found = one[1] if isinstance(one, tuple) and len(one) == 2 else one
-        if not isinstance(found, torch.Tensor):
-            raise TypeError(f"{of}: params: expected parameters, got {found!r}")
+    for entry in group["params"]:
+        what = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
+        if not isinstance(what, torch.Tensor):
+            raise TypeError(f"{of}: params: expected parameters, got {what!r}")
 
 
 def check_number(name: str, value: Any, of: str) -> None:
@@ -66,9 +66,9 @@ def numbers_of(name: str, values: Any, count: int, of: str) -> tuple[Any, ...]:
     """As a tuple. TypeError for what is not iterable, or holds something else than numbers; ValueError for others."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(f"{of}: {name}: expected {count} numbers, got {values!r}")
-    found = tuple(values)
-    if len(found) != count:
-        raise ValueError(f"{of}: {name}: expected {count} numbers, got {found!r}")
-    for one in found:
-        check_number(name, one, of)
-    return found
+    numbers = tuple(values)
+    if len(numbers) != count:
+        raise ValueError(f"{of}: {name}: expected {count} numbers, got {numbers!r}")
+    for number in numbers:
+        check_number(name, number, of)
+    return numbers

@@ -127,11 +127,11 @@ class MainWeightOptimizer(torch.optim.Optimizer):
         work = [self._with_gradients(group) for group in self.param_groups]
         for group, by_device in zip(self.param_groups, work, strict=True):
             for device, (updates, grads) in by_device.items():
-                weights = [one.weight for one in updates]
+                weights = [update.weight for update in updates]
                 with written_with_remainders(weights):
                     # Counted also for ranks without rows: all ranks must agree that the weights have changed.
                     torch.autograd.graph.increment_version(weights)
-                    torch._foreach_add_([one.step for one in updates], 1.0)
+                    torch._foreach_add_([update.step for update in updates], 1.0)
                     if device not in self._transfers:
                         self._transfers[device] = transfers_for(device)
                     self._update(updates, grads, group, self._transfers[device])
@@ -172,26 +172,26 @@ class MainWeightOptimizer(torch.optim.Optimizer):
         self, group: dict[str, Any]
     ) -> dict[torch.device, tuple[list[ParameterUpdate], list[torch.Tensor]]]:
         """Parameters that have a gradient, and their local gradients, by device; all checks are made here."""
-        found: dict[torch.device, tuple[list[ParameterUpdate], list[torch.Tensor]]] = {}
+        by_device: dict[torch.device, tuple[list[ParameterUpdate], list[torch.Tensor]]] = {}
         for index, param in enumerate(group["params"]):
-            one = self._updates.get(param)
-            if one is None or not one.made_by_unit:
+            update = self._updates.get(param)
+            if update is None or not update.made_by_unit:
                 _check_not_taken(group, index)
             grad = param.grad
             if grad is None:
                 continue
             # Schedulers may change what the moments depend on, such as whether there is momentum.
             formats = self._formats_in(group)
-            if one is None or one.formats != formats or not one.is_current(self.state.get(param)):
-                one = self._update_of(param, group)
-            local = _checked_gradient(grad, one)
-            device = one.weight.device
-            if device not in found:
-                found[device] = ([], [])
-            updates, grads = found[device]
-            updates.append(one)
+            if update is None or update.formats != formats or not update.is_current(self.state.get(param)):
+                update = self._update_of(param, group)
+            local = _checked_gradient(grad, update)
+            device = update.weight.device
+            if device not in by_device:
+                by_device[device] = ([], [])
+            updates, grads = by_device[device]
+            updates.append(update)
             grads.append(local)
-        return found
+        return by_device
 
     def _initial_state(self, param: nn.Parameter, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         if param.is_complex():
@@ -201,17 +201,17 @@ class MainWeightOptimizer(torch.optim.Optimizer):
         formats = self._formats_in(group)
         step = torch.zeros((), dtype=torch.float32, device=self._step_device(param))
         state = {"step": step} if formats else {}
-        for kind in formats:
-            state.update(kind.zeros(param, param in self._offloaded))
+        for moment in formats:
+            state.update(moment.zeros(param, param in self._offloaded))
         return state
 
     def _update_of(self, param: nn.Parameter, group: Mapping[str, Any]) -> ParameterUpdate:
         formats = self._formats_in(group)
         if not self.state.get(param) and formats:
             self.state[param] = self._initial_state(param, group)
-        one = ParameterUpdate(param, self.state[param], formats, param in self._offloaded)
-        self._updates[param] = one
-        return one
+        update = ParameterUpdate(param, self.state[param], formats, param in self._offloaded)
+        self._updates[param] = update
+        return update
 
     def _adopt(self) -> None:
         """Turn the sealed state of a load into this optimizer's."""
@@ -221,10 +221,10 @@ class MainWeightOptimizer(torch.optim.Optimizer):
                 self._check(group)
             except (KeyError, TypeError) as error:
                 wrong = f"no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
-                found = ", ".join(sorted(map(str, group.keys() - {"params"})))
+                keys = ", ".join(sorted(map(str, group.keys() - {"params"})))
                 raise ValueError(
                     f"load_state_dict: expected param_groups of {self.state_of}, got one of another kind of optimizer: "
-                    f"{wrong} in group {index}, which has {found}"
+                    f"{wrong} in group {index}, which has {keys}"
                 ) from None
             groups.update(dict.fromkeys(group["params"], group))
         for param, sealed in self.state.items():
@@ -236,18 +236,18 @@ class MainWeightOptimizer(torch.optim.Optimizer):
     ) -> dict[str, torch.Tensor]:
         formats = self._formats_in(group)
         saved = self._completed(saved)
-        needed = {"step", *(kind.key for kind in formats)}
-        if not needed <= saved.keys() <= needed | {kind.scale_key for kind in formats}:
+        needed = {"step", *(moment.key for moment in formats)}
+        if not needed <= saved.keys() <= needed | {moment.scale_key for moment in formats}:
             raise ValueError(
                 f"state of a parameter of shape {tuple(param.shape)}: expected {', '.join(sorted(needed))} (of "
                 f"{self.state_of}), got {', '.join(sorted(saved))}"
             )
         step = torch.as_tensor(saved["step"]).detach().to(self._step_device(param), torch.float32)
         state = {"step": step}
-        for kind in formats:
-            stored, scale = saved[kind.key], saved.get(kind.scale_key)
-            _check_placement(kind.key, stored, param)
-            state.update(kind.adopt(param, stored, scale, int(step.item()), param in self._offloaded))
+        for moment in formats:
+            stored, scale = saved[moment.key], saved.get(moment.scale_key)
+            _check_placement(moment.key, stored, param)
+            state.update(moment.adopt(param, stored, scale, int(step.item()), param in self._offloaded))
         return state
 
 
@@ -282,20 +282,20 @@ def _check_not_taken(group: Mapping[str, Any], index: int) -> None:
         )
 
 
-def _checked_gradient(grad: torch.Tensor, one: ParameterUpdate) -> torch.Tensor:
+def _checked_gradient(grad: torch.Tensor, update: ParameterUpdate) -> torch.Tensor:
     """The local gradient."""
     placements = grad.placements if isinstance(grad, DTensor) else None
-    if placements != one.placements or grad.shape != one.shape:
+    if placements != update.placements or grad.shape != update.shape:
         if is_partial(grad):
             raise RuntimeError(
-                f"gradient of {described(one.param, 'a parameter')} is not reduced over the ranks: run the last "
+                f"gradient of {described(update.param, 'a parameter')} is not reduced over the ranks: run the last "
                 "backward of the step outside no_sync(), with set_is_last_backward(True) and "
                 "set_requires_gradient_sync(True)"
             )
-        _check_placement("gradient", grad, one.param)
+        _check_placement("gradient", grad, update.param)
     if grad.layout != torch.strided:
         raise RuntimeError(
-            f"gradient of {described(one.param, 'a parameter')}: expected a dense tensor, got {grad.layout}; use "
+            f"gradient of {described(update.param, 'a parameter')}: expected a dense tensor, got {grad.layout}; use "
             "sparse=False or torch.optim.SparseAdam"
         )
     return local_of(grad)
@@ -303,9 +303,9 @@ def _checked_gradient(grad: torch.Tensor, one: ParameterUpdate) -> torch.Tensor:
 
 def _check_placement(what: str, tensor: Any, param: Any) -> None:
     expected = param.placements if isinstance(param, DTensor) else None
-    found = tensor.placements if isinstance(tensor, DTensor) else None
-    if expected != found or tensor.shape != param.shape:
+    placements = tensor.placements if isinstance(tensor, DTensor) else None
+    if expected != placements or tensor.shape != param.shape:
         raise ValueError(
             f"{what} of {described(param, 'a parameter')}: expected placements {expected}, got shape "
-            f"{tuple(tensor.shape)} with placements {found}"
+            f"{tuple(tensor.shape)} with placements {placements}"
         )

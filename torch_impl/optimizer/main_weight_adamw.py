@@ -131,9 +131,9 @@ def _check_capturable(formats: Iterable[MomentFormat], offload_fraction: float) 
             f"MainWeightAdamW(capturable=True): expected offload_fraction=0, got {offload_fraction}: a step waits for "
             "its transfers"
         )
-    for kind in formats:
-        if kind.dtype.itemsize == 1 or kind.dtype == torch.float16:
+    for moment in formats:
+        if moment.dtype.itemsize == 1 or moment.dtype == torch.float16:
             raise ValueError(
-                f"MainWeightAdamW(capturable=True): expected {kind.key}_dtype float32 or bfloat16, got {kind.dtype}: "
+                f"MainWeightAdamW(capturable=True): expected {moment.key}_dtype float32 or bfloat16, got {moment.dtype}: "
                 "to store a moment with scales, the CPU reads the step"
             )

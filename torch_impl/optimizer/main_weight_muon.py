@@ -131,15 +131,15 @@ class MainWeightMuon(MainWeightOptimizer):
         if "use_muon" in param_group:
             self._add(param_group)
             return
-        given = param_group["params"]
-        listed = [given] if isinstance(given, torch.Tensor) else list(given)
+        params_or_tensor = param_group["params"]
+        listed = [params_or_tensor] if isinstance(params_or_tensor, torch.Tensor) else list(params_or_tensor)
         before = len(self.param_groups)
         # In the order in which they are given, as with other optimizers.
-        params: list[Any] = [one[1] if isinstance(one, tuple) else one for one in listed]
+        params: list[Any] = [entry[1] if isinstance(entry, tuple) else entry for entry in listed]
         self._chosen = set(super()._picked(params))
         try:
             for use_muon in (True, False):
-                own = [one for one in listed if self._is_for_muon(one) == use_muon]
+                own = [entry for entry in listed if self._is_for_muon(entry) == use_muon]
                 if own:
                     self._add({**param_group, "params": own, "use_muon": use_muon})
         except Exception:
@@ -152,7 +152,7 @@ class MainWeightMuon(MainWeightOptimizer):
         return (
             super()._picked(params)
             if self._chosen is None
-            else [one for one in params if one in self._chosen]
+            else [param for param in params if param in self._chosen]
         )
 
     def _is_for_muon(self, entry: Any) -> bool:

@@ -61,10 +61,12 @@ class MomentFormat:
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-            found = (
+            stored_as = (
                 f"{self.dtype!r}{'' if isinstance(self.dtype, torch.dtype) else ', which is no torch.dtype'}"
             )
-            raise ValueError(f"{self.option or f'{self.key}_dtype'}: expected one of {known}, got {found}")
+            raise ValueError(
+                f"{self.option or f'{self.key}_dtype'}: expected one of {known}, got {stored_as}"
+            )
 
     @property
     def scale_key(self) -> str:

@@ -135,7 +135,7 @@ class Exchange:
         collectives.all_to_all(
             received,
             sent,
-            [sum(one) for one in sizes],
+            [sum(of_rank) for of_rank in sizes],
             [sum(self._length(cuts[number], at) for number, at in peer) for peer in leaving],
             self._groups[stage],
         )

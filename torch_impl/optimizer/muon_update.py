@@ -52,14 +52,14 @@ class _Matrix:
     ``part``: takes its part of the parameter's local tensors. ``shape``: of the whole matrix.
     """
 
-    one: ParameterUpdate
+    update: ParameterUpdate
     grad: torch.Tensor
     part: Callable[[torch.Tensor], torch.Tensor]
     shape: tuple[int, int]
 
     @property
     def moment(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        stored, scale = self.one.moments[0]
+        stored, scale = self.update.moments[0]
         return self.part(stored), None if scale is None else self.part(scale)
 
 
@@ -76,7 +76,7 @@ def update_matrices(
     token = collectives.PURPOSE.set("muon")
     try:
         for turns, orthogonalized in _by_placement(updates, grads, group):
-            batches = [[tensor for one in turn for tensor in _travelling(one)] for turn in turns]
+            batches = [[tensor for matrix in turn for tensor in _travelling(matrix)] for turn in turns]
             for turn, copies in zip(turns, transfers.stream(batches), strict=True):
                 _turn(turn, copies, group, orthogonalized)
     finally:
@@ -90,21 +90,21 @@ def _by_placement(
     here: list[_Matrix] = []
     gathered: list[_Matrix] = []
     cut: dict[Any, list[tuple[ParameterUpdate, torch.Tensor]]] = {}
-    for one, grad in zip(updates, grads, strict=True):
-        param = one.param
+    for update, grad in zip(updates, grads, strict=True):
+        param = update.param
         if not isinstance(param, DTensor) or replicated(param.placements):
-            here.extend(_whole_matrices(one, grad))
+            here.extend(_whole_matrices(update, grad))
         elif isinstance(param, RowDTensor) and _only_rows(param):
             axes = row_axes(param.placements)
-            cut.setdefault((param.device_mesh, axes), []).append((one, grad))
+            cut.setdefault((param.device_mesh, axes), []).append((update, grad))
         else:
-            gathered.append(_Matrix(one, grad, lambda tensor: tensor, (param.shape[-2], param.shape[-1])))
+            gathered.append(_Matrix(update, grad, lambda tensor: tensor, (param.shape[-2], param.shape[-1])))
 
     def by_owner(
-        exchange: Exchange, found: Sequence[tuple[_Matrix, Cut]]
+        exchange: Exchange, owned: Sequence[tuple[_Matrix, Cut]]
     ) -> tuple[list[list[_Matrix]], Orthogonalized]:
-        turns = rounds([c.owner for _, c in found], [math.prod(m.shape) for m, _ in found], TOGETHER)
-        cuts = {id(matrix): one for matrix, one in found}
+        turns = rounds([c.owner for _, c in owned], [math.prod(m.shape) for m, _ in owned], TOGETHER)
+        cuts = {id(matrix): cut for matrix, cut in owned}
 
         def run(turn: Sequence[_Matrix], values: list[torch.Tensor]) -> list[torch.Tensor]:
             own = [cuts[id(matrix)] for matrix in turn]
@@ -112,15 +112,18 @@ def _by_placement(
             done = {number: orthogonal(matrix, group) for number, matrix in whole.items()}
             return exchange.apart(own, done, values[0].new_empty(0))
 
-        return [[found[number][0] for number in turn] for turn in turns], run
+        return [[owned[number][0] for number in turn] for turn in turns], run
 
     for (mesh, axes), members in cut.items():
         exchange = Exchange(mesh, axes)
         own, travelling = _owned(exchange, members)
         here.extend(own)
         yield by_owner(exchange, travelling)
-    yield [[one] for one in here if math.prod(one.shape)], lambda _, values: [orthogonal(values[0], group)]
-    yield [[one] for one in gathered], lambda turn, values: [_gathered(turn[0], values[0], group)]
+    yield (
+        [[update] for update in here if math.prod(update.shape)],
+        lambda _, values: [orthogonal(values[0], group)],
+    )
+    yield [[update] for update in gathered], lambda turn, values: [_gathered(turn[0], values[0], group)]
 
 
 def _only_rows(param: DTensor) -> bool:
@@ -130,23 +133,23 @@ def _only_rows(param: DTensor) -> bool:
     )
 
 
-def _whole_matrices(one: ParameterUpdate, grad: torch.Tensor) -> list[_Matrix]:
+def _whole_matrices(update: ParameterUpdate, grad: torch.Tensor) -> list[_Matrix]:
     """Of a parameter that this rank has whole, and in its own shape."""
-    shape = tuple(one.shape)
+    shape = tuple(update.shape)
 
     def at(index: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda tensor: tensor[index]
 
     return [
-        _Matrix(one, grad, at(index), (shape[-2], shape[-1]))
+        _Matrix(update, grad, at(index), (shape[-2], shape[-1]))
         for index in itertools.product(*map(range, shape[:-2]))
     ]
 
 
-def _rows(one: ParameterUpdate, grad: torch.Tensor, start: int, stop: int) -> _Matrix:
+def _rows(update: ParameterUpdate, grad: torch.Tensor, start: int, stop: int) -> _Matrix:
     """Local rows ``[start, stop)`` of one matrix."""
-    shape = tuple(one.shape)
-    return _Matrix(one, grad, lambda tensor: tensor[start:stop], (shape[-2], shape[-1]))
+    shape = tuple(update.shape)
+    return _Matrix(update, grad, lambda tensor: tensor[start:stop], (shape[-2], shape[-1]))
 
 
 def _owned(
@@ -154,28 +157,28 @@ def _owned(
 ) -> tuple[list[_Matrix], list[tuple[_Matrix, Cut]]]:
     """Matrices that this rank has whole, and those whose rows are on several ranks, with their owners."""
     own: list[_Matrix] = []
-    found: list[tuple[_Matrix, tuple[int, ...]]] = []
+    matrices: list[tuple[_Matrix, tuple[int, ...]]] = []
     loads: list[float] = []
-    for one, grad in members:
-        bounds = row_bounds_of(one.param)
+    for update, grad in members:
+        bounds = row_bounds_of(update.param)
         assert bounds is not None
         loads = loads or [0.0] * (len(bounds) - 1)
         start = 0
-        for rows in rows_by_shard(tuple(one.shape), bounds):
+        for rows in rows_by_shard(tuple(update.shape), bounds):
             stop = start + rows[exchange.shard]
-            matrix = _rows(one, grad, start, stop)
+            matrix = _rows(update, grad, start, stop)
             start = stop
             holder = owner_of_all(rows)
             if holder is None:
-                found.append((matrix, rows))
+                matrices.append((matrix, rows))
                 continue
             loads[holder] += _cost(matrix.shape)
             if holder == exchange.shard:
                 own.append(matrix)
-    owners = balanced([_cost(matrix.shape) for matrix, _ in found], loads)
+    owners = balanced([_cost(matrix.shape) for matrix, _ in matrices], loads)
     return own, [
         (matrix, Cut(rows, matrix.shape[1], owner))
-        for (matrix, rows), owner in zip(found, owners, strict=True)
+        for (matrix, rows), owner in zip(matrices, owners, strict=True)
     ]
 
 
@@ -199,7 +202,7 @@ def _cost(shape: tuple[int, int]) -> float:
 
 
 def _travelling(matrix: _Matrix) -> list[torch.Tensor]:
-    return [tensor for tensor in matrix.moment if tensor is not None] if matrix.one.offloaded else []
+    return [tensor for tensor in matrix.moment if tensor is not None] if matrix.update.offloaded else []
 
 
 def _turn(
@@ -212,7 +215,7 @@ def _turn(
     values = []
     for matrix in turn:
         stored, scale = matrix.moment
-        if matrix.one.offloaded:
+        if matrix.update.offloaded:
             stored, scale = next(fetched), None if scale is None else next(fetched)
         values.append(_accumulated(matrix, stored, scale, group))
     for matrix, direction in zip(turn, orthogonalized(turn, values), strict=True):
@@ -223,19 +226,19 @@ def _accumulated(
     matrix: _Matrix, stored: torch.Tensor, scale: torch.Tensor | None, group: Mapping[str, Any]
 ) -> torch.Tensor:
     """Lines 1 and 2; in bfloat16."""
-    kind: MomentFormat = matrix.one.formats[0]
-    dtype = matrix.one.dtype
+    moment_format: MomentFormat = matrix.update.formats[0]
+    dtype = matrix.update.dtype
     grad = matrix.part(matrix.grad).to(dtype)
     moment = stored
     if stored.dtype != dtype or scale is not None:
         moment = torch.empty_like(grad)
-        kind.decode(stored, scale, moment)
+        moment_format.decode(stored, scale, moment)
     moment.lerp_(grad, 1 - group["momentum"])
     direction = grad.lerp(moment, group["momentum"]) if group["nesterov"] else moment
     # A copy, since the moment may be bfloat16 and goes on.
     direction = direction.to(torch.bfloat16, copy=True)
     if moment is not stored and moment.numel():
-        kind.encode(moment, stored, scale, 0, 0)
+        moment_format.encode(moment, stored, scale, 0, 0)
     return direction
 
 
@@ -254,7 +257,7 @@ def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
 
 def _gathered(matrix: _Matrix, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
     """All matrices of a parameter on every rank; this rank's part of the result."""
-    param = checked_dtensor(matrix.one.param)
+    param = checked_dtensor(matrix.update.param)
     whole = gather(value, param.shape, param.device_mesh, param.placements)
     for index in itertools.product(*map(range, param.shape[:-2])):
         whole[index] = orthogonal(whole[index], group)
@@ -263,9 +266,9 @@ def _gathered(matrix: _Matrix, value: torch.Tensor, group: Mapping[str, Any]) ->
 
 def _step(matrix: _Matrix, direction: torch.Tensor, group: Mapping[str, Any]) -> None:
     """Lines 4 and 5."""
-    stored = matrix.part(matrix.one.weight)
+    stored = matrix.part(matrix.update.weight)
     lr = group["lr"].item() if isinstance(group["lr"], torch.Tensor) else group["lr"]
-    weight = stored.to(matrix.one.dtype)
+    weight = stored.to(matrix.update.dtype)
     weight.mul_(1 - lr * group["weight_decay"])
     weight.add_(direction, alpha=-adjusted_lr(lr, group["adjust_lr_fn"], matrix.shape))
     if weight is not stored:

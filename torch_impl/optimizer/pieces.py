@@ -86,12 +86,12 @@ def chunks(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     chunk: list[Piece] = []
     size = 0
     for whole in pieces:
-        for one in cut(whole):
-            numel = one.weight.numel()
-            if chunk and (size + numel > CHUNK or chunk[0].dtype != one.dtype):
+        for piece in cut(whole):
+            numel = piece.weight.numel()
+            if chunk and (size + numel > CHUNK or chunk[0].dtype != piece.dtype):
                 yield chunk
                 chunk, size = [], 0
-            chunk.append(one)
+            chunk.append(piece)
             size += numel
     if chunk:
         yield chunk

@@ -85,19 +85,19 @@ class ParameterUpdate:
     _weight_dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
-        self._held = tuple(self.state[one.key] for one in self.formats)
+        self._held = tuple(self.state[moment.key] for moment in self.formats)
         self.made_by_unit = isinstance(self.param, RowDTensor)
         self.placements = self.param.placements if isinstance(self.param, DTensor) else None
         self.shape = self.param.shape
         self.weight = plain_values(self.param)
-        found = remainder_of(self.weight)
-        self.remainder = None if found is None else found.values
+        remainder = remainder_of(self.weight)
+        self.remainder = None if remainder is None else remainder.values
         self.moments = [
             (
-                local_of(self.state[one.key]),
-                local_of(self.state[one.scale_key]) if one.scale_key in self.state else None,
+                local_of(self.state[moment.key]),
+                local_of(self.state[moment.scale_key]) if moment.scale_key in self.state else None,
             )
-            for one in self.formats
+            for moment in self.formats
         ]
         stored = [tensor for tensor, _ in self.moments]
         uniform = all(tensor.dtype == self.weight.dtype for tensor in stored)
@@ -114,7 +114,7 @@ class ParameterUpdate:
             state is self.state
             and plain_values(self.param) is self.weight
             and self.weight.dtype == self._weight_dtype
-            and all(state[one.key] is held for one, held in zip(self.formats, self._held, strict=True))
+            and all(state[moment.key] is held for moment, held in zip(self.formats, self._held, strict=True))
             and (not self.formats or state["step"] is self.step)
         )
 
@@ -143,20 +143,20 @@ def update(
     resident: dict[torch.dtype, list[tuple[ParameterUpdate, torch.Tensor]]] = {}
     at_home: list[Piece] = []
     offloaded: list[Piece] = []
-    for one, grad in zip(updates, grads, strict=True):
-        if one.weight.numel() == 0:
+    for pending, grad in zip(updates, grads, strict=True):
+        if pending.weight.numel() == 0:
             continue
-        dtype, alike = one.weight.dtype, grad.stride() == one.weight.stride()
-        if one.resident and grad.dtype == dtype and alike and (rounds_once or dtype == one.dtype):
-            resident.setdefault(dtype, []).append((one, grad))
+        dtype, alike = pending.weight.dtype, grad.stride() == pending.weight.stride()
+        if pending.resident and grad.dtype == dtype and alike and (rounds_once or dtype == pending.dtype):
+            resident.setdefault(dtype, []).append((pending, grad))
         else:
-            (offloaded if one.offloaded else at_home).append(one.piece(grad))
+            (offloaded if pending.offloaded else at_home).append(pending.piece(grad))
     for pairs in resident.values():
         kernel(
-            [one.weight for one, _ in pairs],
+            [pending.weight for pending, _ in pairs],
             [grad for _, grad in pairs],
-            [[tensor for tensor, _ in one.moments] for one, _ in pairs],
-            [one.step for one, _ in pairs],
+            [[tensor for tensor, _ in pending.moments] for pending, _ in pairs],
+            [pending.step for pending, _ in pairs],
             group,
         )
     for pieces in chunks(at_home):
@@ -187,10 +187,10 @@ def _update_staged(
     values: list[list[torch.Tensor]] = []
     for piece, stored in zip(pieces, moments, strict=True):
         values.append([])
-        for kind, (tensor, scale) in zip(piece.formats, stored, strict=True):
+        for moment, (tensor, scale) in zip(piece.formats, stored, strict=True):
             value = _like(tensor, piece.weight, dtype) if scale is None else _empty(piece.weight, dtype)
             if scale is not None:
-                kind.decode(tensor, scale, value)
+                moment.decode(tensor, scale, value)
             values[-1].append(value)
     kernel(weights, grads, values, [piece.step for piece in pieces], group)
     for piece, weight, stored, new in zip(pieces, weights, moments, values, strict=True):
@@ -198,10 +198,10 @@ def _update_staged(
             split(weight, piece.weight, piece.remainder)
         elif weight is not piece.weight:
             piece.weight.copy_(weight)
-        for kind, (tensor, scale), value in zip(piece.formats, stored, new, strict=True):
+        for moment, (tensor, scale), value in zip(piece.formats, stored, new, strict=True):
             if value is not tensor:
                 step = int(piece.step.item()) if scale is not None else 0
-                kind.encode(value, tensor, scale, piece.row, step)
+                moment.encode(value, tensor, scale, piece.row, step)
 
 
 def _empty(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -60,25 +60,25 @@ def plan_cuts(policy: ShardingPolicy, model: nn.Module, sizes: Mapping[str, int]
     params = dict(model.named_parameters(remove_duplicate=False))
     policy.check_model_axes(_cut_by_model(params.values()))
     entries = policy.parallel_of([*modules, *params])
-    found: dict[str, ModuleCuts] = {}
+    by_path: dict[str, ModuleCuts] = {}
     try:
         for path, matched in entries.items():
             if path in modules:
-                _add(found, _of_module(path, modules[path], matched))
+                _add(by_path, _of_module(path, modules[path], matched))
             else:
                 owner, _, name = path.rpartition(".")
-                _add(found, _of_parameter(owner, modules[owner], name, params[path], matched))
-        found = {path: _in_order(one, policy.model_axes) for path, one in found.items()}
-        _check_apart(found)
-        _check_parameters(found.values(), params, sizes)
+                _add(by_path, _of_parameter(owner, modules[owner], name, params[path], matched))
+        by_path = {path: _in_order(cuts, policy.model_axes) for path, cuts in by_path.items()}
+        _check_apart(by_path)
+        _check_parameters(by_path.values(), params, sizes)
     except PolicyError as error:
         raise PolicyError(f"{policy.source}: [[parallel]]: {error}") from None
-    return [replace(one, gathers=_gathers(one, found)) for one in found.values()]
+    return [replace(cuts, gathers=_gathers(cuts, by_path)) for cuts in by_path.values()]
 
 
-def _in_order(one: ModuleCuts, axes: Iterable[str]) -> ModuleCuts:
-    used = {cut.axis for cuts in one.cuts.values() for cut in cuts}
-    return replace(one, axes=tuple(axis for axis in axes if axis in used))
+def _in_order(module_cuts: ModuleCuts, axes: Iterable[str]) -> ModuleCuts:
+    used = {cut.axis for cuts in module_cuts.cuts.values() for cut in cuts}
+    return replace(module_cuts, axes=tuple(axis for axis in axes if axis in used))
 
 
 def apply_cuts(planned: Iterable[ModuleCuts], mesh: DeviceMesh, model: nn.Module) -> None:
@@ -86,18 +86,26 @@ def apply_cuts(planned: Iterable[ModuleCuts], mesh: DeviceMesh, model: nn.Module
 
     mesh: with the data-parallel and the model axes, by name.
     """
-    for one in planned:
-        axes = mesh[one.axes]
-        kind = OnDTensors if one.style is None else _KINDS[_kind_of(one.module), one.style]
-        for name, param in one.module.named_parameters():
-            cuts = {cut.axis: cut for cut in one.cuts.get(name, ())}
+    for module_cuts in planned:
+        axes = mesh[module_cuts.axes]
+        part_class = (
+            OnDTensors
+            if module_cuts.style is None
+            else _KINDS[_kind_of(module_cuts.module), module_cuts.style]
+        )
+        for name, param in module_cuts.module.named_parameters():
+            cuts = {cut.axis: cut for cut in module_cuts.cuts.get(name, ())}
             # A bias that is added once is like any parameter outside of the module.
-            if cuts or one.style is None:
-                placements = tuple(_placement(cuts.get(axis)) for axis in one.axes)
+            if cuts or module_cuts.style is None:
+                placements = tuple(_placement(cuts.get(axis)) for axis in module_cuts.axes)
                 mark(param, TensorParallel(axes, placements, param.shape, param.stride()))
-        fused = next((cut.fused for cuts in one.cuts.values() for cut in cuts if cut.fused), (1,))
-        around = model.get_submodule(one.path.rpartition(".")[0])
-        cut_module(one.module, kind, CutModule(one.path, axes, around, one.gathers, fused))
+        fused = next((cut.fused for cuts in module_cuts.cuts.values() for cut in cuts if cut.fused), (1,))
+        around = model.get_submodule(module_cuts.path.rpartition(".")[0])
+        cut_module(
+            module_cuts.module,
+            part_class,
+            CutModule(module_cuts.path, axes, around, module_cuts.gathers, fused),
+        )
 
 
 def _placement(cut: Cut | None) -> Placement:
@@ -116,9 +124,9 @@ def _cut_by_model(params: Iterable[nn.Parameter]) -> set[str]:
     }
 
 
-def _add(found: dict[str, ModuleCuts], new: ModuleCuts) -> None:
+def _add(by_path: dict[str, ModuleCuts], new: ModuleCuts) -> None:
     """Join cuts of one module, which several entries may name by its parameters."""
-    before = found.setdefault(new.path, new)
+    before = by_path.setdefault(new.path, new)
     if before is not new:
         if before.style is not None or new.style is not None:
             raise PolicyError(
@@ -126,7 +134,7 @@ def _add(found: dict[str, ModuleCuts], new: ModuleCuts) -> None:
             )
         names = [*before.cuts, *new.cuts]
         joined = {name: (*before.cuts.get(name, ()), *new.cuts.get(name, ())) for name in names}
-        found[new.path] = replace(before, cuts=joined)
+        by_path[new.path] = replace(before, cuts=joined)
 
 
 def _of_module(path: str, module: nn.Module, entries: Iterable[ParallelPolicy]) -> ModuleCuts:
@@ -165,20 +173,26 @@ def _of_parameter(
                 f"name {path!r}, or give the dimension instead of a style"
             )
     return ModuleCuts(
-        path, module, {name: tuple(Cut(one.axis, one.dimension or 0, one.fused) for one in entries)}
+        path,
+        module,
+        {
+            name: tuple(
+                Cut(cut_entry.axis, cut_entry.dimension or 0, cut_entry.fused) for cut_entry in entries
+            )
+        },
     )
 
 
 def _of_style(path: str, module: nn.Module, entry: ParallelPolicy) -> dict[str, tuple[Cut, ...]]:
-    kind = _kind_of(module)
+    module_class = _kind_of(module)
     assert entry.style is not None
-    if kind is None or "forward" in vars(module):
+    if module_class is None or "forward" in vars(module):
         raise PolicyError(
             f"{path}: expected nn.Linear or nn.Embedding with a forward of its own for style {entry.style!r}, got "
             f"{type(module).__name__}; say the dimension to cut instead of a style (the module then computes on "
             "DTensors), or cut the modules below it"
         )
-    if kind is nn.Embedding:
+    if module_class is nn.Embedding:
         for option in ("max_norm", "sparse", "scale_grad_by_freq"):
             if getattr(module, option):
                 raise PolicyError(
@@ -196,17 +210,17 @@ def _of_style(path: str, module: nn.Module, entry: ParallelPolicy) -> dict[str, 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
     """The class whose forward the module has, None for any other."""
-    for kind in (nn.Linear, nn.Embedding):
-        if isinstance(module, kind) and type(module).forward is kind.forward:
-            return kind
+    for module_class in (nn.Linear, nn.Embedding):
+        if isinstance(module, module_class) and type(module).forward is module_class.forward:
+            return module_class
     return None
 
 
-def _check_apart(found: Mapping[str, ModuleCuts]) -> None:
-    for path in found:
+def _check_apart(by_path: Mapping[str, ModuleCuts]) -> None:
+    for path in by_path:
         outer = path.rpartition(".")[0]
         while outer:
-            if outer in found:
+            if outer in by_path:
                 raise PolicyError(f"expected modules apart from each other, got {path!r} inside of {outer!r}")
             outer = outer.rpartition(".")[0]
 
@@ -217,9 +231,9 @@ def _check_parameters(
     places: dict[int, list[str]] = {}
     for name, param in params.items():
         places.setdefault(id(param), []).append(name)
-    for one in planned:
-        for name, cuts in one.cuts.items():
-            path = f"{one.path}.{name}".lstrip(".")
+    for module_cuts in planned:
+        for name, cuts in module_cuts.cuts.items():
+            path = f"{module_cuts.path}.{name}".lstrip(".")
             param = params[path]
             if isinstance(param, DTensor):
                 raise PolicyError(
@@ -230,21 +244,21 @@ def _check_parameters(
                     f"{path}: expected a parameter of one module, got one tied to {places[id(param)]}"
                 )
             check_cuts(path, tuple(param.shape), cuts, sizes)
-            if one.style is None and any(cut.fused for cut in cuts):
+            if module_cuts.style is None and any(cut.fused for cut in cuts):
                 raise PolicyError(
-                    f"{path}: fused: expected a linear module that is cut by style, got {type(one.module).__name__}"
+                    f"{path}: fused: expected a linear module that is cut by style, got {type(module_cuts.module).__name__}"
                 )
 
 
-def _gathers(one: ModuleCuts, found: Mapping[str, ModuleCuts]) -> bool:
+def _gathers(module_cuts: ModuleCuts, by_path: Mapping[str, ModuleCuts]) -> bool:
     """Whether a colwise linear module must make its output whole: no rowwise one beside it comes after it."""
-    if one.style != "colwise" or _kind_of(one.module) is not nn.Linear:
+    if module_cuts.style != "colwise" or _kind_of(module_cuts.module) is not nn.Linear:
         return False
-    around, paths = one.path.rpartition(".")[0], list(found)
+    around, paths = module_cuts.path.rpartition(".")[0], list(by_path)
     return not any(
         other.style == "rowwise"
         and _kind_of(other.module) is nn.Linear
-        and other.axes == one.axes
+        and other.axes == module_cuts.axes
         and path.rpartition(".")[0] == around
-        for path, other in list(found.items())[paths.index(one.path) + 1 :]
+        for path, other in list(by_path.items())[paths.index(module_cuts.path) + 1 :]
     )

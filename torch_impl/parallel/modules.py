@@ -147,8 +147,8 @@ class ColwiseEmbedding(ComputesOnParts):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         weight = self._weight()
-        found = F.embedding(tokens, weight, self.padding_idx)  # type: ignore[attr-defined]  # of nn.Embedding
-        return regions.gather(found, self._cut.group)
+        embedded = F.embedding(tokens, weight, self.padding_idx)  # type: ignore[attr-defined]  # of nn.Embedding
+        return regions.gather(embedded, self._cut.group)
 
 
 class RowwiseEmbedding(ComputesOnParts):
@@ -166,8 +166,8 @@ class RowwiseEmbedding(ComputesOnParts):
         own = own.where(inside, torch.where(legal, 0, known))
         if padding is not None:
             padding = padding - first if first <= padding < first + rows else None
-        found = F.embedding(own, weight, padding)
-        return regions.leave(found.masked_fill(~inside.unsqueeze(-1), 0), self._cut.group)
+        embedded = F.embedding(own, weight, padding)
+        return regions.leave(embedded.masked_fill(~inside.unsqueeze(-1), 0), self._cut.group)
 
 
 class OnDTensors(ComputesOnParts):
@@ -207,7 +207,7 @@ class _Spreading(TorchFunctionMode):
         kwargs = kwargs or {}
         leaves = pytree.tree_leaves((args, kwargs))
         # A unit's own work inside is on its sharded tensors.
-        if any(type(one) is DTensor and one.device_mesh == self._mesh for one in leaves):
+        if any(type(leaf) is DTensor and leaf.device_mesh == self._mesh for leaf in leaves):
             args, kwargs = pytree.tree_map(self._spread, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -223,8 +223,8 @@ def _cut_class(mixin: type[ComputesOnParts], cls: type[nn.Module]) -> type[nn.Mo
     return _cut_classes[mixin, cls]
 
 
-def cut_module(module: nn.Module, kind: type[ComputesOnParts], cut: CutModule) -> None:
-    """Have ``module`` compute as ``kind`` does."""
-    module.__class__ = _cut_class(kind, type(module))
+def cut_module(module: nn.Module, part_class: type[ComputesOnParts], cut: CutModule) -> None:
+    """Have ``module`` compute as ``part_class`` does."""
+    module.__class__ = _cut_class(part_class, type(module))
     # Not by setattr: ``around`` would become a child.
     vars(module)["_cut"] = cut

@@ -112,7 +112,7 @@ def whole_values_inside(x: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
 
     Returns the parameters that are not cut, and whether the whole output of another cut module is among the values.
     """
-    found: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
     passed = False
     seen: set[Any] = set()
     waiting = [x.grad_fn]
@@ -126,13 +126,13 @@ def whole_values_inside(x: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
             continue
         variable = getattr(node, "variable", None)
         if variable is not None and not isinstance(variable, DTensor):
-            found[id(variable)] = variable
+            saved[id(variable)] = variable
         waiting += [inner for inner, _ in node.next_functions]
-    return list(found.values()), passed
+    return list(saved.values()), passed
 
 
 _ENTERED = f"{_Enter.__name__}Backward"
-_MADE_WHOLE = tuple(f"{one.__name__}Backward" for one in (_Leave, _Gather))
+_MADE_WHOLE = tuple(f"{function.__name__}Backward" for function in (_Leave, _Gather))
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
@@ -153,7 +153,7 @@ def _gathered(x: torch.Tensor, group: dist.ProcessGroup, fused: Sequence[int]) -
 def _own_part(x: torch.Tensor, group: dist.ProcessGroup, fused: Sequence[int]) -> torch.Tensor:
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     tensors = x.split([x.shape[-1] // sum(fused) * size for size in fused], -1)
-    return torch.cat([one.chunk(ranks, -1)[rank] for one in tensors], -1)
+    return torch.cat([tensor.chunk(ranks, -1)[rank] for tensor in tensors], -1)
 
 
 @contextmanager

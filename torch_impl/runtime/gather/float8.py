@@ -234,7 +234,9 @@ class QuantizedGather:
 
 def _groups_of(tensor_parallel: Sequence[TensorParallel | None]) -> list[dist.ProcessGroup]:
     """Of the ranks that hold other parts of some parameter."""
-    meshes = dict.fromkeys(given.mesh for given in tensor_parallel if given is not None and given.placements)
+    meshes = dict.fromkeys(
+        placed.mesh for placed in tensor_parallel if placed is not None and placed.placements
+    )
     return [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
 
 

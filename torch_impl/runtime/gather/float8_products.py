@@ -111,9 +111,9 @@ def _scaled_product(
 
 @functools.cache
 def _cpus_have_kernels() -> bool:
-    square, one = torch.zeros(_MULTIPLE, _MULTIPLE).to(_WEIGHT), torch.ones(1)
+    square, unit_scale = torch.zeros(_MULTIPLE, _MULTIPLE).to(_WEIGHT), torch.ones(1)
     try:
-        _scaled_product(square, square.t(), one, one, torch.float32)
+        _scaled_product(square, square.t(), unit_scale, unit_scale, torch.float32)
     except NotImplementedError:
         return False
     return True

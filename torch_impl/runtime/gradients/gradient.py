@@ -161,10 +161,10 @@ class GroupGradient:
         spec = self._group_spec
         # Sums in float16 that are not divided yet would overflow.
         reduce = grad.dtype if spec.divides_first else spec.dtypes.reduce
-        given = spec.tensor_parallel[index]
+        placed = spec.tensor_parallel[index]
         # Autograd may place the gradient of a tensor-parallel weight otherwise than the weight.
-        if given is not None:
-            return given.local_gradient(grad, reduce)
+        if placed is not None:
+            return placed.local_gradient(grad, reduce)
         group = vars(self._unsharded[index]).get(SUMMED)
         if group is None:
             return grad

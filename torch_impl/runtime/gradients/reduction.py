@@ -188,7 +188,7 @@ class GroupReduction:
         spec = self._group_spec
         mesh, views = spec.levels.mesh, spec.levels.views(level, sums)
         self._left_partial = True
-        for index, (name, param, given, view) in enumerate(
+        for index, (name, param, placed, view) in enumerate(
             zip(spec.names, self._params, spec.tensor_parallel, views, strict=True)
         ):
             # Frozen after sharding: autograd leaves no gradient on such a parameter either.
@@ -206,12 +206,12 @@ class GroupReduction:
             bounds = spec.levels.row_bounds(level, name) if level else None
             param.grad = make_partial(
                 view,
-                mesh.mesh if given is None else given.joint_mesh(mesh.mesh),
+                mesh.mesh if placed is None else placed.joint_mesh(mesh.mesh),
                 param.shape,
                 spec.divisor.value == mesh.size,
                 bounds=bounds,
                 axes=level,
-                tensor_parallel=() if given is None else given.placements,
+                tensor_parallel=() if placed is None else placed.placements,
             )
 
     def _add_to_partial(self, view: torch.Tensor, name: str, grad: torch.Tensor, level: int) -> None:
@@ -328,13 +328,13 @@ def _add_flags(flags: torch.Tensor, used: Collection[int]) -> None:
 def _run_tensor_hooks(param: nn.Parameter, view: torch.Tensor) -> None:
     """The user's ``Tensor.register_hook``: each may give another gradient in place of this reduced one."""
     for hook in list((param._backward_hooks or {}).values()):
-        given = hook(wrap_like(param, view))
-        if given is not None:
-            if _cut_of(given) != _cut_of(wrap_like(param, view)) or given.shape != param.shape:
+        replacement = hook(wrap_like(param, view))
+        if replacement is not None:
+            if _cut_of(replacement) != _cut_of(wrap_like(param, view)) or replacement.shape != param.shape:
                 raise ValueError(
-                    f"hook of {described(param)}: expected None or a gradient placed like the parameter, got {given!r}"
+                    f"hook of {described(param)}: expected None or a gradient placed like the parameter, got {replacement!r}"
                 )
-            view.copy_(local_of(given))
+            view.copy_(local_of(replacement))
 
 
 def _run_hooks(param: nn.Parameter) -> None:

@@ -93,9 +93,9 @@ class WatchedInputs:
 
     def release(self, output: Any) -> Any:
         """Ends the forward: ``output`` with the inputs themselves in place of views that the module passed on."""
-        given, self._given = self._given, []
+        originals, self._given = self._given, []
         return map_leaves(
-            output, lambda leaf: given[self._nodes.index(node_of(leaf))] if self.passed_on(leaf) else leaf
+            output, lambda leaf: originals[self._nodes.index(node_of(leaf))] if self.passed_on(leaf) else leaf
         )
 
     def passed_on(self, leaf: Any) -> bool:
@@ -275,12 +275,12 @@ def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **options: Any,
     ) -> Any:
-        given, wholes = tuple(inputs), _whole_inputs(inputs)
+        asked, wholes = tuple(inputs), _whole_inputs(inputs)
         # Else autograd would refuse whole weights that are not in the graph, too.
         unused = args[0] if args else options.get("allow_unreachable", False)
-        every = (*given, *wholes) if unused else given
+        all_inputs = (*asked, *wholes) if unused else asked
         try:
-            results = run(outputs, gradients, retain_graph, create_graph, every, *args, **options)
+            results = run(outputs, gradients, retain_graph, create_graph, all_inputs, *args, **options)
         except BaseException as error:
             if isinstance(error, RuntimeError):
                 explain_late_backward(error, _groups(), to_parameters=bool(wholes))
@@ -288,16 +288,16 @@ def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
                 schedule.recover()
             raise
         # Without results gradients have been accumulated.
-        if any(one is not None for one in (results or ())[len(given) :]):
+        if any(result is not None for result in (results or ())[len(asked) :]):
             raise RuntimeError(OF_PARAMETERS)
-        return results and results[: len(given)]
+        return results and results[: len(asked)]
 
     return call
 
 
 def _whole_inputs(inputs: Any) -> list[torch.Tensor]:
     """Whole weights in whose place ``inputs`` have main weights."""
-    if not any(isinstance(one, DTensor) for one in inputs):
+    if not any(isinstance(tensor, DTensor) for tensor in inputs):
         return []
     known = {
         id(sharded): whole
@@ -305,4 +305,4 @@ def _whole_inputs(inputs: Any) -> list[torch.Tensor]:
         for sharded, whole in zip(group.params, group.unsharded, strict=True)
         if whole.requires_grad
     }
-    return [known[id(one)] for one in inputs if id(one) in known]
+    return [known[id(tensor)] for tensor in inputs if id(tensor) in known]

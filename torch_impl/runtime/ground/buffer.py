@@ -93,8 +93,8 @@ class ShardLevels:
         self.mesh, self.axes = mesh, mesh.ndim
         self.layouts = [layout.merged(layout.num_shards // mesh.shards(level)) for level in range(finest + 1)]
         # Asked for every gradient of every backward: layouts work these out anew at each question.
-        self._sizes = [one.shard_size for one in self.layouts]
-        self._slices = [one.shard_slices for one in self.layouts]
+        self._sizes = [level_layout.shard_size for level_layout in self.layouts]
+        self._slices = [level_layout.shard_slices for level_layout in self.layouts]
         self._geometry = [self._places(level) for level in range(finest + 1)]
         self._num_parameters = len(layout.slots)
         self._gaps = self._padding()
@@ -155,7 +155,7 @@ class ShardLevels:
     def views(self, level: int, flat: torch.Tensor) -> list[torch.Tensor]:
         """All parameters in ``flat``, this rank's buffer of a level, as ``FlatBuffer.view`` shows them."""
         # Places are worked out once: a backward takes the views of all parameters twice.
-        return [flat.as_strided(*place) for place in self._geometry[level]]
+        return [flat.as_strided(*geometry) for geometry in self._geometry[level]]
 
     def _places(self, level: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
         """Shape, stride and offset of every parameter in this rank's buffer of a level."""

@@ -39,9 +39,9 @@ class _Taken:
 
 
 @functools.cache
-def _taken_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+def _taken_class(param_class: type[nn.Parameter]) -> type[nn.Parameter]:
     # Not one class for all: attributes and methods of subclasses, and of tensor-parallel DTensors, are still theirs.
-    return types.new_class(f"Taken{kind.__name__}", (_Taken, kind))
+    return types.new_class(f"Taken{param_class.__name__}", (_Taken, param_class))
 
 
 def taken_by(param: torch.Tensor) -> str | None:
@@ -70,10 +70,10 @@ class OwnedParameter:
     @property
     def local(self) -> torch.Tensor:
         """The values, without history; of a tensor-parallel parameter this rank's part."""
-        given, placed = self.param.detach(), self.tensor_parallel
-        if isinstance(given, DTensor):
-            return given.to_local()
-        return given if placed is None else placed.part_of(given)
+        values, placed = self.param.detach(), self.tensor_parallel
+        if isinstance(values, DTensor):
+            return values.to_local()
+        return values if placed is None else placed.part_of(values)
 
     @property
     def extended(self) -> bool:
@@ -89,11 +89,11 @@ class OwnedParameter:
     @property
     def description(self) -> list[object]:
         """What ranks compare: name, shape, dtype and trainability, as JSON values."""
-        kind = str(self.param.dtype)
+        dtype = str(self.param.dtype)
         if self.extended:
             # Their inner tensors have no memory of the engine's, which a load could fill on some ranks alone.
-            kind += f" {type(self.local).__name__}{' on meta' if self.param.is_meta else ''}"
-        return [self.name, list(self.local_shape), kind, self.param.requires_grad]
+            dtype += f" {type(self.local).__name__}{' on meta' if self.param.is_meta else ''}"
+        return [self.name, list(self.local_shape), dtype, self.param.requires_grad]
 
     def take(self, unit: str) -> None:
         """Remember on the parameter that ``unit`` owns it."""
@@ -116,19 +116,19 @@ def owned_parameters(
     Raises ValueError for a parameter that cannot be sharded.
     """
     # By identity: a tied parameter is one, with a name for each place where it is registered.
-    found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    by_identity: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for prefix, holder in _modules_outside(module, inner, "", set()):
         for attr, param in holder._parameters.items():
             if param is None or id(param) in ignored:
                 continue
             name = f"{prefix}{attr}"
             _check(name, param, spmd)
-            found.setdefault(id(param), (name, param, []))[2].append((holder, attr))
-    owned = [OwnedParameter(name, param, tuple(sites), spmd) for name, param, sites in found.values()]
+            by_identity.setdefault(id(param), (name, param, []))[2].append((holder, attr))
+    owned = [OwnedParameter(name, param, tuple(sites), spmd) for name, param, sites in by_identity.values()]
     # A unit has one gather: its weights come into being together.
-    if len({one.param.is_meta for one in owned}) > 1:
-        meta = next(one.name for one in owned if one.param.is_meta)
-        real = next(one.name for one in owned if not one.param.is_meta)
+    if len({parameter.param.is_meta for parameter in owned}) > 1:
+        meta = next(parameter.name for parameter in owned if parameter.param.is_meta)
+        real = next(parameter.name for parameter in owned if not parameter.param.is_meta)
         raise ValueError(
             f"{meta}: expected the parameters of a unit all on the meta device or none, got {real} with values; "
             "initialize the former or ignore one of them"
@@ -167,22 +167,22 @@ def _check(name: str, param: nn.Parameter, spmd: SpmdMesh | None) -> None:
             "fully_shard"
         )
     if param.layout is not torch.strided or param.is_quantized:
-        found = "a quantized one" if param.is_quantized else param.layout
+        layout = "a quantized one" if param.is_quantized else param.layout
         raise ValueError(
-            f"{name}: expected a dense parameter, got {found}; leave it unsharded (ignored_params), or make it dense "
+            f"{name}: expected a dense parameter, got {layout}; leave it unsharded (ignored_params), or make it dense "
             "before fully_shard"
         )
     tensor_parallel_of(name, param, spmd)
-    given = param.detach()
-    values = given.to_local() if isinstance(given, DTensor) else given
+    detached = param.detach()
+    values = detached.to_local() if isinstance(detached, DTensor) else detached
     # Methods of a parameter that is a plain tensor are not there on its rows.
-    promised = any(hasattr(one, "fsdp_pre_all_gather") for one in (param, values))
+    promised = any(hasattr(tensor, "fsdp_pre_all_gather") for tensor in (param, values))
     wraps = is_traceable_wrapper_subclass(values)
-    kind = type(values if wraps else param).__name__
+    class_name = type(values if wraps else param).__name__
     if not is_extended(values) and (promised or wraps):
         raise ValueError(
             f"{name}: expected a plain parameter, a DTensor, or a subclass of torch.Tensor with fsdp_pre_all_gather "
-            f"and fsdp_post_all_gather, got a {kind}, which a flat buffer would lose; leave it "
+            f"and fsdp_post_all_gather, got a {class_name}, which a flat buffer would lose; leave it "
             "unsharded (ignored_params), or make it a plain tensor before fully_shard"
         )
     if taken_by(param) is not None:

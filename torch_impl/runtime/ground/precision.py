@@ -106,26 +106,26 @@ def input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
 
 
 def group_dtypes(
-    given: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool, quantized: bool = False
+    dtype: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool, quantized: bool = False
 ) -> GroupDtypes[torch.dtype]:
-    """Dtypes of a group whose parameters were given as ``given``, and are all ``quantized`` or none."""
+    """Dtypes of a group whose parameters were given as ``dtype``, and are all ``quantized`` or none."""
     names = (policy.main_dtype, policy.param_dtype, policy.reduce_dtype, policy.grad_dtype, policy.gather)
     asked = AskedDtypes(*map(_name, names), remainders=policy.store_param_remainders, narrowest=True)
-    dtypes = asked.of_group(str(_name(given)), trainable=trainable, quantized=quantized)
+    dtypes = asked.of_group(str(_name(dtype)), trainable=trainable, quantized=quantized)
     return dtypes.translate(partial(getattr, torch))
 
 
-def check_quantized(name: str, given: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool) -> None:
+def check_quantized(name: str, dtype: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool) -> None:
     """ValueError for a parameter that float8 weights are not made of."""
-    if given == torch.float64:
+    if dtype == torch.float64:
         raise ValueError(
             f"{name}: expected weights of float32, bfloat16 or float16 with gather_dtype={policy.gather!r}, which "
             "quantizes float32 main weights, got torch.float64"
         )
-    if trainable and group_dtypes(given, policy, trainable=True).main != torch.float32:
+    if trainable and group_dtypes(dtype, policy, trainable=True).main != torch.float32:
         raise ValueError(
             f"{name}: expected float32 main weights with gather_dtype={policy.gather!r}, which quantizes them, got "
-            f"{given}, which main_dtype=None keeps; use main_dtype=torch.float32"
+            f"{dtype}, which main_dtype=None keeps; use main_dtype=torch.float32"
         )
 
 

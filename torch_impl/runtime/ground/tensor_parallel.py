@@ -88,7 +88,7 @@ class TensorParallel:
         if tuple(grad.placements) == wanted:
             return grad.to_local()
         pairs = zip(grad.placements, wanted, strict=True)
-        sums = any(given.is_partial() and given != placed for given, placed in pairs)
+        sums = any(placement.is_partial() and placement != target for placement, target in pairs)
         # torch's stubs say that a cast DTensor is a plain tensor.
         terms: Any = grad.to(reduce) if sums else grad
         local: torch.Tensor = terms.redistribute(mesh, wanted).to_local()
@@ -162,18 +162,18 @@ def tensor_parallel_of(name: str, param: torch.Tensor, spmd: SpmdMesh | None = N
     return TensorParallel(part, tuple(placements[axis] for axis in others), param.shape, param.stride(), spmd)
 
 
-def check_joint(name: str, given: TensorParallel, data_parallel: DeviceMesh) -> None:
+def check_joint(name: str, placed: TensorParallel, data_parallel: DeviceMesh) -> None:
     """ValueError unless the axes of both meshes are named axes of one mesh, the data-parallel ones outside.
 
     Axes that were flattened from others may lie anywhere.
     """
-    if not given.placements:
+    if not placed.placements:
         return
-    names = (data_parallel.mesh_dim_names, given.mesh.mesh_dim_names)
+    names = (data_parallel.mesh_dim_names, placed.mesh.mesh_dim_names)
     root = data_parallel._get_root_mesh()
     known = root.mesh_dim_names or ()
     # Not by identity: DTensor hands out equal meshes that it has cached.
-    if root == given.mesh._get_root_mesh() and all(names):
+    if root == placed.mesh._get_root_mesh() and all(names):
         axes = (*(names[0] or ()), *(names[1] or ()))
         order = [known.index(axis) for axis in axes if axis in known]
         if order == sorted(set(order)) or len(order) < len(axes):

@@ -46,13 +46,13 @@ def map_floating(tree: Any, dtype: torch.dtype) -> Any:
     return map_leaves(tree, cast)
 
 
-def _map_fields(given: Any, dtype: torch.dtype) -> Any:
-    old = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+def _map_fields(instance: Any, dtype: torch.dtype) -> Any:
+    old = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
     new = {name: map_floating(value, dtype) for name, value in old.items()}
     if _same(new.values(), old.values()):
-        return given
+        return instance
     # Not by dataclasses.replace: that takes no fields with init=False, and runs __post_init__ again.
-    changed = copy.copy(given)
+    changed = copy.copy(instance)
     for name, value in new.items():
         object.__setattr__(changed, name, value)  # of a frozen one, too
     return changed
@@ -67,10 +67,10 @@ def leaves_of(tree: Any) -> list[Any]:
     """What nested containers and dataclasses hold."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    found = []
+    leaves = []
     for leaf in pytree.tree_leaves(tree):
         if _is_dataclass(leaf):
-            found += leaves_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            leaves += leaves_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
         else:
-            found.append(leaf)
-    return found
+            leaves.append(leaf)
+    return leaves

@@ -32,7 +32,7 @@ class Lifetime:
     """
 
     name: str
-    kind: str
+    purpose: str
     nbytes: int
     spans: tuple[Span, ...]
     shares: bool = True
@@ -55,14 +55,14 @@ class BufferPlan:
     @property
     def slot_bytes(self) -> tuple[int, ...]:
         """Size of each slot."""
-        sizes = {slot: one.nbytes for one, slot in zip(self.lifetimes, self.slots, strict=True)}
+        sizes = {slot: lifetime.nbytes for lifetime, slot in zip(self.lifetimes, self.slots, strict=True)}
         return tuple(sizes[slot] for slot in range(len(self.memory)))
 
     @property
     def allocations(self) -> int:
         """How often memory is allocated in a step."""
-        own = [one for one, slot in zip(self.lifetimes, self.slots, strict=True) if slot is None]
-        return sum(len(spans) for spans in self.memory) + sum(len(one.spans) for one in own)
+        own = [lifetime for lifetime, slot in zip(self.lifetimes, self.slots, strict=True) if slot is None]
+        return sum(len(spans) for spans in self.memory) + sum(len(lifetime.spans) for lifetime in own)
 
     @property
     def peak(self) -> int:
@@ -79,12 +79,12 @@ class BufferPlan:
 
     def _uses(self, slot: int) -> list[Span]:
         pairs = zip(self.lifetimes, self.slots, strict=True)
-        return sorted(span for one, its in pairs if its == slot for span in one.spans)
+        return sorted(span for lifetime, its in pairs if its == slot for span in lifetime.spans)
 
     def _allocated(self) -> list[int]:
         """Bytes allocated at each time."""
-        own = [one for one, slot in zip(self.lifetimes, self.slots, strict=True) if slot is None]
-        spans = [(span, one.nbytes) for one in own for span in one.spans]
+        own = [lifetime for lifetime, slot in zip(self.lifetimes, self.slots, strict=True) if slot is None]
+        spans = [(span, lifetime.nbytes) for lifetime in own for span in lifetime.spans]
         for held, nbytes in zip(self.memory, self.slot_bytes, strict=True):
             spans += [(span, nbytes) for span in held]
         return _sum(spans, self.duration)
@@ -110,11 +110,11 @@ def colour(objects: Sequence[Sequence[Span]]) -> list[int]:
 
 
 def plan_buffers(lifetimes: Sequence[Lifetime], turn: int, duration: int) -> BufferPlan:
-    """Let buffers of one kind and size share slots; those that no other can share with have memory of their own."""
+    """Let buffers of one purpose and size share slots; those that no other can share with have memory of their own."""
     classes: dict[tuple[str, int], list[int]] = {}
-    for index, one in enumerate(lifetimes):
-        if one.shares:
-            classes.setdefault((one.kind, one.nbytes), []).append(index)
+    for index, lifetime in enumerate(lifetimes):
+        if lifetime.shares:
+            classes.setdefault((lifetime.purpose, lifetime.nbytes), []).append(index)
     slots: list[int | None] = [None] * len(lifetimes)
     uses: list[list[Span]] = []
     for members in classes.values():
@@ -137,9 +137,11 @@ def _bridge(
     duration: int,
 ) -> tuple[tuple[Span, ...], ...]:
     """When each slot has memory: during its uses, and between those for which that raises no pass's peak."""
-    allocated = _sum([(span, one.nbytes) for one in lifetimes for span in one.spans], duration)
+    allocated = _sum([(span, lifetime.nbytes) for lifetime in lifetimes for span in lifetime.spans], duration)
     peaks = max(allocated[:turn], default=0), max(allocated[turn:], default=0)
-    sizes = {slot: one.nbytes for one, slot in zip(lifetimes, slots, strict=True) if slot is not None}
+    sizes = {
+        slot: lifetime.nbytes for lifetime, slot in zip(lifetimes, slots, strict=True) if slot is not None
+    }
     # Not over the turn: a pool releases memory that is not in use when a pass ends.
     gaps = [
         (start - end, slot, end, start)
@@ -187,16 +189,16 @@ def _overlap(first: Sequence[Span], second: Sequence[Span]) -> bool:
 
 def _draw(plan: BufferPlan, width: int) -> str:
     """Slots as rows, time as columns, one letter for each unit."""
-    names = list(dict.fromkeys(one.name for one in plan.lifetimes))
+    names = list(dict.fromkeys(lifetime.name for lifetime in plan.lifetimes))
     letters = {name: chr(ord("a") + index % 26) for index, name in enumerate(names)}
     members: list[tuple[str, int, list[Lifetime], tuple[Span, ...]]] = []
     for slot, held in enumerate(plan.memory):
-        sharing = [one for one, its in zip(plan.lifetimes, plan.slots, strict=True) if its == slot]
-        members.append((f"{sharing[0].kind} {slot}", sharing[0].nbytes, sharing, held))
-    for one, its in zip(plan.lifetimes, plan.slots, strict=True):
+        sharing = [lifetime for lifetime, its in zip(plan.lifetimes, plan.slots, strict=True) if its == slot]
+        members.append((f"{sharing[0].purpose} {slot}", sharing[0].nbytes, sharing, held))
+    for lifetime, its in zip(plan.lifetimes, plan.slots, strict=True):
         if its is None:
-            members.append((f"{one.kind} own", one.nbytes, [one], one.spans))
-    each = sum(len(one.spans) for one in plan.lifetimes)
+            members.append((f"{lifetime.purpose} own", lifetime.nbytes, [lifetime], lifetime.spans))
+    each = sum(len(lifetime.spans) for lifetime in plan.lifetimes)
     shared = sum(slot is not None for slot in plan.slots)
     lines = [
         f"{len(plan.memory)} slots for {shared} of {len(plan.lifetimes)} buffers, {plan.allocations} instead of {each} "
@@ -208,7 +210,7 @@ def _draw(plan: BufferPlan, width: int) -> str:
     lines.append(f"{'':{label}}  {'forward':{max(turn, 8)}}backward")
     for name, nbytes, sharing, held in members:
         line = ["."] * columns
-        for spans, sign in [(held, "-")] + [(one.spans, letters[one.name]) for one in sharing]:
+        for spans, sign in [(held, "-")] + [(lifetime.spans, letters[lifetime.name]) for lifetime in sharing]:
             for start, end in spans:
                 first, last = (time * columns // plan.duration for time in (start, end - 1))
                 line[first : last + 1] = sign * (last + 1 - first)

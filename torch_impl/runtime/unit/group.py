@@ -225,8 +225,8 @@ def _show(module: nn.Module, attr: str, main: nn.Parameter, whole: nn.Parameter,
     if registered is not main and registered is not whole:
         return
     if shown is Shown.ATTRIBUTES:
-        given = module._parameters
-        both = given if isinstance(given, WholeByKey) else WholeByKey(given)
+        plain = module._parameters
+        both = plain if isinstance(plain, WholeByKey) else WholeByKey(plain)
         dict.__setitem__(both, attr, main)
         both.whole[attr] = main, whole
         vars(module)["_parameters"] = both

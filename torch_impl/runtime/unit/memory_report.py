@@ -52,7 +52,7 @@ class MemoryReport:
         return self.on_host.total
 
     def __str__(self) -> str:
-        kinds = {
+        rows = {
             "main weights": self.main_weights,
             "  of which padding": self.padding,
             "compute weights": self.compute_weights,
@@ -61,13 +61,13 @@ class MemoryReport:
             "total": self.total,
         }
         if self.host:
-            kinds |= {
+            rows |= {
                 "in host memory": self.host,
                 "  main weights": self.on_host.main_weights,
                 "  gradients": self.on_host.gradients,
                 "  moments": self.on_host.moments,
             }
-        return "\n".join(f"{kind:20}{value:>16,} B" for kind, value in kinds.items())
+        return "\n".join(f"{label:20}{value:>16,} B" for label, value in rows.items())
 
 
 def memory_report(groups: Iterable[ParameterGroup], optimizer: torch.optim.Optimizer | None) -> MemoryReport:

@@ -52,12 +52,17 @@ class ExtendedWeights(GroupWeights):
         mesh = spec.levels.mesh
         axis = mesh.mesh if mesh.ndim == 1 else mesh.mesh[(mesh.mesh.mesh_dim_names or ())[-1]]
         self._extended = [
-            ExtendedWeight(one, shard, axis, mesh.sizes[0]) for one, shard in zip(owned, shards, strict=True)
+            ExtendedWeight(parameter, shard, axis, mesh.sizes[0])
+            for parameter, shard in zip(owned, shards, strict=True)
         ]
         # Inner tensors of a wrapper are attributes too, which a copy of the wrapper has.
         self._marks = [
-            {key: value for key, value in vars(one.param).items() if key not in vars(one.param.detach())}
-            for one in owned
+            {
+                key: value
+                for key, value in vars(parameter.param).items()
+                if key not in vars(parameter.param.detach())
+            }
+            for parameter in owned
         ]
         self._policy = policy
         self._agreed: list[list[tuple[tuple[int, ...], str]]] | None = None
@@ -66,16 +71,16 @@ class ExtendedWeights(GroupWeights):
     def compute(self) -> ExtendedWeights:
         return self
 
-    def _allocate(self, device: torch.device, given: Sequence[GivenParameter]) -> None:
+    def _allocate(self, device: torch.device, originals: Sequence[GivenParameter]) -> None:
         # Rows were cut from the values before.
-        place = HOST if self._group_spec.host is not None and device.type != "meta" else device
+        main_device = HOST if self._group_spec.host is not None and device.type != "meta" else device
         self.compute_device = device
-        for one in self._extended:
-            if one.shard.is_meta and place.type != "meta":
-                one.shard = zeros_on(one.shard, place)
-            elif one.shard.device != place:
-                one.shard = one.shard.to(place)
-        self.params = [self._sharded(index, param) for index, (param, _) in enumerate(given)]
+        for weight in self._extended:
+            if weight.shard.is_meta and main_device.type != "meta":
+                weight.shard = zeros_on(weight.shard, main_device)
+            elif weight.shard.device != main_device:
+                weight.shard = weight.shard.to(main_device)
+        self.params = [self._sharded(index, param) for index, (param, _) in enumerate(originals)]
         self.on_meta = self._extended[0].shard.is_meta
         # Their class is known only when they are made of what is gathered first.
         self.unsharded = [nn.Parameter(torch.empty(0), requires_grad=False) for _ in self.params]
@@ -87,10 +92,10 @@ class ExtendedWeights(GroupWeights):
 
     def _sharded(self, index: int, param: nn.Parameter) -> nn.Parameter:
         spec = self._group_spec
-        name, given, mesh = spec.names[index], spec.tensor_parallel[index], spec.levels.mesh.mesh
+        name, placed, mesh = spec.names[index], spec.tensor_parallel[index], spec.levels.mesh.mesh
         others: tuple[Placement, ...] = ()
-        if given is not None:
-            mesh, others = given.joint_mesh(mesh), given.placements
+        if placed is not None:
+            mesh, others = placed.joint_mesh(mesh), placed.placements
         with torch.no_grad():
             tensor = make_dtensor(
                 as_matrix(self._extended[index].shard),
@@ -113,26 +118,32 @@ class ExtendedWeights(GroupWeights):
 
     @property
     def main_tensors(self) -> list[torch.Tensor]:
-        return [part for one in self._extended for part in plain_parts(one.shard)]
+        return [part for weight in self._extended for part in plain_parts(weight.shard)]
 
     @property
     def main_version(self) -> Version:
         # A program may write to the inner tensors, whose wrapper counts nothing of that.
-        shards = [*map(local_of, self.params), *(one.shard for one in self._extended), *self.main_tensors]
-        return tuple(one._version for one in shards)
+        shards = [
+            *map(local_of, self.params),
+            *(tensor.shard for tensor in self._extended),
+            *self.main_tensors,
+        ]
+        return tuple(tensor._version for tensor in shards)
 
     @property
     def real_bytes(self) -> int:
-        return sum(one.numel() * one.element_size() for one in self.main_tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.main_tensors)
 
     @property
     def compute_tensors(self) -> list[torch.Tensor]:
-        return [tensor for one in self._extended for tensor in one.held]
+        return [tensor for weight in self._extended for tensor in weight.held]
 
     @property
     def gather_bytes(self) -> int:
         """What a gather fills; 0 before the first one."""
-        return sum(one.numel() * one.element_size() for weight in self._extended for one in weight.outputs)
+        return sum(
+            output.numel() * output.element_size() for weight in self._extended for output in weight.outputs
+        )
 
     def _steps(self, changed: bool, current: bool) -> list[Step]:
         # Nothing is kept of a gather.
@@ -140,16 +151,16 @@ class ExtendedWeights(GroupWeights):
         with torch.inference_mode(False), torch.no_grad():
             self._ask()
             self._prepare(changed)
-        sources = [tensor for one in self._extended for tensor in one.inputs]
-        outputs = [tensor for one in self._extended for tensor in one.outputs]
+        sources = [tensor for weight in self._extended for tensor in weight.inputs]
+        outputs = [tensor for weight in self._extended for tensor in weight.outputs]
         return [("gather", partial(self._gather, _as_bytes(outputs), _as_bytes(sources)))]
 
     def _ask(self) -> None:
         cause: Exception | None = None
         wanted: list[Any] = []
-        for one in self._extended:
+        for weight in self._extended:
             try:
-                wanted.append(one.pre(self._policy, self._context.device))
+                wanted.append(weight.pre(self._policy, self._context.device))
             except Exception as error:
                 if self._agreed is not None:
                     raise
@@ -158,10 +169,10 @@ class ExtendedWeights(GroupWeights):
         if self._agreed is None:
             self._agree(wanted, cause)
             self._agreed = wanted
-        for one, sizes, agreed in zip(self._extended, wanted, self._agreed, strict=True):
+        for weight, sizes, agreed in zip(self._extended, wanted, self._agreed, strict=True):
             if sizes != agreed:
                 raise RuntimeError(
-                    f"{one.name}: expected fsdp_pre_all_gather to return tensors of the sizes of its first call, "
+                    f"{weight.name}: expected fsdp_pre_all_gather to return tensors of the sizes of its first call, "
                     f"{agreed}, got {sizes}"
                 )
 
@@ -170,11 +181,11 @@ class ExtendedWeights(GroupWeights):
         mesh = self._group_spec.levels.mesh
         everyone: list[Any] = [None] * mesh.sizes[0]
         dist.all_gather_object(everyone, wanted, group=mesh.groups[0])
-        for index, one in enumerate(self._extended):
+        for index, weight in enumerate(self._extended):
             for rank, theirs in enumerate(everyone):
                 if isinstance(theirs[index], str) or theirs[index] != everyone[0][index]:
                     raise RuntimeError(
-                        f"{one.name}: expected fsdp_pre_all_gather to return tensors of equal sizes on all ranks, rows "
+                        f"{weight.name}: expected fsdp_pre_all_gather to return tensors of equal sizes on all ranks, rows "
                         f"padded to those of the first rank, got {everyone[0][index]} on rank 0 of the axis and "
                         f"{theirs[index]} on rank {rank}; {WAY_OUT}"
                     ) from cause
@@ -185,8 +196,8 @@ class ExtendedWeights(GroupWeights):
         if not self._versions:
             self._note_versions()
         self._changed |= changed
-        for one in self._extended:
-            one.allocate()
+        for weight in self._extended:
+            weight.allocate()
         self.allocated = self.aside = True
 
     def _gather(
@@ -206,8 +217,8 @@ class ExtendedWeights(GroupWeights):
         self.aside = False
         # A first evaluation may run in inference mode; training steps could not write to tensors made there.
         with torch.inference_mode(False), torch.no_grad():
-            for index, one in enumerate(self._extended):
-                whole = one.post(
+            for index, weight in enumerate(self._extended):
+                whole = weight.post(
                     self._group_spec.dtypes.compute, self.unsharded[index] if self._made else None
                 )
                 if not self._made:
@@ -224,19 +235,19 @@ class ExtendedWeights(GroupWeights):
         self.finish_gather()
         if not self._versions:
             self._note_versions()
-        torch.autograd.graph.increment_version([one for one, _ in self._versions])
+        torch.autograd.graph.increment_version([weight for weight, _ in self._versions])
         self.allocated = self.aside = False
-        for one in self._extended:
-            one.free()
+        for weight in self._extended:
+            weight.free()
 
     def _note_versions(self) -> None:
         # A class may share small tensors, such as a table of codes, between shards and whole weights. These tensors are
         # not freed, and their versions tell changes of the main weights.
-        shared = {one.untyped_storage().data_ptr() for one in self.main_tensors} - {0}
-        parts = [part for one in (*self.compute_tensors, *self.unsharded) for part in plain_parts(one)]
+        shared = {tensor.untyped_storage().data_ptr() for tensor in self.main_tensors} - {0}
+        parts = [part for tensor in (*self.compute_tensors, *self.unsharded) for part in plain_parts(tensor)]
         known = [*self.unsharded, *(p for p in parts if p.untyped_storage().data_ptr() not in shared)]
-        distinct = {id(one): one for one in known} if self._made else {}
-        self._versions = [(one, one._version) for one in distinct.values()]
+        distinct = {id(tensor): tensor for tensor in known} if self._made else {}
+        self._versions = [(tensor, tensor._version) for tensor in distinct.values()]
         self._changed = False
 
     def _count(self) -> None:
@@ -249,4 +260,4 @@ class ExtendedWeights(GroupWeights):
 
 def _as_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     # Backends do not know every dtype that a class may gather.
-    return [one.detach().reshape(-1).view(torch.uint8) for one in tensors if one.numel()]
+    return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]

@@ -51,71 +51,71 @@ WAY_OUT = "leave it unsharded (ignored_params), or make it a plain tensor before
 def extended_layout(owned: Sequence[OwnedParameter], num_shards: int) -> Layout:
     """Each parameter in a buffer of its own, cut along dimension 0 into equal parts rounded up."""
     sizes, slots = [], []
-    for buffer, one in enumerate(owned):
-        shape = tuple(one.local_shape)
+    for buffer, parameter in enumerate(owned):
+        shape = tuple(parameter.local_shape)
         together = rows_of(shape)[1] // shape[0] if len(shape) > 2 else 1
         sizes.append(-(-shape[0] // num_shards) * math.prod(shape[1:]))
-        slots.append(Slot(one.name, shape, together, buffer, 0))
+        slots.append(Slot(parameter.name, shape, together, buffer, 0))
     return Layout(num_shards, tuple(sizes), tuple(slots))
 
 
-def check_extension(one: OwnedParameter, mesh: DataParallelMesh, strategy: Strategy) -> None:
+def check_extension(parameter: OwnedParameter, mesh: DataParallelMesh, strategy: Strategy) -> None:
     """ValueError or NotImplementedError for a parameter with an extension that cannot be sharded so."""
-    values: Any = one.local
-    kind = type(values).__name__
+    values: Any = parameter.local
+    class_name = type(values).__name__
     if not callable(getattr(values, "fsdp_post_all_gather", None)):
         raise ValueError(
-            f"{one.name}: expected fsdp_pre_all_gather and fsdp_post_all_gather of a {kind}, got only one; {WAY_OUT}"
+            f"{parameter.name}: expected fsdp_pre_all_gather and fsdp_post_all_gather of a {class_name}, got only one; {WAY_OUT}"
         )
     if not values.ndim or not values.numel():
         raise ValueError(
-            f"{one.name}: expected a {kind} with rows, which its fsdp_pre_all_gather gathers, got shape "
+            f"{parameter.name}: expected a {class_name} with rows, which its fsdp_pre_all_gather gathers, got shape "
             f"{tuple(values.shape)}; {WAY_OUT}"
         )
     if _arguments_of(values) not in (1, 5):
         raise ValueError(
-            f"{one.name}: expected fsdp_pre_all_gather(mesh) or fsdp_pre_all_gather(mesh, outer_size, outer_stride, "
-            f"module, mp_policy) of a {kind}, got {inspect.signature(values.fsdp_pre_all_gather)}; {WAY_OUT}"
+            f"{parameter.name}: expected fsdp_pre_all_gather(mesh) or fsdp_pre_all_gather(mesh, outer_size, outer_stride, "
+            f"module, mp_policy) of a {class_name}, got {inspect.signature(values.fsdp_pre_all_gather)}; {WAY_OUT}"
         )
     if strategy.optimizer != 1:
         raise NotImplementedError(
-            f"{one.name}: strategy {strategy.name!r} is not available for a {kind}, whose fsdp_pre_all_gather "
+            f"{parameter.name}: strategy {strategy.name!r} is not available for a {class_name}, whose fsdp_pre_all_gather "
             f"knows one axis: use 'optim_grads_params', 'optim_grads', 'optim' or 'hsdp', or {WAY_OUT}"
         )
     if mesh.ndim > 1 and mesh.mesh.mesh_dim_names is None:
         raise ValueError(
-            f"{one.name}: expected a mesh with names of its axes, one of which is given to fsdp_pre_all_gather of a "
-            f"{kind}, got {mesh.mesh}; pass mesh_dim_names to init_device_mesh"
+            f"{parameter.name}: expected a mesh with names of its axes, one of which is given to fsdp_pre_all_gather of a "
+            f"{class_name}, got {mesh.mesh}; pass mesh_dim_names to init_device_mesh"
         )
 
 
-def own_rows(one: OwnedParameter, dtype: torch.dtype, index: int, num_shards: int) -> torch.Tensor:
+def own_rows(parameter: OwnedParameter, dtype: torch.dtype, index: int, num_shards: int) -> torch.Tensor:
     """A copy of part ``index`` of the parameter, of its class and in ``dtype``. ValueError where that is no more it."""
-    given, kind = one.local, type(one.local)
+    values, value_class = parameter.local, type(parameter.local)
     try:
         with torch.no_grad():
-            shard = _part(given if given.dtype == dtype else given.to(dtype), index, num_shards)
+            shard = _part(values if values.dtype == dtype else values.to(dtype), index, num_shards)
             as_matrix(shard)
             # A wrapper that does not show what it wraps has no memory of its own.
             for part in plain_parts(shard):
                 part.untyped_storage()
     except Exception as error:
         raise ValueError(
-            f"{one.name}: a {kind.__name__} of shape {tuple(given.shape)} cannot be cut into {num_shards} parts of "
+            f"{parameter.name}: a {value_class.__name__} of shape {tuple(values.shape)} cannot be cut into {num_shards} parts of "
             f"rows ({type(error).__name__}: {error}); {WAY_OUT}"
         ) from error
-    if type(shard) is not kind or shard.dtype != dtype:
+    if type(shard) is not value_class or shard.dtype != dtype:
         raise ValueError(
-            f"{one.name}: expected rows of a {kind.__name__} to be a {kind.__name__} of {dtype}, got a "
+            f"{parameter.name}: expected rows of a {value_class.__name__} to be a {value_class.__name__} of {dtype}, got a "
             f"{type(shard).__name__} of {shard.dtype} from chunk, new_zeros and copy_; {WAY_OUT}"
         )
     return shard
 
 
-def _part(given: torch.Tensor, index: int, num_shards: int) -> torch.Tensor:
-    chunks = torch.chunk(given, num_shards, dim=0)
+def _part(values: torch.Tensor, index: int, num_shards: int) -> torch.Tensor:
+    chunks = torch.chunk(values, num_shards, dim=0)
     # As FSDP2 does, and so with the operators that such classes have.
-    shard = given.new_zeros(chunks[0].shape)
+    shard = values.new_zeros(chunks[0].shape)
     rows = len(chunks[index]) if index < len(chunks) else 0
     if rows == len(shard):
         shard.copy_(chunks[index])
@@ -139,11 +139,13 @@ def _pair(answer: Any) -> tuple[Any, Any]:
     return answer[0], answer[1]
 
 
-def _tensors(given: Any) -> tuple[torch.Tensor, ...]:
+def _tensors(answer: Any) -> tuple[torch.Tensor, ...]:
     """One tensor, or several. TypeError as ``_pair``."""
-    several = (given,) if isinstance(given, torch.Tensor) else given
-    if not isinstance(several, tuple | list) or not all(isinstance(one, torch.Tensor) for one in several):
-        raise TypeError(f"{_found(given)} in place of tensors")
+    several = (answer,) if isinstance(answer, torch.Tensor) else answer
+    if not isinstance(several, tuple | list) or not all(
+        isinstance(tensor, torch.Tensor) for tensor in several
+    ):
+        raise TypeError(f"{_found(answer)} in place of tensors")
     return tuple(several)
 
 
@@ -175,11 +177,11 @@ def _arguments_of(values: Any) -> int:
 class ExtendedWeight:
     """One parameter of a group: its rows at rest, and what is gathered of them."""
 
-    def __init__(self, one: OwnedParameter, shard: torch.Tensor, mesh: DeviceMesh, ranks: int) -> None:
-        self.name, self.shard = one.name, shard
+    def __init__(self, parameter: OwnedParameter, shard: torch.Tensor, mesh: DeviceMesh, ranks: int) -> None:
+        self.name, self.shard = parameter.name, shard
         # Weakly: see ``ParameterGroup``.
-        self._module = weakref.ref(one.sites[0][0])
-        self.size = torch.Size(one.local_shape)
+        self._module = weakref.ref(parameter.sites[0][0])
+        self.size = torch.Size(parameter.local_shape)
         self._mesh, self._rows, self._ranks = mesh, -(-self.size[0] // ranks), ranks
         self._stride = torch.empty(self.size, device="meta").stride()
         self.inputs: list[torch.Tensor] = []
@@ -194,8 +196,8 @@ class ExtendedWeight:
         shard: Any = self.shard if self.shard.device == device else self.shard.to(device)
         arguments = (self._mesh, self.size, self._stride, self._module(), policy)
         inputs, self._metadata = _pair(shard.fsdp_pre_all_gather(*arguments[: _arguments_of(shard)]))
-        self.inputs = [self._padded(one) for one in _tensors(inputs)]
-        return [(tuple(one.shape), str(one.dtype)) for one in self.inputs]
+        self.inputs = [self._padded(tensor) for tensor in _tensors(inputs)]
+        return [(tuple(tensor.shape), str(tensor.dtype)) for tensor in self.inputs]
 
     def _padded(self, values: torch.Tensor) -> torch.Tensor:
         rows = len(self.shard)
@@ -208,7 +210,7 @@ class ExtendedWeight:
     def allocate(self) -> None:
         """Give what is gathered its memory."""
         if not self.outputs:
-            self.outputs = [one.new_empty(self._ranks * one.numel()) for one in self.inputs]
+            self.outputs = [source.new_empty(self._ranks * source.numel()) for source in self.inputs]
             self._hold(self.outputs)
         for storage, nbytes in self._storages:
             # resize_ takes new memory and copies, also to the same size.
@@ -223,7 +225,7 @@ class ExtendedWeight:
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> None:
         plain = [part for tensor in tensors for part in plain_parts(tensor)]
-        self._storages += [(one.untyped_storage(), one.untyped_storage().nbytes()) for one in plain]
+        self._storages += [(part.untyped_storage(), part.untyped_storage().nbytes()) for part in plain]
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -234,7 +236,8 @@ class ExtendedWeight:
         """The whole parameter of what was gathered; ``out``: the one that the first call returned."""
         rows: Any = self.shard
         gathered = tuple(
-            output.view(-1, *one.shape[1:]) for output, one in zip(self.outputs, self.inputs, strict=True)
+            output.view(-1, *source.shape[1:])
+            for output, source in zip(self.outputs, self.inputs, strict=True)
         )
         metadata, self._metadata = self._metadata, None
         self.inputs = []

@@ -22,18 +22,18 @@ GivenParameter: TypeAlias = tuple[nn.Parameter, torch.Tensor]
 def sharded_parameters(
     spec: GroupSpec,
     main: FlatBuffer,
-    given: Sequence[GivenParameter],
+    originals: Sequence[GivenParameter],
     wholes: Sequence[torch.Tensor],
     finish_gather: Callable[[], None],
 ) -> list[nn.Parameter]:
-    """DTensors over this rank's rows in ``main``, with the values of ``given`` if these have any.
+    """DTensors over this rank's rows in ``main``, with the values of ``originals`` if these have any.
 
     ``wholes`` are views of the compute weights, which hold the rows where ``main`` has remainders.
     """
     # From the values as given: main weights built from weights cast to bfloat16 train to other losses.
     return [
         _sharded_parameter(spec, main, index, param, values, whole, finish_gather)
-        for index, ((param, values), whole) in enumerate(zip(given, wholes, strict=True))
+        for index, ((param, values), whole) in enumerate(zip(originals, wholes, strict=True))
     ]
 
 
@@ -76,7 +76,7 @@ def _sharded_parameter(
 
 def unsharded_parameters(
     spec: GroupSpec,
-    given: Sequence[GivenParameter],
+    originals: Sequence[GivenParameter],
     sharded: Sequence[nn.Parameter],
     wholes: Sequence[torch.Tensor],
 ) -> list[nn.Parameter]:
@@ -89,7 +89,7 @@ def unsharded_parameters(
         for whole, placed in zip(wholes, spec.tensor_parallel, strict=True)
     ]
     # Marks that a program put on its parameters steer optimizers, and kernels.
-    for (param, _), *copies in zip(given, sharded, unsharded, strict=True):
+    for (param, _), *copies in zip(originals, sharded, unsharded, strict=True):
         marks = {key: value for key, value in vars(param).items() if key != tensor_parallel.MARK}
         for copy in copies:
             vars(copy).update(marks)

@@ -129,7 +129,7 @@ class GroupWeights(ABC):
         return None
 
     @abstractmethod
-    def _allocate(self, device: torch.device, given: Sequence[GivenParameter]) -> None: ...
+    def _allocate(self, device: torch.device, originals: Sequence[GivenParameter]) -> None: ...
 
     @abstractmethod
     def _steps(self, changed: bool, current: bool) -> list[Step]:
@@ -143,7 +143,7 @@ class GroupWeights(ABC):
         """Call back when ``unsharded`` are others than now, if they are not known before the first gather."""
         self._on_made = callback
 
-    def allocate(self, device: torch.device, given: Sequence[GivenParameter]) -> None:
+    def allocate(self, device: torch.device, originals: Sequence[GivenParameter]) -> None:
         """Make weights and parameters like the given ones, with their values if they have any; nothing is gathered."""
         self._transfer: Transfer | None = None
         # Whether the next forward gathers, though the compute weights may be current: equal on all ranks.
@@ -151,8 +151,8 @@ class GroupWeights(ABC):
         self._gathered_version: Version | None = None
         self._kept_version: Version | None = None
         self._started_version: Version | None = None
-        self._agreed_trainable = self._agreed_trainable or {tuple(p.requires_grad for p, _ in given)}
-        self._allocate(device, given)
+        self._agreed_trainable = self._agreed_trainable or {tuple(p.requires_grad for p, _ in originals)}
+        self._allocate(device, originals)
 
     @property
     def gathering(self) -> bool:
@@ -253,7 +253,7 @@ class GroupWeights(ABC):
 class FlatWeights(GroupWeights):
     """Both in flat buffers. ``main`` and ``compute`` are one buffer under no_shard, if nothing is cast."""
 
-    def _allocate(self, device: torch.device, given: Sequence[GivenParameter]) -> None:
+    def _allocate(self, device: torch.device, originals: Sequence[GivenParameter]) -> None:
         spec = self._group_spec
         strategy, dtypes, levels = spec.strategy, spec.dtypes, spec.levels
         main_device, pinned = device, False
@@ -275,8 +275,8 @@ class FlatWeights(GroupWeights):
             )
             # .data: writing the gathered weights must not count as a change of the tensors that autograd saved.
             views = [self._compute.view(name).data for name in spec.names]
-        self.params = sharded_parameters(spec, self.main, given, views, self._finish)
-        self.unsharded = unsharded_parameters(spec, given, self.params, views)
+        self.params = sharded_parameters(spec, self.main, originals, views, self._finish)
+        self.unsharded = unsharded_parameters(spec, originals, self.params, views)
         if self.separate:
             self._pooled.set_views(self.unsharded)
             # On the meta device nothing is to be freed; with remainders own rows lie in the whole weights.

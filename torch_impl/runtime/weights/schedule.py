@@ -103,10 +103,10 @@ class Order:
 
     def reach(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
         """``unit`` begins; which one is expected after it, if all went as expected until now?"""
-        place = len(self.reached)
+        position = len(self.reached)
         self.reached.append(weakref.ref(unit))
-        if place + 1 < len(self.expected) and self.expected[place]() is unit:
-            return _alive(self.expected[place + 1 : place + 2])
+        if position + 1 < len(self.expected) and self.expected[position]() is unit:
+            return _alive(self.expected[position + 1 : position + 2])
         # A wrong guess costs a gather, so after the first departure there are none until the next pass.
         self.expected = []
         return []
@@ -207,8 +207,8 @@ class Schedule:
             self._ended.append(weakref.ref(unit))
             if self.open_forwards == 0:
                 # Left by a backward in the forward that raised, and whose error the program caught.
-                for one in _alive(self._units):
-                    one.drop_raised()
+                for left in _alive(self._units):
+                    left.drop_raised()
                 self._drop_prefetched()
                 self.pool.rest()
 
@@ -326,4 +326,4 @@ class Schedule:
 
 
 def _alive(references: Iterable[weakref.ref[U]]) -> list[U]:
-    return [one for reference in references if (one := reference()) is not None]
+    return [unit for reference in references if (unit := reference()) is not None]
