@@ -487,7 +487,7 @@ TORCH = [
     M(
         "operators that write to the bfloat16 weights alone",
         "torch_impl/dtensor",
-        "if any(remainder_of(one) is not None for one in _changed(func, args, kwargs)):",
+        "if any(remainder_of(tensor) is not None for tensor in _changed(func, args, kwargs)):",
         "if False:",
         "torch_impl/optimizer/test_remainders.py",
     ),
@@ -578,7 +578,7 @@ TORCH = [
     M(
         "products of matrices on different ranks",
         "torch_impl/dtensor/matrices.py",
-        "if holder is None or any(_holder(one) != holder for one in matrices):",
+        "if holder is None or any(_holder(matrix) != holder for matrix in matrices):",
         "if holder is None:",
         "torch_impl/optimizer/test_stock_muon.py",
     ),

@@ -1,18 +1,20 @@
 """Communication during computation: streams on CUDA, and their twin for the CPU.
 
-A transfer is a sequence of steps, each on a lane: "gather", "reduce", "outer" (the outer mesh axis), or "fetch" and
-"send", copies from and to the host's memory. Lanes run beside each other and beside the computation:
+A transfer is a sequence of steps, each on a lane: "gather", "reduce", "outer" (the outer mesh
+axis), or "fetch" and "send", copies from and to the host's memory. Lanes run beside each other and
+beside the computation:
 
     compute  | forward of unit 1 | forward of unit 2 |          the computation waits for a transfer when it finishes it
     gather   | weights of unit 2 | weights of unit 3 |          a transfer starts after what the computation did before
 
-* On CUDA a lane is a stream. All steps are enqueued at the start, each after everything that was enqueued on the stream
-  from which it is called; ``finish`` makes the current stream wait. It makes the program wait for copies from and to
-  the host's memory, which the program reads and writes without asking a stream. Memory that outlives a step is
-  allocated before the transfer starts and freed after it is finished, on the computation's stream: so none is reused
-  too early, and none needs ``record_stream``.
-* On the CPU the first collective runs on the backend's own threads, after the steps before it; later steps run when
-  the transfer is finished.
+* On CUDA a lane is a stream. All steps are enqueued at the start, each after everything that was
+  enqueued on the stream from which it is called; ``finish`` makes the current stream wait. It makes
+  the program wait for copies from and to the host's memory, which the program reads and writes
+  without asking a stream. Memory that outlives a step is allocated before the transfer starts and
+  freed after it is finished, on the computation's stream: so none is reused too early, and none
+  needs ``record_stream``.
+* On the CPU the first collective runs on the backend's own threads, after the steps before it;
+  later steps run when the transfer is finished.
 
 ``tests/gpu`` runs the CUDA lanes, with one rank: no collective of NCCL has run on them.
 """
@@ -30,29 +32,30 @@ from torch_impl.comm.collectives import Work
 _LANES = ("gather", "reduce", "outer", "fetch", "send")
 _HOST_LANES = frozenset({"fetch", "send"})
 
-# A lane and what to issue there: called with whether to issue asynchronously, it returns what to wait for, if anything.
+# A lane and what to issue there: called with whether to issue asynchronously, it returns what to
+# wait for, if anything.
 Step = tuple[str, Callable[[bool], Work | None]]
 
 
 class Transfer(Protocol):
     """Steps under way.
 
-    ``only_waits``: to finish neither issues collectives, whose order matters, nor delays what the program computes next
-    on the device.
+    ``only_waits``: to finish neither issues collectives, whose order matters, nor delays what the
+    program computes next on the device.
     """
 
     @property
     def only_waits(self) -> bool: ...
 
     def finish(self) -> None:
-        """Return when (on CUDA: make the current stream wait until) all steps are done. To be called once.
+        """Return when all steps are done; on CUDA the current stream waits. To be called once.
 
         Copies from and to the host's memory are done when it returns, on CUDA too.
         """
 
 
 class Streams(Protocol):
-    """What units need of a device. ``copies``: collectives work on copies of what they reduce and gather."""
+    """What units need of a device. ``copies``: collectives work on copies."""
 
     @property
     def copies(self) -> bool: ...
@@ -77,7 +80,8 @@ class _CpuTransfer:
             _, step = later.pop(0)
             self._work = step(True)
         self.only_waits = all(lane in _HOST_LANES for lane, _ in later)
-        # What has begun is not held: gloo has copied what it reduces, and holds what it still reads.
+        # What has begun is not held: gloo has copied what it reduces, and holds what it still
+        # reads.
         self._later = later
 
     def finish(self) -> None:
@@ -123,7 +127,8 @@ class _CudaTransfer:
                 self._copied.synchronize()
 
     def __del__(self) -> None:
-        # Dropped with its model or by an exception: the computation would use the memory again at once.
+        # Dropped with its model or by an exception: the computation would use the memory again at
+        # once.
         self.finish()
 
 

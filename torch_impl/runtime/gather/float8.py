@@ -1,14 +1,15 @@
-"""Weights that travel as float8: quantized from the main shard, gathered as bytes, dequantized into compute weights.
+"""Weights that travel as float8: quantized, gathered as bytes, dequantized into compute weights.
 
-``bridge.core.sharding.policy.float8`` has the formats, and where the bytes of a shard lie; the bits here are those that
-it defines.
+``bridge.core.sharding.policy.float8`` has the formats, and where the bytes of a shard lie; the bits
+here are those that it defines.
 
     main shard --float32, quantize--> piece: payload | scales
     piece --all-gather, an axis a step--> pieces of all shards, in their order
     pieces --dequantize--> compute weights: payload cast, multiplied by powers of two
 
-One scale for a tensor needs the largest magnitude on all ranks first. These are reduced with the first gather after a
-change of the main weights. Every strategy computes with the dequantized weights, also where nothing is gathered.
+One scale for a tensor needs the largest magnitude on all ranks first. These are reduced with the
+first gather after a change of the main weights. Every strategy computes with the dequantized
+weights, also where nothing is gathered.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _CHUNK = 1 << 22
 
 
 class _OwnRows(NamedTuple):
-    """Rows of a parameter in this rank's shard: elements from ``start``, and the scales from byte ``scales``."""
+    """Rows of a parameter in this rank's shard, from ``start``; scales from byte ``scales``."""
 
     number: int
     start: int
@@ -47,7 +48,7 @@ class _OwnRows(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Some of them: float32 rows, their payload, and the bytes of their scales (without any: for one scale)."""
+    """Some of them: float32 rows, payload, and bytes of scales (none where there is one scale)."""
 
     number: int
     rows: torch.Tensor
@@ -58,9 +59,9 @@ class _Chunk(NamedTuple):
 class QuantizedGather:
     """Weights of ``levels``, all of two dimensions or more, in the format ``gather``.
 
-    ``tensor_parallel``: how each parameter lies on further mesh axes. A scale of a whole tensor is of all its parts
-    there; rows, and their blocks, are those of this rank's part. ``fetches``: main weights lie on the host, and come to
-    ``device`` to be quantized.
+    ``tensor_parallel``: how each parameter lies on further mesh axes. A scale of a whole tensor is
+    of all its parts there; rows, and their blocks, are those of this rank's part. ``fetches``: main
+    weights lie on the host, and come to ``device`` to be quantized.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class QuantizedGather:
         return collectives.all_gather([output], [source], mesh.groups[axis], async_op)
 
     def _quantize_steps(self, main: torch.Tensor, piece: torch.Tensor, current: bool) -> list[Step]:
-        """What is to be done before ``piece`` holds the bytes of ``main``; it holds them already if that is nothing."""
+        """What is to be done before ``piece`` holds the bytes of ``main``, if anything."""
         if self._blocks:
             return self._when_fetched(partial(self._quantize_blocks, main, piece))
         if current:
@@ -138,7 +139,7 @@ class QuantizedGather:
         ]
 
     def _when_fetched(self, work: Callable[[bool], None]) -> list[Step]:
-        """``work`` as a step behind the one that fetches main weights; done at once where these are on the device."""
+        """``work`` as a step after the fetch of main weights; done at once where none are fetched."""
         if self._fetches:
             return [("gather", work)]
         work(False)
@@ -222,7 +223,8 @@ class QuantizedGather:
         ]
 
     def _scale_runs(self) -> list[list[tuple[int, int]]]:
-        """For each parameter, in the order of its rows, bytes ``[first, stop)`` of the pieces that are its scales."""
+        """By parameter, in the order of rows, bytes ``[first, stop)`` of the pieces that are
+        scales."""
         runs: list[list[tuple[int, int]]] = [[] for _ in self._layout.slots]
         for rank in range(self._layout.num_shards):
             begin = rank * self._piece + self._layout.shard_size
@@ -270,7 +272,7 @@ def _flushed(rows: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
 
 
 def _in_blocks(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the whole blocks, ``(rows, blocks, 32)``, and of the last shorter one, ``(rows, 0 or 1, size)``."""
+    """Views of whole blocks ``(rows, blocks, 32)``, and of the rest ``(rows, 0 or 1, size)``."""
     size = rows.shape[1]
     whole = size - size % float8.BLOCK
     blocks = rows[:, :whole].unflatten(1, (whole // float8.BLOCK, float8.BLOCK))
@@ -286,8 +288,8 @@ def _multiply_blocks(rows: torch.Tensor, powers: torch.Tensor) -> None:
 
 
 def scales_of(amax: torch.Tensor, power_of_largest: int = 8) -> torch.Tensor:
-    """See ``bridge.core.sharding.policy.float8.scales_of``; for any format whose largest number is 1.75 times a power
-    of two."""
+    """See ``bridge.core.sharding.policy.float8.scales_of``; for any format whose largest number is
+    1.75 times a power of two."""
     exponents = amax.view(torch.int32).add(0x1FFFFF).bitwise_right_shift_(23).sub_(power_of_largest)
     return exponents.clamp_min_(0).to(torch.uint8)
 

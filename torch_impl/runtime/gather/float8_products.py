@@ -1,12 +1,13 @@
-"""Linear modules that multiply in float8, where the device can: ``MixedPrecisionPolicy(float8_products=True)``.
+"""Linear modules that multiply in float8: ``MixedPrecisionPolicy(float8_products=True)``.
 
     output   = input @ weight^T        e4m3 by e4m3
     d input  = d output @ weight       e5m2 by e4m3
     d weight = d output^T @ input      in the dtype of the input
 
-Each factor of a rank's product has one power of two as its scale, from its largest magnitude; sums are float32. Weights
-that were gathered as float8_e4m3fn are cast back without loss: they are such numbers times a power of two. Where this
-torch has no kernels for CPUs, as 2.11, the same float8 numbers are multiplied in float32.
+Each factor of a rank's product has one power of two as its scale, from its largest magnitude; sums
+are float32. Weights that were gathered as float8_e4m3fn are cast back without loss: they are such
+numbers times a power of two. Where this torch has no kernels for CPUs, as 2.11, the same float8
+numbers are multiplied in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MULTIPLE = 16
 
 
 class Float8Linear(nn.Linear):
-    """A linear module of a unit with ``float8_products``; other shapes and devices compute in the weight's dtype."""
+    """A linear module with ``float8_products``, where there are kernels for its shape and device."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not can_multiply(input, self.weight):
@@ -39,12 +40,12 @@ class Float8Linear(nn.Linear):
 
 
 def computing_class(cls: type[nn.Module], float8_products: bool) -> type[nn.Module]:
-    """The class that a module of ``cls`` gets. Subclasses of ``nn.Linear`` may compute otherwise, and stay."""
+    """The class that a module gets. Subclasses of ``nn.Linear`` may compute otherwise, and stay."""
     return Float8Linear if float8_products and cls is nn.Linear else cls
 
 
 def can_multiply(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether there are float8 kernels for these factors: on CPUs, and on GPUs from compute capability 8.9."""
+    """Whether there are float8 kernels: on CPUs, and on GPUs from compute capability 8.9."""
     # Weights of a model axis are DTensors; in float16 a small scale has changed the weight.
     if type(weight) is not nn.Parameter or input.dtype != weight.dtype or weight.dtype == torch.float16:
         return False

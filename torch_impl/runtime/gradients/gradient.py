@@ -2,22 +2,25 @@
 
     backward            collect     |g0 g0 g0|g1 g1|g2 g2 g2|. .|   unsharded, in one buffer
     end of the unit     reduce                  |g1 g2|             over the axes that gradients are sharded over,
-                                                                    in the last microbatch over the others as well
+                                                                    in the last microbatch over the
+                                                                    others as well
                      or keep                                        local sums of several microbatches
 
 What ``.grad`` holds between two backwards, and how it gets there: see ``reduction``.
 
-Fused kernels may write gradients themselves, without a gradient of autograd's in between. On request unsharded
-parameters carry three attributes while their unit runs backward, named as the kernels of TransformerEngine and Megatron
-expect them:
+Fused kernels may write gradients themselves, without a gradient of autograd's in between. On
+request unsharded parameters carry three attributes while their unit runs backward, named as the
+kernels of TransformerEngine and Megatron expect them:
 
     main_grad                  view of the buffer that will be reduced, shaped like the parameter (or this rank's part,
-                               under tensor parallelism), in ``reduce_dtype``, or in ``grad_dtype`` when it is kept
+                               under tensor parallelism), in ``reduce_dtype``, or in ``grad_dtype``
+                               when it is kept
     overwrite_main_grad        True: the view holds nothing yet, so the first write overwrites; False: add to it
     grad_added_to_main_grad    False; a kernel sets it to True when it has written; later writes add
 
-Whatever autograd then delivers for such a parameter, a placeholder, is ignored; without a placeholder the attribute
-alone counts. Parameters whose kernels do not know of this get their gradient copied as always.
+Whatever autograd then delivers for such a parameter, a placeholder, is ignored; without a
+placeholder the attribute alone counts. Parameters whose kernels do not know of this get their
+gradient copied as always.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ from torch_impl.runtime.ground.tensor_parallel import SUMMED
 from torch_impl.runtime.memory.compute_buffer import Slot
 from torch_impl.runtime.weights.context import UnitContext
 
-# Of a unit's gradients, what is held before they get their buffer, if it does not take the place of weights. Both are
-# in use together when it is made, so more would raise the peak at the end of a unit; less, that at its beginning.
+# Of a unit's gradients, what is held before they get their buffer, if it does not take the place of
+# weights. Both are in use together when it is made, so more would raise the peak at the end of a
+# unit; less, that at its beginning.
 _HELD = 0.5
 
 _MAIN_GRAD = ("main_grad", "overwrite_main_grad", "grad_added_to_main_grad")
@@ -60,7 +64,8 @@ class GradientBuffer:
 
     @property
     def shares(self) -> bool:
-        # Of what a backend reduces in a copy, memory of its own is free when the reduction has begun.
+        # Of what a backend reduces in a copy, memory of its own is free when the reduction has
+        # begun.
         return not self._context.schedule.streams.copies
 
     @property
@@ -91,7 +96,7 @@ class GradientBuffer:
 
 
 class GroupGradient:
-    """Collects the gradients of ``unsharded`` in ``memory``, for ``reduction``; see ``GroupSpec`` for ``spec``."""
+    """Collects the gradients of ``unsharded`` in ``memory``, for ``reduction``."""
 
     def __init__(
         self,
@@ -113,7 +118,7 @@ class GroupGradient:
 
     @property
     def collecting(self) -> list[torch.Tensor]:
-        """Gradients of a backward that is under way; the buffer may hold the sums of earlier microbatches too."""
+        """Gradients of a backward under way; the buffer may hold sums of earlier microbatches."""
         return [*self._held.values()] if self._whole is None else [self._whole]
 
     def add_gradient(self, index: int, keep: bool, frees: bool) -> None:
@@ -133,16 +138,18 @@ class GroupGradient:
     def _add(self, index: int, grad: torch.Tensor, keep: bool, frees: bool) -> None:
         """Take a gradient that nobody else holds.
 
-        The buffer of a unit whose weights are freed before the reduction is made after that, so that it takes their
-        place. Another one is made when enough has come: where most of a unit's gradients come late, as an embedding's
-        beside an output layer, it would be in use through all of backward.
+        The buffer of a unit whose weights are freed before the reduction is made after that, so
+        that it takes their place. Another one is made when enough has come: where most of a unit's
+        gradients come late, as an embedding's beside an output layer, it would be in use through
+        all of backward.
         """
         grad = self._over_model_axes(index, grad)
         if self._whole is None:
             if not self._held:
                 # The group's memory may be under reduction still, for an earlier call of the unit.
                 self.reduction.finish()
-            # Kept sums are added to in place, and a second gradient of one parameter needs the first.
+            # Kept sums are added to in place, and a second gradient of one parameter needs the
+            # first.
             if keep or index in self._held or (not self._held and self.reduction.kept_whole()):
                 self._context.schedule.reductions.make_room()
                 self._make_buffer(keep)
@@ -157,7 +164,7 @@ class GroupGradient:
         self._put(index, grad)
 
     def _over_model_axes(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a gradient whose terms lie on several ranks, added up in the dtype of the reduction."""
+        """This rank's part of a gradient whose terms lie on several ranks of model axes."""
         spec = self._group_spec
         # Sums in float16 that are not divided yet would overflow.
         reduce = grad.dtype if spec.divides_first else spec.dtypes.reduce
@@ -185,7 +192,7 @@ class GroupGradient:
             view.add_(grad, alpha=1 / divisor if self._divided else 1)
 
     def attach_main_grads(self, keep: bool) -> None:
-        """Give the unsharded parameters their main gradients, where they lack them; ``keep``: see ``add_gradient``."""
+        """Give the unsharded parameters their main gradients; ``keep``: see ``add_gradient``."""
         self._exposed = True
         for index, param in enumerate(self._unsharded):
             if param.requires_grad and not hasattr(param, "main_grad"):
@@ -228,12 +235,13 @@ class GroupGradient:
     def reduce(self, last: bool, idle: bool = False) -> None:
         """Begin to reduce what was collected; nothing if nothing came, else a collective.
 
-        Parameters of the group that got no gradient on this rank count as zero; they get one if they did on another.
-        ``last``: over all axes, not only those that gradients are sharded over. ``idle``: also if nothing came, since
-        sums wait, see ``GroupReduction.waits``, or gradients may have come on other ranks.
+        Parameters of the group that got no gradient on this rank count as zero; they get one if
+        they did on another. ``last``: over all axes, not only those that gradients are sharded
+        over. ``idle``: also if nothing came, since sums wait, see ``GroupReduction.waits``, or
+        gradients may have come on other ranks.
 
-        ``.grad`` has the result when the reduction is finished: before the next one of another unit, see
-        ``wait_for_others``, or at the end of the backward.
+        ``.grad`` has the result when the reduction is finished: before the next one of another
+        unit, see ``wait_for_others``, or at the end of the backward.
         """
         self._detach_main_grads()
         if not self._has_gradients and not idle:
@@ -250,14 +258,14 @@ class GroupGradient:
         self.reduction.start(values, last, used)
 
     def wait_for_others(self) -> None:
-        """Finish the reductions of another unit, to be called before the first one of this unit begins."""
+        """Finish the reductions of another unit, before the first one of this unit begins."""
         self._context.schedule.reductions.finish()
 
     def abandon(self) -> None:
         """Forget what was collected in a backward that raised, and what is being reduced.
 
-        Gradients are added to the sums of earlier microbatches in place: if those are kept, what arrived in the
-        unfinished backward stays in them until ``zero_grad``.
+        Gradients are added to the sums of earlier microbatches in place: if those are kept, what
+        arrived in the unfinished backward stays in them until ``zero_grad``.
         """
         self._detach_main_grads()
         self.reduction.abandon()
@@ -286,7 +294,7 @@ class GroupGradient:
         return frozenset(range(len(self._group_spec.names))).difference(self._untouched)
 
     def _complete(self, keep: bool) -> torch.Tensor:
-        """The buffer that was collected, with zeros where no gradient came and in the padding, which hooks read too."""
+        """The buffer, with zeros where no gradient came, and in the padding, which hooks read too."""
         if self._whole is None:
             # Reductions of other units are finished, and those of this one go on.
             self._make_buffer(keep)

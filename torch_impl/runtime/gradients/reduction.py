@@ -1,21 +1,22 @@
-"""From a group's collected gradients to ``.grad``: the reduction over the ranks, and sums that wait for theirs.
+"""From a group's collected gradients to ``.grad``: reductions, and sums that wait for theirs.
 
-The state between two backwards is ``.grad`` of the sharded parameters and nothing else, so that ``zero_grad`` in both
-modes, or setting a gradient by hand, means what it says:
+The state between two backwards is ``.grad`` of the sharded parameters and nothing else, so that
+``zero_grad`` in both modes, or setting a gradient by hand, means what it says:
 
 * None: no gradient yet, since no rank has used the parameter
 * a DTensor placed like the parameter: the reduced gradient, averaged over the ranks
-* a DTensor placed ``Partial`` on some axes: sums that are not reduced over them yet, of microbatches before the last.
-  Reading it raises.
+* a DTensor placed ``Partial`` on some axes: sums that are not reduced over them yet, of
+  microbatches before the last. Reading it raises.
 
 Sums are divided when they are reduced over the last axis.
 
-Ranks may use different parameters of a group. A parameter that some rank used gets a gradient on every rank, and one
-that none used on no rank, whether it has rows there or not: gradients are clipped by collectives, for which ranks must
-hold the same ones. Ranks are those of the group's mesh: ranks that hold other parts of a parameter, by tensor or expert
-parallelism, are not asked, and must use the same ones. The buffer that is reduced has a flag for each parameter
-(``buffer``), 1 on ranks that used it in this microbatch or in one whose sums wait. Any sum of flags but 0 means used,
-however it is rounded. Hooks of the program do not see flags.
+Ranks may use different parameters of a group. A parameter that some rank used gets a gradient on
+every rank, and one that none used on no rank, whether it has rows there or not: gradients are
+clipped by collectives, for which ranks must hold the same ones. Ranks are those of the group's
+mesh: ranks that hold other parts of a parameter, by tensor or expert parallelism, are not asked,
+and must use the same ones. The buffer that is reduced has a flag for each parameter (``buffer``), 1
+on ranks that used it in this microbatch or in one whose sums wait. Any sum of flags but 0 means
+used, however it is rounded. Hooks of the program do not see flags.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class GradientMemory(Protocol):
 
 
 class _UnderWay(NamedTuple):
-    """Where the sums will be, whether they are reduced over all axes then, and which parameters this rank used."""
+    """Where the sums will be, whether over all axes, and which parameters this rank used."""
 
     transfer: Transfer
     sums: torch.Tensor
@@ -54,7 +55,7 @@ class _UnderWay(NamedTuple):
 
 
 class GroupReduction:
-    """Reduces what was collected in ``memory``, and keeps ``.grad`` of the sharded parameters ``params``."""
+    """Reduces what was collected in ``memory``, into ``.grad`` of the sharded ``params``."""
 
     def __init__(
         self, spec: GroupSpec, params: Sequence[nn.Parameter], memory: GradientMemory, context: UnitContext
@@ -63,7 +64,8 @@ class GroupReduction:
         # Whether to look at every .grad after a backward, which costs too much to be done always.
         self._left_partial = False
         self._under_way: _UnderWay | None = None
-        # torch refuses a .grad of another dtype than the parameter's, unless the parameter names that dtype.
+        # torch refuses a .grad of another dtype than the parameter's, unless the parameter names
+        # that dtype.
         for param in params:
             if spec.dtypes.grad != param.dtype:
                 param.grad_dtype = spec.dtypes.grad
@@ -74,21 +76,22 @@ class GroupReduction:
 
     @property
     def only_waits(self) -> bool:
-        """Whether to finish the reduction under way, if any, only means to wait for it, see ``streams.Transfer``."""
+        """Whether to finish the reduction only means to wait for it, see ``streams.Transfer``."""
         return self._under_way is None or self._under_way.transfer.only_waits
 
     def start(self, values: torch.Tensor, last: bool, used: frozenset[int]) -> None:
-        """Begin to sum ``values`` (level 0, in the dtype of the reduction) over the ranks. Collective.
+        """Begin to sum ``values``, of level 0, over the ranks. Collective.
 
-        ``last``: over all axes, not only those that gradients are sharded over. ``used``: the parameters that this rank
-        used, in this microbatch or in earlier ones whose sums are in ``values``.
+        ``last``: over all axes, not only those that gradients are sharded over. ``used``: the
+        parameters that this rank used, in this microbatch or in earlier ones whose sums are in
+        ``values``.
         """
         spec, levels = self._group_spec, self._group_spec.levels
         last = last or spec.strategy.gradients == levels.axes
         if spec.order is not None:
             spec.order.begin(
-                f"gradients of {spec.names[0]!r} (unit {self._context.name or 'root'}) are reduced over "
-                f"{'all axes' if last else 'the inner axis'}"
+                f"gradients of {spec.names[0]!r} (unit {self._context.name or 'root'}) are reduced "
+                f"over {'all axes' if last else 'the inner axis'}"
             )
         flags = levels.flags(0, values).zero_()
         _add_flags(flags, used)
@@ -116,7 +119,8 @@ class GroupReduction:
         """The parameters that were used on any of the ranks that ``done`` has reduced over."""
         spec = self._group_spec
         trained = {index for index, param in enumerate(self._params) if param.requires_grad}
-        # To read flags makes the program wait for the device. Of what this rank used it need not ask.
+        # To read flags makes the program wait for the device. Of what this rank used it need not
+        # ask.
         if done.used >= trained:
             return done.used
         level = spec.strategy.optimizer if done.last else spec.strategy.gradients
@@ -127,13 +131,14 @@ class GroupReduction:
         return used
 
     def _check_hooked(self, unused: Collection[int], sums: Sequence[torch.Tensor]) -> None:
-        """RuntimeError for a gradient that a hook brought from elsewhere: ranks without rows do not know of it."""
+        """RuntimeError for a gradient that a hook brought: ranks without rows know nothing of it."""
         for index in unused:
             if sums[index].ne(0).any():
                 raise RuntimeError(
-                    f"set_all_reduce_hook: parameter {self._group_spec.names[index]!r} was used on no rank of this "
-                    "mesh, and has a gradient after the hook: expected all replicas that the hook reduces over to use "
-                    "the same parameters; use it in each replica's loss, if only times 0"
+                    f"set_all_reduce_hook: parameter {self._group_spec.names[index]!r} was used on "
+                    "no rank of this mesh, and has a gradient after the hook: expected all "
+                    "replicas that the hook reduces over to use the same parameters; use it in "
+                    "each replica's loss, if only times 0"
                 )
 
     def abandon(self) -> None:
@@ -145,7 +150,7 @@ class GroupReduction:
             self._memory.release()
 
     def waits(self, last: bool) -> bool:
-        """Whether sums of earlier microbatches are there that a reduction, over all axes if ``last``, would reduce."""
+        """Whether sums of earlier microbatches wait for a reduction, over all axes if ``last``."""
         if not self._left_partial:
             return False
         grads = [param.grad for param in self._params if param.requires_grad]
@@ -163,7 +168,7 @@ class GroupReduction:
         }
 
     def flat_of(self, kept: dict[int, torch.Tensor]) -> torch.Tensor | None:
-        """The flat buffer whose views these sums are; None if they are not, since a program may set ``.grad``."""
+        """The flat buffer whose views these sums are; None where a program has set ``.grad``."""
         # A parameter without elements lies anywhere.
         filled = [(index, local) for index, local in kept.items() if local.numel()]
         if not filled:
@@ -175,13 +180,14 @@ class GroupReduction:
             placed = local.untyped_storage().data_ptr(), local.storage_offset(), local.is_contiguous()
             if placed != (storage.data_ptr(), whole.start(spec.names[index]), True):
                 return None
-        # All views at the right offsets of a longer buffer, or of one in another dtype, are the program's own work.
+        # All views at the right offsets of a longer buffer, or of one in another dtype, are the
+        # program's own work.
         if storage.nbytes() != size * dtype.itemsize or filled[0][1].dtype != dtype:
             return None
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (size,), (1,))
 
     def leave_partial(self, sums: torch.Tensor, level: int, used: frozenset[int]) -> None:
-        """Make ``sums``, a buffer of a level that is not reduced over the other axes, the gradients.
+        """Make ``sums``, a buffer of a level, the gradients, not reduced over the other axes.
 
         Those of parameters that are not ``used`` stay None if they are.
         """
@@ -198,9 +204,9 @@ class GroupReduction:
             if param.grad is not None and _cut_of(param.grad) != (0, True):
                 if param._backward_hooks and not _cut_of(param.grad)[1]:
                     raise RuntimeError(
-                        f"{described(param)} has a hook (register_hook), which has seen its reduced gradient and would "
-                        "see it again in the sum of microbatches: call zero_grad() before the first microbatch, with "
-                        "set_to_none=True"
+                        f"{described(param)} has a hook (register_hook), which has seen its "
+                        "reduced gradient and would see it again in the sum of microbatches: call "
+                        "zero_grad() before the first microbatch, with set_to_none=True"
                     )
                 self._add_to_partial(view, name, param.grad, level)
             bounds = spec.levels.row_bounds(level, name) if level else None
@@ -215,10 +221,11 @@ class GroupReduction:
             )
 
     def _add_to_partial(self, view: torch.Tensor, name: str, grad: torch.Tensor, level: int) -> None:
-        """Add a gradient that is reduced as far as ``view`` or further, as its share of a sum to be made."""
+        """Add a gradient that is reduced as far as ``view`` or further, as a share of a sum."""
         levels, local = self._group_spec.levels, local_of(grad)
         axes, partial_sums = _cut_of(grad)
-        # A mean stands for the sum times the divisor, which the ranks that hold the same rows contribute together.
+        # A mean stands for the sum times the divisor, which the ranks that hold the same rows
+        # contribute together.
         mean_of = self._group_spec.divisor.value * levels.mesh.shards(max(axes, level)) / levels.mesh.size
         share = 1.0 if partial_sums else mean_of
         if axes == level:
@@ -232,13 +239,14 @@ class GroupReduction:
             view.view(-1, *local.shape[1:])[r0:r1].add_(local, alpha=share)
 
     def _steps(self, values: torch.Tensor, last: bool) -> tuple[list[Step], torch.Tensor]:
-        """What sums ``values``, of level 0, over the axes one by one, and where the sums will be."""
+        """What sums ``values``, of level 0, axis by axis, and where the sums will be."""
         strategy, levels = self._group_spec.strategy, self._group_spec.levels
         steps: list[Step] = []
         # All memory is allocated here: see ``streams``.
         for axis in range(levels.axes if last else strategy.gradients):
             lane = "reduce" if axis == 0 else "outer"
-            # Earlier microbatches were reduced up to this axis; on axis 0 they were collected together with this one.
+            # Earlier microbatches were reduced up to this axis; on axis 0 they were collected
+            # together with this one.
             if axis == strategy.gradients and axis > 0:
                 steps.append((lane, partial(self._add_waiting, values)))
             # What one rank has collected is the sum, and its shard.
@@ -261,7 +269,7 @@ class GroupReduction:
         return steps, values
 
     def _add_waiting(self, values: torch.Tensor, async_op: bool) -> None:
-        """Add to ``values`` the sums of earlier microbatches that were not reduced over the outer axes."""
+        """Add to ``values`` the sums of earlier microbatches that wait for the outer axes."""
         spec = self._group_spec
         level, waited = spec.strategy.gradients, set[int]()
         for index, (param, view) in enumerate(
@@ -276,7 +284,8 @@ class GroupReduction:
 
     def _publish_partial(self, sums: torch.Tensor, used: frozenset[int]) -> None:
         sums = sums.to(self._group_spec.dtypes.grad)
-        # Sums that wait are undivided in every dtype of the reduction, so that kept and reduced ones can be added.
+        # Sums that wait are undivided in every dtype of the reduction, so that kept and reduced
+        # ones can be added.
         if self._group_spec.divides_first:
             sums *= self._group_spec.divisor.value
         self.leave_partial(sums, self._group_spec.strategy.gradients, used)
@@ -296,12 +305,14 @@ class GroupReduction:
         ]
         for param, view in fresh:
             _run_tensor_hooks(param, view)
-        # Partial sums were added on the way; a reduced gradient is of an earlier backward, or was set by hand.
+        # Partial sums were added on the way; a reduced gradient is of an earlier backward, or was
+        # set by hand.
         present = [
             (p.grad._local_tensor, view) for p, view in fresh if p.grad is not None and not _cut_of(p.grad)[1]
         ]
         if fresh and len(present) == len(fresh):
-            # As after zero_grad(set_to_none=False), or in a second microbatch: one kernel, and the buffer goes.
+            # As after zero_grad(set_to_none=False), or in a second microbatch: one kernel, and the
+            # buffer goes.
             torch._foreach_add_([grad for grad, _ in present], [view for _, view in present])
         else:
             for grad, view in present:
@@ -315,7 +326,8 @@ class GroupReduction:
 def _add_flags(flags: torch.Tensor, used: Collection[int]) -> None:
     """Add 1 to the columns of ``flags`` (shards, parameters) of the parameters that are ``used``.
 
-    Each run of neighbours is one kernel: a copy of flags from the CPU would make the program wait for the device.
+    Each run of neighbours is one kernel: a copy of flags from the CPU would make the program wait
+    for the device.
     """
     ordered = sorted(used)
     first = 0
@@ -326,19 +338,20 @@ def _add_flags(flags: torch.Tensor, used: Collection[int]) -> None:
 
 
 def _run_tensor_hooks(param: nn.Parameter, view: torch.Tensor) -> None:
-    """The user's ``Tensor.register_hook``: each may give another gradient in place of this reduced one."""
+    """The user's ``Tensor.register_hook``: each may replace this reduced gradient."""
     for hook in list((param._backward_hooks or {}).values()):
         replacement = hook(wrap_like(param, view))
         if replacement is not None:
             if _cut_of(replacement) != _cut_of(wrap_like(param, view)) or replacement.shape != param.shape:
                 raise ValueError(
-                    f"hook of {described(param)}: expected None or a gradient placed like the parameter, got {replacement!r}"
+                    f"hook of {described(param)}: expected None or a gradient placed like the "
+                    f"parameter, got {replacement!r}"
                 )
             view.copy_(local_of(replacement))
 
 
 def _run_hooks(param: nn.Parameter) -> None:
-    """The user's ``register_post_accumulate_grad_hook``, which autograd runs only where it accumulates itself."""
+    """The user's ``register_post_accumulate_grad_hook``: autograd runs its own only."""
     for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(param)
 
@@ -347,8 +360,9 @@ def _cut_of(grad: torch.Tensor) -> tuple[int, bool]:
     """Over how many axes a gradient is cut, and whether sums over others are missing in it."""
     if not isinstance(grad, RowDTensor):
         raise TypeError(
-            f"gradient of a sharded parameter: expected a DTensor placed like the parameter, got {type(grad).__name__} "
-            f"of shape {tuple(grad.shape)}; set .grad to None or to torch.zeros_like(param)"
+            "gradient of a sharded parameter: expected a DTensor placed like the parameter, got "
+            f"{type(grad).__name__} of shape {tuple(grad.shape)}; set .grad to None or to "
+            "torch.zeros_like(param)"
         )
     # A loop over attributes: this is asked for every gradient of every backward.
     axes, partial_sums = 0, False

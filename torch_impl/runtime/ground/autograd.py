@@ -1,7 +1,7 @@
-"""The places where the runtime hooks into autograd. All use of torch's private engine calls is in this module.
+"""Where the runtime hooks into autograd. All use of torch's private engine calls is here.
 
-Callbacks hold no tensors, and of the graph only nodes before their own: a graph that is dropped frees its memory at
-once, without the garbage collector.
+Callbacks hold no tensors, and of the graph only nodes before their own: a graph that is dropped
+frees its memory at once, without the garbage collector.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STARTS = "twinshard: units whose backward starts here"
 
 
 def current_backward() -> int | None:
-    """Number of the backward that runs on this thread, also a nested one; None outside of backward."""
+    """Number of the backward that runs on this thread, also a nested one; None outside."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
 
@@ -48,7 +48,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def reaches(leaf: torch.Tensor) -> bool:
-    """Whether the backward that runs now adds to the gradient of ``leaf``; True where that cannot be asked."""
+    """Whether the backward that runs adds to the gradient of ``leaf``; True if unknown."""
     # Not every class that wraps tensors can be viewed.
     if not isinstance(leaf, DTensor) and is_traceable_wrapper_subclass(leaf):
         return True
@@ -60,11 +60,12 @@ def reaches(leaf: torch.Tensor) -> bool:
 
 
 class WatchedInputs:
-    """Tells in backward when the gradients of a module's inputs are complete, by a call of ``done``.
+    """Calls ``done`` in backward when the gradients of a module's inputs are complete.
 
-    ``reached`` is called with these inputs when a backward reaches the outputs, see ``watch_outputs``. In a backward
-    with ``create_graph``, the gradients of the inputs are results of the module, too: ``reached`` is then called when
-    another backward reaches these. ``done(False)`` tells that this backward may come unnoticed.
+    ``reached`` is called with these inputs when a backward reaches the outputs, see
+    ``watch_outputs``. In a backward with ``create_graph``, the gradients of the inputs are results
+    of the module, too: ``reached`` is then called when another backward reaches these.
+    ``done(False)`` tells that this backward may come unnoticed.
     """
 
     def __init__(self, done: Callable[[bool], None], reached: Callable[[WatchedInputs], None]) -> None:
@@ -81,7 +82,8 @@ class WatchedInputs:
     def _watch(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not any(level.requires_grad for level in levels_of(leaf)):
             return leaf
-        # The gradient of this view is complete when the module is done; that of the input itself may wait for others.
+        # The gradient of this view is complete when the module is done; that of the input itself
+        # may wait for others.
         view = leaf.view_as(leaf)
         this = weakref.ref(self)
         for level in levels_of(view):
@@ -92,7 +94,7 @@ class WatchedInputs:
         return view
 
     def release(self, output: Any) -> Any:
-        """Ends the forward: ``output`` with the inputs themselves in place of views that the module passed on."""
+        """End the forward: ``output`` with inputs in place of views that the module passed on."""
         originals, self._given = self._given, []
         return map_leaves(
             output, lambda leaf: originals[self._nodes.index(node_of(leaf))] if self.passed_on(leaf) else leaf
@@ -104,21 +106,22 @@ class WatchedInputs:
         return isinstance(leaf, torch.Tensor) and node_of(leaf) in self._nodes
 
     def expect(self) -> bool:
-        """To be called when the backward reaches the module: finds the inputs that take part, and whether any does.
+        """A backward reaches the module: find the inputs that take part, and whether any does.
 
         Only those are waited for, and without this there is no call of ``done``.
         """
-        # In a backward with given inputs, or through a part of the graph, some inputs get no gradient.
+        # In a backward with given inputs, or through a part of the graph, some inputs get no
+        # gradient.
         self._gradients.expect(
             {k for k, node in enumerate(self._nodes) if torch._C._will_engine_execute_node(node)}
         )
         return bool(self._gradients.missing)
 
     def watch_results(self, results: Iterable[Any]) -> bool:
-        """Have ``reached`` called when a backward reaches one of these; False if none is known that it can reach.
+        """Have ``reached`` called when a backward reaches a result; False if none can be reached.
 
-        Inputs that were passed on are left out: a hook there comes too late, and would keep a dropped graph alive
-        through the inputs.
+        Inputs that were passed on are left out: a hook there comes too late, and would keep a
+        dropped graph alive through the inputs.
         """
         start, hooked = partial(self._reached, self), False
         for result in results:
@@ -158,11 +161,12 @@ class _Gradients:
 
 
 def eager(hook: Callable[..., T]) -> Callable[..., T]:
-    """Keep ``torch.compile`` out of a hook: it would trace bookkeeping whose effects must happen at every call."""
+    """Keep ``torch.compile`` out of a hook: effects of bookkeeping must happen at every call."""
 
     @functools.wraps(hook)
     def call(*args: Any, **kwargs: Any) -> T:
-        # Not as a decorator: that imports the compiler, which takes seconds, and costs microseconds a call.
+        # Not as a decorator: that imports the compiler, which takes seconds, and costs microseconds
+        # a call.
         if torch.compiler.is_compiling():
             return torch.compiler.disable(hook)(*args, **kwargs)
         return hook(*args, **kwargs)
@@ -171,10 +175,11 @@ def eager(hook: Callable[..., T]) -> Callable[..., T]:
 
 
 def watch_outputs(output: Any, inputs: WatchedInputs) -> bool:
-    """Have ``inputs`` told in backward when gradients reach the outputs, before the module's own backward.
+    """Tell ``inputs`` when gradients reach the outputs, before the module's own backward.
 
-    Returns False when backward could reach the module unnoticed: ``output`` holds objects that cannot be searched and
-    no tensor that requires gradient was found, or tensors whose graph cannot be reached.
+    Returns False when backward could reach the module unnoticed: ``output`` holds objects that
+    cannot be searched and no tensor that requires gradient was found, or tensors whose graph cannot
+    be reached.
     """
     leaves = leaves_of(output)
     hooked = inputs.watch_results(leaves)
@@ -184,10 +189,10 @@ def watch_outputs(output: Any, inputs: WatchedInputs) -> bool:
 
 
 def _start_first(tensor: torch.Tensor, node: Node, start: Callable[[], None]) -> None:
-    """Call ``start`` when the gradient of ``node``'s output arrives, before what was to be called there until now.
+    """Call ``start`` when the gradient of ``node``'s output arrives, before earlier callbacks.
 
-    A unit may return an inner unit's output itself, and still comes first in backward, as it does on a rank where
-    something is computed in between.
+    A unit may return an inner unit's output itself, and still comes first in backward, as it does
+    on a rank where something is computed in between.
     """
     notes: Any = node.metadata  # a dict of the node's own, which torch declares as a method
     starts: list[Callable[[], None]] = notes.setdefault((_STARTS, tensor.output_nr), [])
@@ -202,7 +207,7 @@ def _call_all(functions: list[Callable[[], None]], _: torch.Tensor) -> None:
 
 
 def weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    """A callback that does not keep the method's object alive: graphs outlive deleted models, and units own hooks."""
+    """A callback that does not keep the method's object alive: graphs outlive deleted models."""
     return partial(_call_if_alive, weakref.WeakMethod(method), *args)
 
 
@@ -213,7 +218,7 @@ def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *args: Any) 
 
 
 def outside_transforms(method: Callable[..., T]) -> Callable[..., T]:
-    """Run a method as if no transform were active: these refuse to fill memory that is not the function's own."""
+    """Run a method outside of transforms, which refuse to fill memory of others."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> T:
@@ -253,7 +258,8 @@ def register(unit: ShardedUnit) -> None:
 def watch_backwards() -> None:
     """Wrap torch's function, for the whole process; calls after the first do nothing."""
     watching = _watching(torch.autograd.graph._engine_run_backward)
-    # The second is a name for the first, which torch.compiler puts back after wrapping both for a while.
+    # The second is a name for the first, which torch.compiler puts back after wrapping both for a
+    # while.
     namespaces: tuple[Any, ...] = (torch.autograd.graph, torch.autograd)
     for namespace in namespaces:
         namespace._engine_run_backward = watching

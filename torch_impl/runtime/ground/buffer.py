@@ -1,4 +1,4 @@
-"""The flat buffers of a group, at every degree of sharding, and the collectives that lead from one to the next.
+"""The flat buffers of a group, at every degree of sharding, and the collectives between them.
 
 A group's buffers lie in one contiguous 1-D tensor, whole or one rank's shards of them::
 
@@ -6,8 +6,8 @@ A group's buffers lie in one contiguous 1-D tensor, whole or one rank's shards o
     |w w w w w w|b b|u u u u|. . . .|v v v v v v|. .|    whole
             |w w|b b|                    |v v|           what rank 1 holds, one after the other
 
-Level a is the buffers cut over the a innermost mesh axes, level 0 is whole. A layout is planned for the finest level in
-use; coarser ones merge its shards::
+Level a is the buffers cut over the a innermost mesh axes, level 0 is whole. A layout is planned for
+the finest level in use; coarser ones merge its shards::
 
     mesh (2, 3)        buffer of 6 finest shards          one step coarser      one step finer
     level 0   |. . . . . . . . . . . .|    whole                                reduce-scatter, inner axis
@@ -16,14 +16,15 @@ use; coarser ones merge its shards::
 
 An axis of one rank takes no collective.
 
-A gradient buffer ends with *flags*, one for each parameter and finest shard in it, that tell which parameters were
-used: every rank is to know that, whichever rows it holds, without a further collective::
+A gradient buffer ends with *flags*, one for each parameter and finest shard in it, that tell which
+parameters were used: every rank is to know that, whichever rows it holds, without a further
+collective::
 
     level 0   |. . . . . .|f0 f1|f0 f1|f0 f1|    3 shards of rows, 2 parameters
     level 1   |. .|f0 f1|                        rows and flags, summed over the ranks
 
-Views of a buffer are taken once and stay valid while the storage behind them is freed and allocated again: tensors
-saved by autograd survive a reshard.
+Views of a buffer are taken once and stay valid while the storage behind them is freed and allocated
+again: tensors saved by autograd survive a reshard.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ from torch_impl.runtime.ground.host_memory import fetch
 
 
 class FlatBuffer:
-    """``layout.padded_size`` zeros when ``rank`` is None, else ``layout.shard_size`` zeros: the shards of ``rank``.
+    """Zeros of a layout: all of it when ``rank`` is None, else the shards of ``rank``.
 
-    The memory stays as long as the buffer; a ``ComputeBuffer`` has some only while its weights are used.
+    The memory stays as long as the buffer; a ``ComputeBuffer`` has some only while its weights are
+    used.
     """
 
     allocated = True
@@ -117,7 +119,7 @@ class ShardLevels:
         return self._sizes[level] + finest * self._num_parameters
 
     def flags(self, level: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Of a gradient buffer of a level, a view ``[finest shards, parameters]``: not 0 where one was used."""
+        """View ``[finest shards, parameters]`` of a gradient buffer: not 0 where it was used."""
         return gradient[self._sizes[level] :].view(-1, self._num_parameters)
 
     def padding(self, gradient: torch.Tensor) -> list[torch.Tensor]:
@@ -144,7 +146,7 @@ class ShardLevels:
         return collectives.all_gather(outputs, shards, self.mesh.groups[level], async_op)
 
     def reduce(self, level: int, shard: torch.Tensor, values: torch.Tensor, async_op: bool) -> Work | None:
-        """Sum ``values``, a gradient buffer of ``level``, over an axis into ``shard``, one of the level after it."""
+        """Sum gradient buffer ``values`` of ``level`` over an axis into ``shard`` of the next."""
         values_of, shards = self._gradient_parts(level, values), self._gradient_parts(level + 1, shard)
         return collectives.reduce_scatter(shards, values_of, self.mesh.groups[level], async_op)
 
@@ -153,7 +155,7 @@ class ShardLevels:
         return collectives.all_reduce(values, self.mesh.groups[axis], async_op=async_op)
 
     def views(self, level: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        """All parameters in ``flat``, this rank's buffer of a level, as ``FlatBuffer.view`` shows them."""
+        """All parameters in this rank's buffer of a level, as ``FlatBuffer.view`` shows them."""
         # Places are worked out once: a backward takes the views of all parameters twice.
         return [flat.as_strided(*geometry) for geometry in self._geometry[level]]
 
@@ -165,7 +167,7 @@ class ShardLevels:
         return [(tuple(view.shape), view.stride(), int(view.storage_offset())) for view in views]
 
     def _padding(self) -> list[tuple[int, int]]:
-        """First element and end of each stretch of the whole buffers that lies between parameters."""
+        """First element and end of each stretch of the whole buffers between parameters."""
         layout, gaps, end = self.layouts[0], list[tuple[int, int]](), 0
         taken = sorted((layout.start(slot.name), slot.numel) for slot in layout.slots if slot.numel)
         for start, numel in (*taken, (self._sizes[0], 0)):
@@ -188,19 +190,20 @@ class WeightGather(Protocol):
 
     @property
     def resident(self) -> torch.Tensor | None:
-        """What a rank keeps between its main weights and whole compute weights, see the note of the package."""
+        """What a rank keeps between main and whole weights, see the note of the package."""
         ...
 
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
         """Steps that fill ``target``, whole, from all ranks' ``main``, an axis a step.
 
-        ``current``: the last steps were completed with these very main weights, so that what was kept still holds.
+        ``current``: the last steps were completed with these very main weights, so that what was
+        kept still holds.
         """
         ...
 
 
 class CastGather:
-    """Shards are cast to ``compute`` and gathered in it, on ``device``, where main weights may be fetched to."""
+    """Shards are fetched to ``device`` if need be, cast to ``compute``, and gathered in it."""
 
     def __init__(
         self,
@@ -218,7 +221,8 @@ class CastGather:
 
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
         level, steps = self._strategy.optimizer, list[Step]()
-        # The outer axis is the slow one: backward, and further microbatches, gather over the inner one only.
+        # The outer axis is the slow one: backward, and further microbatches, gather over the inner
+        # one only.
         if self.resident is not None and current:
             level, source = self._strategy.parameters, self.resident
         # Cast before the gather: fewer bytes cross the network.

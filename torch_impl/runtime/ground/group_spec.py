@@ -1,4 +1,4 @@
-"""What is known of a parameter group from the start: its layout, its dtypes, and how its sums are divided."""
+"""What is known of a parameter group from the start: layout, dtypes, and divisor of sums."""
 
 from __future__ import annotations
 

@@ -4,10 +4,11 @@
                   | fetch                               ^ send
     device   |shard| -gather-> forward, backward -reduce-> |shard|
 
-A gather begins with a copy of the own shard to the device, where it is cast or quantized. A reduction ends with a copy
-of what it left to the host, where sums are divided. Between backwards nothing of either is on the device, so sums of
-earlier microbatches wait on the host too, whole where they were not reduced, and travel there and back. What HFSDP
-keeps of the parameters stays on the device.
+A gather begins with a copy of the own shard to the device, where it is cast or quantized. A
+reduction ends with a copy of what it left to the host, where sums are divided. Between backwards
+nothing of either is on the device, so sums of earlier microbatches wait on the host too, whole
+where they were not reduced, and travel there and back. What HFSDP keeps of the parameters stays on
+the device.
 
 On a mesh of CPUs the same copies are made within its memory. Both are steps of ``comm.streams``.
 """
@@ -26,7 +27,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Where main weights and gradients lie. ``pinned``: in memory from which transfers run during the computation."""
+    """Where main weights and gradients lie. ``pinned``: transfers overlap the computation."""
 
     pinned: bool
 

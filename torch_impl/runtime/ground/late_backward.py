@@ -1,7 +1,7 @@
 """What errors of autograd mean where a backward comes too late for sharded weights.
 
-Weights may have been freed unseen, or gathered again with other values. Autograd then refuses the saved weights, but
-knows only shapes and versions, so the error gets a note that names the weights.
+Weights may have been freed unseen, or gathered again with other values. Autograd then refuses the
+saved weights, but knows only shapes and versions, so the error gets a note that names the weights.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ _CHANGED = re.compile(
     r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+); expected"
 )
 OF_PARAMETERS = (
-    "torch_impl: expected inputs of torch.autograd.grad that are no sharded parameters, since one rank computes only a "
-    "part of their gradient: call backward(inputs=...), which sums the gradients of the ranks into .grad"
+    "torch_impl: expected inputs of torch.autograd.grad that are no sharded parameters, since one "
+    "rank computes only a part of their gradient: call backward(inputs=...), which sums the "
+    "gradients of the ranks into .grad"
 )
 
 
@@ -43,7 +44,7 @@ class ShardedGroup(Protocol):
 
 
 def explain_late_backward(error: RuntimeError, groups: Iterable[ShardedGroup], to_parameters: bool) -> None:
-    """Add a note to ``error`` if the error is about weights of ``groups``, or about main weights as inputs."""
+    """Add a note to an error about weights of ``groups``, or about main weights as inputs."""
     message = str(error)
     if to_parameters and "not have been used in the graph" in message:
         error.add_note(OF_PARAMETERS)
@@ -61,10 +62,12 @@ def explain_late_backward(error: RuntimeError, groups: Iterable[ShardedGroup], t
     if names:
         others = f" or {len(names) - 4} more of this shape" if len(names) > 4 else ""
         error.add_note(
-            f"torch_impl: expected a weight as the forward of a sharded module has read it, {' or '.join(names[:4])}"
-            f"{others}, but the weight was freed, or changed with the main weights, before this backward came. Run "
-            "the backward before the next forward of the module and before the optimizer's step; have forward return "
-            "the tensor from which the backward starts, by itself or in lists, dicts or dataclasses; or keep weights "
-            "by set_reshard_after_forward(False) and set_reshard_after_backward(False). Where create_graph=True comes "
-            "after steps without it, call set_buffer_pool(False) before the first step."
+            "torch_impl: expected a weight as the forward of a sharded module has read it, "
+            f"{' or '.join(names[:4])}{others}, but the weight was freed, or changed with the main "
+            "weights, before this backward came. Run the backward before the next forward of the "
+            "module and before the optimizer's step; have forward return the tensor from which "
+            "the backward starts, by itself or in lists, dicts or dataclasses; or keep weights by "
+            "set_reshard_after_forward(False) and set_reshard_after_backward(False). Where "
+            "create_graph=True comes after steps without it, call set_buffer_pool(False) before "
+            "the first step."
         )

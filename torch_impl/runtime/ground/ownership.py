@@ -1,4 +1,4 @@
-"""Which parameters a unit owns: all below its module that no inner unit owns and that are not ignored."""
+"""Which parameters a unit owns: all below its module but ignored ones and inner units'."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from torch_impl.dtensor.refusals import described, set_name
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.runtime.ground.tensor_parallel import SpmdMesh, TensorParallel, tensor_parallel_of
 
-# Set on a parameter when a unit takes it, so that an outer unit recognizes a tie that sharding would break.
+# Set on a parameter when a unit takes it, so that an outer unit recognizes a tie that sharding
+# would break.
 _TAKEN = "_taken_by_unit"
 
 
 class _Taken:
-    """What the original of a sharded parameter becomes, so that an optimizer that still holds it raises.
+    """What the original of a sharded parameter becomes: an optimizer that holds it raises.
 
     Every ``torch.optim`` optimizer reads ``.grad`` in ``step`` and in ``zero_grad``.
     """
@@ -33,26 +34,27 @@ class _Taken:
         assert isinstance(self, torch.Tensor)
         raise RuntimeError(
             f"{described(self, 'parameter')} was collected before fully_shard took it into a "
-            f"{taken_by(self)} unit, and is not trained any more: build the optimizer after sharding, from "
-            "model.parameters()"
+            f"{taken_by(self)} unit, and is not trained any more: build the optimizer after "
+            "sharding, from model.parameters()"
         )
 
 
 @functools.cache
 def _taken_class(param_class: type[nn.Parameter]) -> type[nn.Parameter]:
-    # Not one class for all: attributes and methods of subclasses, and of tensor-parallel DTensors, are still theirs.
+    # Not one class for all: attributes and methods of subclasses, and of tensor-parallel DTensors,
+    # are still theirs.
     return types.new_class(f"Taken{param_class.__name__}", (_Taken, param_class))
 
 
 def taken_by(param: torch.Tensor) -> str | None:
-    """The kind of unit that has taken this parameter, as it was before sharding; None if none has."""
+    """The class of the unit that has taken this parameter; None if none has."""
     unit: str | None = getattr(param, _TAKEN, None)
     return unit
 
 
 @dataclass(frozen=True)
 class OwnedParameter:
-    """A parameter as given: its name below the unit, and each ``(module, attribute)`` where it is registered.
+    """A parameter as given: name below the unit, and each ``(module, attribute)`` that has it.
 
     ``spmd``: the mesh of all axes, on which it may be a DTensor.
     """
@@ -77,7 +79,7 @@ class OwnedParameter:
 
     @property
     def extended(self) -> bool:
-        """Whether the parameter says itself what is gathered, see ``torch_impl.runtime.weights.extension``."""
+        """Whether the parameter says itself what is gathered, see ``weights.extension``."""
         return is_extended(self.local)
 
     @property
@@ -91,7 +93,8 @@ class OwnedParameter:
         """What ranks compare: name, shape, dtype and trainability, as JSON values."""
         dtype = str(self.param.dtype)
         if self.extended:
-            # Their inner tensors have no memory of the engine's, which a load could fill on some ranks alone.
+            # Their inner tensors have no memory of the engine's, which a load could fill on some
+            # ranks alone.
             dtype += f" {type(self.local).__name__}{' on meta' if self.param.is_meta else ''}"
         return [self.name, list(self.local_shape), dtype, self.param.requires_grad]
 
@@ -99,8 +102,8 @@ class OwnedParameter:
         """Remember on the parameter that ``unit`` owns it."""
         if self.param._backward_hooks or getattr(self.param, "_post_accumulate_grad_hooks", None):
             warn_caller(
-                f"{self.name}: hooks registered before fully_shard are not called any more; register them on the "
-                "sharded parameter, module.get_parameter(name)",
+                f"{self.name}: hooks registered before fully_shard are not called any more; "
+                "register them on the sharded parameter, module.get_parameter(name)",
             )
         setattr(self.param, _TAKEN, unit)
         set_name(self.param, self.name)
@@ -111,7 +114,7 @@ class OwnedParameter:
 def owned_parameters(
     module: nn.Module, ignored: set[int], inner: type, spmd: SpmdMesh | None = None
 ) -> list[OwnedParameter]:
-    """In model order, each once with all its names. ``ignored``: ids of parameters; ``inner``: class of inner units.
+    """In model order, each once. ``ignored``: ids of parameters; ``inner``: class of inner units.
 
     Raises ValueError for a parameter that cannot be sharded.
     """
@@ -130,8 +133,8 @@ def owned_parameters(
         meta = next(parameter.name for parameter in owned if parameter.param.is_meta)
         real = next(parameter.name for parameter in owned if not parameter.param.is_meta)
         raise ValueError(
-            f"{meta}: expected the parameters of a unit all on the meta device or none, got {real} with values; "
-            "initialize the former or ignore one of them"
+            f"{meta}: expected the parameters of a unit all on the meta device or none, got {real} "
+            "with values; initialize the former or ignore one of them"
         )
     return owned
 
@@ -139,7 +142,7 @@ def owned_parameters(
 def _modules_outside(
     module: nn.Module, inner: type, prefix: str, seen: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """``(name prefix, module)`` of the module and all below it, without inner units and what they hold."""
+    """``(name prefix, module)`` of the module and all below it, without inner units."""
     # A model may register one module under several names.
     if id(module) in seen:
         return
@@ -158,19 +161,19 @@ def is_extended(values: torch.Tensor) -> bool:
 def _check(name: str, param: nn.Parameter, spmd: SpmdMesh | None) -> None:
     if isinstance(param, RowDTensor):
         raise ValueError(
-            f"{name}: expected a plain parameter, got one that a unit further out has sharded already; shard "
-            "inner modules before outer ones"
+            f"{name}: expected a plain parameter, got one that a unit further out has sharded "
+            "already; shard inner modules before outer ones"
         )
     if isinstance(param, UninitializedParameter):
         raise ValueError(
-            f"{name}: expected a parameter with a shape, got one of a lazy module; run a forward of the module before "
-            "fully_shard"
+            f"{name}: expected a parameter with a shape, got one of a lazy module; run a forward "
+            "of the module before fully_shard"
         )
     if param.layout is not torch.strided or param.is_quantized:
         layout = "a quantized one" if param.is_quantized else param.layout
         raise ValueError(
-            f"{name}: expected a dense parameter, got {layout}; leave it unsharded (ignored_params), or make it dense "
-            "before fully_shard"
+            f"{name}: expected a dense parameter, got {layout}; leave it unsharded "
+            "(ignored_params), or make it dense before fully_shard"
         )
     tensor_parallel_of(name, param, spmd)
     detached = param.detach()
@@ -181,14 +184,15 @@ def _check(name: str, param: nn.Parameter, spmd: SpmdMesh | None) -> None:
     class_name = type(values if wraps else param).__name__
     if not is_extended(values) and (promised or wraps):
         raise ValueError(
-            f"{name}: expected a plain parameter, a DTensor, or a subclass of torch.Tensor with fsdp_pre_all_gather "
-            f"and fsdp_post_all_gather, got a {class_name}, which a flat buffer would lose; leave it "
-            "unsharded (ignored_params), or make it a plain tensor before fully_shard"
+            f"{name}: expected a plain parameter, a DTensor, or a subclass of torch.Tensor with "
+            f"fsdp_pre_all_gather and fsdp_post_all_gather, got a {class_name}, which a flat "
+            "buffer would lose; leave it unsharded (ignored_params), or make it a plain tensor "
+            "before fully_shard"
         )
     if taken_by(param) is not None:
         raise ValueError(
-            f"{name}: tied to a parameter that an inner {taken_by(param)} unit owns; shard a module that "
-            "contains both uses instead of the inner one"
+            f"{name}: tied to a parameter that an inner {taken_by(param)} unit owns; shard a "
+            "module that contains both uses instead of the inner one"
         )
     if not is_extended(values) and param.is_floating_point() and param.dtype.itemsize == 1:
         raise ValueError(f"{name}: expected a dtype of two or more bytes, got {param.dtype}")

@@ -11,9 +11,10 @@
 
 KEPT shows compute weights as attributes of modules, and main weights in ``parameters()``.
 
-No order is asserted: a unit may run forward several times before its backward, run backward twice, never run, run
-forward inside its own backward, or be left behind by an exception. The table says where each of these leads, and
-refuses what would free weights under a reader or leave weights to nobody. "same" is the phase that was there.
+No order is asserted: a unit may run forward several times before its backward, run backward twice,
+never run, run forward inside its own backward, or be left behind by an exception. The table says
+where each of these leads, and refuses what would free weights under a reader or leave weights to
+nobody. "same" is the phase that was there.
 
     event              from                                        to         when
     UNSHARD            REST, UNSHARDED, KEPT                       UNSHARDED  called by the program
@@ -136,7 +137,7 @@ READS_WEIGHTS = frozenset({UNSHARDED, KEPT, *_RUNNING})
 def refuse_transition(event: Event, before: Phase, after: Phase) -> None:
     """RuntimeError for a transition that is not in the table."""
     raise RuntimeError(
-        f"a sharded unit went from {before.name} to {after.name} on {event.name}, which is not a legal "
-        "transition: see the table in torch_impl.runtime.ground.phase; this is an error of torch_impl, please "
-        "report the order of calls that led to it"
+        f"a sharded unit went from {before.name} to {after.name} on {event.name}, which is not a "
+        "legal transition: see the table in torch_impl.runtime.ground.phase; this is an error of "
+        "torch_impl, please report the order of calls that led to it"
     )

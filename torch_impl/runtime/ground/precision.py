@@ -16,31 +16,37 @@ from bridge.core.sharding.policy.group_dtypes import AskedDtypes, GroupDtypes
 class MixedPrecisionPolicy:
     """The fields of ``torch.distributed.fsdp.MixedPrecisionPolicy``, and further ones.
 
-    param_dtype: dtype of forward and backward (None: the dtype in which the parameters were given, or ``main_dtype``
-        where that is no wider, of frozen ones too).
+    param_dtype: dtype of forward and backward (None: the dtype in which the parameters were given,
+        or ``main_dtype`` where that is no wider, of frozen ones too).
     reduce_dtype: dtype in which gradients cross the network (None: that of forward and backward).
     output_dtype: floating-point outputs of the module are cast to it (None: left alone).
-    cast_forward_inputs: cast floating-point inputs of the module to ``param_dtype`` when that is set, else to a
+    cast_forward_inputs: cast floating-point inputs of the module to ``param_dtype`` when that is
+    set, else to a
         ``main_dtype`` of two bytes.
-    grad_dtype: dtype of the reduced gradient that the optimizer reads (None: that of the main weights).
-    gather_dtype: format in which weights of two dimensions or more cross the network, "mxfp8" or
-        ``torch.float8_e4m3fn`` (or its name); None: that of forward and backward. They are quantized from the main
-        weights, and forward and backward compute with the quantized values in ``param_dtype``; gradients are applied to
-        the main weights as they are. See ``bridge.core.sharding.policy.float8``.
-    float8_products: with ``gather_dtype=torch.float8_e4m3fn``, ``nn.Linear`` modules of the unit (no subclasses)
-        multiply in float8 where the device has kernels for it, else in ``param_dtype``. Inputs and gradients are then
-        quantized as well; see ``torch_impl.runtime.gather.float8_products``.
-    store_param_remainders: where compute weights are bfloat16 and stay whole at rest, store float32 main weights as
-        this rank's rows of them and an int16 remainder an element, 2 bytes less; see ``torch_impl.dtensor.remainders``.
-        ``parameters()`` shows the bfloat16 weights, and ``MainWeightAdamW`` updates the float32 ones.
-    main_dtype: dtype of the main weights of trainable parameters, to which they are cast when they are sharded; float32
-        leaves float64 ones as they are. None: each parameter keeps the dtype in which it was given, as in
-        ``torch.distributed.fsdp``. Frozen parameters keep theirs always. So one that was given in half precision must
-        be trainable when it is sharded if it is to have wider main weights: unfrozen later, it raises at the next
-        forward.
+    grad_dtype: dtype of the reduced gradient that the optimizer reads (None: that of the main
+    weights). gather_dtype: format in which weights of two dimensions or more cross the network,
+    "mxfp8" or
+        ``torch.float8_e4m3fn`` (or its name); None: that of forward and backward. They are
+        quantized from the main weights, and forward and backward compute with the quantized values
+        in ``param_dtype``; gradients are applied to the main weights as they are. See
+        ``bridge.core.sharding.policy.float8``.
+    float8_products: with ``gather_dtype=torch.float8_e4m3fn``, ``nn.Linear`` modules of the unit
+        (no subclasses) multiply in float8 where the device has kernels for it, else in
+        ``param_dtype``. Inputs and gradients are then quantized as well; see
+        ``torch_impl.runtime.gather.float8_products``.
+    store_param_remainders: where compute weights are bfloat16 and stay whole at rest, store float32
+        main weights as this rank's rows of them and an int16 remainder an element, 2 bytes less;
+        see ``torch_impl.dtensor.remainders``. ``parameters()`` shows the bfloat16 weights, and
+        ``MainWeightAdamW`` updates the float32 ones.
+    main_dtype: dtype of the main weights of trainable parameters, to which they are cast when they
+        are sharded; float32 leaves float64 ones as they are. None: each parameter keeps the dtype
+        in which it was given, as in ``torch.distributed.fsdp``. Frozen parameters keep theirs
+        always. So one that was given in half precision must
+        be trainable when it is sharded if it is to have wider main weights: unfrozen later, it
+        raises at the next forward.
 
-    Raises ValueError for a dtype that is not floating-point or has one byte, for another format, and for
-    ``gather_dtype`` with main weights that are not float32.
+    Raises ValueError for a dtype that is not floating-point or has one byte, for another format,
+    and for ``gather_dtype`` with main weights that are not float32.
     """
 
     param_dtype: torch.dtype | None = None
@@ -62,13 +68,14 @@ class MixedPrecisionPolicy:
                 continue
             if not _is_floating(value):
                 raise ValueError(
-                    f"MixedPrecisionPolicy.{field.name}: expected a floating-point dtype of torch, got {value!r}"
+                    f"MixedPrecisionPolicy.{field.name}: expected a floating-point dtype of torch, "
+                    f"got {value!r}"
                 )
             # Neither operators nor gloo know them.
             if value.itemsize == 1:
                 raise ValueError(
-                    f"MixedPrecisionPolicy.{field.name}: expected a dtype of two or more bytes, got {value}; "
-                    "gather_dtype has weights in float8 on the network"
+                    f"MixedPrecisionPolicy.{field.name}: expected a dtype of two or more bytes, "
+                    f"got {value}; gather_dtype has weights in float8 on the network"
                 )
         if self.gather_dtype is not None and self.gather not in float8.FORMATS:
             raise ValueError(
@@ -77,13 +84,14 @@ class MixedPrecisionPolicy:
             )
         if self.gather_dtype is not None and self.main_dtype not in (torch.float32, None):
             raise ValueError(
-                "MixedPrecisionPolicy.main_dtype: expected torch.float32 (or None, for float32 parameters) with "
-                f"gather_dtype={self.gather!r}, which quantizes float32 main weights, got {self.main_dtype}"
+                "MixedPrecisionPolicy.main_dtype: expected torch.float32 (or None, for float32 "
+                f"parameters) with gather_dtype={self.gather!r}, which quantizes float32 main "
+                f"weights, got {self.main_dtype}"
             )
         if self.float8_products and self.gather != "float8_e4m3fn":
             raise ValueError(
-                "MixedPrecisionPolicy.float8_products: expected gather_dtype=torch.float8_e4m3fn with it, whose "
-                f"weights have one scale each, got {self.gather_dtype!r}"
+                "MixedPrecisionPolicy.float8_products: expected gather_dtype=torch.float8_e4m3fn "
+                f"with it, whose weights have one scale each, got {self.gather_dtype!r}"
             )
 
     @property
@@ -108,7 +116,7 @@ def input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
 def group_dtypes(
     dtype: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool, quantized: bool = False
 ) -> GroupDtypes[torch.dtype]:
-    """Dtypes of a group whose parameters were given as ``dtype``, and are all ``quantized`` or none."""
+    """Dtypes of a group of parameters given as ``dtype``, all ``quantized`` or none."""
     names = (policy.main_dtype, policy.param_dtype, policy.reduce_dtype, policy.grad_dtype, policy.gather)
     asked = AskedDtypes(*map(_name, names), remainders=policy.store_param_remainders, narrowest=True)
     dtypes = asked.of_group(str(_name(dtype)), trainable=trainable, quantized=quantized)
@@ -119,13 +127,15 @@ def check_quantized(name: str, dtype: torch.dtype, policy: MixedPrecisionPolicy,
     """ValueError for a parameter that float8 weights are not made of."""
     if dtype == torch.float64:
         raise ValueError(
-            f"{name}: expected weights of float32, bfloat16 or float16 with gather_dtype={policy.gather!r}, which "
-            "quantizes float32 main weights, got torch.float64"
+            f"{name}: expected weights of float32, bfloat16 or float16 with "
+            f"gather_dtype={policy.gather!r}, which quantizes float32 main weights, got "
+            "torch.float64"
         )
     if trainable and group_dtypes(dtype, policy, trainable=True).main != torch.float32:
         raise ValueError(
-            f"{name}: expected float32 main weights with gather_dtype={policy.gather!r}, which quantizes them, got "
-            f"{dtype}, which main_dtype=None keeps; use main_dtype=torch.float32"
+            f"{name}: expected float32 main weights with gather_dtype={policy.gather!r}, which "
+            f"quantizes them, got {dtype}, which main_dtype=None keeps; use "
+            "main_dtype=torch.float32"
         )
 
 

@@ -1,19 +1,21 @@
-"""Parameters that are DTensors already when they are sharded: tensor parallelism on further mesh axes.
+"""Parameters that are DTensors before they are sharded: tensor parallelism on further axes.
 
-A mesh ("dp", "tp") of 2 x 2 ranks, a weight that ``parallelize_module`` cut by columns, then ``fully_shard`` by rows::
+A mesh ("dp", "tp") of 2 x 2 ranks, a weight that ``parallelize_module`` cut by columns, then
+``fully_shard`` by rows::
 
     given: Shard(1) on tp        each tp rank's half is a tensor of its own for the flat buffer
     |    |    |                  tp 0                tp 1
     | t0 | t1 |                  dp 0 |  rows  |     dp 0 |  rows  |
     |    |    |                  dp 1 |  rows  |     dp 1 |  rows  |
 
-At rest the parameter is a DTensor on both axes, placed ``(RowShard, Shard(1))``; in forward and backward it is again
-the DTensor on tp that was given. A plain parameter that was marked by ``mark`` is treated as if it had been given so; a
-policy does that.
+At rest the parameter is a DTensor on both axes, placed ``(RowShard, Shard(1))``; in forward and
+backward it is again the DTensor on tp that was given. A plain parameter that was marked by ``mark``
+is treated as if it had been given so; a policy does that.
 
-A program that keeps all parameters as DTensors on one mesh of all axes names the data-parallel ones, on which they are
-replicated (``dp_mesh_dims``). In forward and backward such a parameter is again a DTensor on all axes. Its gradient is
-whatever the ranks' terms are on the data-parallel axes, which the group sums.
+A program that keeps all parameters as DTensors on one mesh of all axes names the data-parallel
+ones, on which they are replicated (``dp_mesh_dims``). In forward and backward such a parameter is
+again a DTensor on all axes. Its gradient is whatever the ranks' terms are on the data-parallel
+axes, which the group sums.
 
 All use of torch's private access to a mesh's root, and to meshes made of others, is in this module.
 """
@@ -32,7 +34,7 @@ from torch_impl.dtensor.placement import is_fused, tensor_parallel_part, tensor_
 from torch_impl.dtensor.tensor import make_placed
 
 SUMMED = "_summed_over_ranks"
-"""An attribute of an unsharded parameter: the group over whose ranks its gradient is summed first, None for none."""
+"""Attribute of an unsharded parameter: the group over which its gradient is summed first."""
 
 MARK = "_placed_by_policy"
 """The attribute of a plain parameter that says how a policy places it."""
@@ -48,10 +50,10 @@ class SpmdMesh:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a parameter lies on the mesh axes that are not data-parallel; ``shape`` and ``stride`` are global.
+    """How a parameter lies on model axes; ``shape`` and ``stride`` are global.
 
-    ``spmd``: it was given on the mesh of all axes, replicated on the data-parallel ones. If there are no others,
-    ``placements`` is empty.
+    ``spmd``: it was given on the mesh of all axes, replicated on the data-parallel ones. If there
+    are no others, ``placements`` is empty.
     """
 
     mesh: DeviceMesh
@@ -130,7 +132,7 @@ def mark(param: torch.Tensor, placed: TensorParallel) -> None:
 
 
 def joined_axes(mesh: DeviceMesh, axes: Sequence[tuple[str, ...]]) -> DeviceMesh:
-    """The mesh of these axes, outer one first; several names, in the order of ``mesh``, are one axis."""
+    """The mesh of these axes, outer one first; several names are one axis, flattened."""
     if all(len(names) == 1 for names in axes):
         return mesh[tuple(name for (name,) in axes)]
     parts = [mesh[names] if len(names) == 1 else mesh[names]._flatten("_".join(names)) for names in axes]
@@ -138,15 +140,15 @@ def joined_axes(mesh: DeviceMesh, axes: Sequence[tuple[str, ...]]) -> DeviceMesh
 
 
 def tensor_parallel_of(name: str, param: torch.Tensor, spmd: SpmdMesh | None = None) -> TensorParallel | None:
-    """None for a plain parameter without a mark. ValueError for a DTensor that cannot be sharded further."""
+    """None for a plain parameter. ValueError for a DTensor that cannot be sharded further."""
     if not isinstance(param, DTensor):
         return getattr(param, MARK, None)
     for placement in param.placements:
         # Subclasses of Shard cut otherwise than in equal parts.
         if not isinstance(placement, Replicate) and type(placement) is not Shard:
             raise ValueError(
-                f"{name}: expected a parameter placed by Shard(dim) and Replicate() on its tensor-parallel mesh, got "
-                f"{param.placements}"
+                f"{name}: expected a parameter placed by Shard(dim) and Replicate() on its "
+                f"tensor-parallel mesh, got {param.placements}"
             )
     mesh, placements = param.device_mesh, tuple(param.placements)
     if spmd is None or mesh != spmd.mesh:
@@ -155,7 +157,8 @@ def tensor_parallel_of(name: str, param: torch.Tensor, spmd: SpmdMesh | None = N
     for axis in sorted(spmd.data_axes):
         if not isinstance(placements[axis], Replicate):
             raise ValueError(
-                f"{name}: expected Replicate() on axis {names[axis]!r}, which dp_mesh_dims names, got {placements}"
+                f"{name}: expected Replicate() on axis {names[axis]!r}, which dp_mesh_dims names, "
+                f"got {placements}"
             )
     others = [axis for axis in range(mesh.ndim) if axis not in spmd.data_axes]
     part = mesh[tuple(names[axis] for axis in others)] if others else mesh
@@ -163,7 +166,7 @@ def tensor_parallel_of(name: str, param: torch.Tensor, spmd: SpmdMesh | None = N
 
 
 def check_joint(name: str, placed: TensorParallel, data_parallel: DeviceMesh) -> None:
-    """ValueError unless the axes of both meshes are named axes of one mesh, the data-parallel ones outside.
+    """ValueError unless both meshes' axes are named axes of one mesh, data-parallel ones first.
 
     Axes that were flattened from others may lie anywhere.
     """
@@ -179,7 +182,8 @@ def check_joint(name: str, placed: TensorParallel, data_parallel: DeviceMesh) ->
         if order == sorted(set(order)) or len(order) < len(axes):
             return
     raise ValueError(
-        f"{name}: expected a tensor-parallel DTensor whose mesh and the data-parallel mesh are parts of one named "
-        f"mesh, data-parallel axes first, got axes {names[1]} with {names[0]}; make one mesh, for example "
-        "init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), and use mesh['tp'] and mesh['dp']"
+        f"{name}: expected a tensor-parallel DTensor whose mesh and the data-parallel mesh are "
+        f"parts of one named mesh, data-parallel axes first, got axes {names[1]} with {names[0]}; "
+        "make one mesh, for example init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', "
+        "'tp')), and use mesh['tp'] and mesh['dp']"
     )

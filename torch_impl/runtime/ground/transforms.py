@@ -1,8 +1,8 @@
-"""Tensors inside of the transforms of ``torch.func`` and in forward mode, which have several graphs at once.
+"""Tensors in transforms of ``torch.func`` and in forward mode, which have several graphs.
 
-Inside of ``grad``, ``vjp``, ``jvp`` and ``vmap`` a tensor wraps another one for each transform around, and each may
-have a node in the graph of its own transform. In forward mode it has a tangent, with a graph of its own too. A
-backward may go through any of these graphs.
+Inside of ``grad``, ``vjp``, ``jvp`` and ``vmap`` a tensor wraps another one for each transform
+around, and each may have a node in the graph of its own transform. In forward mode it has a
+tangent, with a graph of its own too. A backward may go through any of these graphs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 def refuse_recording(unit: str) -> None:
-    """Raises RuntimeError where operators are recorded, to run again when the weights that they read are gone."""
+    """RuntimeError where operators are recorded, to run again when the weights are gone."""
     if get_proxy_mode() is not None:
         raise RuntimeError(
-            f"unit {unit}: torch.func.linearize, make_fx and torch.export record weights that are freed after this "
-            "forward: for products with the Jacobian use torch.func.jvp or torch.func.vjp, and record or export a "
-            "plain model that was loaded with the whole weights (full_tensor())"
+            f"unit {unit}: torch.func.linearize, make_fx and torch.export record weights that are "
+            "freed after this forward: for products with the Jacobian use torch.func.jvp or "
+            "torch.func.vjp, and record or export a plain model that was loaded with the whole "
+            "weights (full_tensor())"
         )
 
 
@@ -52,7 +53,7 @@ def levels_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def hides_graph(tensor: torch.Tensor) -> bool:
-    """Whether a tensor wraps another one that cannot be had: in ``is_grads_batched`` and ``autograd.functional``."""
+    """Whether a tensor wraps one that cannot be had: ``is_grads_batched``, ``autograd.functional``."""
     return is_legacy_batchedtensor(tensor)
 
 
@@ -64,7 +65,7 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def node_of(tensor: torch.Tensor) -> Node | None:
-    """The node of a tensor's own graph; inside of ``torch.vmap``, which has none, of the graph around it."""
+    """The node of a tensor's own graph; in ``torch.vmap``, which has none, of the one around."""
     while tensor.grad_fn is None and is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor.grad_fn

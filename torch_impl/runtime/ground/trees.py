@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """``function`` of every leaf of nested containers, which stay the same objects where no leaf changes.
+    """``function`` of every leaf; containers stay the same objects where no leaf changes.
 
     So a module can write into a cache or a list that it is given.
     """
@@ -36,7 +36,7 @@ def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
 
 
 def map_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors of nested containers and dataclasses; of a dataclass that changes a copy."""
+    """Cast floating-point tensors of containers and dataclasses; a dataclass is copied."""
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -51,7 +51,8 @@ def _map_fields(instance: Any, dtype: torch.dtype) -> Any:
     new = {name: map_floating(value, dtype) for name, value in old.items()}
     if _same(new.values(), old.values()):
         return instance
-    # Not by dataclasses.replace: that takes no fields with init=False, and runs __post_init__ again.
+    # Not by dataclasses.replace: that takes no fields with init=False, and runs __post_init__
+    # again.
     changed = copy.copy(instance)
     for name, value in new.items():
         object.__setattr__(changed, name, value)  # of a frozen one, too

@@ -1,4 +1,4 @@
-"""The memory of a group's whole weights: allocated before a gather, freed after use, or lent by a slot of the pool."""
+"""The memory of whole weights: allocated before a gather, freed after use, or a pool's slot."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Host(Protocol):
 
 
 class Slot:
-    """Memory of ``nbytes`` for one buffer at a time; ``keeps`` is by pass, see ``BufferPlan.keeps``."""
+    """Memory for one buffer at a time; ``keeps`` is by pass, see ``BufferPlan.keeps``."""
 
     def __init__(
         self, nbytes: int, device: torch.device, keeps: tuple[Sequence[bool], Sequence[bool]]
@@ -125,9 +125,9 @@ class Slot:
 class ComputeBuffer(FlatBuffer):
     """The compute weights of a group, whole, in a slot or in memory of their own.
 
-    All memory of whole weights is allocated and freed here: ``allocate`` before a gather, ``settle``
-    before weights are read, ``free``. ``finish_gather`` ends a gather that is under way. ``suffix``
-    tells the groups of ``host`` apart.
+    All memory of whole weights is allocated and freed here: ``allocate`` before a gather,
+    ``settle`` before weights are read, ``free``. ``finish_gather`` ends a gather that is under way.
+    ``suffix`` tells the groups of ``host`` apart.
     """
 
     purpose = "weights"
@@ -171,12 +171,13 @@ class ComputeBuffer(FlatBuffer):
         return self._aside is not None
 
     def allocate(self, changed: bool) -> torch.Tensor:
-        """Memory to gather the weights into. ``changed``: their values will be others than at the last time."""
+        """Memory to gather into. ``changed``: values will be others than at the last time."""
         # Weights that cannot move have memory of their own: the plan need not know of them.
         if self._movable:
             self._host.schedule.pool.begin_use(self)
         self._aside = None
-        # Graphs of the older values are void anyway, so this is the time to move without breaking any.
+        # Graphs of the older values are void anyway, so this is the time to move without breaking
+        # any.
         if changed:
             self._void_graphs()
             self._choose_slot()
@@ -203,7 +204,8 @@ class ComputeBuffer(FlatBuffer):
     def _move_in(self, contents: torch.Tensor) -> None:
         assert self._slot is not None
         user = self._slot.user
-        # A forward reads the weights that are there, so these move, and graphs with views of the slot are void.
+        # A forward reads the weights that are there, so these move, and graphs with views of the
+        # slot are void.
         if isinstance(user, ComputeBuffer) and user is not self and not user.step_aside():
             self._void_graphs()
             self._move(None)
@@ -213,7 +215,8 @@ class ComputeBuffer(FlatBuffer):
 
     def step_aside(self) -> bool:
         """Leave the slot to another unit, and wait; False if these weights are being read."""
-        # Autograd compares versions in backward only; a forward would compute with the other unit's weights.
+        # Autograd compares versions in backward only; a forward would compute with the other unit's
+        # weights.
         if self._host.reads_weights:
             return False
         # A gather under way still writes to the slot.
@@ -225,9 +228,10 @@ class ComputeBuffer(FlatBuffer):
         return True
 
     def free(self) -> None:
-        """Release the memory of the whole weights; views stay, and have contents again after the next gather.
+        """Release the memory of the whole weights; views stay, and the next gather fills them.
 
-        Between two uses a slot keeps its memory where the plan says so, for the unit that comes next.
+        Between two uses a slot keeps its memory where the plan says so, for the unit that comes
+        next.
         """
         # Else the gather would write to memory that others have by then.
         self._finish_gather()
@@ -236,15 +240,16 @@ class ComputeBuffer(FlatBuffer):
         self._aside = None
         self.allocated = False
         if self._slot is None:
-            # Of the storage, not of the tensor: what autograd has saved are views, which must find the
-            # weights here when the backward's gather has filled the storage again.
+            # Of the storage, not of the tensor: what autograd has saved are views, which must find
+            # the weights here when the backward's gather has filled the storage again.
             self._storage.resize_(0)
         else:
             self._slot.leave(self)
 
     def lose_contents(self) -> None:
-        """The contents are gone, or will be another unit's weights: saved views of them must not be read."""
-        # A slot may pass through several hands before its first user comes back: the first versions count.
+        """The contents are gone, or become another unit's: saved views must not be read."""
+        # A slot may pass through several hands before its first user comes back: the first versions
+        # count.
         if self._versions is None:
             self._versions = tuple(tensor._version for tensor in self._counted)
             torch.autograd.graph.increment_version(self._counted)
@@ -272,7 +277,8 @@ class ComputeBuffer(FlatBuffer):
         if self._storage.nbytes() < self.nbytes:
             self._storage.resize_(self.nbytes)
         self.allocated = True
-        # A first evaluation may run in inference mode; training steps could not write to a tensor made there.
+        # A first evaluation may run in inference mode; training steps could not write to a tensor
+        # made there.
         with torch.inference_mode(False):
             flat = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
             self.flat = flat.set_(self._storage, 0, (self.flat.numel(),), (1,))

@@ -1,4 +1,4 @@
-"""Which memory units use in turn, instead of allocating it twice a step: see the note of the package.
+"""Which memory units use in turn, not allocating it twice a step: see the package's note.
 
 The decisions are local: they neither issue nor order collectives.
 """
@@ -27,7 +27,7 @@ class _Trace(NamedTuple):
 
 
 class BufferPool:
-    """Records the steps of units below one root, and gives out slots; ``plan`` is None until two steps were alike."""
+    """Records steps of units below one root, and gives out slots once two steps were alike."""
 
     def __init__(self, device: torch.device) -> None:
         self.plan: BufferPlan | None = None
@@ -42,7 +42,7 @@ class BufferPool:
         self._turn: int | None = None
 
     def enable(self, enabled: bool) -> None:
-        """With False, buffers get memory of their own, from the next change of the main weights on."""
+        """With False, buffers get memory of their own from the next change of main weights on."""
         self.enabled = enabled
         self._recent.clear()
         self._replace_plan(None, None)
@@ -78,7 +78,7 @@ class BufferPool:
             slot.begin(backward=True)
 
     def end_backward(self) -> None:
-        """The outermost backward ended, and the record: buffers that are in use still are not pooled."""
+        """The outermost backward ended, and the record: buffers still in use are not pooled."""
         if self._turn is not None and self.enabled:
             closed = {ref: spans for ref, spans in self._closed.items() if ref not in self._open}
             self._compare(_Trace(closed, self._turn, self._time))
@@ -96,7 +96,8 @@ class BufferPool:
     def _compare(self, trace: _Trace) -> None:
         known = [*self._recent, trace]
         self._recent.append(trace)
-        # Equal to any earlier record, not to the last: a program may alternate between kinds of steps.
+        # Equal to any earlier record, not to the last: a program may alternate between kinds of
+        # steps.
         repeated = [record for index, record in enumerate(known) if record in known[:index]]
         if self._planned not in known and repeated:
             self._plan_slots(max(repeated, key=lambda record: record.duration))

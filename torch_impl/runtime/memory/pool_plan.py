@@ -1,14 +1,16 @@
 """Which buffers of a training step share memory, planned from when each of them was in use.
 
-Compute weights and gradient buffers of equal size share a *slot* if they are never in use at once. Weights are in use
-twice a step, in the same slot, because autograd keeps views of it. Time counts the beginnings and ends of uses::
+Compute weights and gradient buffers of equal size share a *slot* if they are never in use at once.
+Weights are in use twice a step, in the same slot, because autograd keeps views of it. Time counts
+the beginnings and ends of uses::
 
     weights a   |####....####|      slot 0   |aaa-ccc..ccc-aaa|      a, b, c  in use by
     weights b   |..########..|      slot 1   |..bbbb....bbbb..|      -        kept for the next use
     weights c   |....####....|                                       .        no memory
 
-A slot keeps its memory between two uses in one pass (forward or backward), unless more bytes would be allocated than
-were ever in use at once in that pass. So planned buffers never need more memory than those allocated for each use.
+A slot keeps its memory between two uses in one pass (forward or backward), unless more bytes would
+be allocated than were ever in use at once in that pass. So planned buffers never need more memory
+than those allocated for each use.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _MAX_LISTED = 40
 
 @dataclass(frozen=True)
 class Lifetime:
-    """When one buffer is in use in a step: from the event ``start`` up to, not including, ``end``, for each span.
+    """When a buffer is in use in a step: for each span, from event ``start`` to before ``end``.
 
     ``shares``: it may share memory; else it counts in the peaks that no slot may raise.
     """
@@ -42,8 +44,9 @@ class Lifetime:
 class BufferPlan:
     """Slots for the buffers of a step; ``str()`` draws it.
 
-    ``slots``: for each of ``lifetimes`` the number of its slot, None for memory of its own. ``memory``: for each slot,
-    when it has memory. Backward begins at event ``turn``; the step has ``duration`` events.
+    ``slots``: for each of ``lifetimes`` the number of its slot, None for memory of its own.
+    ``memory``: for each slot, when it has memory. Backward begins at event ``turn``; the step has
+    ``duration`` events.
     """
 
     lifetimes: tuple[Lifetime, ...]
@@ -93,7 +96,8 @@ class BufferPlan:
 def colour(objects: Sequence[Sequence[Span]]) -> list[int]:
     """A number for each object, from 0 on, different for objects with overlapping spans.
 
-    The fewest numbers if every object has one span. Spans ``(start, end)`` do not include their end.
+    The fewest numbers if every object has one span. Spans ``(start, end)`` do not include their
+    end.
     """
     numbers = [0] * len(objects)
     taken: list[list[Span]] = []
@@ -110,7 +114,7 @@ def colour(objects: Sequence[Sequence[Span]]) -> list[int]:
 
 
 def plan_buffers(lifetimes: Sequence[Lifetime], turn: int, duration: int) -> BufferPlan:
-    """Let buffers of one purpose and size share slots; those that no other can share with have memory of their own."""
+    """Let buffers of one purpose and size share slots; others have memory of their own."""
     classes: dict[tuple[str, int], list[int]] = {}
     for index, lifetime in enumerate(lifetimes):
         if lifetime.shares:
@@ -136,7 +140,7 @@ def _bridge(
     turn: int,
     duration: int,
 ) -> tuple[tuple[Span, ...], ...]:
-    """When each slot has memory: during its uses, and between those for which that raises no pass's peak."""
+    """When each slot has memory: during uses, and between them where no peak is raised."""
     allocated = _sum([(span, lifetime.nbytes) for lifetime in lifetimes for span in lifetime.spans], duration)
     peaks = max(allocated[:turn], default=0), max(allocated[turn:], default=0)
     sizes = {
@@ -151,7 +155,8 @@ def _bridge(
     ]
     heapq.heapify(gaps)
     kept: set[tuple[int, int]] = set()
-    # The shortest first: each gap that is bridged saves one allocation, and short ones block the fewest others.
+    # The shortest first: each gap that is bridged saves one allocation, and short ones block the
+    # fewest others.
     while gaps:
         _, slot, end, start = heapq.heappop(gaps)
         limit = peaks[start >= turn] - sizes[slot]
@@ -201,8 +206,8 @@ def _draw(plan: BufferPlan, width: int) -> str:
     each = sum(len(lifetime.spans) for lifetime in plan.lifetimes)
     shared = sum(slot is not None for slot in plan.slots)
     lines = [
-        f"{len(plan.memory)} slots for {shared} of {len(plan.lifetimes)} buffers, {plan.allocations} instead of {each} "
-        f"allocations a step, at most {plan.peak:,} B at once"
+        f"{len(plan.memory)} slots for {shared} of {len(plan.lifetimes)} buffers, "
+        f"{plan.allocations} instead of {each} allocations a step, at most {plan.peak:,} B at once"
     ]
     columns = min(width, plan.duration)
     turn = plan.turn * columns // max(plan.duration, 1)

@@ -1,8 +1,9 @@
-"""A parameter group: the parameters of a unit with one dtype and one trainability, and what becomes of them.
+"""A parameter group: the parameters of a unit with one dtype and one trainability.
 
-With a float8 ``gather_dtype`` those that are quantized are a group, and the others are one. Those that say
-themselves what is gathered of them are one too, see ``extension``. The package's note defines the buffers of a
-group; ``group_weights`` has those of weights, ``gradient`` and ``reduction`` those of gradients.
+With a float8 ``gather_dtype`` those that are quantized are a group, and the others are one. Those
+that say themselves what is gathered of them are one too, see ``extension``. The package's note
+defines the buffers of a group; ``group_weights`` has those of weights, ``gradient`` and
+``reduction`` those of gradients.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from torch_impl.runtime.weights.group_weights import GroupWeights
 
 
 class ParameterGroup:
-    """Parameters of one group, which are ``owned`` in the order of ``spec.names``, and what works on their weights.
+    """Parameters of one group, ``owned`` in the order of ``spec.names``, and what works on them.
 
-    ``weights`` have no memory yet, and get it on ``device``. ``unequal``: some ranks have no values yet, so all wait
-    for some.
+    ``weights`` have no memory yet, and get it on ``device``. ``unequal``: some ranks have no values
+    yet, so all wait for some.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class ParameterGroup:
         self.layout, self.mesh = spec.layout, spec.levels.mesh
         self.strategy, self.dtypes, self.shard_parameters = spec.strategy, spec.dtypes, spec.shard_parameters
         self.all_reduce_hook = spec.hook
-        # Weakly: a module holds its unit, the unit this group, and a deleted model is to free its memory at once.
+        # Weakly: a module holds its unit, the unit this group, and a deleted model is to free its
+        # memory at once.
         self._sites = [[(weakref.ref(module), attr) for module, attr in param.sites] for param in owned]
         self._shown = Shown.MAIN
         self._shown_trainable: list[bool] = []
@@ -72,11 +74,11 @@ class ParameterGroup:
         self._group_spec.divisor.value = value
 
     def materialize(self, device: torch.device) -> None:
-        """Give weights that were planned on the meta device memory on ``device``, or where they belong with offload.
+        """Give weights on the meta device memory on ``device``, or on the host with offload.
 
-        They are zeros, but for those that have memory of their own, whose values are taken: modules inside a unit may
-        be materialized and initialized by themselves. The parameters stay the same objects, for an optimizer that holds
-        them already.
+        They are zeros, but for those that have memory of their own, whose values are taken: modules
+        inside a unit may be materialized and initialized by themselves. The parameters stay the
+        same objects, for an optimizer that holds them already.
         """
         planned = list(self.params)
         values = [None if param.is_meta else param.detach() for param in planned]
@@ -93,11 +95,11 @@ class ParameterGroup:
 
     @property
     def has_memory_apart(self) -> bool:
-        """Whether all weights have memory of their own, and the group still has none: see ``materialize``."""
+        """Whether all weights have memory of their own and the group none: see ``materialize``."""
         return self.weights.on_meta and not any(param.is_meta for param in self.params)
 
     def _connect(self) -> None:
-        """Make what works on the parameters and gradients: collect, reduce; nothing is under way."""
+        """Make what collects and reduces gradients; nothing is under way."""
         spec = self._group_spec
         self._rows = [local_of(param) for param in self.params]
         for name, param in zip(spec.names, self.params, strict=True):
@@ -109,7 +111,7 @@ class ParameterGroup:
         self._first_version = self.weights.main_version
 
     def unshard(self, refresh: bool) -> None:
-        """Fill the compute weights, see ``GroupWeights.start_gather``, and wait for them. Collective."""
+        """Fill the compute weights, see ``GroupWeights.gather``, after checks. Collective."""
         if self._shown is not Shown.WHOLE:
             self._check_registered()
             self._check_unfrozen()
@@ -158,7 +160,7 @@ class ParameterGroup:
         self._register(self.params)
 
     def places(self) -> Iterator[tuple[int, nn.Module, str]]:
-        """Where parameters are registered: index, module, attribute; a tied parameter has several places."""
+        """Where parameters are registered: index, module, attribute; several for a tied one."""
         for index, shown in enumerate(self._sites):
             for module_ref, attr in shown:
                 module = module_ref()
@@ -170,55 +172,60 @@ class ParameterGroup:
             _register(module, attr, params[index])
 
     def _check_registered(self) -> None:
-        """RuntimeError for weights without memory, and for a sharded parameter that someone replaced."""
+        """RuntimeError for weights without memory, and for a parameter that was replaced."""
         if self.weights.on_meta:
             raise RuntimeError(
-                f"parameter {self.names[0]!r} is on the meta device: call model.to_empty(device=...), then initialize "
-                "the model or load a state dict into it"
+                f"parameter {self.names[0]!r} is on the meta device: call "
+                "model.to_empty(device=...), then initialize the model or load a state dict into "
+                "it"
             )
         if self.unequal and self.weights.main_version == self._first_version:
             raise RuntimeError(
-                f"parameter {self.names[0]!r} was sharded with values on some ranks and on the meta device on others, "
-                "and none were loaded since: load one state dict on all ranks, for example by set_model_state_dict "
-                "with StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"
+                f"parameter {self.names[0]!r} was sharded with values on some ranks and on the "
+                "meta device on others, and none were loaded since: load one state dict on all "
+                "ranks, for example by set_model_state_dict with "
+                "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"
             )
         for name, param, rows in zip(self.names, self.params, self._rows, strict=True):
             # ``to`` and ``to_empty`` of a module inside a unit exchange what the parameter holds.
             if param._local_tensor is not rows:
                 raise RuntimeError(
-                    f"parameter {name!r} was converted or moved after fully_shard: expected rows in its unit's buffer, "
-                    f"got {param.dtype} on {param.device} in other memory; convert a model before sharding, and call "
-                    "to_empty() on a sharded module"
+                    f"parameter {name!r} was converted or moved after fully_shard: expected rows "
+                    f"in its unit's buffer, got {param.dtype} on {param.device} in other memory; "
+                    "convert a model before sharding, and call to_empty() on a sharded module"
                 )
         for index, module, attr in self.places():
-            # torch.func.functional_call puts back whole weights that it has read, also after these were hidden.
+            # torch.func.functional_call puts back whole weights that it has read, also after these
+            # were hidden.
             if module._parameters.get(attr) is self.unsharded[index]:
                 _register(module, attr, self.params[index])
             if module._parameters.get(attr) is not self.params[index]:
                 raise RuntimeError(
-                    f"parameter {self.names[index]!r} was replaced after fully_shard: expected the sharded parameter, "
-                    f"got {type(module._parameters.get(attr)).__name__}; copy values into it instead (copy_(), "
-                    "load_state_dict); parametrizations are registered before fully_shard, and "
-                    "torch.func.functional_call takes the module's own parameters() only"
+                    f"parameter {self.names[index]!r} was replaced after fully_shard: expected the "
+                    f"sharded parameter, got {type(module._parameters.get(attr)).__name__}; copy "
+                    "values into it instead (copy_(), load_state_dict); parametrizations are "
+                    "registered before fully_shard, and torch.func.functional_call takes the "
+                    "module's own parameters() only"
                 )
 
     def _check_unfrozen(self) -> None:
-        """RuntimeError for a parameter that was frozen when it was sharded, and would now train in its given dtype."""
+        """RuntimeError for a parameter that was sharded frozen, and would train in its dtype."""
         main, trained = self.dtypes.main, self.dtypes.trained
         if main == trained:
             return
         for name, param in zip(self.names, self.params, strict=True):
             if param.requires_grad:
                 raise RuntimeError(
-                    f"parameter {name!r} was frozen when fully_shard took it, and so kept {main}: expected it to stay "
-                    f"frozen, since trainable parameters have main weights in {trained}, got requires_grad=True; "
-                    "unfreeze it before fully_shard, or train frozen parameters in the dtype in which they were given "
-                    "by MixedPrecisionPolicy(main_dtype=None)"
+                    f"parameter {name!r} was frozen when fully_shard took it, and so kept {main}: "
+                    "expected it to stay frozen, since trainable parameters have main weights in "
+                    f"{trained}, got requires_grad=True; unfreeze it before fully_shard, or train "
+                    "frozen parameters in the dtype in which they were given by "
+                    "MixedPrecisionPolicy(main_dtype=None)"
                 )
 
 
 def _show(module: nn.Module, attr: str, main: nn.Parameter, whole: nn.Parameter, shown: Shown) -> None:
-    """Show a weight of a module, unless the program has replaced it: the next forward refuses that."""
+    """Show a weight of a module, unless it was replaced: the next forward refuses that."""
     if isinstance(module._parameters, WholeByKey):
         vars(module)["_parameters"] = module._parameters.hide(attr)
     registered = module._parameters.get(attr)

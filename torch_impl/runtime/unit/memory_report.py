@@ -28,12 +28,14 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on this rank's device. ``padding`` is the part of ``main_weights`` that belongs to no parameter.
+    """Bytes on this rank's device. ``padding``: the part of ``main_weights`` of no parameter.
 
-    With ``store_param_remainders=True`` ``main_weights`` are the remainders; the rest is in ``compute_weights``.
+    With ``store_param_remainders=True`` ``main_weights`` are the remainders; the rest is in
+    ``compute_weights``.
 
-    ``on_host``: what lies in the host's memory instead, by ``CPUOffloadPolicy`` or ``offload_fraction``, and ``host``
-    its total; neither is in ``total``. On a mesh of CPUs both are memory of one kind, and are told apart all the same.
+    ``on_host``: what lies in the host's memory instead, by ``CPUOffloadPolicy`` or
+    ``offload_fraction``, and ``host`` its total; neither is in ``total``. On a mesh of CPUs both
+    are memory of one kind, and are told apart all the same.
     """
 
     main_weights: int

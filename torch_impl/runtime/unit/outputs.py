@@ -14,15 +14,16 @@ from torch_impl.runtime.unit.group import ParameterGroup
 
 
 def shows_weights(output: Any, groups: Sequence[ParameterGroup]) -> bool:
-    """Whether ``output`` has one of the whole parameters itself, at which no hook tells of a backward."""
+    """Whether ``output`` has a whole parameter itself, at which no hook tells of a backward."""
     own = {id(param) for group in groups for param in group.unsharded}
     return not own.isdisjoint(map(id, leaves_of(output)))
 
 
 def copy_weights_in(output: Any, groups: Sequence[ParameterGroup], module: str) -> Any:
-    """``output`` with copies of what shares memory with weights: it must outlive the memory that a reshard frees.
+    """``output`` with copies of what shares memory with weights, which a reshard frees.
 
-    RuntimeError where that is inside an object which cannot be searched; ``module`` names the class in its text.
+    RuntimeError where that is inside an object which cannot be searched; ``module`` names the class
+    in its text.
     """
     sharded = [group for group in groups if group.shard_parameters]
     freed = [tensor for group in sharded for tensor in group.weights.compute_tensors if tensor.numel()]
@@ -30,14 +31,14 @@ def copy_weights_in(output: Any, groups: Sequence[ParameterGroup], module: str) 
     output, left = _copy_aliases(output, storages) if storages else (output, False)
     if left:
         raise RuntimeError(
-            f"{module}: an output shares memory with the sharded parameters, inside an object that is no tuple, list "
-            "or dict; return a clone() of it"
+            f"{module}: an output shares memory with the sharded parameters, inside an object that "
+            "is no tuple, list or dict; return a clone() of it"
         )
     return output
 
 
 def _copy_aliases(output: Any, storages: Collection[int]) -> tuple[Any, bool]:
-    """Put copies in place of the tensors of ``output`` whose memory is one of ``storages`` (addresses).
+    """Put copies in place of tensors whose memory is one of ``storages`` (addresses).
 
     Also returns whether such tensors are left, in objects that cannot be rebuilt.
     """
@@ -50,7 +51,7 @@ def _copy_aliases(output: Any, storages: Collection[int]) -> tuple[Any, bool]:
 
 
 def _addresses(tensor: torch.Tensor) -> set[int]:
-    """Where the memory of a tensor is, or of the tensors that it wraps; empty where that cannot be asked."""
+    """Addresses of a tensor's memory, or of tensors that it wraps; empty if unknown."""
     # Plain tensors, as most outputs are, wrap no others.
     if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])

@@ -1,8 +1,9 @@
 """Which weights a module shows, and how it shows two kinds at once.
 
-After a forward that does not reshard, ``module.weight`` is whole, while ``parameters()`` yields sharded main weights.
-``nn.Module`` looks up attributes in its dictionary of parameters by key. All else reads the items of the dictionary,
-also copies and pickles of the module. So a dictionary that gives whole weights by key serves both.
+After a forward that does not reshard, ``module.weight`` is whole, while ``parameters()`` yields
+sharded main weights. ``nn.Module`` looks up attributes in its dictionary of parameters by key. All
+else reads the items of the dictionary, also copies and pickles of the module. So a dictionary that
+gives whole weights by key serves both.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ class Shown(Enum):
     WHOLE = auto()
     """The compute weights."""
     ATTRIBUTES = auto()
-    """The compute weights as ``module.weight``, the main weights in ``parameters()`` and ``named_parameters()``."""
+    """The compute weights as ``module.weight``, the main weights in ``parameters()``."""
 
 
 class WholeByKey(dict[str, Any]):
-    """The parameters of a module, ``plain``; a key of ``whole`` reads the second parameter in place of the first."""
+    """The parameters of a module, ``plain``; a key of ``whole`` reads its second parameter."""
 
     def __init__(self, plain: dict[str, Any]) -> None:
         super().__init__(plain)

@@ -3,20 +3,23 @@
     at rest --pre_forward--> forward --post_forward--> at rest        parameters() shows the sharded main weights
     at rest --first gradient of an output--> backward --inputs done or end of backward--> at rest
 
-After a forward that does not reshard, ``module.weight`` is whole until the end of the next backward, as in FSDP2.
+After a forward that does not reshard, ``module.weight`` is whole until the end of the next
+backward, as in FSDP2.
 
-``phase`` has all phases and transitions. Whatever a backward leaves open is closed by a callback at its end. Whatever
-an exception leaves open is dropped at once, or at the next forward.
+``phase`` has all phases and transitions. Whatever a backward leaves open is closed by a callback at
+its end. Whatever an exception leaves open is dropped at once, or at the next forward.
 
-Ranks agree on collectives as long as they call the same units in the same order, and equally often in training mode.
-Gradients are reduced when those of the unit's inputs are complete that take part in the backward; or at the end of the
-backward if none does, or for a unit that was called more than once or whose outputs are hidden in objects. They are not
-reduced when the unit's own last gradient arrives, since ranks may use different parameters of a unit. All groups (one
-dtype of a unit; with float8 weights, its matrices or its vectors) with trainable parameters reduce if the backward
-reached an output of the unit, whether they got a gradient on this rank or not. Gradients of parameters that are used
-outside of their unit must come on all ranks.
+Ranks agree on collectives as long as they call the same units in the same order, and equally often
+in training mode. Gradients are reduced when those of the unit's inputs are complete that take part
+in the backward; or at the end of the backward if none does, or for a unit that was called more than
+once or whose outputs are hidden in objects. They are not reduced when the unit's own last gradient
+arrives, since ranks may use different parameters of a unit. All groups (one dtype of a unit; with
+float8 weights, its matrices or its vectors) with trainable parameters reduce if the backward
+reached an output of the unit, whether they got a gradient on this rank or not. Gradients of
+parameters that are used outside of their unit must come on all ranks.
 
-Meanwhile the next unit's weights are gathered and the last one's gradients reduced: see ``schedule``.
+Meanwhile the next unit's weights are gathered and the last one's gradients reduced: see
+``schedule``.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from torch_impl.runtime.weights.schedule import Schedule, ScheduledUnit
 
 
 class Unit:
-    """State of a sharded module; holds no reference to the module itself. ``groups`` were made with ``context``."""
+    """State of a sharded module, to which it holds no reference."""
 
     def __init__(
         self,
@@ -85,26 +88,26 @@ class Unit:
         module.register_load_state_dict_pre_hook(self.show_sharded)
 
     def materialize(self, device: torch.device, groups: Sequence[ParameterGroup] | None = None) -> None:
-        """Give weights of these groups, all by default, that are on the meta device memory on ``device``."""
+        """Give weights of these groups, or all, that are on the meta device memory on ``device``."""
         for index, group in enumerate(self.groups):
             if group.weights.on_meta and (groups is None or group in groups):
                 group.materialize(device)
                 self._watch_gradients(index)
 
     def collect_apart(self) -> None:
-        """Take weights to which modules inside the unit gave memory by a ``to_empty`` of their own."""
+        """Take weights to which modules inside gave memory by a ``to_empty`` of their own."""
         if apart := [group for group in self.groups if group.has_memory_apart]:
             self.materialize(self.device, apart)
 
     def _watch_gradients(self, index: int) -> None:
-        """Be told of each complete gradient of a group; the hooks live as long as its unsharded parameters."""
+        """Be told of each complete gradient of a group; hooks live as long as its whole parameters."""
         for k, param in enumerate(self.groups[index].unsharded):
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(autograd.weakly(self._gradient_arrived, index, k))
 
     @property
     def schedule(self) -> Schedule:
-        """What this unit shares with the others below its root; its own until a root runs forward."""
+        """What units below one root share; a unit's own until a root runs forward."""
         return self._context.schedule
 
     @property
@@ -112,7 +115,7 @@ class Unit:
         return self._context.phase
 
     def _enter(self, event: Event, phase: Phase) -> None:
-        """Go on to ``phase``; RuntimeError if the table has no such way. The only place where a phase changes."""
+        """Go on to ``phase``; RuntimeError if the table has no such way. No other code does."""
         before = self._context.phase
         if (before, phase) not in LEGAL[event]:
             refuse_transition(event, before, phase)
@@ -169,7 +172,7 @@ class Unit:
             group.show(Shown.MAIN)
 
     def show_sharded(self, *_: Any) -> None:
-        """Show the main weights, unless a forward reads the compute weights; these stay in memory."""
+        """Show the main weights, unless a forward reads compute weights; these stay in memory."""
         rests = self.phase in (Phase.UNSHARDED, Phase.KEPT, Phase.BACKWARD)
         self._enter(Event.STATE_DICT, Phase.REST if rests else self.phase)
         self._hide(free=False)
@@ -182,7 +185,8 @@ class Unit:
             self._become_root(module)
         event, phase = Event.FORWARD_BEGINS, Phase.FORWARD
         if in_backward:
-            # The backward of what is recomputed with gradients comes next, and needs the weights again.
+            # The backward of what is recomputed with gradients comes next, and needs the weights
+            # again.
             if torch.is_grad_enabled():
                 event, phase = Event.RECOMPUTE_BEGINS, Phase.RECOMPUTE
             self.schedule.rest_at_end(self)
@@ -190,7 +194,8 @@ class Unit:
             # No backward runs on this thread, so the one that these are left from has raised.
             self.abandon_backward()
         self._begin(event, phase, in_backward)
-        # Reentrant checkpointing runs its forward without gradients, but in training mode; evaluation does not train.
+        # Reentrant checkpointing runs its forward without gradients, but in training mode;
+        # evaluation does not train.
         if not in_backward and (torch.is_grad_enabled() or module.training):
             self._backwards.count_forward()
         if (cast := input_dtype(self._policy)) is not None:
@@ -205,7 +210,7 @@ class Unit:
         return args, kwargs
 
     def _become_root(self, module: nn.Module) -> None:
-        """Share this unit's schedule with all units below, which runs before them for the first time."""
+        """Share this unit's schedule with all units below, before which it runs first."""
         for name, child in module.named_modules():
             unit = getattr(child, "_unit", None)
             if isinstance(unit, Unit):
@@ -220,7 +225,7 @@ class Unit:
 
     @outside_transforms
     def _begin(self, event: Event, phase: Phase, in_backward: bool) -> None:
-        """Gather this unit's weights, then begin with the next one's: backends hold a second copy meanwhile."""
+        """Gather this unit's weights, then begin with the next unit's."""
         # Recompute in backward must see the weights that the forward saw.
         refresh = not in_backward
         following: Sequence[ScheduledUnit] = ()
@@ -248,7 +253,8 @@ class Unit:
             seen = autograd.watch_outputs(output, inputs)
             output = inputs.release(output)
         frees = self._frees_after_forward
-        # In a backward, no program goes on with what a forward has left. An unseen backward would not end it.
+        # In a backward, no program goes on with what a forward has left. An unseen backward would
+        # not end it.
         keeps = not frees and seen and autograd.current_backward() is None
         keeps = keeps and not shows_weights(output, self.groups)
         # A backward that reaches the unit unseen finds no hook that would gather the weights again.
@@ -306,7 +312,8 @@ class Unit:
         task = autograd.current_backward()
         if task is None or task in self._backwards:
             return
-        # The engine drops a backward that raised, and its callbacks with it; an outer one is still held.
+        # The engine drops a backward that raised, and its callbacks with it; an outer one is still
+        # held.
         if self._backwards.raised:
             self._drop_backward()
         self._backwards.join(task, self.schedule.join_backward(self, task))
@@ -330,7 +337,8 @@ class Unit:
     def backward_ended(self, task: int) -> None:
         """A backward that this unit took part in has computed all gradients."""
         self._backwards.end(task)
-        # A loss that is computed in parts reads the same weights again after the backward of each part.
+        # A loss that is computed in parts reads the same weights again after the backward of each
+        # part.
         if not self._backwards and self.phase is Phase.KEPT:
             self._enter(Event.BACKWARD_ENDS, Phase.KEPT)
             self._finish_gradients()
@@ -341,23 +349,23 @@ class Unit:
             self._backwards.forget_calls()
 
     def rest_after_recompute(self) -> None:
-        """All backwards have ended: if none followed what was recomputed, its weights are still there."""
+        """All backwards ended: free recomputed weights that none of them followed."""
         if self.phase is Phase.RECOMPUTED:
             self._rest(Event.NOT_FOLLOWED)
 
     def pass_ended(self) -> None:
-        """All backwards have ended, of which one went through units: show the main weights if this took no part."""
+        """All backwards ended, one went through units: show main weights if not through this one."""
         if self.phase is Phase.KEPT:
             self._rest(Event.PASS_ENDS)
 
     def _finish_gradients(self) -> None:
-        """Reduce or keep what was collected; after weights were freed, since backends copy what they reduce."""
+        """Reduce or keep what was collected; after weights were freed: backends copy."""
         with torch.no_grad(), self._range("reduce"):
             self.gradients.finish()
             self.schedule.unit_reduces()
 
     def reduce_waiting(self) -> None:
-        """A backward has ended: reduce what earlier ones left, in case this unit took no part in it."""
+        """A backward has ended: reduce what earlier ones left, if this unit took no part in it."""
         self.gradients.backward_ended()
         waiting = self.gradients.waiting()
         if waiting:

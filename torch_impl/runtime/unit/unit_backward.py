@@ -15,14 +15,15 @@ from torch_impl.runtime.unit.group import ParameterGroup
 class UnitBackwards:
     """Backwards that a unit has joined and that have not ended; true if there are any.
 
-    They tell when one has computed the gradients of all inputs of the unit. Calls of the unit are counted for
-    that, not gradients of its parameters, since ranks may use different parameters.
+    They tell when one has computed the gradients of all inputs of the unit. Calls of the unit are
+    counted for that, not gradients of its parameters, since ranks may use different parameters.
     """
 
     def __init__(self) -> None:
         # By number; a dead reference: it raised.
         self._ends: dict[int, weakref.ref[Any]] = {}
-        # Those calls whose outputs have gradients and whose inputs lack some, or of whose inputs nothing is known.
+        # Those calls whose outputs have gradients and whose inputs lack some, or of whose inputs
+        # nothing is known.
         self._open_calls: set[int] = set()
         self._forwards = 0
         self._makes_graph = self.needed_later = False
@@ -57,13 +58,14 @@ class UnitBackwards:
             self.needed_later |= not inputs.expect() and torch.is_grad_enabled()
 
     def inputs_done(self, number: int, seen: bool) -> bool:
-        """The inputs of call ``number`` have their gradients; whether nothing of the unit is to come any more.
+        """The inputs of call ``number`` have their gradients; whether nothing more is to come.
 
         ``seen``: a backward through these gradients would be noticed.
         """
         self.needed_later |= not seen
         self._open_calls.discard(number)
-        # Another call's backward may be still to come. Counted calls, unlike gradients, are the same on all ranks.
+        # Another call's backward may be still to come. Counted calls, unlike gradients, are the
+        # same on all ranks.
         return bool(self._ends) and not self._open_calls and self._forwards <= 1
 
     def end(self, task: int) -> None:
@@ -71,7 +73,7 @@ class UnitBackwards:
         self._ends.pop(task, None)
 
     def forget_calls(self) -> None:
-        """No backward of the calls made until now is expected any more, but of those whose graph was extended."""
+        """Expect no backward of the calls made until now, but where the graph was extended."""
         self._open_calls.clear()
         if not self._makes_graph:
             self._forwards = 0
@@ -85,7 +87,7 @@ class UnitBackwards:
 
 
 class UnitGradients:
-    """Gradients of the ``groups`` of a unit. The program sets the flags, by the setters of ``FSDPModule``."""
+    """Gradients of the ``groups`` of a unit, and the flags that setters of ``FSDPModule`` set."""
 
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         self._groups = groups
@@ -93,7 +95,8 @@ class UnitGradients:
         self.requires_all_reduce = True
         self.last_backward = True
         self.exposes_main_grad = False
-        # Whether a backward has reached an output of the unit: on all ranks, whichever parameters each of them used.
+        # Whether a backward has reached an output of the unit: on all ranks, whichever parameters
+        # each of them used.
         self._reached = False
 
     @property
@@ -105,28 +108,29 @@ class UnitGradients:
         return not self.requires_gradient_sync or not (self._reduces_all or group.strategy.gradients)
 
     def attach_main_grads(self) -> None:
-        """A backward of the unit begins: let fused kernels write gradients, if the program wants that."""
+        """A backward of the unit begins: let fused kernels write gradients if asked for."""
         if self.exposes_main_grad:
             for group in self._groups:
                 group.gradient.attach_main_grads(self._keeps(group))
 
     def add_gradient(self, index: int, k: int, reshards: bool) -> None:
-        """Collect the gradient of parameter ``k`` of group ``index``; ``reshards``: the unit does after backward.
+        """Collect the gradient of parameter ``k`` of a group; ``reshards``: the unit does.
 
         RuntimeError in a backward with ``create_graph=True``.
         """
         group = self._groups[index]
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"parameter {group.names[k]!r} of unit {group.unit_name!r}: expected a backward without "
-                "create_graph=True, since the gradient of a sharded parameter, a sum over ranks, has no graph, got one "
-                "with it; for derivatives by inputs call torch.autograd.grad(outputs, inputs, create_graph=True), and "
-                "backward() of what is computed from them"
+                f"parameter {group.names[k]!r} of unit {group.unit_name!r}: expected a backward "
+                "without create_graph=True, since the gradient of a sharded parameter, a sum over "
+                "ranks, has no graph, got one with it; for derivatives by inputs call "
+                "torch.autograd.grad(outputs, inputs, create_graph=True), and backward() of what "
+                "is computed from them"
             )
         group.gradient.add_gradient(k, self._keeps(group), reshards and group.shard_parameters)
 
     def outputs_reached(self, accumulates: bool) -> None:
-        """A backward has reached an output of the unit; ``accumulates``: it computes gradients of parameters."""
+        """A backward has reached an output; ``accumulates``: it computes parameters' gradients."""
         self._reached = self._reached or accumulates
 
     def takes_part(self) -> bool:
@@ -138,7 +142,7 @@ class UnitGradients:
         )
 
     def finish(self) -> None:
-        """Reduce or keep what was collected; also where nothing was, if other ranks may have collected something."""
+        """Reduce or keep what was collected; also nothing, if other ranks may have collected."""
         reached, self._reached = self._reached, False
         # All groups of the unit are reduced side by side, during the next unit's backward.
         self._wait_for_others(self._groups)
@@ -154,7 +158,7 @@ class UnitGradients:
             groups[0].gradient.wait_for_others()
 
     def waiting(self) -> list[ParameterGroup]:
-        """Groups with sums of earlier backwards that are to be reduced now, by ``reduce_waiting``."""
+        """Groups with sums of earlier backwards that ``reduce_waiting`` is to reduce now."""
         last = self._reduces_all
         return [group for group in self._groups if group.reduction.waits(last) and not self._keeps(group)]
 
@@ -165,7 +169,7 @@ class UnitGradients:
             group.gradient.reduce(self._reduces_all, idle=True)
 
     def backward_ended(self) -> None:
-        """All backwards have ended: the program may make a step now, if it has reduced the gradients for that."""
+        """All backwards have ended: a step may follow, if gradients were reduced over all axes."""
         if self.requires_gradient_sync and self._reduces_all:
             for group in self._groups:
                 group.weights.step_may_follow()

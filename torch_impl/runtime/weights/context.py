@@ -11,8 +11,9 @@ from torch_impl.runtime.weights.schedule import Schedule
 class UnitContext:
     """Held by a unit, its groups and their buffers. ``device``: the mesh's.
 
-    The parts do not hold the unit: such a cycle would keep a deleted model's memory until the garbage collector comes.
-    They ask for the schedule at each use, since a unit is its own root until an outer unit runs first.
+    The parts do not hold the unit: such a cycle would keep a deleted model's memory until the
+    garbage collector comes. They ask for the schedule at each use, since a unit is its own root
+    until an outer unit runs first.
     """
 
     def __init__(self, device: torch.device, prefetch: int) -> None:
@@ -23,7 +24,7 @@ class UnitContext:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether a program may read compute weights without a call of the runtime, in and after a forward."""
+        """Whether a program may read compute weights without a call of the runtime."""
         return self.phase in READS_WEIGHTS
 
     def join(self, schedule: Schedule, name: str) -> None:
@@ -31,7 +32,8 @@ class UnitContext:
         # A unit that has been a root until now may have left a reduction in its own schedule.
         if self.schedule is not schedule:
             self.schedule.reductions.finish()
-            # It may have been turned off in any unit, before a forward told which of them share one.
+            # It may have been turned off in any unit, before a forward told which of them share
+            # one.
             if not self.schedule.pool.enabled:
                 schedule.pool.enable(False)
         self.schedule, self.name = schedule, name or "root"

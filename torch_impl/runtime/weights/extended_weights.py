@@ -1,8 +1,9 @@
-"""The weights of a group of parameters with extensions of the all-gather: see ``extension`` for what these are.
+"""The weights of a group of parameters with extensions of the all-gather: see ``extension``.
 
-A gather asks each parameter what to gather, and fills tensors that stay the same ones, so that whole parameters, which
-share their memory with them or are filled from them, stay the same too. While the weights are free, only the storages
-are empty. What is written there again counts as a change for autograd only if main weights have changed.
+A gather asks each parameter what to gather, and fills tensors that stay the same ones, so that
+whole parameters, which share their memory with them or are filled from them, stay the same too.
+While the weights are free, only the storages are empty. What is written there again counts as a
+change for autograd only if main weights have changed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from torch_impl.runtime.weights.group_weights import GroupWeights, Version
 class ExtendedWeights(GroupWeights):
     """``shards``: the own rows of the parameters ``owned``, see ``own_rows``.
 
-    There are no flat main weights and no flat compute weights, so that this is the memory of the latter, too.
+    There are no flat main weights and no flat compute weights, so that this is the memory of the
+    latter, too.
     """
 
     separate = gathers = True
@@ -172,12 +174,12 @@ class ExtendedWeights(GroupWeights):
         for weight, sizes, agreed in zip(self._extended, wanted, self._agreed, strict=True):
             if sizes != agreed:
                 raise RuntimeError(
-                    f"{weight.name}: expected fsdp_pre_all_gather to return tensors of the sizes of its first call, "
-                    f"{agreed}, got {sizes}"
+                    f"{weight.name}: expected fsdp_pre_all_gather to return tensors of the sizes "
+                    f"of its first call, {agreed}, got {sizes}"
                 )
 
     def _agree(self, wanted: list[Any], cause: Exception | None) -> None:
-        """Once: other sizes on another rank would hang its gather, or fill it with what belongs elsewhere."""
+        """Once: other sizes on another rank would hang its gather, or fill it wrongly."""
         mesh = self._group_spec.levels.mesh
         everyone: list[Any] = [None] * mesh.sizes[0]
         dist.all_gather_object(everyone, wanted, group=mesh.groups[0])
@@ -185,14 +187,16 @@ class ExtendedWeights(GroupWeights):
             for rank, theirs in enumerate(everyone):
                 if isinstance(theirs[index], str) or theirs[index] != everyone[0][index]:
                     raise RuntimeError(
-                        f"{weight.name}: expected fsdp_pre_all_gather to return tensors of equal sizes on all ranks, rows "
-                        f"padded to those of the first rank, got {everyone[0][index]} on rank 0 of the axis and "
-                        f"{theirs[index]} on rank {rank}; {WAY_OUT}"
+                        f"{weight.name}: expected fsdp_pre_all_gather to return tensors of equal "
+                        "sizes on all ranks, rows padded to those of the first rank, got "
+                        f"{everyone[0][index]} on rank 0 of the axis and {theirs[index]} on rank "
+                        f"{rank}; {WAY_OUT}"
                     ) from cause
 
     def _prepare(self, changed: bool) -> None:
         """Memory to gather into."""
-        # Filling the memory again counts as a change, which autograd must take for one only where values change.
+        # Filling the memory again counts as a change, which autograd must take for one only where
+        # values change.
         if not self._versions:
             self._note_versions()
         self._changed |= changed
@@ -215,7 +219,8 @@ class ExtendedWeights(GroupWeights):
         if not self.aside:
             return
         self.aside = False
-        # A first evaluation may run in inference mode; training steps could not write to tensors made there.
+        # A first evaluation may run in inference mode; training steps could not write to tensors
+        # made there.
         with torch.inference_mode(False), torch.no_grad():
             for index, weight in enumerate(self._extended):
                 whole = weight.post(
@@ -230,7 +235,7 @@ class ExtendedWeights(GroupWeights):
         self._count()
 
     def free(self) -> None:
-        """Forget the contents and free the memory; until they are back, autograd refuses saved views of them."""
+        """Forget the contents and free the memory; until it is filled autograd refuses views."""
         # Else the gather would write to memory that others have by then.
         self.finish_gather()
         if not self._versions:
@@ -241,8 +246,8 @@ class ExtendedWeights(GroupWeights):
             weight.free()
 
     def _note_versions(self) -> None:
-        # A class may share small tensors, such as a table of codes, between shards and whole weights. These tensors are
-        # not freed, and their versions tell changes of the main weights.
+        # A class may share small tensors, such as a table of codes, between shards and whole
+        # weights. These tensors are not freed, and their versions tell changes of the main weights.
         shared = {tensor.untyped_storage().data_ptr() for tensor in self.main_tensors} - {0}
         parts = [part for tensor in (*self.compute_tensors, *self.unsharded) for part in plain_parts(tensor)]
         known = [*self.unsharded, *(p for p in parts if p.untyped_storage().data_ptr() not in shared)]

@@ -1,20 +1,23 @@
-"""Parameters that say themselves what is gathered: FSDP2's extensions, such as torchao's float8 and NF4 weights.
+"""Parameters that say themselves what is gathered: FSDP2's extensions, as in torchao.
 
-The class of such a parameter has two methods, which are called on this rank's rows of the parameter::
+The class of such a parameter has two methods, which are called on this rank's rows of the
+parameter::
 
     fsdp_pre_all_gather(mesh)                           -> (tensors to gather, anything for post)
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)      the same
     fsdp_post_all_gather(gathered, anything, dtype)     -> (whole parameter, tensors of its memory)
     fsdp_post_all_gather(..., out=whole parameter)      -> None, after the gathered tensors were filled again
 
-``mesh`` is the axis that is gathered over. ``outer_size`` and ``outer_stride`` are the whole parameter's (of a
-tensor-parallel one, this rank's part). Methods of the first form may only be told the mesh.
+``mesh`` is the axis that is gathered over. ``outer_size`` and ``outer_stride`` are the whole
+parameter's (of a tensor-parallel one, this rank's part). Methods of the first form may only be told
+the mesh.
 
-What the class must do besides: ``torch.chunk`` along dimension 0, ``new_zeros``, ``narrow``, ``copy_`` and, beyond two
-dimensions, ``view`` keep the class; a wrapper shows its inner tensors by ``__tensor_flatten__``; and ``as_strided``
-gives a whole parameter its shape. Rows are cut as FSDP2 cuts them, into equal parts rounded up, so that the last ranks
-may hold fewer or none. A gathered tensor with as many rows as the rank's part is padded to those of the first rank;
-ranks must agree on all sizes.
+What the class must do besides: ``torch.chunk`` along dimension 0, ``new_zeros``, ``narrow``,
+``copy_`` and, beyond two dimensions, ``view`` keep the class; a wrapper shows its inner tensors by
+``__tensor_flatten__``; and ``as_strided`` gives a whole parameter its shape. Rows are cut as FSDP2
+cuts them, into equal parts rounded up, so that the last ranks may hold fewer or none. A gathered
+tensor with as many rows as the rank's part is padded to those of the first rank; ranks must agree
+on all sizes.
 
     at rest     RowDTensor over the class, each parameter in memory of its own
     gather      what pre returns, as bytes, in one call for a group; then post
@@ -60,37 +63,41 @@ def extended_layout(owned: Sequence[OwnedParameter], num_shards: int) -> Layout:
 
 
 def check_extension(parameter: OwnedParameter, mesh: DataParallelMesh, strategy: Strategy) -> None:
-    """ValueError or NotImplementedError for a parameter with an extension that cannot be sharded so."""
+    """ValueError or NotImplementedError for a parameter that cannot be sharded so."""
     values: Any = parameter.local
     class_name = type(values).__name__
     if not callable(getattr(values, "fsdp_post_all_gather", None)):
         raise ValueError(
-            f"{parameter.name}: expected fsdp_pre_all_gather and fsdp_post_all_gather of a {class_name}, got only one; {WAY_OUT}"
+            f"{parameter.name}: expected fsdp_pre_all_gather and fsdp_post_all_gather of a "
+            f"{class_name}, got only one; {WAY_OUT}"
         )
     if not values.ndim or not values.numel():
         raise ValueError(
-            f"{parameter.name}: expected a {class_name} with rows, which its fsdp_pre_all_gather gathers, got shape "
-            f"{tuple(values.shape)}; {WAY_OUT}"
+            f"{parameter.name}: expected a {class_name} with rows, which its fsdp_pre_all_gather "
+            f"gathers, got shape {tuple(values.shape)}; {WAY_OUT}"
         )
     if _arguments_of(values) not in (1, 5):
         raise ValueError(
-            f"{parameter.name}: expected fsdp_pre_all_gather(mesh) or fsdp_pre_all_gather(mesh, outer_size, outer_stride, "
-            f"module, mp_policy) of a {class_name}, got {inspect.signature(values.fsdp_pre_all_gather)}; {WAY_OUT}"
+            f"{parameter.name}: expected fsdp_pre_all_gather(mesh) or fsdp_pre_all_gather(mesh, "
+            f"outer_size, outer_stride, module, mp_policy) of a {class_name}, got "
+            f"{inspect.signature(values.fsdp_pre_all_gather)}; {WAY_OUT}"
         )
     if strategy.optimizer != 1:
         raise NotImplementedError(
-            f"{parameter.name}: strategy {strategy.name!r} is not available for a {class_name}, whose fsdp_pre_all_gather "
-            f"knows one axis: use 'optim_grads_params', 'optim_grads', 'optim' or 'hsdp', or {WAY_OUT}"
+            f"{parameter.name}: strategy {strategy.name!r} is not available for a {class_name}, "
+            "whose fsdp_pre_all_gather knows one axis: use 'optim_grads_params', 'optim_grads', "
+            f"'optim' or 'hsdp', or {WAY_OUT}"
         )
     if mesh.ndim > 1 and mesh.mesh.mesh_dim_names is None:
         raise ValueError(
-            f"{parameter.name}: expected a mesh with names of its axes, one of which is given to fsdp_pre_all_gather of a "
-            f"{class_name}, got {mesh.mesh}; pass mesh_dim_names to init_device_mesh"
+            f"{parameter.name}: expected a mesh with names of its axes, one of which is given to "
+            f"fsdp_pre_all_gather of a {class_name}, got {mesh.mesh}; pass mesh_dim_names to "
+            "init_device_mesh"
         )
 
 
 def own_rows(parameter: OwnedParameter, dtype: torch.dtype, index: int, num_shards: int) -> torch.Tensor:
-    """A copy of part ``index`` of the parameter, of its class and in ``dtype``. ValueError where that is no more it."""
+    """A copy of part ``index`` of the parameter, of its class and in ``dtype``, else ValueError."""
     values, value_class = parameter.local, type(parameter.local)
     try:
         with torch.no_grad():
@@ -101,13 +108,14 @@ def own_rows(parameter: OwnedParameter, dtype: torch.dtype, index: int, num_shar
                 part.untyped_storage()
     except Exception as error:
         raise ValueError(
-            f"{parameter.name}: a {value_class.__name__} of shape {tuple(values.shape)} cannot be cut into {num_shards} parts of "
-            f"rows ({type(error).__name__}: {error}); {WAY_OUT}"
+            f"{parameter.name}: a {value_class.__name__} of shape {tuple(values.shape)} cannot be "
+            f"cut into {num_shards} parts of rows ({type(error).__name__}: {error}); {WAY_OUT}"
         ) from error
     if type(shard) is not value_class or shard.dtype != dtype:
         raise ValueError(
-            f"{parameter.name}: expected rows of a {value_class.__name__} to be a {value_class.__name__} of {dtype}, got a "
-            f"{type(shard).__name__} of {shard.dtype} from chunk, new_zeros and copy_; {WAY_OUT}"
+            f"{parameter.name}: expected rows of a {value_class.__name__} to be a "
+            f"{value_class.__name__} of {dtype}, got a {type(shard).__name__} of {shard.dtype} "
+            f"from chunk, new_zeros and copy_; {WAY_OUT}"
         )
     return shard
 
@@ -133,7 +141,7 @@ def as_matrix(shard: torch.Tensor) -> torch.Tensor:
 
 
 def _pair(answer: Any) -> tuple[Any, Any]:
-    """What both methods of an extension return. TypeError, which says what was found, for all else."""
+    """What both methods of an extension return. TypeError, which says what it got, for all else."""
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise TypeError(f"{_found(answer)} in place of two values")
     return answer[0], answer[1]
@@ -156,7 +164,7 @@ def _found(value: Any) -> str:
 
 
 def zeros_on(shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A shard like one on the meta device, all of whose memory lies on ``device`` and holds zeros."""
+    """A shard like one on the meta device, with zeros on ``device``."""
     with torch.no_grad():
         zeros = torch.empty_like(shard, device=device)
         if is_traceable_wrapper_subclass(zeros):
@@ -233,7 +241,7 @@ class ExtendedWeight:
         return [part for tensor in (*self.outputs, *self.inner) for part in plain_parts(tensor)]
 
     def post(self, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
-        """The whole parameter of what was gathered; ``out``: the one that the first call returned."""
+        """The whole parameter of what was gathered; ``out``: that of the first call."""
         rows: Any = self.shard
         gathered = tuple(
             output.view(-1, *source.shape[1:])
@@ -252,8 +260,9 @@ class ExtendedWeight:
                 raise TypeError(f"a whole of shape {tuple(whole.shape)}")
         except TypeError as error:
             raise TypeError(
-                f"{self.name}: expected fsdp_post_all_gather of a {type(rows).__name__} to return a tensor of shape "
-                f"{tuple(self.size)}, or with more rows, and the tensors whose memory it uses, got {error}; {WAY_OUT}"
+                f"{self.name}: expected fsdp_post_all_gather of a {type(rows).__name__} to return "
+                f"a tensor of shape {tuple(self.size)}, or with more rows, and the tensors whose "
+                f"memory it uses, got {error}; {WAY_OUT}"
             ) from error
         self._hold(self.inner)
         # Rows that were padded lie at the end.

@@ -1,4 +1,4 @@
-"""Parameters over the flat buffers of a group: sharded ones over main weights, whole ones over compute weights."""
+"""Parameters over flat buffers: sharded over main weights, whole over compute weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def sharded_parameters(
     wholes: Sequence[torch.Tensor],
     finish_gather: Callable[[], None],
 ) -> list[nn.Parameter]:
-    """DTensors over this rank's rows in ``main``, with the values of ``originals`` if these have any.
+    """DTensors over this rank's rows in ``main``, with the values of ``originals``, if any.
 
     ``wholes`` are views of the compute weights, which hold the rows where ``main`` has remainders.
     """
-    # From the values as given: main weights built from weights cast to bfloat16 train to other losses.
+    # From the values as given: main weights built from weights cast to bfloat16 train to other
+    # losses.
     return [
         _sharded_parameter(spec, main, index, param, values, whole, finish_gather)
         for index, ((param, values), whole) in enumerate(zip(originals, wholes, strict=True))
@@ -80,7 +81,7 @@ def unsharded_parameters(
     sharded: Sequence[nn.Parameter],
     wholes: Sequence[torch.Tensor],
 ) -> list[nn.Parameter]:
-    """Parameters over ``wholes``; they and ``sharded`` get the marks that a program put on those that were given."""
+    """Parameters over ``wholes``; they and ``sharded`` get the marks of ``originals``."""
     unsharded = [
         nn.Parameter(
             whole if placed is None else placed.wrap(whole),

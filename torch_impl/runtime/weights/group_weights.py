@@ -1,19 +1,21 @@
-"""The weights of a group: main weights, compute weights, and the gather that leads from one to the other.
+"""The weights of a group: main weights, compute weights, and the gather between them.
 
-``FlatWeights`` have both in flat buffers, of which parameters are views: see the note of the package.
-``extended_weights`` has those whose class says itself what is gathered.
+``FlatWeights`` have both in flat buffers, of which parameters are views: see the note of the
+package. ``extended_weights`` has those whose class says itself what is gathered.
 
-Compute weights that are kept (parameters that are not sharded, or ``reshard_after_forward=False``) are gathered
-again by the first forward after a backward that reduced gradients over all axes, unless all of the group is frozen.
-Whether this rank's main weights have changed does not matter there: an optimizer may pass over rows that are empty
-or have no gradient, on some ranks only. Other changes (a loaded state dict, an edit between two forwards) are known
-from the version counter that torch keeps for the buffer. Every change through a DTensor, an optimizer or
-``to_local()`` counts on every rank that makes it, also on ranks whose rows of the tensor are empty;
-``tensor.to_local().data`` hides changes from the counter. Ranks whose counters disagree get an error that names
-them, see ``require_all_ranks``.
+Compute weights that are kept (parameters that are not sharded, or ``reshard_after_forward=False``)
+are gathered again by the first forward after a backward that reduced gradients over all axes,
+unless all of the group is frozen. Whether this rank's main weights have changed does not matter
+there: an optimizer may pass over rows that are empty or have no gradient, on some ranks only. Other
+changes (a loaded state dict, an edit between two forwards) are known from the version counter that
+torch keeps for the buffer. Every change through a DTensor, an optimizer or ``to_local()`` counts on
+every rank that makes it, also on ranks whose rows of the tensor are empty;
+``tensor.to_local().data`` hides changes from the counter. Ranks whose counters disagree get an
+error that names them, see ``require_all_ranks``.
 
-A gather after a change also counts as an in-place change of the compute weights, so a backward through a forward
-that used the older weights raises autograd's error instead of yielding wrong gradients.
+A gather after a change also counts as an in-place change of the compute weights, so a backward
+through a forward that used the older weights raises autograd's error instead of yielding wrong
+gradients.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ class GroupWeights(ABC):
     separate: bool
     """Whether the compute weights are others than the main weights."""
     gathers: bool
-    """Whether compute weights come from a gather; else, under no_shard, they are the main weights."""
+    """Whether compute weights come from a gather; under no_shard they are the main weights."""
     compute_device: torch.device
 
     def __init__(self, spec: GroupSpec, context: UnitContext) -> None:
@@ -135,18 +137,19 @@ class GroupWeights(ABC):
     def _steps(self, changed: bool, current: bool) -> list[Step]:
         """What gathers the main weights.
 
-        ``changed``: they are others than at the last gather. ``current``: a gather of these very main weights was
-        completed, so that what was kept of it still holds.
+        ``changed``: they are others than at the last gather. ``current``: a gather of these very
+        main weights was completed, so that what was kept of it still holds.
         """
 
     def when_made(self, callback: Callable[[], None]) -> None:
-        """Call back when ``unsharded`` are others than now, if they are not known before the first gather."""
+        """Call back when ``unsharded`` are made, if they are not known before the first gather."""
         self._on_made = callback
 
     def allocate(self, device: torch.device, originals: Sequence[GivenParameter]) -> None:
-        """Make weights and parameters like the given ones, with their values if they have any; nothing is gathered."""
+        """Make weights and parameters like ``originals``, with their values, if any."""
         self._transfer: Transfer | None = None
-        # Whether the next forward gathers, though the compute weights may be current: equal on all ranks.
+        # Whether the next forward gathers, though the compute weights may be current: equal on all
+        # ranks.
         self._due = False
         self._gathered_version: Version | None = None
         self._kept_version: Version | None = None
@@ -160,7 +163,7 @@ class GroupWeights(ABC):
         return self._transfer is not None or self.compute.aside
 
     def step_may_follow(self) -> None:
-        """A backward left gradients that are reduced: rows on any rank may change until the next forward.
+        """A backward left reduced gradients: rows on any rank may change until the next forward.
 
         No optimizer changes a group that is frozen, see ``_require_same_trainable``.
         """
@@ -169,7 +172,7 @@ class GroupWeights(ABC):
         self._due |= trains and spec.strategy.optimizer > 0 and spec.levels.mesh.size > 1
 
     def start_gather(self, refresh: bool) -> bool:
-        """Begin to fill the compute weights if they are freed or, with ``refresh``, older than the main weights.
+        """Begin to fill compute weights that are freed or, with ``refresh``, older than main ones.
 
         A collective when it returns True; else nothing is to be done, or it has begun already.
         """
@@ -182,7 +185,8 @@ class GroupWeights(ABC):
         if kept and not (refresh and (changed or self._due)):
             return False
         spec = self._group_spec
-        # Other ranks gather anyway, unless whole weights are kept, or shards between them and the main weights.
+        # Other ranks gather anyway, unless whole weights are kept, or shards between them and the
+        # main weights.
         resident = self._kept_version is not None and keeps_shard(spec.strategy)
         if changed and not self._due and (kept or resident):
             self._require_change_everywhere()
@@ -196,7 +200,8 @@ class GroupWeights(ABC):
         # What is gathered is filled by copies and collectives, which autograd must not record.
         with torch.no_grad():
             steps = self._steps(changed, current)
-            # Own rows, with remainders, lie in what is gathered: their versions are those of the compute weights.
+            # Own rows, with remainders, lie in what is gathered: their versions are those of the
+            # compute weights.
             version = self.main_version
             self._transfer = self._context.schedule.streams.start(steps)
         self._started_version = version
@@ -231,12 +236,13 @@ class GroupWeights(ABC):
             require_all_ranks(
                 f"main weights of {spec.names[0]!r} (unit {self.unit_name}) were changed between forwards",
                 spec.levels.mesh,
-                "a change outside of a training step must be made on all ranks, also where rows are empty: write to "
-                "the DTensor, or to to_local() without a condition on its size or values",
+                "a change outside of a training step must be made on all ranks, also where rows "
+                "are empty: write to the DTensor, or to to_local() without a condition on its "
+                "size or values",
             )
 
     def _require_same_trainable(self) -> None:
-        """RuntimeError if only some ranks have frozen parameters since, and would not reduce what others reduce."""
+        """RuntimeError if only some ranks have frozen parameters, and would not reduce with others."""
         spec, trainable = self._group_spec, tuple(param.requires_grad for param in self.params)
         if trainable in self._agreed_trainable or spec.levels.mesh.size == 1:
             return
@@ -251,7 +257,7 @@ class GroupWeights(ABC):
 
 
 class FlatWeights(GroupWeights):
-    """Both in flat buffers. ``main`` and ``compute`` are one buffer under no_shard, if nothing is cast."""
+    """Both in flat buffers; under no_shard these are one buffer if nothing is cast."""
 
     def _allocate(self, device: torch.device, originals: Sequence[GivenParameter]) -> None:
         spec = self._group_spec
@@ -273,13 +279,15 @@ class FlatWeights(GroupWeights):
             self._compute = self._pooled = ComputeBuffer(
                 levels.layouts[0], dtypes.compute, device, self._finish, self._context, spec.suffix
             )
-            # .data: writing the gathered weights must not count as a change of the tensors that autograd saved.
+            # .data: writing the gathered weights must not count as a change of the tensors that
+            # autograd saved.
             views = [self._compute.view(name).data for name in spec.names]
         self.params = sharded_parameters(spec, self.main, originals, views, self._finish)
         self.unsharded = unsharded_parameters(spec, originals, self.params, views)
         if self.separate:
             self._pooled.set_views(self.unsharded)
-            # On the meta device nothing is to be freed; with remainders own rows lie in the whole weights.
+            # On the meta device nothing is to be freed; with remainders own rows lie in the whole
+            # weights.
             if not (dtypes.remainders or self.on_meta):
                 self._pooled.free()
 

@@ -1,6 +1,7 @@
-"""What the units below one root share: order of execution, prefetching, and the reduction under way.
+"""What units below one root share: order of execution, prefetching, reductions under way.
 
-With ``prefetch`` 1, a unit is gathered while the one before it computes, and reduced while the one after it does::
+With ``prefetch`` 1, a unit is gathered while the one before it computes, and reduced while the one
+after it does::
 
     forward    | unit 1       | unit 2       | unit 3
     gather     | 2            | 3            |
@@ -8,21 +9,21 @@ With ``prefetch`` 1, a unit is gathered while the one before it computes, and re
     gather     | 2            | 1            |
     reduce                    | 3            | 2        | 1
 
-On the CPU gloo gathers into a copy. At the beginning of a backward, when all activations are there, weights and copy
-would lie beside them and the root's gradients. So the first unit computes alone there, and the second one's weights
-are gathered when it begins.
+On the CPU gloo gathers into a copy. At the beginning of a backward, when all activations are there,
+weights and copy would lie beside them and the root's gradients. So the first unit computes alone
+there, and the second one's weights are gathered when it begins.
 
-With ``prefetch`` 0 nothing runs during a transfer, and one unit's weights and gradients are there at a time, besides
-the root's and those of units around it. Only what a program names by ``set_modules_to_forward_prefetch`` and its
-backward twin is gathered ahead then::
+With ``prefetch`` 0 nothing runs during a transfer, and one unit's weights and gradients are there
+at a time, besides the root's and those of units around it. Only what a program names by
+``set_modules_to_forward_prefetch`` and its backward twin is gathered ahead then::
 
     forward    gather 1 | unit 1 | gather 2 | unit 2 | gather 3 | unit 3
     backward   gather 3 | unit 3 | reduce 3 | gather 2 | unit 2 | reduce 2 | gather 1 | unit 1 | reduce 1
 
-Which unit is next is not configured but recorded: what followed at this place the last time. The first backward
-expects the reverse of the forward. A program that departs from the record loses the rest of one pass's prefetching,
-no more: what was gathered for nothing is freed at the end of the pass. Ranks that run the same units in the same
-order also prefetch alike.
+Which unit is next is not configured but recorded: what followed at this place the last time. The
+first backward expects the reverse of the forward. A program that departs from the record loses the
+rest of one pass's prefetching, no more: what was gathered for nothing is freed at the end of the
+pass. Ranks that run the same units in the same order also prefetch alike.
 
 Units are held weakly: a deleted model frees its memory at once.
 """
@@ -77,7 +78,7 @@ class ScheduledUnit(Protocol):
         ...
 
     def pass_ended(self) -> None:
-        """All backwards have ended, of which one went through units: show the main weights if this took no part."""
+        """All backwards ended, one went through units: show main weights if not through this one."""
         ...
 
     def rest_after_recompute(self) -> None:
@@ -107,7 +108,8 @@ class Order:
         self.reached.append(weakref.ref(unit))
         if position + 1 < len(self.expected) and self.expected[position]() is unit:
             return _alive(self.expected[position + 1 : position + 2])
-        # A wrong guess costs a gather, so after the first departure there are none until the next pass.
+        # A wrong guess costs a gather, so after the first departure there are none until the next
+        # pass.
         self.expected = []
         return []
 
@@ -130,7 +132,7 @@ class Reduction(Protocol):
 
 
 class Reductions:
-    """The reductions under way, of one unit of all below a root: so two units' buffers are in use at most."""
+    """The reductions under way, of one unit: so two units' buffers are in use at most."""
 
     def __init__(self) -> None:
         # Weakly: a deleted model frees its gradients at once, also those that are being reduced.
@@ -141,12 +143,12 @@ class Reductions:
         self._under_way.append(weakref.ref(reduction))
 
     def finish(self) -> None:
-        """Wait for the reductions under way, in the order in which they began, and publish their results."""
+        """Wait for the reductions in the order in which they began, and publish their results."""
         for reduction in self._take():
             reduction.finish()
 
     def make_room(self) -> None:
-        """A gradient buffer is about to be allocated: free those of reductions under way, if that costs nothing."""
+        """A gradient buffer will be allocated: free those under reduction, if that costs nothing."""
         alive = _alive(self._under_way)
         if all(reduction.only_waits for reduction in alive):
             self.finish()
@@ -164,8 +166,9 @@ class Reductions:
 class Schedule:
     """Shared by units on one device; ``prefetch`` is 0 or 1.
 
-    Each unit makes one, with the ``prefetch`` that it was given. That of the root, which runs forward first, replaces
-    those of all units below: their transfers follow one another, so one of them cannot have an order of its own.
+    Each unit makes one, with the ``prefetch`` that it was given. That of the root, which runs
+    forward first, replaces those of all units below: their transfers follow one another, so one of
+    them cannot have an order of its own.
     """
 
     def __init__(self, device: torch.device, prefetch: int) -> None:
@@ -190,7 +193,7 @@ class Schedule:
         self._units.append(weakref.ref(unit))
 
     def forward_begins(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
-        """``unit`` begins to run forward, not in backward; returns what to prefetch: one unit or none."""
+        """``unit`` begins to run forward, not in backward; returns what to prefetch."""
         # The outermost forward: whatever an exception left open in the pass before is over.
         if self.open_forwards == 0:
             self._abandon()
@@ -201,7 +204,7 @@ class Schedule:
         return self._following(self._forward, unit)
 
     def forward_ended(self, unit: ScheduledUnit) -> None:
-        """A forward of ``unit`` ended; after the outermost one nothing that was prefetched is needed."""
+        """A forward of ``unit`` ended; after the outermost, prefetched weights are not needed."""
         # What is recomputed comes in the order of the backward, which is recorded by itself.
         if autograd.current_backward() is None:
             self._ended.append(weakref.ref(unit))
@@ -213,7 +216,7 @@ class Schedule:
                 self.pool.rest()
 
     def backward_begins(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
-        """``unit`` begins to run backward, or forward again in backward; returns what to prefetch."""
+        """``unit`` begins to run backward, or forward in backward; returns what to prefetch."""
         expected = self._following(self._backward, unit)
         # See the note of the module.
         if self._backward_starts and self.streams.copies:
@@ -227,21 +230,24 @@ class Schedule:
         return expected if self._ahead else []
 
     def unit_reduces(self) -> None:
-        """A unit has begun its reductions; the next one's backward goes on during them, or after them."""
+        """A unit has begun its reductions; the next unit's backward runs during or after them."""
         if not self._ahead:
             self.reductions.finish()
 
     def prefetch(self, units: Iterable[ScheduledUnit], refresh: bool) -> None:
-        """Begin to gather the weights of ``units``; those that are not used are dropped when the pass ends."""
+        """Begin to gather weights of ``units``; unused ones are dropped when the pass ends."""
         for unit in units:
-            # Weights that are there already were not gathered ahead: they are not this pass's to drop.
+            # Weights that are there already were not gathered ahead: they are not this pass's to
+            # drop.
             if unit.start_unshard(refresh):
                 self._prefetched.append(weakref.ref(unit))
 
     def join_backward(self, unit: ScheduledUnit, task: int) -> weakref.ref[Any]:
-        """``unit`` takes part in a backward: its end will be told. The reference dies when the backward raises."""
+        """``unit`` takes part in a backward, and is told of its end; the reference dies if it
+        raises."""
         if task not in self._tasks:
-            # A nested backward (reentrant checkpointing) goes on with the pass of the one that runs.
+            # A nested backward (reentrant checkpointing) goes on with the pass of the one that
+            # runs.
             if not self._running():
                 # Nobody tells of a backward that raised: the engine has dropped its callbacks.
                 self._abandon()
@@ -252,7 +258,8 @@ class Schedule:
                 if not self._backward.expected:
                     self._backward.expected = self._ended[::-1]
             ended = autograd.weakly(self._backward_ended, task)
-            # The engine holds the only reference, so that one that dies tells of a backward that raised.
+            # The engine holds the only reference, so that one that dies tells of a backward that
+            # raised.
             autograd.at_end_of_backward(ended)
             self._tasks[task] = weakref.ref(ended), []
         ended_ref, units = self._tasks[task]
@@ -262,7 +269,8 @@ class Schedule:
     def accumulates(self) -> bool:
         """Whether the backward that runs now computes gradients of any unit's parameters.
 
-        Not where a program asks for gradients of inputs only, as for a penalty: nothing is to be reduced then.
+        Not where a program asks for gradients of inputs only, as for a penalty: nothing is to be
+        reduced then.
         """
         task = autograd.current_backward()
         if self._accumulates[0] != task:
@@ -270,7 +278,7 @@ class Schedule:
         return self._accumulates[1]
 
     def rest_at_end(self, unit: ScheduledUnit) -> None:
-        """``unit`` runs forward again in backward: look at the end whether a backward of it followed."""
+        """``unit`` runs forward again in backward: look at the end whether its backward followed."""
         self._recomputed.append(weakref.ref(unit))
 
     @outside_transforms
@@ -295,13 +303,14 @@ class Schedule:
             self.pool.end_backward()
 
     def _running(self) -> bool:
-        """Whether a backward runs; forgets those that raised, whose callbacks the engine has dropped."""
+        """Whether a backward runs; forgets those that raised, whose callbacks are dropped."""
         self._tasks = {task: entry for task, entry in self._tasks.items() if entry[0]() is not None}
         return bool(self._tasks)
 
     def recover(self) -> None:
         """Drop what a pass left behind that raised. Nothing while another pass runs."""
-        # A program may call zero_grad in a forward or in a hook: what belongs to them is not left behind.
+        # A program may call zero_grad in a forward or in a hook: what belongs to them is not left
+        # behind.
         if self.open_forwards == 0 and not self._running():
             self._abandon()
             self._rest_recomputed()
@@ -313,7 +322,8 @@ class Schedule:
         for unit in _alive(self._units):
             unit.drop_raised()
 
-    # Not when a backward begins: what it recomputed before its first unit joined would lose its weights.
+    # Not when a backward begins: what it recomputed before its first unit joined would lose its
+    # weights.
     def _rest_recomputed(self) -> None:
         units, self._recomputed = self._recomputed, []
         for unit in _alive(units):
