@@ -64,7 +64,7 @@ class FSDPModule(Unavailable):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]  # mixed into an nn.Module
         except BaseException:
             # Not a forward hook: those are not called for a KeyboardInterrupt.
-            self._unit.interrupted(open_calls)
+            self._unit.drop_open_calls(open_calls)
             raise
 
     def _as_forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,7 +75,7 @@ class FSDPModule(Unavailable):
             args, kwargs = unit.pre_forward(self, args, kwargs)
             return unit.post_forward(self, args, function(*args, **kwargs))
         except BaseException:
-            unit.interrupted(open_calls)
+            unit.drop_open_calls(open_calls)
             raise
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -101,7 +101,7 @@ class FSDPModule(Unavailable):
         Not needed after an exception: the next forward recovers by itself, and ``zero_grad`` does.
         """
         for unit in self._units(True):
-            unit.interrupted(0)
+            unit.drop_open_calls(0)
             unit.abandon_backward()
             for group in unit.groups:
                 for param in group.params:

@@ -208,7 +208,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         flat, placing = align(func, leaves)
         locals_, placings = pytree.tree_unflatten(flat, structure), [placing]
     result = func(*locals_[: len(args)], **dict(zip(kwargs, locals_[len(args) :], strict=True)))
-    written = _written(func)
+    written = _written_arguments(func)
     _count_writes(written, args, kwargs)
     # An operator that writes returns its operand itself, which the program holds, not another DTensor over its rows.
     if written:
@@ -222,7 +222,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 @functools.cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Place and name of the arguments that an operator changes."""
     return tuple(
         (position, argument.name)
@@ -233,7 +233,7 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[DTensor]:
     """The DTensors that an operator changes."""
-    for position, name in _written(func):
+    for position, name in _written_arguments(func):
         yield from _dtensors(args[position] if position < len(args) else kwargs.get(name))
 
 

@@ -25,7 +25,7 @@ Moments = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class UpdatePiece:
     """Part of a parameter's update: local tensors of one shape, or views of their parts.
 
     ``moments``: each one's stored values and scale or None. ``row``: the index, in the parameter, of the first row.
@@ -47,7 +47,7 @@ class Piece:
         return [tensor for pair in self.moments for tensor in pair if tensor is not None]
 
 
-def cut(piece: Piece) -> Iterator[Piece]:
+def cut(piece: UpdatePiece) -> Iterator[UpdatePiece]:
     """A whole tensor's update in pieces of ``CHUNK`` elements or fewer."""
     numel = piece.weight.numel()
     values = [piece.weight, piece.grad, *(tensor for tensor, _ in piece.moments)]
@@ -69,7 +69,7 @@ def cut(piece: Piece) -> Iterator[Piece]:
             (part(tensor), None if scale is None else scale.view(-1, 1)[rows])
             for tensor, scale in piece.moments
         ]
-        yield Piece(
+        yield UpdatePiece(
             part(piece.weight),
             part(piece.grad),
             moments,
@@ -81,9 +81,9 @@ def cut(piece: Piece) -> Iterator[Piece]:
         )
 
 
-def chunks(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def chunks(pieces: Sequence[UpdatePiece]) -> Iterator[list[UpdatePiece]]:
     """Consecutive pieces, cut, of one dtype and up to ``CHUNK`` elements together."""
-    chunk: list[Piece] = []
+    chunk: list[UpdatePiece] = []
     size = 0
     for whole in pieces:
         for piece in cut(whole):

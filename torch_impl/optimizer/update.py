@@ -42,7 +42,7 @@ from torch_impl.dtensor.remainders import join, remainder_of, split
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.optimizer.moments import MomentFormat, first_row
 from torch_impl.optimizer.offload import Transfers
-from torch_impl.optimizer.pieces import Moments, Piece, chunks
+from torch_impl.optimizer.pieces import Moments, UpdatePiece, chunks
 
 Kernel: TypeAlias = Callable[
     [
@@ -118,10 +118,10 @@ class ParameterUpdate:
             and (not self.formats or state["step"] is self.step)
         )
 
-    def piece(self, grad: torch.Tensor) -> Piece:
+    def piece(self, grad: torch.Tensor) -> UpdatePiece:
         """All of the update, by the local gradient."""
         row = first_row(self.param)
-        return Piece(
+        return UpdatePiece(
             self.weight, grad, self.moments, self.formats, self.step, row, self.dtype, self.remainder
         )
 
@@ -141,8 +141,8 @@ def update(
     Steps are counted already. Local tensors without elements are skipped.
     """
     resident: dict[torch.dtype, list[tuple[ParameterUpdate, torch.Tensor]]] = {}
-    at_home: list[Piece] = []
-    offloaded: list[Piece] = []
+    at_home: list[UpdatePiece] = []
+    offloaded: list[UpdatePiece] = []
     for pending, grad in zip(updates, grads, strict=True):
         if pending.weight.numel() == 0:
             continue
@@ -173,7 +173,7 @@ def update(
 
 
 def _update_staged(
-    pieces: Sequence[Piece], moments: Sequence[Moments], group: Mapping[str, Any], kernel: Kernel
+    pieces: Sequence[UpdatePiece], moments: Sequence[Moments], group: Mapping[str, Any], kernel: Kernel
 ) -> None:
     """Update one chunk; ``moments`` are the stored tensors and scales, on the device."""
     dtype = pieces[0].dtype

@@ -97,10 +97,10 @@ class WatchedInputs:
         """End the forward: ``output`` with inputs in place of views that the module passed on."""
         originals, self._given = self._given, []
         return map_leaves(
-            output, lambda leaf: originals[self._nodes.index(node_of(leaf))] if self.passed_on(leaf) else leaf
+            output, lambda leaf: originals[self._nodes.index(node_of(leaf))] if self.is_input(leaf) else leaf
         )
 
-    def passed_on(self, leaf: Any) -> bool:
+    def is_input(self, leaf: Any) -> bool:
         """Whether a leaf of the output is a view that ``watch`` made."""
         # By node: changed in place, the view has another one, and is not the input any more.
         return isinstance(leaf, torch.Tensor) and node_of(leaf) in self._nodes
@@ -125,7 +125,7 @@ class WatchedInputs:
         """
         start, hooked = partial(self._reached, self), False
         for result in results:
-            if isinstance(result, torch.Tensor) and not self.passed_on(result):
+            if isinstance(result, torch.Tensor) and not self.is_input(result):
                 for level in levels_of(result):
                     self.hides_graph |= hides_graph(level)
                     # A tangent may be an input's, though the result is not.

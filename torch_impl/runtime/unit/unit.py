@@ -103,7 +103,7 @@ class Unit:
         """Be told of each complete gradient of a group; hooks live as long as its whole parameters."""
         for k, param in enumerate(self.groups[index].unsharded):
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(autograd.weakly(self._gradient_arrived, index, k))
+                param.register_post_accumulate_grad_hook(autograd.weakly(self._collect_gradient, index, k))
 
     @property
     def schedule(self) -> Schedule:
@@ -202,8 +202,8 @@ class Unit:
             args, kwargs = map_floating((args, kwargs), cast)
         number, inputs = next(self._numbers), None
         if torch.is_grad_enabled():
-            done = autograd.weakly(self._call_done, number)
-            inputs = autograd.WatchedInputs(done, autograd.weakly(self._backward_started, number))
+            done = autograd.weakly(self._complete_call, number)
+            inputs = autograd.WatchedInputs(done, autograd.weakly(self._start_backward, number))
             args, kwargs = inputs.watch((args, kwargs))
         self._calls.append(inputs)
         self.schedule.open_forwards += 1
@@ -231,7 +231,7 @@ class Unit:
         following: Sequence[ScheduledUnit] = ()
         # Other weights that are shown are gathered, and their unit has its place in the order.
         if self.phase in (Phase.REST, Phase.KEPT):
-            begins = self.schedule.backward_begins if in_backward else self.schedule.forward_begins
+            begins = self.schedule.begin_backward if in_backward else self.schedule.begin_forward
             # The pool's record of a step begins with the root's weights.
             expected = begins(self)
             self.start_unshard(refresh)
@@ -266,7 +266,7 @@ class Unit:
         """How many forwards of the module are running."""
         return len(self._calls)
 
-    def interrupted(self, open_calls: int) -> None:
+    def drop_open_calls(self, open_calls: int) -> None:
         """Drop what a forward left open that raised; ``open_calls`` were running before it."""
         self.schedule.open_forwards -= len(self._calls) - open_calls
         del self._calls[open_calls:]
@@ -292,7 +292,7 @@ class Unit:
             else:
                 for group in self.groups:
                     group.show(Shown.ATTRIBUTES)
-        self.schedule.forward_ended(self)
+        self.schedule.end_forward(self)
 
     @property
     def _frees_after_forward(self) -> bool:
@@ -302,10 +302,10 @@ class Unit:
         return self.reshard_after_forward
 
     @outside_transforms
-    def _backward_started(self, number: int, inputs: autograd.WatchedInputs) -> None:
+    def _start_backward(self, number: int, inputs: autograd.WatchedInputs) -> None:
         self._join_backward()
-        self._backwards.outputs_reached(number, inputs)
-        self.gradients.outputs_reached(self.schedule.accumulates())
+        self._backwards.reach_outputs(number, inputs)
+        self.gradients.reach_outputs(self.schedule.accumulates())
         self._begin(Event.BACKWARD_BEGINS, self.phase if self._calls else Phase.BACKWARD, in_backward=True)
 
     def _join_backward(self) -> None:
@@ -324,17 +324,17 @@ class Unit:
         self._enter(Event.JOINS_BACKWARD, self.phase if stays else Phase.BACKWARD)
         self.gradients.attach_main_grads()
 
-    def _gradient_arrived(self, index: int, k: int, _: torch.Tensor) -> None:
+    def _collect_gradient(self, index: int, k: int, _: torch.Tensor) -> None:
         self._join_backward()
         self.gradients.add_gradient(index, k, self.reshard_after_backward)
 
     @outside_transforms
-    def _call_done(self, number: int, seen: bool) -> None:
-        if self._backwards.inputs_done(number, seen):
+    def _complete_call(self, number: int, seen: bool) -> None:
+        if self._backwards.complete_inputs(number, seen):
             self._rest(Event.INPUTS_DONE)
             self._finish_gradients()
 
-    def backward_ended(self, task: int) -> None:
+    def end_backward(self, task: int) -> None:
         """A backward that this unit took part in has computed all gradients."""
         self._backwards.end(task)
         # A loss that is computed in parts reads the same weights again after the backward of each
@@ -353,7 +353,7 @@ class Unit:
         if self.phase is Phase.RECOMPUTED:
             self._rest(Event.NOT_FOLLOWED)
 
-    def pass_ended(self) -> None:
+    def end_pass(self) -> None:
         """All backwards ended, one went through units: show main weights if not through this one."""
         if self.phase is Phase.KEPT:
             self._rest(Event.PASS_ENDS)
@@ -362,11 +362,11 @@ class Unit:
         """Reduce or keep what was collected; after weights were freed: backends copy."""
         with torch.no_grad(), self._range("reduce"):
             self.gradients.finish()
-            self.schedule.unit_reduces()
+            self.schedule.begin_reductions()
 
     def reduce_waiting(self) -> None:
         """A backward has ended: reduce what earlier ones left, if this unit took no part in it."""
-        self.gradients.backward_ended()
+        self.gradients.end_backward()
         waiting = self.gradients.waiting()
         if waiting:
             with torch.no_grad(), self._range("reduce"):

@@ -49,7 +49,7 @@ class UnitBackwards:
         # With create_graph, or in torch.func: gradients are computed as a part of a graph.
         self._makes_graph |= torch.is_grad_enabled()
 
-    def outputs_reached(self, number: int, inputs: autograd.WatchedInputs) -> None:
+    def reach_outputs(self, number: int, inputs: autograd.WatchedInputs) -> None:
         """Gradients have reached an output of call ``number``, or a gradient of its inputs."""
         # A call has several outputs; the inputs that take part are counted at the first.
         if number not in self._open_calls:
@@ -57,7 +57,7 @@ class UnitBackwards:
             # Of gradients that leave the unit unseen, no hook would gather the weights again.
             self.needed_later |= not inputs.expect() and torch.is_grad_enabled()
 
-    def inputs_done(self, number: int, seen: bool) -> bool:
+    def complete_inputs(self, number: int, seen: bool) -> bool:
         """The inputs of call ``number`` have their gradients; whether nothing more is to come.
 
         ``seen``: a backward through these gradients would be noticed.
@@ -129,7 +129,7 @@ class UnitGradients:
             )
         group.gradient.add_gradient(k, self._keeps(group), reshards and group.shard_parameters)
 
-    def outputs_reached(self, accumulates: bool) -> None:
+    def reach_outputs(self, accumulates: bool) -> None:
         """A backward has reached an output; ``accumulates``: it computes parameters' gradients."""
         self._reached = self._reached or accumulates
 
@@ -168,7 +168,7 @@ class UnitGradients:
         for group in groups:
             group.gradient.reduce(self._reduces_all, idle=True)
 
-    def backward_ended(self) -> None:
+    def end_backward(self) -> None:
         """All backwards have ended: a step may follow, if gradients were reduced over all axes."""
         if self.requires_gradient_sync and self._reduces_all:
             for group in self._groups:

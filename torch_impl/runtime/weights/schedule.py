@@ -69,7 +69,7 @@ class ScheduledUnit(Protocol):
         """Free weights that were gathered for a forward or backward that did not come."""
         ...
 
-    def backward_ended(self, task: int) -> None:
+    def end_backward(self, task: int) -> None:
         """A backward that this unit took part in has computed all gradients."""
         ...
 
@@ -77,7 +77,7 @@ class ScheduledUnit(Protocol):
         """Reduce what earlier backwards left, in case this unit took no part in the last one."""
         ...
 
-    def pass_ended(self) -> None:
+    def end_pass(self) -> None:
         """All backwards ended, one went through units: show main weights if not through this one."""
         ...
 
@@ -192,7 +192,7 @@ class Schedule:
         """``unit`` lies below the root of this schedule."""
         self._units.append(weakref.ref(unit))
 
-    def forward_begins(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
+    def begin_forward(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
         """``unit`` begins to run forward, not in backward; returns what to prefetch."""
         # The outermost forward: whatever an exception left open in the pass before is over.
         if self.open_forwards == 0:
@@ -203,7 +203,7 @@ class Schedule:
             self._ended = []
         return self._following(self._forward, unit)
 
-    def forward_ended(self, unit: ScheduledUnit) -> None:
+    def end_forward(self, unit: ScheduledUnit) -> None:
         """A forward of ``unit`` ended; after the outermost, prefetched weights are not needed."""
         # What is recomputed comes in the order of the backward, which is recorded by itself.
         if autograd.current_backward() is None:
@@ -215,7 +215,7 @@ class Schedule:
                 self._drop_prefetched()
                 self.pool.rest()
 
-    def backward_begins(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
+    def begin_backward(self, unit: ScheduledUnit) -> list[ScheduledUnit]:
         """``unit`` begins to run backward, or forward in backward; returns what to prefetch."""
         expected = self._following(self._backward, unit)
         # See the note of the module.
@@ -229,7 +229,7 @@ class Schedule:
         expected = order.reach(unit)
         return expected if self._ahead else []
 
-    def unit_reduces(self) -> None:
+    def begin_reductions(self) -> None:
         """A unit has begun its reductions; the next unit's backward runs during or after them."""
         if not self._ahead:
             self.reductions.finish()
@@ -257,7 +257,7 @@ class Schedule:
                 # Of a first backward nothing is known but that most programs reverse their forward.
                 if not self._backward.expected:
                     self._backward.expected = self._ended[::-1]
-            ended = autograd.weakly(self._backward_ended, task)
+            ended = autograd.weakly(self._end_backward, task)
             # The engine holds the only reference, so that one that dies tells of a backward that
             # raised.
             autograd.at_end_of_backward(ended)
@@ -282,10 +282,10 @@ class Schedule:
         self._recomputed.append(weakref.ref(unit))
 
     @outside_transforms
-    def _backward_ended(self, task: int) -> None:
+    def _end_backward(self, task: int) -> None:
         _, units = self._tasks.pop(task)
         for unit in _alive(units):
-            unit.backward_ended(task)
+            unit.end_backward(task)
         # A nested backward (reentrant checkpointing) ends inside one that goes on.
         if not self._running():
             # Until a reduction is finished, its group's sums look as if they waited.
@@ -297,7 +297,7 @@ class Schedule:
             # Nor inside of a forward, which may read them.
             passed = self._backward.reached and not self.open_forwards
             for unit in _alive(self._units) if passed else ():
-                unit.pass_ended()
+                unit.end_pass()
             self._drop_prefetched()
             self._rest_recomputed()
             self.pool.end_backward()
