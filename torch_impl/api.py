@@ -223,8 +223,8 @@ def _check_module(module: object) -> None:
         )
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
         raise ValueError(
-            f"fully_shard: expected a module with a forward, got {class_name}; shard its items one by one, or as one unit: "
-            "fully_shard(list(module))"
+            f"fully_shard: expected a module with a forward, got {class_name}; shard its "
+            "items one by one, or as one unit: fully_shard(list(module))"
         )
     if isinstance(module, FSDPModule):
         raise ValueError(f"fully_shard: {class_name} is sharded already")

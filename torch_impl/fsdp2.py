@@ -35,7 +35,8 @@ class DataParallelMeshDims:
         for field_name, axes in (("shard", self.shard), ("replicate", self.replicate)):
             if not isinstance(axes, str | list | tuple | None):
                 raise TypeError(
-                    f"DataParallelMeshDims.{field_name}: expected a name of a mesh axis or a tuple of names, got {axes!r}"
+                    f"DataParallelMeshDims.{field_name}: expected a name of a mesh axis or a tuple "
+                    f"of names, got {axes!r}"
                 )
 
 
@@ -110,7 +111,8 @@ def _check_placement(parameter: OwnedParameter, placement: object) -> None:
         return
     if not isinstance(placement, Shard):
         raise TypeError(
-            f"shard_placement_fn: expected Shard(dim), a ShardPlacementResult or None for {parameter.name}, got {placement!r}"
+            "shard_placement_fn: expected Shard(dim), a ShardPlacementResult or None for "
+            f"{parameter.name}, got {placement!r}"
         )
     ndim = parameter.param.ndim
     # A scalar has one row.

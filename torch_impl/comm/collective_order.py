@@ -43,6 +43,7 @@ class _History:
     agreed: set[tuple[str, str]] = field(default_factory=set)
 
 
+# Weakly by process group: a history must not keep a destroyed group alive.
 _histories: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], _History]] = WeakKeyDictionary()
 
 
@@ -75,6 +76,7 @@ class CollectiveOrder:
         """
         its, mine = self._history, f"{self._number} {what}"
         count, checksum, pair = its.count + 1, zlib.crc32(mine.encode(), its.checksum), (its.last, mine)
+        # Pairs, not single collectives: two ranks that swap two units have begun the same set.
         if pair not in its.agreed or count % _EVERY == 0:
             require_all_ranks(what, self._mesh, _REASON, since=f"{count} {checksum:08x}")
             its.agreed.add(pair)

@@ -78,6 +78,7 @@ class _CpuTransfer:
         self._work: Work | None = None
         while later and self._work is None:
             _, step = later.pop(0)
+            # Steps before the first collective are copies and casts, done when they return.
             self._work = step(True)
         self.only_waits = all(lane in _HOST_LANES for lane, _ in later)
         # What has begun is not held: gloo has copied what it reduces, and holds what it still
@@ -85,9 +86,11 @@ class _CpuTransfer:
         self._later = later
 
     def finish(self) -> None:
+        # gloo runs what was begun on threads of its own: until it is done the buffers are its.
         if self._work is not None:
             self._work.wait()
         for _, step in self._later:
+            # One after the other: each step reads what the one before has written.
             work = step(True)
             if work is not None:
                 work.wait()
@@ -120,10 +123,15 @@ class _CudaTransfer:
         self._copied = copied
 
     def finish(self) -> None:
+        # Once: ``__del__`` also calls this, and has nothing to wait for after a call.
         done, self._done = self._done, None
         if done is not None:
+            # The stream waits, the program does not: it goes on to enqueue the computation that
+            # reads the results.
             torch.cuda.current_stream().wait_event(done)
             if self._copied is not None:
+                # What lies in host memory is read by the CPU, for example by the optimizer, which
+                # asks no stream.
                 self._copied.synchronize()
 
     def __del__(self) -> None:
@@ -147,17 +155,25 @@ class CudaStreams:
         try:
             for lane, step in steps:
                 stream = self._lanes[lane]
+                # The first step reads what the computation has written: main weights of the last
+                # update, or a gradient. Without this wait a gather sends older weights (a
+                # convergence bug of Megatron-FSDP, pull request 4435). Later steps read what the
+                # lane before has filled.
                 stream.wait_stream(before)
                 before = stream
                 with torch.cuda.stream(stream):
+                    # Not async: the lane itself waits for NCCL's stream then, and the next lane
+                    # waits for the lane.
                     step(False)
                 if lane in _HOST_LANES:
                     copied = torch.cuda.Event()
+                    # After the copy itself: the last event of all may be on another lane.
                     copied.record(stream)
         except BaseException:
             # The caller will free memory that is still written to.
             computation.wait_stream(before)
             raise
+        # After the last step, which has waited for all others: one event stands for the transfer.
         done.record(before)
         return _CudaTransfer(steps, done, copied)
 

@@ -134,6 +134,7 @@ def _check_capturable(formats: Iterable[MomentFormat], offload_fraction: float) 
     for moment in formats:
         if moment.dtype.itemsize == 1 or moment.dtype == torch.float16:
             raise ValueError(
-                f"MainWeightAdamW(capturable=True): expected {moment.key}_dtype float32 or bfloat16, got {moment.dtype}: "
-                "to store a moment with scales, the CPU reads the step"
+                f"MainWeightAdamW(capturable=True): expected {moment.key}_dtype float32 or "
+                f"bfloat16, got {moment.dtype}: to store a moment with scales, the CPU reads the "
+                "step"
             )

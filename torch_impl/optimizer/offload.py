@@ -102,15 +102,18 @@ class CudaTransfers(Transfers):
 
     def fetch(self, homes: Sequence[torch.Tensor]) -> Batch:
         with torch.cuda.stream(self._in):
+            # Allocated on this stream, so the allocator must be told who else reads: ``_hold``.
             copies = [home.to(self._device, non_blocking=True) for home in homes]
             return Batch(homes, copies, self._in.record_event())
 
     def await_fetched(self, batch: Batch) -> None:
         compute = torch.cuda.current_stream(self._device)
+        # The update reads copies that another stream fills.
         compute.wait_event(batch.event)
         self._hold(batch, compute)
 
     def send_back(self, batch: Batch) -> None:
+        # The copies hold the update only when the computation so far is done.
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
             for home, copy in zip(batch.homes, batch.copies, strict=True):
@@ -119,6 +122,7 @@ class CudaTransfers(Transfers):
         self._hold(batch, self._out)
 
     def await_sent(self, batch: Batch) -> None:
+        # The program reads this memory next, to save it or for the next step, and asks no stream.
         batch.event.synchronize()
 
     def _hold(self, batch: Batch, stream: torch.cuda.Stream) -> None:

@@ -246,7 +246,8 @@ def _check_parameters(
             check_cuts(path, tuple(param.shape), cuts, sizes)
             if module_cuts.style is None and any(cut.fused for cut in cuts):
                 raise PolicyError(
-                    f"{path}: fused: expected a linear module that is cut by style, got {type(module_cuts.module).__name__}"
+                    f"{path}: fused: expected a linear module that is cut by style, got "
+                    f"{type(module_cuts.module).__name__}"
                 )
 
 

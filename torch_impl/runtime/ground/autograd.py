@@ -39,11 +39,14 @@ def current_backward() -> int | None:
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """Set the version counters that autograd compares with those of saved tensors."""
+    # Back to the version that graphs have saved: the contents are those of then, bit for bit.
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back when the backward that runs now has computed all gradients; not if it raises."""
+    # The engine runs callbacks once, after the last gradient, and drops them if the backward
+    # raises.
     Variable._execution_engine.queue_callback(callback)
 
 
@@ -85,6 +88,8 @@ class WatchedInputs:
         # The gradient of this view is complete when the module is done; that of the input itself
         # may wait for others.
         view = leaf.view_as(leaf)
+        # A hook lies in the graph, and this holds nodes of the graph: with a strong reference a
+        # dropped graph would stay.
         this = weakref.ref(self)
         for level in levels_of(view):
             if level.grad_fn is not None:
@@ -198,6 +203,7 @@ def _start_first(tensor: torch.Tensor, node: Node, start: Callable[[], None]) ->
     starts: list[Callable[[], None]] = notes.setdefault((_STARTS, tensor.output_nr), [])
     if not starts:
         tensor.register_hook(partial(_call_all, starts))
+    # An outer unit's forward ends after the inner one's: it comes here later, and goes first.
     starts.insert(0, start)
 
 
@@ -222,6 +228,8 @@ def outside_transforms(method: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> T:
+        # ``vmap`` and ``grad`` refuse in-place writes to tensors from outside, as all our buffers
+        # are.
         with torch._C._DisableFuncTorch():
             return method(*args, **kwargs)
 
@@ -231,9 +239,7 @@ def outside_transforms(method: Callable[..., T]) -> Callable[..., T]:
 class Recovering(Protocol):
     """What units below one root share."""
 
-    def recover(self) -> None:
-        """Drop what a pass left behind that raised. Nothing while another pass runs."""
-        ...
+    def recover(self) -> None: ...
 
 
 class ShardedUnit(Protocol):
@@ -290,6 +296,7 @@ def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException as error:
             if isinstance(error, RuntimeError):
                 explain_late_backward(error, _groups(), to_parameters=bool(wholes))
+            # By schedule, not by unit: units of one root share what is to be dropped.
             for schedule in {unit.schedule for unit in list(_UNITS)}:
                 schedule.recover()
             raise

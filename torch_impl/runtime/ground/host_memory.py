@@ -40,12 +40,14 @@ class HostMemory:
 
     def send(self, values: torch.Tensor) -> tuple[Step, torch.Tensor]:
         """What copies ``values``, as they are then, to the host; and where they will be."""
+        # New memory each time: the gradient of the step before may still be the program's.
         home = self.empty(values.numel(), values.dtype)
         return ("send", partial(_copy, home, values)), home
 
 
 def fetch(main: torch.Tensor, dtype: torch.dtype, device: torch.device) -> tuple[list[Step], torch.Tensor]:
     """What copies ``main`` from the host to ``device`` and casts it there; and where it will be."""
+    # Made before the transfer starts: see ``streams`` on memory that outlives a step.
     arrived = torch.empty_like(main, device=device)
     steps: list[Step] = [("fetch", partial(_copy, arrived, main))]
     if dtype == main.dtype:

@@ -25,13 +25,9 @@ class Pooled(Protocol):
     def name(self) -> str: ...
 
     @property
-    def shares(self) -> bool:
-        """Whether the buffer may be in a slot."""
-        ...
+    def shares(self) -> bool: ...
 
-    def lose_contents(self) -> None:
-        """Another buffer's contents replace those of this one."""
-        ...
+    def lose_contents(self) -> None: ...
 
 
 class Pool(Protocol):
@@ -60,9 +56,7 @@ class Host(Protocol):
     def schedule(self) -> Shared: ...
 
     @property
-    def reads_weights(self) -> bool:
-        """Whether the unit's compute weights may be read without another call of the runtime."""
-        ...
+    def reads_weights(self) -> bool: ...
 
 
 class Slot:
@@ -103,6 +97,7 @@ class Slot:
             self._user = None
             # A use that the plan does not know of leaves no memory behind.
             if not next(self._expected, False):
+                # In place: whoever has a view of the slot keeps a view of this storage.
                 self.storage.resize_(0)
 
     def begin(self, backward: bool) -> None:
@@ -145,6 +140,7 @@ class ComputeBuffer(FlatBuffer):
         super().__init__(layout, dtype, device, rank=None)
         self.allocated = True
         self._host, self._suffix, self._finish_gather = host, suffix, finish_gather
+        # Kept apart from ``flat``, which lies in a slot's storage at times.
         self._own = self._storage = self.flat.untyped_storage()
         self._params: Sequence[nn.Parameter] = ()
         self._counted: list[torch.Tensor] = []
@@ -222,6 +218,7 @@ class ComputeBuffer(FlatBuffer):
         # A gather under way still writes to the slot.
         self._finish_gather()
         assert self._slot is not None
+        # On the current stream, after the gather and all readers so far.
         self._aside = self.flat.clone()
         self.lose_contents()
         self._slot.leave(self)
@@ -283,4 +280,5 @@ class ComputeBuffer(FlatBuffer):
             flat = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
             self.flat = flat.set_(self._storage, 0, (self.flat.numel(),), (1,))
             for layout_slot, param in zip(self.layout.slots, self._params, strict=True):
+                # .data: modules and the program hold this very parameter, whose hooks stay.
                 param.data = self.view(layout_slot.name)

@@ -35,6 +35,7 @@ class BufferPool:
         self._device = device
         self._planned: _Trace | None = None
         self._recent: deque[_Trace] = deque(maxlen=_REMEMBERED)
+        # By weak reference: a record of a step must not keep buffers of a deleted model.
         self._slots: dict[weakref.ref[Pooled], Slot] = {}
         self._open: dict[weakref.ref[Pooled], int] = {}
         self._closed: dict[weakref.ref[Pooled], tuple[Span, ...]] = {}
@@ -83,6 +84,7 @@ class BufferPool:
             closed = {ref: spans for ref, spans in self._closed.items() if ref not in self._open}
             self._compare(_Trace(closed, self._turn, self._time))
         self._turn = None
+        # Slots that were to be used again in this pass have no use before the next forward.
         self.rest()
 
     def rest(self) -> None:

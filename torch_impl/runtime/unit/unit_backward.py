@@ -119,6 +119,7 @@ class UnitGradients:
         RuntimeError in a backward with ``create_graph=True``.
         """
         group = self._groups[index]
+        # Autograd enables gradients in hooks of a backward with create_graph=True only.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"parameter {group.names[k]!r} of unit {group.unit_name!r}: expected a backward "

@@ -240,6 +240,7 @@ class ExtendedWeights(GroupWeights):
         self.finish_gather()
         if not self._versions:
             self._note_versions()
+        # One more than the graph has saved is the mark of lost contents; ``_count`` takes it back.
         torch.autograd.graph.increment_version([weight for weight, _ in self._versions])
         self.allocated = self.aside = False
         for weight in self._extended:

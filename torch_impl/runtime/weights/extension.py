@@ -227,8 +227,10 @@ class ExtendedWeight:
 
     def free(self) -> None:
         """Release all memory of the whole parameter; tensors over it stay."""
+        # What pre returned may be as large as the shard.
         self.inputs, self._metadata = [], None
         for storage, _ in self._storages:
+            # The storages alone: post gets the same tensors again, by ``out``.
             storage.resize_(0)
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -58,22 +58,14 @@ class ComputeMemory(Protocol):
     """Where the compute weights of a group lie."""
 
     @property
-    def allocated(self) -> bool:
-        """Whether they have memory; under no_shard always."""
-        ...
+    def allocated(self) -> bool: ...
 
     @property
-    def aside(self) -> bool:
-        """Whether what was gathered waits for ``settle``."""
-        ...
+    def aside(self) -> bool: ...
 
-    def settle(self) -> None:
-        """Bring what was gathered to where ``unsharded`` are, before they are read."""
-        ...
+    def settle(self) -> None: ...
 
-    def free(self) -> None:
-        """End a gather that is under way, forget the contents, and free the memory."""
-        ...
+    def free(self) -> None: ...
 
 
 class GroupWeights(ABC):
@@ -176,6 +168,7 @@ class GroupWeights(ABC):
 
         A collective when it returns True; else nothing is to be done, or it has begun already.
         """
+        # A second gather into the same memory would race with the first.
         if not self.gathers or self._transfer is not None:
             return False
         version, gathered = self.main_version, self._gathered_version
@@ -190,6 +183,7 @@ class GroupWeights(ABC):
         resident = self._kept_version is not None and keeps_shard(spec.strategy)
         if changed and not self._due and (kept or resident):
             self._require_change_everywhere()
+        # Before the gather, not after: a rank that waits in a collective cannot be told anything.
         self._require_same_trainable()
         if spec.order is not None:
             spec.order.begin(f"weights of {spec.names[0]!r} (unit {self.unit_name}) are gathered")
@@ -214,12 +208,14 @@ class GroupWeights(ABC):
             # A gather ahead may have begun before the program changed the main weights.
             if refresh and self.start_gather(refresh):
                 self.finish_gather()
+        # After the wait: what was gathered aside is copied to its slot from there.
         self.compute.settle()
 
     def finish_gather(self) -> None:
         """Wait for the gather that is under way, if there is one."""
         if self._transfer is not None:
             transfer, self._transfer = self._transfer, None
+            # ``finish`` is to be called once, also where the wait is interrupted.
             transfer.finish()
             # Of the start: what changed since is not in the gathered weights.
             self._gathered_version = self._kept_version = self._started_version
@@ -330,6 +326,7 @@ class FlatWeights(GroupWeights):
         if not self._group_spec.dtypes.remainders:
             target = self._pooled.allocate(changed)
         else:
+            # A gather overwrites own rows with equal bits: not a change that would zero remainders.
             with written_with_remainders(map(local_of, self.params)):
                 target = self._pooled.allocate(changed)
         return self._gather.steps(self.main.flat, target, current)

@@ -47,9 +47,7 @@ U = TypeVar("U")
 class UnitParameters(Protocol):
     """What a schedule asks of a unit's parameters."""
 
-    def takes_part(self) -> bool:
-        """Whether the backward that runs now computes a gradient of any of them."""
-        ...
+    def takes_part(self) -> bool: ...
 
 
 class ScheduledUnit(Protocol):
@@ -61,33 +59,19 @@ class ScheduledUnit(Protocol):
     @property
     def gradients(self) -> UnitParameters: ...
 
-    def start_unshard(self, refresh: bool) -> bool:
-        """Begin to gather the compute weights; False if there is nothing to gather."""
-        ...
+    def start_unshard(self, refresh: bool) -> bool: ...
 
-    def drop_prefetched(self) -> None:
-        """Free weights that were gathered for a forward or backward that did not come."""
-        ...
+    def drop_prefetched(self) -> None: ...
 
-    def end_backward(self, task: int) -> None:
-        """A backward that this unit took part in has computed all gradients."""
-        ...
+    def end_backward(self, task: int) -> None: ...
 
-    def reduce_waiting(self) -> None:
-        """Reduce what earlier backwards left, in case this unit took no part in the last one."""
-        ...
+    def reduce_waiting(self) -> None: ...
 
-    def end_pass(self) -> None:
-        """All backwards ended, one went through units: show main weights if not through this one."""
-        ...
+    def end_pass(self) -> None: ...
 
-    def rest_after_recompute(self) -> None:
-        """All backwards have ended: free what was gathered for one that did not come."""
-        ...
+    def rest_after_recompute(self) -> None: ...
 
-    def drop_raised(self) -> None:
-        """Drop what a backward left that raised, if one did."""
-        ...
+    def drop_raised(self) -> None: ...
 
 
 class Order:
@@ -118,17 +102,11 @@ class Reduction(Protocol):
     """A reduction under way, of one group."""
 
     @property
-    def only_waits(self) -> bool:
-        """Whether to finish it only means to wait for it, see ``streams.Transfer``."""
-        ...
+    def only_waits(self) -> bool: ...
 
-    def finish(self) -> None:
-        """Wait for it, and publish its results."""
-        ...
+    def finish(self) -> None: ...
 
-    def abandon(self) -> None:
-        """Forget it: the backward that began it has raised."""
-        ...
+    def abandon(self) -> None: ...
 
 
 class Reductions:
@@ -284,6 +262,7 @@ class Schedule:
     @outside_transforms
     def _end_backward(self, task: int) -> None:
         _, units = self._tasks.pop(task)
+        # In the order of joining, which is that of the backward, and equal on all ranks.
         for unit in _alive(units):
             unit.end_backward(task)
         # A nested backward (reentrant checkpointing) ends inside one that goes on.
