@@ -271,6 +271,8 @@ PRIVATE = {
     "runtime/ground/ownership.py",
     "runtime/ground/tensor_parallel.py",
     "runtime/ground/transforms.py",
+    "runtime/ground/trees.py",
+    "runtime/unit/outputs.py",
 }
 
 

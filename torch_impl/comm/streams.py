@@ -81,8 +81,7 @@ class _CpuTransfer:
             # Steps before the first collective are copies and casts, done when they return.
             self._work = step(True)
         self.only_waits = all(lane in _HOST_LANES for lane, _ in later)
-        # What has begun is not held: gloo has copied what it reduces, and holds what it still
-        # reads.
+        # What has begun is not held: gloo has copied what it reduces, and holds what it reads.
         self._later = later
 
     def finish(self) -> None:
@@ -126,17 +125,14 @@ class _CudaTransfer:
         # Once: ``__del__`` also calls this, and has nothing to wait for after a call.
         done, self._done = self._done, None
         if done is not None:
-            # The stream waits, the program does not: it goes on to enqueue the computation that
-            # reads the results.
+            # The stream waits, not the program, which goes on to enqueue the computation.
             torch.cuda.current_stream().wait_event(done)
             if self._copied is not None:
-                # What lies in host memory is read by the CPU, for example by the optimizer, which
-                # asks no stream.
+                # The CPU reads what lies in host memory, as an optimizer does, and asks no stream.
                 self._copied.synchronize()
 
     def __del__(self) -> None:
-        # Dropped with its model or by an exception: the computation would use the memory again at
-        # once.
+        # Dropped with its model or by an error: its memory would be used again at once.
         self.finish()
 
 
@@ -162,8 +158,7 @@ class CudaStreams:
                 stream.wait_stream(before)
                 before = stream
                 with torch.cuda.stream(stream):
-                    # Not async: the lane itself waits for NCCL's stream then, and the next lane
-                    # waits for the lane.
+                    # Not async: the lane waits for NCCL's stream then, and the next for the lane.
                     step(False)
                 if lane in _HOST_LANES:
                     copied = torch.cuda.Event()

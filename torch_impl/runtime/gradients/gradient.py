@@ -64,8 +64,7 @@ class GradientBuffer:
 
     @property
     def shares(self) -> bool:
-        # Of what a backend reduces in a copy, memory of its own is free when the reduction has
-        # begun.
+        # Of what a backend reduces in a copy, memory is free when the reduction has begun.
         return not self._context.schedule.streams.copies
 
     @property
@@ -149,8 +148,7 @@ class GroupGradient:
             if not self._held:
                 # The group's memory may be under reduction still, for an earlier call of the unit.
                 self.reduction.finish()
-            # Kept sums are added to in place, and a second gradient of one parameter needs the
-            # first.
+            # Kept sums are added to in place, and a parameter's second gradient needs the first.
             if keep or index in self._held or (not self._held and self.reduction.kept_whole()):
                 self._context.schedule.reductions.make_room()
                 self._make_buffer(keep)

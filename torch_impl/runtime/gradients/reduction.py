@@ -62,8 +62,7 @@ class GroupReduction:
         # Whether to look at every .grad after a backward, which costs too much to be done always.
         self._left_partial = False
         self._under_way: _UnderWay | None = None
-        # torch refuses a .grad of another dtype than the parameter's, unless the parameter names
-        # that dtype.
+        # torch refuses a .grad of another dtype, unless the parameter names that dtype.
         for param in params:
             if spec.dtypes.grad != param.dtype:
                 param.grad_dtype = spec.dtypes.grad
@@ -91,8 +90,7 @@ class GroupReduction:
                 f"gradients of {spec.names[0]!r} (unit {self._context.name or 'root'}) are reduced "
                 f"over {'all axes' if last else 'the inner axis'}"
             )
-        # The flags' memory is arbitrary as the rest of the buffer, and NaN there would spread to
-        # sums.
+        # The flags' memory is arbitrary until then, and NaN in it would spread to sums.
         flags = levels.flags(0, values).zero_()
         _add_flags(flags, used)
         steps, sums = self._steps(values, last)
@@ -109,8 +107,7 @@ class GroupReduction:
         """Wait for the reduction under way, if there is one, and put its result into ``.grad``."""
         if self._under_way is not None:
             done, self._under_way = self._under_way, None
-            # Before ``release``: until then the backend may read the buffer, which the pool lends
-            # on.
+            # Before ``release``: until then the backend reads what the pool would lend on.
             done.transfer.finish()
             self._memory.release()
             used = self._used_anywhere(done)
@@ -123,8 +120,7 @@ class GroupReduction:
         """The parameters that were used on any of the ranks that ``done`` has reduced over."""
         spec = self._group_spec
         trained = {index for index, param in enumerate(self._params) if param.requires_grad}
-        # To read flags makes the program wait for the device. Of what this rank used it need not
-        # ask.
+        # To read flags waits for the device; of what this rank used it need not ask.
         if done.used >= trained:
             return done.used
         level = spec.strategy.optimizer if done.last else spec.strategy.gradients
@@ -184,8 +180,7 @@ class GroupReduction:
             placed = local.untyped_storage().data_ptr(), local.storage_offset(), local.is_contiguous()
             if placed != (storage.data_ptr(), whole.start(spec.names[index]), True):
                 return None
-        # All views at the right offsets of a longer buffer, or of one in another dtype, are the
-        # program's own work.
+        # Right views of a longer buffer, or of another dtype, are the program's own work.
         if storage.nbytes() != size * dtype.itemsize or filled[0][1].dtype != dtype:
             return None
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (size,), (1,))
@@ -228,8 +223,7 @@ class GroupReduction:
         """Add a gradient that is reduced as far as ``view`` or further, as a share of a sum."""
         levels, local = self._group_spec.levels, local_of(grad)
         axes, partial_sums = _cut_of(grad)
-        # A mean stands for the sum times the divisor, which the ranks that hold the same rows
-        # contribute together.
+        # A mean stands for sum times divisor, which ranks of the same rows add together.
         mean_of = self._group_spec.divisor.value * levels.mesh.shards(max(axes, level)) / levels.mesh.size
         share = 1.0 if partial_sums else mean_of
         if axes == level:
@@ -249,8 +243,7 @@ class GroupReduction:
         # All memory is allocated here: see ``streams``.
         for axis in range(levels.axes if last else strategy.gradients):
             lane = "reduce" if axis == 0 else "outer"
-            # Earlier microbatches were reduced up to this axis; on axis 0 they were collected
-            # together with this one.
+            # Earlier microbatches were reduced up to here; on axis 0 all were collected together.
             if axis == strategy.gradients and axis > 0:
                 steps.append((lane, partial(self._add_waiting, values)))
             # What one rank has collected is the sum, and its shard.
@@ -288,8 +281,7 @@ class GroupReduction:
 
     def _publish_partial(self, sums: torch.Tensor, used: frozenset[int]) -> None:
         sums = sums.to(self._group_spec.dtypes.grad)
-        # Sums that wait are undivided in every dtype of the reduction, so that kept and reduced
-        # ones can be added.
+        # Sums that wait are undivided in every dtype, so that kept and reduced ones add up.
         if self._group_spec.divides_first:
             sums *= self._group_spec.divisor.value
         self.leave_partial(sums, self._group_spec.strategy.gradients, used)
@@ -311,22 +303,19 @@ class GroupReduction:
         # Before the sum with an earlier gradient: such a hook sees what this backward has computed.
         for param, view in fresh:
             _run_tensor_hooks(param, view)
-        # Partial sums were added on the way; a reduced gradient is of an earlier backward, or was
-        # set by hand.
+        # Partial sums were added on the way; a reduced one is older, or was set by hand.
         present = [
             (p.grad._local_tensor, view) for p, view in fresh if p.grad is not None and not _cut_of(p.grad)[1]
         ]
         if fresh and len(present) == len(fresh):
-            # As after zero_grad(set_to_none=False), or in a second microbatch: one kernel, and the
-            # buffer goes.
+            # After zero_grad(set_to_none=False), or later microbatches: one kernel, no buffer.
             torch._foreach_add_([grad for grad, _ in present], [view for _, view in present])
         else:
             for grad, view in present:
                 view.add_(grad)
             for param, view in fresh:
                 param.grad = wrap_like(param, view)
-        # Last of all: such a hook may make the optimizer's step of this parameter, and free
-        # ``.grad``.
+        # Last of all: such a hook may make the parameter's step, and free ``.grad``.
         for param, _ in fresh:
             _run_hooks(param)
 

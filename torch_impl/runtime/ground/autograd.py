@@ -45,8 +45,7 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back when the backward that runs now has computed all gradients; not if it raises."""
-    # The engine runs callbacks once, after the last gradient, and drops them if the backward
-    # raises.
+    # The engine runs callbacks after the last gradient, and drops them if backward raises.
     Variable._execution_engine.queue_callback(callback)
 
 
@@ -85,8 +84,7 @@ class WatchedInputs:
     def _watch(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not any(level.requires_grad for level in levels_of(leaf)):
             return leaf
-        # The gradient of this view is complete when the module is done; that of the input itself
-        # may wait for others.
+        # This view's gradient is complete with the module; the input's may wait for others.
         view = leaf.view_as(leaf)
         # A hook lies in the graph, and this holds nodes of the graph: with a strong reference a
         # dropped graph would stay.
@@ -115,8 +113,7 @@ class WatchedInputs:
 
         Only those are waited for, and without this there is no call of ``done``.
         """
-        # In a backward with given inputs, or through a part of the graph, some inputs get no
-        # gradient.
+        # With given inputs, or through a part of the graph, some inputs get no gradient.
         self._gradients.expect(
             {k for k, node in enumerate(self._nodes) if torch._C._will_engine_execute_node(node)}
         )
@@ -170,8 +167,7 @@ def eager(hook: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(hook)
     def call(*args: Any, **kwargs: Any) -> T:
-        # Not as a decorator: that imports the compiler, which takes seconds, and costs microseconds
-        # a call.
+        # No decorator: that imports the compiler (seconds), and costs microseconds a call.
         if torch.compiler.is_compiling():
             return torch.compiler.disable(hook)(*args, **kwargs)
         return hook(*args, **kwargs)
@@ -228,8 +224,7 @@ def outside_transforms(method: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> T:
-        # ``vmap`` and ``grad`` refuse in-place writes to tensors from outside, as all our buffers
-        # are.
+        # ``vmap`` and ``grad`` refuse in-place writes to tensors from outside, as ours are.
         with torch._C._DisableFuncTorch():
             return method(*args, **kwargs)
 
@@ -264,8 +259,7 @@ def register(unit: ShardedUnit) -> None:
 def watch_backwards() -> None:
     """Wrap torch's function, for the whole process; calls after the first do nothing."""
     watching = _watching(torch.autograd.graph._engine_run_backward)
-    # The second is a name for the first, which torch.compiler puts back after wrapping both for a
-    # while.
+    # The second names the first; torch.compiler puts it back after wrapping both.
     namespaces: tuple[Any, ...] = (torch.autograd.graph, torch.autograd)
     for namespace in namespaces:
         namespace._engine_run_backward = watching

@@ -221,8 +221,7 @@ class CastGather:
 
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
         level, steps = self._strategy.optimizer, list[Step]()
-        # The outer axis is the slow one: backward, and further microbatches, gather over the inner
-        # one only.
+        # The outer axis is slow: backward and later microbatches gather over the inner one.
         if self.resident is not None and current:
             level, source = self._strategy.parameters, self.resident
         # Cast before the gather: fewer bytes cross the network.

@@ -79,11 +79,9 @@ class GroupSpec:
     def __post_init__(self) -> None:
         # Fields, not properties: a backward asks for them with every gradient.
         strategy, mesh = self.strategy, self.levels.mesh
-        # A reduction before the last microbatch goes over the axes that gradients are sharded over,
-        # if there are any.
+        # Before the last microbatch a reduction takes the axes that cut gradients, if any.
         scatters = mesh.shards(strategy.gradients or strategy.optimizer) > 1
-        # Sums of many ranks overflow float16, so these are averaged before; other dtypes after,
-        # which is exact.
+        # float16 sums of many ranks overflow: averaged before; others after, which is exact.
         divides_first = self.dtypes.reduce == torch.float16
         object.__setattr__(self, "shard_parameters", strategy.shard_parameters)
         object.__setattr__(self, "scatters", scatters)

@@ -18,8 +18,7 @@ from torch_impl.dtensor.refusals import described, set_name
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.runtime.ground.tensor_parallel import SpmdMesh, TensorParallel, tensor_parallel_of
 
-# Set on a parameter when a unit takes it, so that an outer unit recognizes a tie that sharding
-# would break.
+# Marks a parameter that a unit took, so that an outer unit sees a tie it would break.
 _TAKEN = "_taken_by_unit"
 
 
@@ -41,8 +40,7 @@ class _Taken:
 
 @functools.cache
 def _taken_class(param_class: type[nn.Parameter]) -> type[nn.Parameter]:
-    # Not one class for all: attributes and methods of subclasses, and of tensor-parallel DTensors,
-    # are still theirs.
+    # Not one class for all: attributes and methods of subclasses, and of DTensors, stay.
     return types.new_class(f"Taken{param_class.__name__}", (_Taken, param_class))
 
 
@@ -93,8 +91,7 @@ class OwnedParameter:
         """What ranks compare: name, shape, dtype and trainability, as JSON values."""
         dtype = str(self.param.dtype)
         if self.extended:
-            # Their inner tensors have no memory of the engine's, which a load could fill on some
-            # ranks alone.
+            # Inner tensors have no memory of the engine's, which some ranks' loads could fill.
             dtype += f" {type(self.local).__name__}{' on meta' if self.param.is_meta else ''}"
         return [self.name, list(self.local_shape), dtype, self.param.requires_grad]
 

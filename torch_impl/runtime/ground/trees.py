@@ -51,8 +51,7 @@ def _map_fields(instance: Any, dtype: torch.dtype) -> Any:
     new = {name: map_floating(value, dtype) for name, value in old.items()}
     if _same(new.values(), old.values()):
         return instance
-    # Not by dataclasses.replace: that takes no fields with init=False, and runs __post_init__
-    # again.
+    # Not by dataclasses.replace: it takes no init=False, and runs __post_init__ again.
     changed = copy.copy(instance)
     for name, value in new.items():
         object.__setattr__(changed, name, value)  # of a frozen one, too

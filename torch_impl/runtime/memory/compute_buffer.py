@@ -172,8 +172,7 @@ class ComputeBuffer(FlatBuffer):
         if self._movable:
             self._host.schedule.pool.begin_use(self)
         self._aside = None
-        # Graphs of the older values are void anyway, so this is the time to move without breaking
-        # any.
+        # Graphs of the older values are void anyway, so to move breaks none now.
         if changed:
             self._void_graphs()
             self._choose_slot()
@@ -200,8 +199,7 @@ class ComputeBuffer(FlatBuffer):
     def _move_in(self, contents: torch.Tensor) -> None:
         assert self._slot is not None
         user = self._slot.user
-        # A forward reads the weights that are there, so these move, and graphs with views of the
-        # slot are void.
+        # A forward reads what is there, so these move, and graphs with views of the slot are void.
         if isinstance(user, ComputeBuffer) and user is not self and not user.step_aside():
             self._void_graphs()
             self._move(None)
@@ -211,8 +209,7 @@ class ComputeBuffer(FlatBuffer):
 
     def step_aside(self) -> bool:
         """Leave the slot to another unit, and wait; False if these weights are being read."""
-        # Autograd compares versions in backward only; a forward would compute with the other unit's
-        # weights.
+        # Autograd compares versions in backward only; a forward would read another's weights.
         if self._host.reads_weights:
             return False
         # A gather under way still writes to the slot.
@@ -245,8 +242,7 @@ class ComputeBuffer(FlatBuffer):
 
     def lose_contents(self) -> None:
         """The contents are gone, or become another unit's: saved views must not be read."""
-        # A slot may pass through several hands before its first user comes back: the first versions
-        # count.
+        # A slot may change hands several times before it comes back: first versions count.
         if self._versions is None:
             self._versions = tuple(tensor._version for tensor in self._counted)
             torch.autograd.graph.increment_version(self._counted)
@@ -274,8 +270,7 @@ class ComputeBuffer(FlatBuffer):
         if self._storage.nbytes() < self.nbytes:
             self._storage.resize_(self.nbytes)
         self.allocated = True
-        # A first evaluation may run in inference mode; training steps could not write to a tensor
-        # made there.
+        # In inference mode, as in a first evaluation, the tensor could not be trained later.
         with torch.inference_mode(False):
             flat = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
             self.flat = flat.set_(self._storage, 0, (self.flat.numel(),), (1,))

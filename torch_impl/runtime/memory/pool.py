@@ -98,8 +98,7 @@ class BufferPool:
     def _compare(self, trace: _Trace) -> None:
         known = [*self._recent, trace]
         self._recent.append(trace)
-        # Equal to any earlier record, not to the last: a program may alternate between kinds of
-        # steps.
+        # Equal to any earlier record: a program may alternate between kinds of steps.
         repeated = [record for index, record in enumerate(known) if record in known[:index]]
         if self._planned not in known and repeated:
             self._plan_slots(max(repeated, key=lambda record: record.duration))

@@ -155,8 +155,7 @@ def _bridge(
     ]
     heapq.heapify(gaps)
     kept: set[tuple[int, int]] = set()
-    # The shortest first: each gap that is bridged saves one allocation, and short ones block the
-    # fewest others.
+    # The shortest first: each bridged gap saves one allocation, short ones block the least.
     while gaps:
         _, slot, end, start = heapq.heappop(gaps)
         limit = peaks[start >= turn] - sizes[slot]

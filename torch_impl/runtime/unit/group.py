@@ -46,8 +46,7 @@ class ParameterGroup:
         self.layout, self.mesh = spec.layout, spec.levels.mesh
         self.strategy, self.dtypes, self.shard_parameters = spec.strategy, spec.dtypes, spec.shard_parameters
         self.all_reduce_hook = spec.hook
-        # Weakly: a module holds its unit, the unit this group, and a deleted model is to free its
-        # memory at once.
+        # Weakly: modules hold the unit and it this group; a deleted model frees memory at once.
         self._sites = [[(weakref.ref(module), attr) for module, attr in param.sites] for param in owned]
         self._shown = Shown.MAIN
         self._shown_trainable: list[bool] = []
@@ -195,8 +194,7 @@ class ParameterGroup:
                     "convert a model before sharding, and call to_empty() on a sharded module"
                 )
         for index, module, attr in self.places():
-            # torch.func.functional_call puts back whole weights that it has read, also after these
-            # were hidden.
+            # torch.func.functional_call puts back whole weights, also after these were hidden.
             if module._parameters.get(attr) is self.unsharded[index]:
                 _register(module, attr, self.params[index])
             if module._parameters.get(attr) is not self.params[index]:

@@ -176,8 +176,7 @@ class Unit:
             self._become_root(module)
         event, phase = Event.FORWARD_BEGINS, Phase.FORWARD
         if in_backward:
-            # The backward of what is recomputed with gradients comes next, and needs the weights
-            # again.
+            # A backward follows what is recomputed with gradients, and needs the weights again.
             if torch.is_grad_enabled():
                 event, phase = Event.RECOMPUTE_BEGINS, Phase.RECOMPUTE
             self.schedule.rest_at_end(self)
@@ -247,8 +246,7 @@ class Unit:
             seen = autograd.watch_outputs(output, inputs)
             output = inputs.release(output)
         frees = self._frees_after_forward
-        # In a backward, no program goes on with what a forward has left. An unseen backward would
-        # not end it.
+        # In a backward no program goes on with what is left. An unseen one would not end it.
         keeps = not frees and seen and autograd.current_backward() is None
         keeps = keeps and not shows_weights(output, self.groups)
         # A backward that reaches the unit unseen finds no hook that would gather the weights again.
@@ -263,8 +261,7 @@ class Unit:
     def drop_open_calls(self, open_calls: int) -> None:
         """Drop what a forward left open that raised; ``open_calls`` were running before it."""
         self.schedule.open_forwards -= len(self._calls) - open_calls
-        # Calls of this module that a caught error left open: only those inside of the call that
-        # raised.
+        # Of calls that an error left open, only those inside of the call that raised.
         del self._calls[open_calls:]
         # Else it raised before anything was shown, perhaps because someone replaced a parameter.
         if self.phase is not Phase.REST:
@@ -308,8 +305,7 @@ class Unit:
         task = autograd.current_backward()
         if task is None or task in self._backwards:
             return
-        # The engine drops a backward that raised, and its callbacks with it; an outer one is still
-        # held.
+        # The engine drops a backward that raised, and its callbacks; an outer one is held.
         if self._backwards.raised:
             self._drop_backward()
         self._backwards.join(task, self.schedule.join_backward(self, task))
@@ -333,8 +329,7 @@ class Unit:
     def end_backward(self, task: int) -> None:
         """A backward that this unit took part in has computed all gradients."""
         self._backwards.end(task)
-        # A loss that is computed in parts reads the same weights again after the backward of each
-        # part.
+        # A loss that is computed in parts reads the weights again after each part's backward.
         if not self._backwards and self.phase is Phase.KEPT:
             self._enter(Event.BACKWARD_ENDS, Phase.KEPT)
             self._finish_gradients()
@@ -356,8 +351,7 @@ class Unit:
 
     def _finish_gradients(self) -> None:
         """Reduce or keep what was collected; after weights were freed: backends copy."""
-        # ``backward(create_graph=True)`` has gradients enabled here, and sums over ranks have no
-        # graph.
+        # With create_graph gradients are enabled here, and sums over ranks have no graph.
         with torch.no_grad(), self._range("reduce"):
             self.gradients.finish()
             self.schedule.begin_reductions()

@@ -22,8 +22,7 @@ class UnitBackwards:
     def __init__(self) -> None:
         # By number; a dead reference: it raised.
         self._ends: dict[int, weakref.ref[Any]] = {}
-        # Those calls whose outputs have gradients and whose inputs lack some, or of whose inputs
-        # nothing is known.
+        # Calls whose outputs have gradients and whose inputs lack some, or are unknown.
         self._open_calls: set[int] = set()
         self._forwards = 0
         self._makes_graph = self.needed_later = False
@@ -64,8 +63,7 @@ class UnitBackwards:
         """
         self.needed_later |= not seen
         self._open_calls.discard(number)
-        # Another call's backward may be still to come. Counted calls, unlike gradients, are the
-        # same on all ranks.
+        # Another call's backward may come. Calls, unlike gradients, are equal on all ranks.
         return bool(self._ends) and not self._open_calls and self._forwards <= 1
 
     def end(self, task: int) -> None:
@@ -95,8 +93,7 @@ class UnitGradients:
         self.requires_all_reduce = True
         self.last_backward = True
         self.exposes_main_grad = False
-        # Whether a backward has reached an output of the unit: on all ranks, whichever parameters
-        # each of them used.
+        # Whether a backward reached an output: on all ranks, whichever parameters they used.
         self._reached = False
 
     @property

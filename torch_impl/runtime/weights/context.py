@@ -32,8 +32,7 @@ class UnitContext:
         # A unit that has been a root until now may have left a reduction in its own schedule.
         if self.schedule is not schedule:
             self.schedule.reductions.finish()
-            # It may have been turned off in any unit, before a forward told which of them share
-            # one.
+            # It may have been turned off in any unit, before a forward told who shares one.
             if not self.schedule.pool.enabled:
                 schedule.pool.enable(False)
         self.schedule, self.name = schedule, name or "root"

@@ -195,8 +195,7 @@ class ExtendedWeights(GroupWeights):
 
     def _prepare(self, changed: bool) -> None:
         """Memory to gather into."""
-        # Filling the memory again counts as a change, which autograd must take for one only where
-        # values change.
+        # Filling memory counts as a change, which it is for autograd if values change only.
         if not self._versions:
             self._note_versions()
         self._changed |= changed
@@ -219,8 +218,7 @@ class ExtendedWeights(GroupWeights):
         if not self.aside:
             return
         self.aside = False
-        # A first evaluation may run in inference mode; training steps could not write to tensors
-        # made there.
+        # In inference mode, as in a first evaluation, tensors could not be trained later.
         with torch.inference_mode(False), torch.no_grad():
             for index, weight in enumerate(self._extended):
                 whole = weight.post(

@@ -30,8 +30,7 @@ def sharded_parameters(
 
     ``wholes`` are views of the compute weights, which hold the rows where ``main`` has remainders.
     """
-    # From the values as given: main weights built from weights cast to bfloat16 train to other
-    # losses.
+    # From the values as given: weights cast to bfloat16 before train to other losses.
     return [
         _sharded_parameter(spec, main, index, param, values, whole, finish_gather)
         for index, ((param, values), whole) in enumerate(zip(originals, wholes, strict=True))

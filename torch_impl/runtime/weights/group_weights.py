@@ -140,8 +140,7 @@ class GroupWeights(ABC):
     def allocate(self, device: torch.device, originals: Sequence[GivenParameter]) -> None:
         """Make weights and parameters like ``originals``, with their values, if any."""
         self._transfer: Transfer | None = None
-        # Whether the next forward gathers, though the compute weights may be current: equal on all
-        # ranks.
+        # Whether the next forward gathers in any case: equal on all ranks.
         self._due = False
         self._gathered_version: Version | None = None
         self._kept_version: Version | None = None
@@ -178,8 +177,7 @@ class GroupWeights(ABC):
         if kept and not (refresh and (changed or self._due)):
             return False
         spec = self._group_spec
-        # Other ranks gather anyway, unless whole weights are kept, or shards between them and the
-        # main weights.
+        # Other ranks gather anyway, unless whole weights or resident shards are kept.
         resident = self._kept_version is not None and keeps_shard(spec.strategy)
         if changed and not self._due and (kept or resident):
             self._require_change_everywhere()
@@ -194,8 +192,7 @@ class GroupWeights(ABC):
         # What is gathered is filled by copies and collectives, which autograd must not record.
         with torch.no_grad():
             steps = self._steps(changed, current)
-            # Own rows, with remainders, lie in what is gathered: their versions are those of the
-            # compute weights.
+            # With remainders own rows lie in what is gathered, and share its version.
             version = self.main_version
             self._transfer = self._context.schedule.streams.start(steps)
         self._started_version = version
@@ -275,15 +272,13 @@ class FlatWeights(GroupWeights):
             self._compute = self._pooled = ComputeBuffer(
                 levels.layouts[0], dtypes.compute, device, self._finish, self._context, spec.suffix
             )
-            # .data: writing the gathered weights must not count as a change of the tensors that
-            # autograd saved.
+            # .data: a gather must not count as a change of tensors that autograd saved.
             views = [self._compute.view(name).data for name in spec.names]
         self.params = sharded_parameters(spec, self.main, originals, views, self._finish)
         self.unsharded = unsharded_parameters(spec, originals, self.params, views)
         if self.separate:
             self._pooled.set_views(self.unsharded)
-            # On the meta device nothing is to be freed; with remainders own rows lie in the whole
-            # weights.
+            # On the meta device is no memory; with remainders own rows lie in the whole weights.
             if not (dtypes.remainders or self.on_meta):
                 self._pooled.free()
 

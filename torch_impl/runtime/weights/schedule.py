@@ -92,8 +92,7 @@ class Order:
         self.reached.append(weakref.ref(unit))
         if position + 1 < len(self.expected) and self.expected[position]() is unit:
             return _alive(self.expected[position + 1 : position + 2])
-        # A wrong guess costs a gather, so after the first departure there are none until the next
-        # pass.
+        # A wrong guess costs a gather: after the first there are none until the next pass.
         self.expected = []
         return []
 
@@ -215,8 +214,7 @@ class Schedule:
     def prefetch(self, units: Iterable[ScheduledUnit], refresh: bool) -> None:
         """Begin to gather weights of ``units``; unused ones are dropped when the pass ends."""
         for unit in units:
-            # Weights that are there already were not gathered ahead: they are not this pass's to
-            # drop.
+            # Weights that were there before are not this pass's to drop.
             if unit.start_unshard(refresh):
                 self._prefetched.append(weakref.ref(unit))
 
@@ -224,8 +222,7 @@ class Schedule:
         """``unit`` takes part in a backward, and is told of its end; the reference dies if it
         raises."""
         if task not in self._tasks:
-            # A nested backward (reentrant checkpointing) goes on with the pass of the one that
-            # runs.
+            # A nested backward (reentrant checkpointing) goes on with the pass of the outer.
             if not self._running():
                 # Nobody tells of a backward that raised: the engine has dropped its callbacks.
                 self._abandon()
@@ -236,8 +233,7 @@ class Schedule:
                 if not self._backward.expected:
                     self._backward.expected = self._ended[::-1]
             ended = autograd.weakly(self._end_backward, task)
-            # The engine holds the only reference, so that one that dies tells of a backward that
-            # raised.
+            # The engine holds the only reference: a dead one tells of a backward that raised.
             autograd.at_end_of_backward(ended)
             self._tasks[task] = weakref.ref(ended), []
         ended_ref, units = self._tasks[task]
@@ -288,8 +284,7 @@ class Schedule:
 
     def recover(self) -> None:
         """Drop what a pass left behind that raised. Nothing while another pass runs."""
-        # A program may call zero_grad in a forward or in a hook: what belongs to them is not left
-        # behind.
+        # A program may call zero_grad in a forward or a hook: nothing was left behind.
         if self.open_forwards == 0 and not self._running():
             self._abandon()
             self._rest_recomputed()
@@ -301,8 +296,7 @@ class Schedule:
         for unit in _alive(self._units):
             unit.drop_raised()
 
-    # Not when a backward begins: what it recomputed before its first unit joined would lose its
-    # weights.
+    # Not when a backward begins: what it recomputed before a unit joined needs weights.
     def _rest_recomputed(self) -> None:
         units, self._recomputed = self._recomputed, []
         for unit in _alive(units):
