@@ -44,12 +44,7 @@ from torch_impl.diagnostics.nonfinite import NonFinite, find_nonfinite, watch_no
 from torch_impl.diagnostics.tensors import memory_overlaps, parameter_norms
 from torch_impl.dtensor.tensor import full_tensor
 from torch_impl.fsdp2 import DataParallelMeshDims
-from torch_impl.fsdp_module import (
-    FSDPModule,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from torch_impl.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from torch_impl.installation import Installation, install, uninstall
 from torch_impl.optimizer.main_weight_adamw import MainWeightAdamW
 from torch_impl.optimizer.main_weight_muon import MainWeightMuon

@@ -11,13 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchModule
 
-from bridge.core.sharding import (
-    DEFAULT_ALIGN,
-    Align,
-    Granularity,
-    Placements,
-    check_axes,
-)
+from bridge.core.sharding import DEFAULT_ALIGN, Align, Granularity, Placements, check_axes
 from bridge.core.sharding.policy.mesh_axes import why_not_data_parallel
 from bridge.core.sharding.policy.strategy import StrategyName
 from torch_impl import fsdp2
@@ -27,7 +21,7 @@ from torch_impl.comm.agreement import require_same_unit
 from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.dtensor.construction import accept_row_placements
 from torch_impl.fsdp_module import FSDPModule
-from torch_impl.optimizer.remainders import refuse_other_optimizers
+from torch_impl.optimizer.arguments import refuse_other_optimizers
 from torch_impl.options import UnitOptions, chosen_strategy
 from torch_impl.planned_groups import PlannedGroup, check_mesh, make_groups, plan_groups
 from torch_impl.runtime.gather.float8_products import computing_class

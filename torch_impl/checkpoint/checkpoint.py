@@ -183,10 +183,7 @@ def together(model: nn.Module, process_group: dist.ProcessGroup | None) -> dist.
 
 
 def _tree(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    train: Mapping[str, Any] | None,
-    mapping: AnyMapping | None,
+    model: nn.Module, optimizer: Optimizer | None, train: Mapping[str, Any] | None, mapping: AnyMapping | None
 ) -> Callable[[], dict[str, Any]]:
     if mapping is None:
         return lambda: state_tree(model, optimizer, train)

@@ -14,11 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch_impl.dtensor.local import is_partial, local_of
 from torch_impl.dtensor.refusals import described
 from torch_impl.dtensor.remainders import written_with_remainders
-from torch_impl.optimizer.arguments import check_group, check_params
+from torch_impl.optimizer.arguments import check_group, check_no_remainders, check_params
 from torch_impl.optimizer.moments import MomentFormat
 from torch_impl.optimizer.offload import Share, Transfers, transfers_for
-from torch_impl.optimizer.remainders import check_no_remainders
-from torch_impl.optimizer.update import ParameterUpdate
+from torch_impl.optimizer.update import Group, ParameterUpdate, Tensors, Updates
 from torch_impl.runtime.ground.ownership import taken_by
 
 
@@ -57,13 +56,7 @@ class MainWeightOptimizer(torch.optim.Optimizer):
         """Raises ValueError for hyperparameters out of range, TypeError for other types."""
 
     @abstractmethod
-    def _update(
-        self,
-        updates: Sequence[ParameterUpdate],
-        grads: Sequence[torch.Tensor],
-        group: Mapping[str, Any],
-        transfers: Transfers,
-    ) -> None:
+    def _update(self, updates: Updates, grads: Tensors, group: Group, transfers: Transfers) -> None:
         """Update parameters of one group on one device by their local gradients; their steps are counted already."""
 
     def _formats_in(self, group: Mapping[str, Any]) -> tuple[MomentFormat, ...]:

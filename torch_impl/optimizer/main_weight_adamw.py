@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch_impl.optimizer.arguments import check_flag, check_numbers, numbers_of
 from torch_impl.optimizer.main_weight import MainWeightOptimizer
 from torch_impl.optimizer.moments import MomentFormat
 from torch_impl.optimizer.offload import Transfers
-from torch_impl.optimizer.update import ParameterUpdate, fused_adamw, update
+from torch_impl.optimizer.update import Group, Tensors, Updates, fused_adamw, update
 
 
 class MainWeightAdamW(MainWeightOptimizer):
@@ -102,13 +102,7 @@ class MainWeightAdamW(MainWeightOptimizer):
     def _check(self, group: Mapping[str, Any]) -> None:
         check_adamw(group)
 
-    def _update(
-        self,
-        updates: Sequence[ParameterUpdate],
-        grads: Sequence[torch.Tensor],
-        group: Mapping[str, Any],
-        transfers: Transfers,
-    ) -> None:
+    def _update(self, updates: Updates, grads: Tensors, group: Group, transfers: Transfers) -> None:
         update(updates, grads, group, transfers, fused_adamw, rounds_once=True)
 
 

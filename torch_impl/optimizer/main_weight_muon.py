@@ -14,7 +14,7 @@ from torch_impl.optimizer.main_weight_adamw import check_adamw
 from torch_impl.optimizer.moments import MomentFormat
 from torch_impl.optimizer.muon_update import update_matrices
 from torch_impl.optimizer.offload import Transfers
-from torch_impl.optimizer.update import ParameterUpdate, fused_adamw, update
+from torch_impl.optimizer.update import Group, Tensors, Updates, fused_adamw, update
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 # What groups of the other kind have no use for.
@@ -205,13 +205,7 @@ class MainWeightMuon(MainWeightOptimizer):
         # torch.optim.Muon counts no steps.
         return {"step": 1.0, **saved} if "momentum_buffer" in saved else saved
 
-    def _update(
-        self,
-        updates: Sequence[ParameterUpdate],
-        grads: Sequence[torch.Tensor],
-        group: Mapping[str, Any],
-        transfers: Transfers,
-    ) -> None:
+    def _update(self, updates: Updates, grads: Tensors, group: Group, transfers: Transfers) -> None:
         if group["use_muon"]:
             update_matrices(updates, grads, group, transfers)
         else:

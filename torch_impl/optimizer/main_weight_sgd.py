@@ -21,7 +21,7 @@ from torch_impl.optimizer.arguments import check_flag, check_number, check_numbe
 from torch_impl.optimizer.main_weight import MainWeightOptimizer
 from torch_impl.optimizer.moments import MomentFormat
 from torch_impl.optimizer.offload import Transfers
-from torch_impl.optimizer.update import ParameterUpdate, update
+from torch_impl.optimizer.update import Group, Tensors, Updates, update
 
 # Elements of the tensors that are updated together, unless one tensor is larger.
 _TOGETHER = 1 << 20
@@ -91,13 +91,7 @@ class MainWeightSGD(MainWeightOptimizer):
         # torch.optim.SGD has momentum from the first step on, and counts none.
         return {"step": 1.0, **saved}
 
-    def _update(
-        self,
-        updates: Sequence[ParameterUpdate],
-        grads: Sequence[torch.Tensor],
-        group: Mapping[str, Any],
-        transfers: Transfers,
-    ) -> None:
+    def _update(self, updates: Updates, grads: Tensors, group: Group, transfers: Transfers) -> None:
         update(updates, grads, group, transfers, _sgd, rounds_once=False)
 
 

@@ -38,7 +38,7 @@ from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.optimizer.moments import MomentFormat
 from torch_impl.optimizer.muon_exchange import Cut, Exchange, balanced, owner_of_all, rounds
 from torch_impl.optimizer.offload import Transfers
-from torch_impl.optimizer.update import ParameterUpdate
+from torch_impl.optimizer.update import Group, ParameterUpdate, Tensors, Updates
 
 TOGETHER: int = ROUND
 
@@ -63,12 +63,7 @@ class _Matrix:
         return self.part(stored), None if scale is None else self.part(scale)
 
 
-def update_matrices(
-    updates: Sequence[ParameterUpdate],
-    grads: Sequence[torch.Tensor],
-    group: Mapping[str, Any],
-    transfers: Transfers,
-) -> None:
+def update_matrices(updates: Updates, grads: Tensors, group: Group, transfers: Transfers) -> None:
     """Update parameters on one device by local gradients of any floating dtype; ranks that share rows do so together.
 
     All ranks give the same parameters in the same order.
@@ -84,7 +79,7 @@ def update_matrices(
 
 
 def _by_placement(
-    updates: Sequence[ParameterUpdate], grads: Sequence[torch.Tensor], group: Mapping[str, Any]
+    updates: Updates, grads: Tensors, group: Group
 ) -> Iterable[tuple[list[list[_Matrix]], Orthogonalized]]:
     """Matrices by turns, and what makes their updates orthogonal."""
     here: list[_Matrix] = []

@@ -44,16 +44,10 @@ from torch_impl.optimizer.moments import MomentFormat, first_row
 from torch_impl.optimizer.offload import Transfers
 from torch_impl.optimizer.pieces import Moments, UpdatePiece, chunks
 
-Kernel: TypeAlias = Callable[
-    [
-        Sequence[torch.Tensor],
-        Sequence[torch.Tensor],
-        Sequence[Sequence[torch.Tensor]],
-        Sequence[torch.Tensor],
-        Mapping[str, Any],
-    ],
-    None,
-]
+Tensors: TypeAlias = Sequence[torch.Tensor]
+Group: TypeAlias = Mapping[str, Any]
+"""A parameter group of an optimizer: its options by name."""
+Kernel: TypeAlias = Callable[[Tensors, Tensors, Sequence[Tensors], Tensors, Group], None]
 """Updates weights and moments in place: ``(weights, gradients, moments of each weight, steps, group)``."""
 # A number of steps, in the range of float32, after which nothing is left of the zeros that moments begin with.
 _FOREVER = 1e30
@@ -126,14 +120,11 @@ class ParameterUpdate:
         )
 
 
+Updates: TypeAlias = Sequence[ParameterUpdate]
+
+
 def update(
-    updates: Sequence[ParameterUpdate],
-    grads: Sequence[torch.Tensor],
-    group: Mapping[str, Any],
-    transfers: Transfers,
-    kernel: Kernel,
-    *,
-    rounds_once: bool,
+    updates: Updates, grads: Tensors, group: Group, transfers: Transfers, kernel: Kernel, *, rounds_once: bool
 ) -> None:
     """Update the weights and moments of ``updates``, all on one device, by local gradients of any floating dtype.
 

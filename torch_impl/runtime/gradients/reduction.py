@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -295,7 +295,7 @@ class GroupReduction:
             sums /= spec.divisor.value
         reduced = sums.to(spec.dtypes.grad)
         views = spec.levels.views(spec.strategy.optimizer, reduced)
-        fresh = [
+        fresh: list[tuple[Any, torch.Tensor]] = [
             (p, view)
             for index, (p, view) in enumerate(zip(self._params, views, strict=True))
             if p.requires_grad and index in used

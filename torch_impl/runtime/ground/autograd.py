@@ -18,11 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_impl.runtime.ground.late_backward import (
-    OF_PARAMETERS,
-    ShardedGroup,
-    explain_late_backward,
-)
+from torch_impl.runtime.ground.late_backward import OF_PARAMETERS, ShardedGroup, explain_late_backward
 from torch_impl.runtime.ground.transforms import hides_graph, levels_of, node_of
 from torch_impl.runtime.ground.trees import leaves_of, map_leaves
 

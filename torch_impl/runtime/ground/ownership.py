@@ -100,7 +100,7 @@ class OwnedParameter:
         if self.param._backward_hooks or getattr(self.param, "_post_accumulate_grad_hooks", None):
             warn_caller(
                 f"{self.name}: hooks registered before fully_shard are not called any more; "
-                "register them on the sharded parameter, module.get_parameter(name)",
+                "register them on the sharded parameter, module.get_parameter(name)"
             )
         setattr(self.param, _TAKEN, unit)
         set_name(self.param, self.name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -185,7 +186,8 @@ class ParameterGroup:
                 "ranks, for example by set_model_state_dict with "
                 "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"
             )
-        for name, param, rows in zip(self.names, self.params, self._rows, strict=True):
+        params: list[Any] = self.params  # DTensors, which torch's stubs do not know
+        for name, param, rows in zip(self.names, params, self._rows, strict=True):
             # ``to`` and ``to_empty`` of a module inside a unit exchange what the parameter holds.
             if param._local_tensor is not rows:
                 raise RuntimeError(

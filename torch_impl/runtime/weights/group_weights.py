@@ -34,13 +34,7 @@ from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.remainders import written_with_remainders
 from torch_impl.runtime.gather.float8 import QuantizedGather
 from torch_impl.runtime.ground import autograd
-from torch_impl.runtime.ground.buffer import (
-    CastGather,
-    FlatBuffer,
-    SplitGather,
-    WeightGather,
-    keeps_shard,
-)
+from torch_impl.runtime.ground.buffer import CastGather, FlatBuffer, SplitGather, WeightGather, keeps_shard
 from torch_impl.runtime.ground.group_spec import GroupSpec
 from torch_impl.runtime.ground.host_memory import HOST
 from torch_impl.runtime.memory.compute_buffer import ComputeBuffer
