@@ -16,7 +16,7 @@ from bridge.commands.output import Console, print_json, print_line, print_table
 from bridge.core.formats.stores.hub import hub_hint
 from bridge.core.formats.stores.store import place_of
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.leaf_names import separator_of
+from bridge.core.formats.tensors.leaves import separator_of
 from bridge.core.text import human_bytes
 from bridge.core.text_files import MAX_JSON, read_text
 

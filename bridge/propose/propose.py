@@ -21,7 +21,7 @@ from bridge.checkpoints.ground.selection import STATE_ROOTS, WEIGHT_ROOTS
 from bridge.core.formats import items_of_each, open_checkpoint
 from bridge.core.formats.stores.store import place_of
 from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo
-from bridge.core.formats.tensors.leaf_names import TREE_FORMATS
+from bridge.core.formats.tensors.leaves import TREE_FORMATS
 from bridge.core.formats.whole.step_paths import Step, each_at_step
 from bridge.core.mapping.language.conventions import WEIGHT
 from bridge.core.mapping.language.rules import parse_mapping

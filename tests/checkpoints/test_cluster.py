@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from bridge.checkpoints.compare.diff import diff
-from bridge.checkpoints.convert.conversion import ConvertOptions
+from bridge.checkpoints.convert.plan import ConvertOptions
 from bridge.checkpoints.jobs import cluster as cluster_module
 from bridge.checkpoints.jobs.cluster import MAX_LOST, PartTask, Told, WorkerLost, convert_on
 from bridge.checkpoints.jobs.parts import PartReport

@@ -1481,21 +1481,21 @@ SHARDING = [
 FORMATS = [
     M(
         "typed keys are written as their data",
-        "bridge/core/formats/orbax/keys.py",
+        "bridge/core/formats/orbax/item_files.py",
         "    if not keys:",
         "    if True:",
         "formats/orbax/test_keys.py",
     ),
     M(
         "typed keys are restored on one device of all",
-        "bridge/core/formats/orbax/keys.py",
+        "bridge/core/formats/orbax/item_files.py",
         '"shape": [-1]',
         '"shape": [1]',
         "formats/orbax/test_keys.py",
     ),
     M(
         "other dtypes pass for the data of keys",
-        "bridge/core/formats/orbax/metadata_writer.py",
+        "bridge/core/formats/orbax/item_files.py",
         "data = dtype == np.uint32 and len(shape) > 0",
         "data = True",
         "formats/orbax/test_keys.py",
@@ -1516,7 +1516,7 @@ FORMATS = [
     ),
     M(
         "text of the tree becomes an object",
-        "bridge/core/formats/tensors/leaf_kinds.py",
+        "bridge/core/formats/tensors/leaves.py",
         "return type(value) is str",
         "return False",
         "formats/orbax/test_structure.py",
@@ -1689,28 +1689,28 @@ MAPPING = [
 CHECKPOINTS = [
     M(
         "the structure of a tree is noted nowhere",
-        "bridge/checkpoints/ground/kinds.py",
+        "bridge/checkpoints/ground/selection.py",
         "if kind is not None and implied.get(path) != kind:",
         "if False:",
         "formats/orbax/test_structure.py",
     ),
     M(
         "the data of keys is rearranged",
-        "bridge/checkpoints/ground/kinds.py",
+        "bridge/checkpoints/ground/selection.py",
         "if key_implementation(known.get(name)) is not None:",
         "if False:",
         "formats/orbax/test_keys.py",
     ),
     M(
         "keys of other types are compared as data",
-        "bridge/checkpoints/ground/kinds.py",
+        "bridge/checkpoints/ground/selection.py",
         "if of_a != of_b:",
         "if False:",
         "formats/orbax/test_keys.py",
     ),
     M(
         "lists that are dicts elsewhere are no difference",
-        "bridge/checkpoints/ground/kinds.py",
+        "bridge/checkpoints/ground/selection.py",
         "if type(key_a) is not type(key_b):",
         "if False:",
         "formats/orbax/test_structure.py",
@@ -1794,7 +1794,7 @@ CHECKPOINTS = [
     ),
     M(
         "what does not fit into the memory of small pieces is lost",
-        "bridge/core/formats/files/gathered.py",
+        "bridge/core/formats/files/data_file.py",
         "                self._memory[:left] = self._memory[_BYTES : _BYTES + left]\n",
         "",
         "formats/files/test_small_tensors_direct.py",

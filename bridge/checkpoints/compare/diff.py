@@ -15,19 +15,19 @@ from functools import cached_property
 from bridge.checkpoints.compare.diff_report import DiffReport, TensorDiff
 from bridge.checkpoints.compare.diff_tensors import Pair, compared
 from bridge.checkpoints.compare.noise import Noise
+from bridge.checkpoints.compare.structure import dtype_names, structure_differences
 from bridge.checkpoints.compare.ulp import Tolerance
 from bridge.checkpoints.ground.common_dtype import common_dtype
-from bridge.checkpoints.ground.dtypes import require_readable
-from bridge.checkpoints.ground.kinds import dtype_names, structure_differences
+from bridge.checkpoints.ground.outputs import require_readable
 from bridge.checkpoints.ground.selection import SelectedReader, Selection, selected_pair
 from bridge.checkpoints.ground.workers import large_buffers_returned
 from bridge.core.formats import items_of_each, open_checkpoint
-from bridge.core.formats.reading.file_stamps import changed, stamps
+from bridge.core.formats.reading.regular_files import changed, stamps
 from bridge.core.formats.stores.store import place_of
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TensorInfo, is_whole
-from bridge.core.formats.tensors.leaf_kinds import LEAVES
-from bridge.core.formats.tensors.regions import Progress
-from bridge.core.formats.whole.left_alone import left_alone
+from bridge.core.formats.tensors.boxes import Progress
+from bridge.core.formats.tensors.leaves import LEAVES
+from bridge.core.formats.whole.companions import left_alone
 from bridge.core.formats.whole.quantized import DequantizedReader
 from bridge.core.formats.whole.step_paths import Step, each_at_step
 from bridge.core.mapping.language.conventions import Convention

@@ -19,7 +19,7 @@ from bridge.checkpoints.ground.borrowed import MEMORY, borrow
 from bridge.checkpoints.ground.common_dtype import common_dtype
 from bridge.checkpoints.ground.workers import batches, each, ordered
 from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo, is_whole, name_of
-from bridge.core.formats.tensors.regions import group_boxes, split_box
+from bridge.core.formats.tensors.boxes import group_boxes, split_box
 from bridge.core.mapping.language.operations import as_dtype
 from bridge.core.mapping.language.relation import whole_source
 from bridge.core.mapping.plan.plan import PlannedTensor

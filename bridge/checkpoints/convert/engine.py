@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.checkpoints.ground.casts import Output
+from bridge.checkpoints.ground.outputs import Output
 from bridge.core.formats.tensors.base import Box, CheckpointReader, CheckpointWriter, Checksums, Loan
-from bridge.core.formats.tensors.regions import Progress, group_boxes
+from bridge.core.formats.tensors.boxes import Progress, group_boxes
 from bridge.core.mapping.language.relation import TensorView, whole_source
 
 RUN_BYTES = 256 << 20

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from bridge.checkpoints.ground.dtypes import some_with_reasons
+from bridge.checkpoints.ground.outputs import some_with_reasons
 from bridge.core.formats.tensors.base import (
     CheckpointError,
     CheckpointReader,
@@ -18,7 +18,10 @@ from bridge.core.formats.tensors.base import (
     UnreadableValue,
     drop_options,
 )
-from bridge.core.formats.tensors.leaf_kinds import EMPTY, tree_kinds
+from bridge.core.formats.tensors.leaves import (
+    EMPTY,
+    tree_kinds,
+)
 from bridge.core.formats.tensors.wrapping import ReadWhenAsked, WrappingReader
 
 WEIGHT_ROOTS = frozenset({"model", "params", "module", "state_dict", "weights"})

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from bridge.checkpoints.ground.casts import Output
+from bridge.checkpoints.ground.outputs import Output
 from bridge.checkpoints.jobs.pieces import PartPlan, Piece
-from bridge.core.formats.tensors.regions import REGION_BYTES
+from bridge.core.formats.tensors.boxes import REGION_BYTES
 from bridge.core.mapping.language.relation import READ_BYTES
 
 CPU_SECONDS_PER_GB: Final = 0.8

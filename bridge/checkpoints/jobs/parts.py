@@ -17,24 +17,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.checkpoints.convert.conversion import (
+    ConvertReport,
+    naming,
+    require_place,
+    require_space,
+    require_untouched,
+    went_along,
+)
+from bridge.checkpoints.convert.engine import Copier, runs
+from bridge.checkpoints.convert.plan import (
     Conversion,
     ConvertOptions,
     conversion_key,
     planned,
     require_unchanged,
 )
-from bridge.checkpoints.convert.convert_report import ConvertReport, went_along
-from bridge.checkpoints.convert.destination import naming, require_place, require_space, require_untouched
-from bridge.checkpoints.convert.engine import Copier, runs
 from bridge.checkpoints.ground.workers import default_workers, large_buffers_returned
 from bridge.checkpoints.jobs.pieces import PartPlan, make_part_plan
 from bridge.checkpoints.jobs.stage import Stage, stages_at
-from bridge.core.formats.files.journal import InUse
-from bridge.core.formats.files.working import Attempt
+from bridge.core.formats.files.journal import Attempt, InUse
 from bridge.core.formats.safetensors.files import SUFFIX
 from bridge.core.formats.stores.store import is_url, local_path, place_of
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, CheckpointWriter
-from bridge.core.formats.tensors.regions import Progress
+from bridge.core.formats.tensors.boxes import Progress
 from bridge.core.formats.whole.in_parts import create_part, join_parts, require_names
 from bridge.core.formats.whole.replaceable import require_replaceable
 from bridge.core.text import first_of

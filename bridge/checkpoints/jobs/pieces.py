@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from bridge.checkpoints.ground.casts import Output
+from bridge.checkpoints.ground.outputs import Output
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.formats.tensors.share import Share
 from bridge.core.formats.whole.in_parts import chunk_count, divisible

@@ -20,20 +20,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bridge.checkpoints.ground.borrowed import MEMORY, borrow
-from bridge.checkpoints.ground.finite import count_not_finite
-from bridge.checkpoints.ground.manifest_problems import (
+from bridge.checkpoints.ground.checked import (
     Problem,
     SaysWhatIsChecked,
     copy_problems,
     crc_problems,
     entry_problems,
     file_problems,
+    manifest_home,
     object_problems,
     rest_problems,
     structure_problems,
 )
+from bridge.checkpoints.ground.finite import count_not_finite
 from bridge.checkpoints.ground.workers import batches, default_workers, each, large_buffers_returned, ordered
-from bridge.checkpoints.inspect.summary import manifest_home
 from bridge.checkpoints.verify.verify_report import NotFinite, VerifyReport, joined
 from bridge.core.formats import open_checkpoint
 from bridge.core.formats.files.manifest import (
@@ -42,16 +42,16 @@ from bridge.core.formats.files.manifest import (
     manifest_path,
     read_manifest,
 )
-from bridge.core.formats.reading.file_stamps import changed, stamps
+from bridge.core.formats.reading.regular_files import changed, stamps
 from bridge.core.formats.stores.hub import hub_hint
 from bridge.core.formats.stores.listing import Listing
 from bridge.core.formats.stores.store import is_url
 from bridge.core.formats.tensors.arrays import array_checksum
 from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TensorInfo, unreadable
-from bridge.core.formats.tensors.damaged_parts import damage_noted
-from bridge.core.formats.tensors.regions import REGION_BYTES, Progress, group_boxes, split_box
+from bridge.core.formats.tensors.boxes import REGION_BYTES, Progress, group_boxes, split_box
+from bridge.core.formats.tensors.wrapping import damage_noted
+from bridge.core.formats.whole.companions import left_alone, left_alone_by_parts
 from bridge.core.formats.whole.composite import parts_of
-from bridge.core.formats.whole.left_alone import left_alone, left_alone_by_parts
 from bridge.core.formats.whole.step_paths import Step, at_step
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bridge.checkpoints.ground.manifest_problems import Problem
+from bridge.checkpoints.ground.checked import Problem
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
 from bridge.core.formats.dcp.metadata import metadata_files
-from bridge.core.formats.files.working import Attempt
-from bridge.core.formats.orbax.item import is_unfinished
+from bridge.core.formats.files.atomic import is_unfinished
+from bridge.core.formats.files.journal import Attempt
 from bridge.core.formats.safetensors.files import holds_safetensors
 from bridge.core.formats.stores.hub import hub_hint
 from bridge.core.formats.stores.listing import StorePath
@@ -34,11 +34,9 @@ from bridge.core.formats.tensors.base import (
     dtype_from_name,
     dtype_name,
 )
-from bridge.core.formats.tensors.coverage import check_coverage
+from bridge.core.formats.tensors.boxes import check_coverage
 from bridge.core.formats.tensors.garbage import collection_paused
-from bridge.core.formats.whole.composite import has_parts, parts_of
-from bridge.core.formats.whole.joined import JoinedReader
-from bridge.core.formats.whole.pipeline import pipeline_parts
+from bridge.core.formats.whole.composite import JoinedReader, has_parts, parts_of, pipeline_parts
 from bridge.core.formats.whole.read_only import directory_format, single_file_format
 from bridge.core.formats.whole.step_paths import Step, at_step, has_steps
 from bridge.core.text import first_of
@@ -149,11 +147,12 @@ def open_checkpoint(
 
     Errors as in `detect_format`, or CheckpointError; OSError when the store at the URL fails.
     """
-    path = at_step(path, step)
+    if step is not None:
+        path = at_step(path, step)
     if is_url(path):
         if hint := hub_hint(path):
             raise CheckpointError(f"{path} is a page: expected the address of a checkpoint's files{hint}")
-        from bridge.core.formats.stores.reader import StoredReader
+        from bridge.core.formats.stores.listing import StoredReader
 
         return StoredReader(str(path), lambda place: _open(place, verify, items))
     return _open(path if isinstance(path, StorePath) else Path(path), verify, items)
@@ -173,6 +172,11 @@ def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
         raise CheckpointError(
             f"{path}: expected a checkpoint of several items (--item), found one of {format}"
         )
+    # The metadata of DCP speaks for all of its directory.
+    if format == "dcp" and not items:
+        from bridge.core.formats.dcp.reader import DcpReader
+
+        return DcpReader(path, verify)
     parts = parts_of(path, items)
     if len(parts) > 1:
         opened: dict[str, CheckpointReader] = {}
@@ -198,10 +202,6 @@ def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
         from bridge.core.formats.flax_msgpack.reader import MsgpackReader
 
         return MsgpackReader(path)
-    if format == "dcp":
-        from bridge.core.formats.dcp.reader import DcpReader
-
-        return DcpReader(path, verify)
     if format == "safetensors":
         from bridge.core.formats.safetensors.reader import SafetensorsReader
 

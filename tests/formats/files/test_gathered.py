@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from bridge.core.formats.files import data_file, gathered
-from bridge.core.formats.files.data_file import BLOCK, DataFile
-from bridge.core.formats.files.gathered import Gathered
+from bridge.core.formats.files.data_file import BLOCK, DataFile, Gathered
 from bridge.core.formats.files.journal import JOURNAL_FILE, Journal
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.tensors.base import DTYPES, Box, CheckpointError, TensorInfo

@@ -19,12 +19,12 @@ from bridge.checkpoints.ground.checked import checked
 from bridge.checkpoints.ground.selection import SelectedReader, Selection
 from bridge.checkpoints.verify.verification import verify
 from bridge.core.formats import create_checkpoint, open_checkpoint
-from bridge.core.formats.files.data_file import DataFile
-from bridge.core.formats.files.gathered import SMALL, Gathered
+from bridge.core.formats.files.data_file import SMALL, DataFile, Gathered
 from bridge.core.formats.files.manifest import MANIFEST_FILE
 from bridge.core.formats.files.recorded_chunks import RecordedChunks
 from bridge.core.formats.orbax.reader import OrbaxReader
 from bridge.core.formats.reading.source_files import Piece, SourceFiles
+from bridge.core.formats.tensors.arrays import extend
 from bridge.core.formats.tensors.base import (
     Box,
     CheckpointError,
@@ -33,8 +33,7 @@ from bridge.core.formats.tensors.base import (
     Fill,
     dtype_from_name,
 )
-from bridge.core.formats.tensors.crc32c import extend
-from bridge.core.formats.whole.joined import JoinedReader
+from bridge.core.formats.whole.composite import JoinedReader
 from bridge.core.formats.whole.quantized import DequantizedReader
 from bridge.core.mapping.states.numbered_states import NamedStates
 

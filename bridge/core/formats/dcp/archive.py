@@ -23,7 +23,6 @@ from typing import Final, NamedTuple
 import numpy as np
 from isal import isal_zlib
 
-from bridge.core.formats.dcp.dtypes import torch_dtype
 from bridge.core.formats.dcp.pickle import read_pickle
 from bridge.core.formats.dcp.pickle_records import (
     FOREIGN_VALUES,
@@ -32,6 +31,7 @@ from bridge.core.formats.dcp.pickle_records import (
     Persistent,
     Vocabulary,
     is_index,
+    torch_dtype,
 )
 from bridge.core.formats.dcp.plain_values import plain_from_pickle
 from bridge.core.formats.reading.source_files import FileView, SourceFiles

@@ -19,7 +19,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from bridge.core.formats.dcp.class_names import (
+from bridge.core.formats.dcp.pickle import read_pickle
+from bridge.core.formats.dcp.pickle_records import (
     BYTES,
     CHUNK,
     INDEX,
@@ -31,14 +32,17 @@ from bridge.core.formats.dcp.class_names import (
     STORAGE_INFO,
     STORAGE_META,
     TENSOR,
+    Call,
+    Instance,
+    Name,
+    Vocabulary,
+    is_index,
+    torch_dtype,
 )
-from bridge.core.formats.dcp.dtypes import torch_dtype
-from bridge.core.formats.dcp.pickle import read_pickle
-from bridge.core.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary, is_index
 from bridge.core.formats.reading.regular_files import is_plain_name
 from bridge.core.formats.tensors.base import DTYPES, Box, CheckpointError, TensorInfo, TreePath
-from bridge.core.formats.tensors.coverage import check_coverage
-from bridge.core.formats.tensors.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path
+from bridge.core.formats.tensors.boxes import check_coverage
+from bridge.core.formats.tensors.leaves import MAX_NAME, TREE_PATH_KEYS, is_tree_path
 
 METADATA_FILE: Final = ".metadata"
 _RANK_FILE: Final = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge.core.formats.dcp.class_names import (
+from bridge.core.formats.dcp.metadata import DcpMetadata
+from bridge.core.formats.dcp.pickle_records import (
     BYTES,
     CHUNK,
     INDEX,
@@ -16,9 +17,10 @@ from bridge.core.formats.dcp.class_names import (
     STORAGE_INFO,
     STORAGE_META,
     TENSOR,
+    Call,
+    Instance,
+    Name,
 )
-from bridge.core.formats.dcp.metadata import DcpMetadata
-from bridge.core.formats.dcp.pickle_records import Call, Instance, Name
 from bridge.core.formats.dcp.pickle_writer import HOLE, Filled, Pattern, Repeated, write_pickle
 from bridge.core.formats.tensors.base import Box, TensorInfo, dtype_name
 

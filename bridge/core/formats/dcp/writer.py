@@ -28,6 +28,7 @@ from bridge.core.formats.dcp.archive_writer import (
 from bridge.core.formats.dcp.metadata import DcpMetadata, Extent
 from bridge.core.formats.dcp.metadata_writer import format_metadata
 from bridge.core.formats.files.data_file import DataFile
+from bridge.core.formats.files.journal import Attempt, working_place
 from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -39,11 +40,10 @@ from bridge.core.formats.files.manifest import (
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.files.recorded_chunks import FlatWriter
 from bridge.core.formats.files.sink import Place
-from bridge.core.formats.files.working import Attempt, working_place
 from bridge.core.formats.stores.upload import UploadFile
+from bridge.core.formats.tensors.arrays import extend
 from bridge.core.formats.tensors.base import DTYPES, Checksums, TensorInfo, TreePath, dtype_name
-from bridge.core.formats.tensors.crc32c import extend
-from bridge.core.formats.tensors.leaf_names import flat_name
+from bridge.core.formats.tensors.leaves import flat_name
 from bridge.core.formats.tensors.share import Share
 
 _AT_ONCE: Final = 4096

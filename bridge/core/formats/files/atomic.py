@@ -271,3 +271,8 @@ def fsync_directory(path: str | Path) -> None:
         # A directory that may be written to but not read; file systems over a network without this operation.
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether the directory is named as one that its writer never finished."""
+    return ".orbax-checkpoint-tmp" in path.name or is_temporary(path)

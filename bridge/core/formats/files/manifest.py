@@ -37,8 +37,8 @@ from bridge.core.formats.reading.regular_files import open_regular, small_file
 from bridge.core.formats.reading.source_files import FileView
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.stores.upload_path import UploadPath
+from bridge.core.formats.tensors.arrays import extend
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
-from bridge.core.formats.tensors.crc32c import extend
 
 MANIFEST_FILE = "twinshard_manifest.json"
 _MARK = "twinshard_manifest"

@@ -23,17 +23,15 @@ from typing import NamedTuple
 import numpy as np
 
 from bridge.core.formats.files.atomic import fsync_directory
-from bridge.core.formats.files.data_file import DataFile, allow_open_files
-from bridge.core.formats.files.gathered import SMALL, Gathered
+from bridge.core.formats.files.data_file import SMALL, DataFile, Gathered, allow_open_files
 from bridge.core.formats.files.journal import Journal
 from bridge.core.formats.files.manifest import ManifestTensor
 from bridge.core.formats.files.sink import Place, Sink
 from bridge.core.formats.stores.folder import StoredJournal
 from bridge.core.formats.stores.upload import UploadFile
 from bridge.core.formats.stores.upload_path import UploadPath
-from bridge.core.formats.tensors.arrays import array_checksum, raw_bytes
+from bridge.core.formats.tensors.arrays import array_checksum, extend, raw_bytes
 from bridge.core.formats.tensors.base import Box, CheckpointError, Checksums, Elements, Fill, TensorInfo
-from bridge.core.formats.tensors.crc32c import extend
 
 SYNC_BYTES = 256 << 20
 """Data is synced to disk, and then noted in the journal, whenever so much of it is new."""

@@ -21,8 +21,7 @@ from bridge.core.formats.reading.source_files import FileArray
 from bridge.core.formats.reading.weight_index import check_index
 from bridge.core.formats.tensors.arrays import strides_of
 from bridge.core.formats.tensors.base import COPY_AGAIN, Box, CheckpointError, TensorInfo, TreePath
-from bridge.core.formats.tensors.leaf_kinds import SCALAR, STRING, empty_kind
-from bridge.core.formats.tensors.leaf_names import is_tree_path, is_unicode
+from bridge.core.formats.tensors.leaves import SCALAR, STRING, empty_kind, is_tree_path, is_unicode
 from bridge.core.formats.tensors.plain import plain_value
 from bridge.core.formats.tensors.wrapping import ReadWhenAsked
 from bridge.core.formats.whole.read_only import MSGPACK_FILES

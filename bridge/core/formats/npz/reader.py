@@ -30,8 +30,8 @@ from bridge.core.formats.reading.source_files import FileArray
 from bridge.core.formats.reading.zip_directory import STORED, Member, data_start, read_directory
 from bridge.core.formats.tensors.arrays import strides_of
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo
-from bridge.core.formats.tensors.damaged_parts import one_part
-from bridge.core.formats.tensors.leaf_names import flat_name
+from bridge.core.formats.tensors.leaves import flat_name
+from bridge.core.formats.tensors.wrapping import one_part
 from bridge.core.formats.whole.read_only import NPZ_FILES
 
 _NPY: Final = ".npy"

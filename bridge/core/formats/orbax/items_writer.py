@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge.core.formats.files.atomic import CommitOrAbort
-from bridge.core.formats.files.journal import JOURNAL_FILE
+from bridge.core.formats.files.journal import JOURNAL_FILE, Attempt, WorkingDirectory
 from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -31,8 +31,7 @@ from bridge.core.formats.files.manifest import (
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.files.recorded_chunks import RecordedChunks
 from bridge.core.formats.files.sink import Place
-from bridge.core.formats.files.working import Attempt, WorkingDirectory
-from bridge.core.formats.orbax.metadata_writer import (
+from bridge.core.formats.orbax.item_files import (
     HANDLERS,
     item_entry,
     mark_item,
@@ -40,14 +39,12 @@ from bridge.core.formats.orbax.metadata_writer import (
     write_step,
     write_tree,
 )
-from bridge.core.formats.orbax.objects import encode_object
-from bridge.core.formats.orbax.row_slabs import array_layout
-from bridge.core.formats.orbax.tree import Claims, as_path, leaf_name
+from bridge.core.formats.orbax.tree import Claims, as_path, encode_object, leaf_name
 from bridge.core.formats.orbax.zarr.arrays import ArrayLayout, explain
-from bridge.core.formats.orbax.zarr.chunks import ChunkStore
+from bridge.core.formats.orbax.zarr.chunks import ChunkStore, array_layout
 from bridge.core.formats.tensors.base import CheckpointError, Checksums, TensorInfo, TreePath, dtype_name
-from bridge.core.formats.tensors.chunk_grid import grid_of_chunks
-from bridge.core.formats.tensors.leaf_kinds import LEAVES, implied_kinds
+from bridge.core.formats.tensors.boxes import grid_of_chunks
+from bridge.core.formats.tensors.leaves import LEAVES, implied_kinds
 
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 

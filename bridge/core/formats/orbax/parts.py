@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bridge.core.formats.files.atomic import CommitOrAbort
+from bridge.core.formats.files.journal import Attempt, WorkingDirectory
 from bridge.core.formats.files.manifest import MANIFEST_FILE
-from bridge.core.formats.files.working import Attempt, WorkingDirectory
 from bridge.core.formats.orbax.writer import OrbaxPart, OrbaxWriter, manifest_part
 from bridge.core.formats.orbax.zarr.arrays import MANIFEST
 from bridge.core.formats.orbax.zarr.chunks import process_store

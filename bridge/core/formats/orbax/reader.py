@@ -25,8 +25,7 @@ import tensorstore as ts
 
 from bridge.core.callers import warn_caller
 from bridge.core.formats.orbax.item import COMMIT_FILE, TREE_FILE, find_item, is_committed, items_beside
-from bridge.core.formats.orbax.keys import read_keys
-from bridge.core.formats.orbax.strings import STRINGS_FILE, find_strings
+from bridge.core.formats.orbax.item_files import STRINGS_FILE, find_strings, read_keys
 from bridge.core.formats.orbax.tree import Tree, leaf_name, parse_tree, storage_key
 from bridge.core.formats.orbax.zarr.arrays import (
     MANIFEST,
@@ -50,7 +49,7 @@ from bridge.core.formats.orbax.zarr.values import (
     unmerged_processes,
     values_in_ocdbt,
 )
-from bridge.core.formats.reading.boxes import array_for
+from bridge.core.formats.reading.read_memory import array_for
 from bridge.core.formats.reading.regular_files import files_below, regular_file, small_file
 from bridge.core.formats.stores.folder import CLAIM
 from bridge.core.formats.stores.listing import StorePath
@@ -64,9 +63,8 @@ from bridge.core.formats.tensors.base import (
     TreePath,
     Wanted,
 )
-from bridge.core.formats.tensors.damaged_parts import one_part
-from bridge.core.formats.tensors.leaf_kinds import key_kind
-from bridge.core.formats.tensors.wrapping import ClosedAtEnd
+from bridge.core.formats.tensors.leaves import key_kind
+from bridge.core.formats.tensors.wrapping import ClosedAtEnd, one_part
 
 _IN_FLIGHT = 64 << 20
 # tensorstore ends the process when it gets no memory for what it reads whole.

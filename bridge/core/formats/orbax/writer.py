@@ -30,7 +30,7 @@ import numpy as np
 import tensorstore as ts
 
 from bridge.core.formats.files.atomic import CommitOrAbort
-from bridge.core.formats.files.journal import JOURNAL_FILE, Journal
+from bridge.core.formats.files.journal import JOURNAL_FILE, Attempt, Journal, working_place
 from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -41,8 +41,7 @@ from bridge.core.formats.files.manifest import (
 )
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.files.recorded_chunks import RecordedChunks
-from bridge.core.formats.files.working import Attempt, working_place
-from bridge.core.formats.orbax.metadata_writer import (
+from bridge.core.formats.orbax.item_files import (
     HANDLERS,
     item_entry,
     mark_item,
@@ -50,16 +49,14 @@ from bridge.core.formats.orbax.metadata_writer import (
     write_step,
     write_tree,
 )
-from bridge.core.formats.orbax.objects import encode_object
-from bridge.core.formats.orbax.row_slabs import array_layout
-from bridge.core.formats.orbax.tree import Claims, as_path, leaf_name, leaves_of, storage_key
+from bridge.core.formats.orbax.tree import Claims, as_path, encode_object, leaf_name, leaves_of, storage_key
 from bridge.core.formats.orbax.zarr.arrays import ArrayLayout, explain, metadata_key, new_context, store_spec
-from bridge.core.formats.orbax.zarr.chunks import ChunkStore, join_stores, process_store
-from bridge.core.formats.reading.companion_names import is_companion
+from bridge.core.formats.orbax.zarr.chunks import ChunkStore, array_layout, join_stores, process_store
+from bridge.core.formats.reading.model_files import is_companion
 from bridge.core.formats.stores.folder import StoredJournal
 from bridge.core.formats.stores.upload_path import UploadPath
 from bridge.core.formats.tensors.base import CheckpointError, TensorInfo, TreePath, dtype_name
-from bridge.core.formats.tensors.chunk_grid import grid_of_chunks
+from bridge.core.formats.tensors.boxes import grid_of_chunks
 from bridge.core.formats.tensors.garbage import collection_paused
 from bridge.core.formats.tensors.share import PARTS_FOLDER, Share
 

@@ -7,6 +7,8 @@ from typing import Final
 
 import numpy as np
 
+from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo
+
 BLOCK = 8 << 20
 """Bytes of a file that are looked at in one go, so that little of the file is in memory."""
 
@@ -91,3 +93,14 @@ class LoanBuffers:
     def clear(self) -> None:
         with self._lock:
             self._free.clear()
+
+
+def array_for(info: TensorInfo, box: Box, what: object) -> np.ndarray:
+    """Memory for a box of a tensor. CheckpointError, beginning with `what`, when there is not enough."""
+    try:
+        nbytes = box.numel * info.dtype.itemsize
+        return memory_for(nbytes).view(info.dtype).reshape(box.sizes)
+    except (MemoryError, ValueError) as error:
+        raise CheckpointError(
+            f"{what}: no memory for {box.numel} elements of tensor {info.name!r}, shape {info.shape}: {error}"
+        ) from error

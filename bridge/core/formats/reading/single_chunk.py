@@ -14,8 +14,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from bridge.core.formats.reading.boxes import array_for, box_of
 from bridge.core.formats.reading.model_files import FileKind
+from bridge.core.formats.reading.read_memory import array_for
 from bridge.core.formats.reading.regular_files import regular_file
 from bridge.core.formats.reading.source_files import FileArray, SourceFiles
 from bridge.core.formats.stores.listing import StorePath
@@ -29,6 +29,7 @@ from bridge.core.formats.tensors.base import (
     Wanted,
     require_tensor,
 )
+from bridge.core.formats.tensors.boxes import box_of
 from bridge.core.formats.tensors.wrapping import ClosedAtEnd
 
 

@@ -25,9 +25,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from bridge.core.formats.reading.file_stamps import Stamp, change
 from bridge.core.formats.reading.read_memory import BLOCK, SCAN, SCRATCH, LoanBuffers
-from bridge.core.formats.reading.regular_files import open_regular, require_content
+from bridge.core.formats.reading.regular_files import Stamp, change, open_regular, require_content
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.tensors.arrays import row_major
 from bridge.core.formats.tensors.base import COPY_AGAIN, Box, CheckpointError, Loan
@@ -118,7 +117,8 @@ class SourceFiles:
         self.directory = directory
         self._opened: OrderedDict[str, OpenFile] = OrderedDict()
         self._stamps: dict[str, Stamp] = {}
-        self._buffers = LoanBuffers()
+        # Made at the first loan: most files are of small tensors, which are read into memory of the writer.
+        self._buffers: LoanBuffers | None = None
         self._lock = threading.Lock()
         self._closed = False
 
@@ -242,8 +242,10 @@ class SourceFiles:
         if not (source.nbytes and source.row_major):
             return None
         nbytes = source.nbytes
+        with self._lock:
+            buffers = self._buffers = self._buffers or LoanBuffers()
         try:
-            buffer, memory = self._buffers.take(nbytes, offset)
+            buffer, memory = buffers.take(nbytes, offset)
         except MemoryError as error:
             raise CheckpointError(
                 f"{self._path(source.file, source.what)}: no memory for {nbytes} bytes"
@@ -251,7 +253,7 @@ class SourceFiles:
         self.fill(source.file, source.start, memory.data, source.what)
         array = memory.view(source.dtype).reshape(source.shape)
         array.flags.writeable = False
-        return Loan(array, partial(self._buffers.give_back, buffer))
+        return Loan(array, partial(buffers.give_back, buffer))
 
     def read_into(self, pieces: Sequence[Piece | None]) -> list[bool]:
         """Read pieces of files into memory; whether each is there as a whole.
@@ -288,7 +290,8 @@ class SourceFiles:
         with self._lock:
             self._closed = True
             self._opened.clear()
-        self._buffers.clear()
+        if self._buffers is not None:
+            self._buffers.clear()
 
     def _read_run(
         self, name: str, start: int, vector: list[memoryview], run: list[tuple[int, int]], whole: list[bool]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bridge.core.formats.tensors.base import CheckpointError, TreePath
-from bridge.core.formats.tensors.leaf_names import TREE_PATH_KEYS, is_tree_path
+from bridge.core.formats.tensors.leaves import TREE_PATH_KEYS, is_tree_path
 from bridge.core.formats.tensors.plain import plain_value
 
 EXTRAS_KEY: Final = "twinshard"

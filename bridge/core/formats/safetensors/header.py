@@ -17,18 +17,19 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Never
+from typing import Any, Final, Never
 
 import ml_dtypes
 import numpy as np
 
 from bridge.core.formats.reading.source_files import FileView
 from bridge.core.formats.tensors.base import DTYPES, CheckpointError
-from bridge.core.formats.tensors.leaf_names import MAX_NAME
+from bridge.core.formats.tensors.leaves import MAX_NAME
 
 MAX_HEADER: Final = 100_000_000
 """Bytes of a header that every reader of the format accepts."""
 
+SHARDING_KEY: Final = "DCP_SHARDING_INFO"
 METADATA_KEY: Final = "__metadata__"
 LENGTH_BYTES: Final = 8
 _ZIP: Final = b"PK\3\4"
@@ -130,13 +131,6 @@ def dtype_code(dtype: np.dtype) -> str:
             f"expected a dtype that safetensors has ({', '.join(DTYPE_NAMES.values())}), got {dtype.name}"
         )
     return code
-
-
-def looks_like_header(file: FileView | bytes, start: int) -> bool:
-    """Whether a safetensors file may begin at this byte of a file."""
-    length = int.from_bytes(file[start : start + LENGTH_BYTES], "little")
-    begin = start + LENGTH_BYTES
-    return length <= min(MAX_HEADER, len(file) - begin) and file[begin : begin + 1] == b"{"
 
 
 def header_length(file: FileView | bytes, start: int = 0) -> int:
@@ -341,3 +335,25 @@ class _Parser:
                 f"tensor {name!r}, {code} of shape {shape}, has {end - begin} bytes, not {array.nbytes}"
             )
         return array
+
+
+def saved_offsets(header: Header, what: str) -> Mapping[str, tuple[int, ...]]:
+    """Where in the global tensors the arrays of a file belong, as PyTorch notes it; empty if it does not.
+
+    CheckpointError, beginning with `what`, when it is malformed or lacks one of the arrays.
+    """
+    text = header.metadata.get(SHARDING_KEY)
+    if text is None:
+        return {}
+    try:
+        content: Any = json.loads(text)
+        offsets = {name: tuple(content[name]["saved_offsets"]) for name in header.arrays}
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise CheckpointError(f"{what}: malformed {SHARDING_KEY}: {error!r:.200}") from error
+    for name, offset in offsets.items():
+        rank = len(header.arrays[name].shape)
+        if len(offset) != rank or not all(type(n) is int and 0 <= n < 1 << 62 for n in offset):
+            raise CheckpointError(
+                f"{what}: tensor {name!r}: expected {rank} offsets of at least 0 in {SHARDING_KEY}, got {offset!r:.80}"
+            )
+    return offsets

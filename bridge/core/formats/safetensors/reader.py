@@ -6,18 +6,17 @@ file says otherwise (see `extras.py`).
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from bridge.core.formats.reading.boxes import ChunkIndex, array_for, box_of
 from bridge.core.formats.reading.model_files import ModelFiles
+from bridge.core.formats.reading.read_memory import array_for
 from bridge.core.formats.reading.regular_files import regular_file
 from bridge.core.formats.reading.source_files import FileArray, Piece, SourceFiles
 from bridge.core.formats.reading.weight_index import check_index
@@ -26,10 +25,12 @@ from bridge.core.formats.safetensors.files import find_files
 from bridge.core.formats.safetensors.header import (
     LENGTH_BYTES,
     METADATA_KEY,
+    SHARDING_KEY,
     Header,
     StoredArray,
     header_length,
     read_header,
+    saved_offsets,
 )
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.tensors.arrays import as_integers, strides_of
@@ -43,14 +44,12 @@ from bridge.core.formats.tensors.base import (
     Wanted,
     require_tensor,
 )
-from bridge.core.formats.tensors.coverage import check_coverage
-from bridge.core.formats.tensors.damaged_parts import one_part
-from bridge.core.formats.tensors.wrapping import ClosedAtEnd
+from bridge.core.formats.tensors.boxes import ChunkIndex, box_of, check_coverage
+from bridge.core.formats.tensors.wrapping import ClosedAtEnd, one_part
 
 FORMAT_KEY: Final = "format"
 FORMAT_VALUE: Final = "pt"
-_SHARDING_KEY: Final = "DCP_SHARDING_INFO"
-HIDDEN_KEYS: Final = frozenset({EXTRAS_KEY, _SHARDING_KEY, "DCP_VERSION"})
+HIDDEN_KEYS: Final = frozenset({EXTRAS_KEY, SHARDING_KEY, "DCP_VERSION"})
 """Texts in a header that are about the file, and are no objects."""
 
 
@@ -276,25 +275,3 @@ class SafetensorsReader(ClosedAtEnd):
                 for file, text in by_file.items():
                     add(f"{METADATA_KEY}.{file}.{key}", (METADATA_KEY, file, key), text)
         return values, paths
-
-
-def saved_offsets(header: Header, what: str) -> Mapping[str, tuple[int, ...]]:
-    """Where in the global tensors the arrays of a file belong, as PyTorch notes it; empty if it does not.
-
-    CheckpointError, beginning with `what`, when it is malformed or lacks one of the arrays.
-    """
-    text = header.metadata.get(_SHARDING_KEY)
-    if text is None:
-        return {}
-    try:
-        content: Any = json.loads(text)
-        offsets = {name: tuple(content[name]["saved_offsets"]) for name in header.arrays}
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise CheckpointError(f"{what}: malformed {_SHARDING_KEY}: {error!r:.200}") from error
-    for name, offset in offsets.items():
-        rank = len(header.arrays[name].shape)
-        if len(offset) != rank or not all(type(n) is int and 0 <= n < 1 << 62 for n in offset):
-            raise CheckpointError(
-                f"{what}: tensor {name!r}: expected {rank} offsets of at least 0 in {_SHARDING_KEY}, got {offset!r:.80}"
-            )
-    return offsets

@@ -21,6 +21,7 @@ import numpy as np
 
 from bridge.core.formats.files.atomic import sidecar_of
 from bridge.core.formats.files.data_file import DataFile
+from bridge.core.formats.files.journal import Attempt, working_place
 from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -34,14 +35,13 @@ from bridge.core.formats.files.manifest import (
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.files.recorded_chunks import FlatWriter
 from bridge.core.formats.files.sink import Place
-from bridge.core.formats.files.working import Attempt, working_place
 from bridge.core.formats.safetensors.extras import EXTRAS_KEY, Extras, encode_value, format_extras
 from bridge.core.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
 from bridge.core.formats.safetensors.header import METADATA_KEY, dtype_code, format_header
 from bridge.core.formats.safetensors.reader import FORMAT_KEY, FORMAT_VALUE, HIDDEN_KEYS
 from bridge.core.formats.stores.upload import UploadFile
 from bridge.core.formats.tensors.base import CheckpointError, Checksums, TensorInfo, TreePath
-from bridge.core.formats.tensors.leaf_names import flat_name
+from bridge.core.formats.tensors.leaves import flat_name
 from bridge.core.formats.tensors.share import Share
 
 SHARD_BYTES: Final = 5_000_000_000

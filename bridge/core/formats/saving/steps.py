@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bridge.core.formats.orbax.item import COMMIT_FILE, TREE_FILE, is_unfinished
+from bridge.core.formats.files.atomic import is_unfinished
+from bridge.core.formats.orbax.item import COMMIT_FILE, TREE_FILE
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.text import first_of
 

@@ -13,7 +13,7 @@ import fnmatch
 import hashlib
 import io
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike, stat_result
 from pathlib import Path
@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from bridge.core.formats.stores.ranges import FileRanges
 from bridge.core.formats.stores.store import FileSystem, open_store, store_errors, without_end
-from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader
+from bridge.core.formats.tensors.wrapping import WrappingReader
 
 _INDEX_SUFFIX: Final = ".index.json"
 _MAX_METADATA: Final = 1 << 30
@@ -251,3 +252,35 @@ class StorePath(_Path):
         if not self.is_file():
             raise FileNotFoundError(f"{self} does not exist: expected a file of the checkpoint")
         return self.listing.files[self._path]
+
+
+class StoredReader(WrappingReader):
+    """The checkpoint at `url`; see `CheckpointReader`. `open_path` opens it. OSError when the store fails."""
+
+    def __init__(self, url: str, open_path: Callable[[StorePath], CheckpointReader]) -> None:
+        self._listing = Listing(url)
+        try:
+            super().__init__(open_path(self._listing.root))
+        except BaseException:
+            self._listing.close()
+            raise
+        self.path: str = self._listing.url
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the files' names, sizes and versions in the store."""
+        return self._listing.fingerprint
+
+    @property
+    def opened(self) -> CheckpointReader:
+        """The reader of its format, whose path is one in the store; of one item or folder, where that is."""
+        return self._reader
+
+    def files(self) -> Sequence[Path]:
+        """None: they are in the store."""
+        return ()
+
+    def close(self) -> None:
+        """Let go of what was fetched. Arrays already read stay valid."""
+        super().close()
+        self._listing.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.leaf_names import is_unicode
+from bridge.core.formats.tensors.leaves import is_unicode
 
 MAX_NODES = 1 << 20
 PLAIN_VALUE = "expected None, bool, int, float, str, or list, tuple, dict of these"

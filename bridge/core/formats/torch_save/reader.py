@@ -35,9 +35,8 @@ from bridge.core.formats.reading.weight_index import check_index
 from bridge.core.formats.reading.zip_directory import Member, data_start
 from bridge.core.formats.tensors.arrays import as_integers
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo
-from bridge.core.formats.tensors.damaged_parts import one_part
-from bridge.core.formats.tensors.leaf_names import flat_name
-from bridge.core.formats.tensors.wrapping import ReadWhenAsked
+from bridge.core.formats.tensors.leaves import flat_name
+from bridge.core.formats.tensors.wrapping import ReadWhenAsked, one_part
 from bridge.core.formats.torch_save.dtensors import LocalPiece, local_piece
 from bridge.core.formats.torch_save.files import TORCH_FILES, members_of
 from bridge.core.formats.torch_save.tree import is_tensor, leaves, value_of

@@ -23,7 +23,7 @@ from bridge.core.formats.dcp.plain_values import (
     plain_from_pickle,
 )
 from bridge.core.formats.tensors.base import CheckpointError, TreePath, UnreadableValue
-from bridge.core.formats.tensors.leaf_names import TREE_PATH_KEYS, is_tree_path
+from bridge.core.formats.tensors.leaves import TREE_PATH_KEYS, is_tree_path
 from bridge.core.formats.tensors.plain import MAX_NODES
 
 _PARAMETERS: Final = frozenset(

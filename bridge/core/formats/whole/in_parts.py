@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.core.formats.files.working import Attempt, WorkingDirectory
+from bridge.core.formats.files.journal import Attempt, WorkingDirectory
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointWriter, TreePath
-from bridge.core.formats.tensors.leaf_names import flat_name
-from bridge.core.formats.tensors.regions import default_chunk_shape
+from bridge.core.formats.tensors.boxes import default_chunk_shape
+from bridge.core.formats.tensors.leaves import flat_name
 from bridge.core.formats.tensors.share import Share
 
 
@@ -71,7 +71,7 @@ def join_parts(
 def chunk_count(format: str, shape: tuple[int, ...], dtype: np.dtype) -> int:
     """How many chunks a tensor has that no chunk shape was wished for."""
     if format == "orbax":
-        from bridge.core.formats.orbax.row_slabs import default_chunk
+        from bridge.core.formats.orbax.zarr.chunks import default_chunk
 
         block = default_chunk(shape, dtype)
     else:

@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from bridge.core.formats.reading.boxes import box_of
 from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TensorInfo
+from bridge.core.formats.tensors.boxes import box_of
 from bridge.core.formats.tensors.scaled import decode, scale_box
 from bridge.core.formats.tensors.wrapping import AlteredReader
 from bridge.core.formats.whole.companions import QUANTIZATION, config_beside

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo
-from bridge.core.formats.tensors.regions import split_box
+from bridge.core.formats.tensors.boxes import split_box
 from bridge.core.mapping.language.entries import ZEROS
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.operations import ChangedView

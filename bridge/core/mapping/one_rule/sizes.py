@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from bridge.core.formats.reading.companion_names import CONFIG_FILE
+from bridge.core.formats.reading.model_files import CONFIG_FILE
 from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo
-from bridge.core.formats.tensors.leaf_names import separator_of
+from bridge.core.formats.tensors.leaves import separator_of
 from bridge.core.formats.whole.companions import config_beside
 from bridge.core.mapping.language.arithmetic import QUOTIENT, evaluate, names_in
 from bridge.core.mapping.language.entries import HALF, PAIR, ZEROS

@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 
 from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TreePath
-from bridge.core.formats.tensors.leaf_names import separator_of
+from bridge.core.formats.tensors.leaves import separator_of
 from bridge.core.mapping.language.operations import ChangedView
 from bridge.core.mapping.language.padding import PaddedView
-from bridge.core.mapping.language.relation import TensorView
+from bridge.core.mapping.language.relation import TensorView, identity
 from bridge.core.mapping.one_rule.instance import View
 from bridge.core.mapping.one_rule.scales import DecodedView
 
@@ -86,6 +86,22 @@ class Plan:
             for n, content in contents.items()
             if isinstance(content, ChangedView | PaddedView) and not content.exact
         )
+
+
+def carried_over(reader: CheckpointReader, to: str) -> Plan:
+    """The plan of a checkpoint that goes to format `to` as it is: tensors and objects keep their tree paths.
+
+    Errors as `collect`.
+    """
+    planned = [
+        PlannedTensor(
+            name if reader.format == to else joined_name(info.path, to),
+            info.path,
+            identity(name, info.shape, info.dtype),
+        )
+        for name, info in reader.tensors.items()
+    ]
+    return collect(reader, to, planned, reader.object_paths, (), {})
 
 
 def collect(

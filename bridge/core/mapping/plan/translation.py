@@ -36,7 +36,7 @@ from bridge.core.mapping.one_rule.apply import AppliedRule
 from bridge.core.mapping.one_rule.instance import Axes, Plain, View
 from bridge.core.mapping.one_rule.scales import of_whole_rows
 from bridge.core.mapping.one_rule.sizes import known_sizes
-from bridge.core.mapping.plan.plan import Plan, PlannedTensor, collect, joined_name
+from bridge.core.mapping.plan.plan import Plan, PlannedTensor, carried_over, collect, joined_name
 from bridge.core.mapping.states import beside_weights
 from bridge.core.mapping.states.chains import completed
 from bridge.core.mapping.states.found import NameIndex, Tensors, find
@@ -82,15 +82,7 @@ def make_plan(
     if mapping is None:
         if into is not None or from_ is not None:
             raise ValueError(f"expected a mapping for the conventions {from_} and {into}, got none")
-        planned = [
-            PlannedTensor(
-                name if reader.format == to else joined_name(info.path, to),
-                info.path,
-                identity(name, info.shape, info.dtype),
-            )
-            for name, info in reader.tensors.items()
-        ]
-        return collect(reader, to, planned, reader.object_paths, (), {})
+        return carried_over(reader, to)
     return _Planner(reader, to, mapping, into, from_, wanted or {}).plan()
 
 

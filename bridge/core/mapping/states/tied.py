@@ -31,7 +31,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo
-from bridge.core.formats.tensors.regions import split_box
+from bridge.core.formats.tensors.boxes import split_box
 from bridge.core.mapping.language.conventions import Convention
 from bridge.core.mapping.language.entries import Rule
 from bridge.core.mapping.language.errors import MappingError

@@ -18,9 +18,8 @@ import numpy as np
 from bridge.core.formats.orbax.zarr.arrays import ArrayLayout
 from bridge.core.formats.orbax.zarr.values import StoredValues
 from bridge.core.formats.reading.source_files import FileArray, Piece, SourceFiles
-from bridge.core.formats.tensors.arrays import raw_bytes, strides_of
+from bridge.core.formats.tensors.arrays import extend, raw_bytes, strides_of
 from bridge.core.formats.tensors.base import Box, CheckpointError, Checksums
-from bridge.core.formats.tensors.crc32c import extend
 
 _SHARD_INDEX: Final = struct.Struct("<QQI")
 

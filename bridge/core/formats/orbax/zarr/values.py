@@ -23,7 +23,7 @@ from bridge.core.formats.reading.regular_files import is_kept_by_content
 from bridge.core.formats.reading.source_files import FileView, Piece, SourceFiles
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.damaged_parts import one_part
+from bridge.core.formats.tensors.wrapping import one_part
 
 _MAX_DEPTH = 16
 _MAX_DECODED_MANIFEST = 16 << 20  # 16 versions, of some 100 bytes each, in stores of Orbax
