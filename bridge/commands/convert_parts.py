@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from bridge.checkpoints.convert.conversion import ConvertReport
 from bridge.checkpoints.convert.plan import ConvertOptions, planned
 from bridge.checkpoints.ground.workers import default_workers
+from bridge.checkpoints.jobs.array_jobs import PartReport, commit_parts, convert_part
 from bridge.checkpoints.jobs.estimate import BANDWIDTH, PartEstimate, estimate_parts
-from bridge.checkpoints.jobs.parts import PartReport, commit_parts, convert_part
 from bridge.checkpoints.jobs.pieces import PartPlan, make_part_plan
 from bridge.commands.convert_options import RunOptions
 from bridge.commands.convert_report import print_remarks, print_result, written_in

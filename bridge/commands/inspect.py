@@ -86,7 +86,7 @@ def inspect(
       twinshard inspect runs/torch/step_40 --list | grep exp_avg
       twinshard inspect layout.json --layout --picture layout.png
     """
-    from bridge.checkpoints.inspect.picture import PictureError, chunks_figure, save_picture
+    from bridge.checkpoints.inspect.chart import PictureError, chunks_figure, save_picture
     from bridge.checkpoints.inspect.summary import inspect as run
 
     out = Console()
@@ -178,7 +178,7 @@ def _print_list(out: Console, summary: Summary) -> None:
 
 
 def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: bool) -> None:
-    from bridge.checkpoints.inspect.picture import layout_figure, save_picture
+    from bridge.checkpoints.inspect.chart import layout_figure, save_picture
     from bridge.core.sharding.layout.layout import Layout
 
     if not path.exists():

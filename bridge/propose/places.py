@@ -17,7 +17,7 @@ from bridge.core.formats.tensors.base import CheckpointReader
 from bridge.core.mapping.language.conventions import SECTIONS
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.table import MappingTable
-from bridge.core.mapping.states.found import find
+from bridge.core.mapping.states.source_tree import find
 
 
 @dataclass(frozen=True)

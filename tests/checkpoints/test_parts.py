@@ -22,7 +22,7 @@ from bridge.checkpoints.convert.plan import ConvertOptions
 from bridge.checkpoints.ground.selection import Selection
 from bridge.checkpoints.jobs import parts as parts_module
 from bridge.checkpoints.jobs import pieces
-from bridge.checkpoints.jobs.parts import PartReport, commit_parts, convert_part
+from bridge.checkpoints.jobs.array_jobs import PartReport, commit_parts, convert_part
 from bridge.checkpoints.jobs.pieces import PartPlan, make_part_plan
 from bridge.checkpoints.jobs.stage import stages_at
 from bridge.checkpoints.verify.verification import verify

@@ -37,9 +37,9 @@ from bridge.core.mapping.language.table import MappingTable, Tied
 from bridge.core.mapping.one_rule.sizes import with_config, with_stored_sizes
 from bridge.core.mapping.plan.plan import Plan, PlannedTensor
 from bridge.core.mapping.plan.translation import make_plan
-from bridge.core.mapping.states.found import find
 from bridge.core.mapping.states.notes import PLACES
 from bridge.core.mapping.states.numbered_states import with_named_states
+from bridge.core.mapping.states.source_tree import find
 from bridge.core.mapping.states.step_values import with_step_tensors
 
 _NOTES = (PLACES, LEAVES)

@@ -38,7 +38,7 @@ from bridge.core.formats.tensors.base import (
     CheckpointWriter,
 )
 from bridge.core.formats.tensors.boxes import REGION_BYTES, Progress
-from bridge.core.formats.tensors.garbage import collection_paused
+from bridge.core.formats.tensors.gc_pause import collection_paused
 from bridge.core.formats.whole.companions import Companions
 from bridge.core.formats.whole.replaceable import require_replaceable
 from bridge.core.formats.whole.step_paths import Step, at_step

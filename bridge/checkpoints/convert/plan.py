@@ -23,7 +23,7 @@ from bridge.core.formats.tensors.base import (
     TreePath,
     name_of,
 )
-from bridge.core.formats.tensors.garbage import collection_paused
+from bridge.core.formats.tensors.gc_pause import collection_paused
 from bridge.core.formats.tensors.leaves import LEAVES
 from bridge.core.formats.tensors.wrapping import home_of
 from bridge.core.formats.whole.companions import (

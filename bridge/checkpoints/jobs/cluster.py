@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from bridge.checkpoints.convert.conversion import ConvertReport
 from bridge.checkpoints.convert.plan import ConvertOptions
-from bridge.checkpoints.jobs.parts import PartReport, commit_parts, convert_part, require_directory
+from bridge.checkpoints.jobs.array_jobs import PartReport, commit_parts, convert_part, require_directory
 from bridge.core.formats.files.journal import InUse
 from bridge.core.formats.stores.store import is_url
 from bridge.core.formats.tensors.base import CheckpointError

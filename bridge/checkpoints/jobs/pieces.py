@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from bridge.checkpoints.ground.outputs import Output
+from bridge.core.formats.files.part_files import Share
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.share import Share
 from bridge.core.formats.whole.in_parts import chunk_count, divisible
 
 PIECE_BYTES = 256 << 20

@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
+from bridge.checkpoints.jobs.array_jobs import PartReport
 from bridge.checkpoints.jobs.cluster import PartTask, Told, WorkerLost
-from bridge.checkpoints.jobs.parts import PartReport
 
 
 class Running(NamedTuple):

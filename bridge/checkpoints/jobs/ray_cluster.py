@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from bridge.checkpoints.jobs.array_jobs import PartReport
 from bridge.checkpoints.jobs.cluster import TELL_SECONDS, PartTask, Told, WorkerLost
-from bridge.checkpoints.jobs.parts import PartReport
 from bridge.core.formats.tensors.base import CheckpointError
 
 _BOARD_SECONDS = 1.0

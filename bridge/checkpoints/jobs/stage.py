@@ -19,8 +19,8 @@ from bridge.checkpoints.jobs.pieces import PartPlan
 from bridge.core.formats.files.atomic import fsync_directory, rename_new, temporaries_of
 from bridge.core.formats.files.journal import JOURNAL_FILE
 from bridge.core.formats.files.manifest import read_manifest
+from bridge.core.formats.files.part_files import PARTS_FOLDER
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.share import PARTS_FOLDER
 
 PLAN_FILE = "plan.json"
 

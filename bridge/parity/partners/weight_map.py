@@ -24,7 +24,7 @@ from bridge.core.mapping.language.entries import Entry, Rule
 from bridge.core.mapping.one_rule.apply import AppliedRule
 from bridge.core.mapping.one_rule.instance import View
 from bridge.core.mapping.one_rule.sizes import known_sizes
-from bridge.core.mapping.states.found import Found, NameIndex, find
+from bridge.core.mapping.states.source_tree import Found, NameIndex, find
 from bridge.core.text import first_of
 from bridge.parity.partners.rows import BUFFER
 from bridge.parity.recorded.in_memory import ArrayReader

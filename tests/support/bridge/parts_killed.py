@@ -26,7 +26,7 @@ from bridge.checkpoints.convert import engine
 from bridge.checkpoints.convert.conversion import convert
 from bridge.checkpoints.convert.plan import ConvertOptions
 from bridge.checkpoints.jobs import pieces
-from bridge.checkpoints.jobs.parts import PartReport, convert_part
+from bridge.checkpoints.jobs.array_jobs import PartReport, convert_part
 from bridge.checkpoints.verify.verification import verify
 from bridge.core.formats import create_checkpoint, open_checkpoint
 from bridge.core.formats.files import atomic, data_file, record

@@ -30,7 +30,7 @@ from bridge.core.formats.dcp.pickle_machine import (
 )
 from bridge.core.formats.dcp.pickle_records import GETATTR, ORDERED_DICT, Call, Instance, Name, Vocabulary
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.garbage import collection_paused
+from bridge.core.formats.tensors.gc_pause import collection_paused
 from bridge.core.formats.tensors.plain import MAX_NODES
 
 _LONGEST: Final = 1024

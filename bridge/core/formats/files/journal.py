@@ -28,10 +28,10 @@ from bridge.core.formats.files.atomic import (
     remove,
     temporaries_of,
 )
+from bridge.core.formats.files.part_files import PARTS_FOLDER
 from bridge.core.formats.stores.folder import StoreFolder
 from bridge.core.formats.stores.store import is_url
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.share import PARTS_FOLDER
 
 JOURNAL_FILE = "twinshard.journal"
 _ABANDONED_SECONDS = 3600.0

@@ -15,7 +15,7 @@ from bridge.core.formats.files.sink import Sink
 from bridge.core.formats.stores.folder import StoreFolder
 from bridge.core.formats.tensors.base import Box, CheckpointError, Elements, Fill, TensorInfo, TreePath
 from bridge.core.formats.tensors.boxes import default_chunk_shape, grid_of_chunks
-from bridge.core.formats.tensors.garbage import collection_paused
+from bridge.core.formats.tensors.gc_pause import collection_paused
 from bridge.core.formats.tensors.leaves import LEAVES
 
 

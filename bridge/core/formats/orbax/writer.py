@@ -39,6 +39,7 @@ from bridge.core.formats.files.manifest import (
     parse_manifest,
     render_manifest,
 )
+from bridge.core.formats.files.part_files import PARTS_FOLDER, Share
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.files.recorded_chunks import RecordedChunks
 from bridge.core.formats.orbax.item_files import (
@@ -57,8 +58,7 @@ from bridge.core.formats.stores.folder import StoredJournal
 from bridge.core.formats.stores.upload_path import UploadPath
 from bridge.core.formats.tensors.base import CheckpointError, TensorInfo, TreePath, dtype_name
 from bridge.core.formats.tensors.boxes import grid_of_chunks
-from bridge.core.formats.tensors.garbage import collection_paused
-from bridge.core.formats.tensors.share import PARTS_FOLDER, Share
+from bridge.core.formats.tensors.gc_pause import collection_paused
 
 
 class OrbaxPart(RecordedChunks):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from bridge.core.formats.stores.parts import retried
+from bridge.core.formats.stores.numbered_parts import retried
 from bridge.core.formats.stores.store import FileSystem
 
 MOST_SOURCES: Final = 32

@@ -29,7 +29,14 @@ from bridge.core.formats.stores.composed import (
     put_object,
     remove_objects,
 )
-from bridge.core.formats.stores.parts import FinishedParts, OrderedParts, Parts, S3Parts, retried, s3_uploads
+from bridge.core.formats.stores.numbered_parts import (
+    FinishedParts,
+    OrderedParts,
+    Parts,
+    S3Parts,
+    retried,
+    s3_uploads,
+)
 from bridge.core.formats.stores.store import (
     cannot_be_reached,
     open_store,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-from bridge.core.formats.stores.parts import Parts
+from bridge.core.formats.stores.numbered_parts import Parts
 from bridge.core.formats.tensors.base import CheckpointError
 
 PART: Final = 16 << 20

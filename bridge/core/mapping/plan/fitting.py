@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from bridge.core.mapping.language.conventions import Convention
 from bridge.core.mapping.language.rules import family_names, load_mapping
-from bridge.core.mapping.states.found import NameIndex
+from bridge.core.mapping.states.source_tree import NameIndex
 
 _SAMPLE = 60
 _MOST = 0.9

@@ -37,8 +37,8 @@ from bridge.core.mapping.language.table import MappingTable
 from bridge.core.mapping.one_rule.sizes import require_model, with_config, with_config_fields
 from bridge.core.mapping.plan.plan import Plan, PlannedTensor
 from bridge.core.mapping.plan.translation import make_plan
-from bridge.core.mapping.states.found import find
 from bridge.core.mapping.states.numbered_states import with_named_states
+from bridge.core.mapping.states.source_tree import find
 from bridge.core.mapping.states.step_values import with_step_tensors
 
 AnyMapping = str | os.PathLike[str] | MappingTable

@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 
 from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo, TreePath
-from bridge.core.mapping.fit.parts import idle, num_layers, uneven
 from bridge.core.mapping.fit.problems import NAMES, Problems, misfit
+from bridge.core.mapping.fit.required_rules import idle, num_layers, uneven
 from bridge.core.mapping.language.conventions import (
     BY_WEIGHT,
     MODEL_WEIGHTS,
@@ -39,7 +39,6 @@ from bridge.core.mapping.one_rule.sizes import known_sizes
 from bridge.core.mapping.plan.plan import Plan, PlannedTensor, carried_over, collect, joined_name
 from bridge.core.mapping.states import beside_weights
 from bridge.core.mapping.states.chains import completed
-from bridge.core.mapping.states.found import NameIndex, Tensors, find
 from bridge.core.mapping.states.hyperparameters import followed
 from bridge.core.mapping.states.notes import (
     PLACES,
@@ -52,6 +51,7 @@ from bridge.core.mapping.states.notes import (
 )
 from bridge.core.mapping.states.numbered_states import is_numbered, unnamed
 from bridge.core.mapping.states.optimizers import refused, remarks
+from bridge.core.mapping.states.source_tree import NameIndex, Tensors, find
 from bridge.core.mapping.states.states import StatePlan, like_source, merged, of_other_shapes, require_whole
 from bridge.core.mapping.states.tied import one_of_two, require_ties, second_of_two, under_first_names
 from bridge.core.text import did_you_mean

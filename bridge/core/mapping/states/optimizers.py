@@ -19,7 +19,7 @@ from bridge.core.formats.tensors.base import CheckpointReader, TreePath
 from bridge.core.formats.tensors.wrapping import value_of
 from bridge.core.mapping.language.conventions import SECTIONS, Convention, Section
 from bridge.core.mapping.states.beside_weights import OPTIMIZER_KEYS, WORDS_OF_MOMENTS
-from bridge.core.mapping.states.found import Found, NameIndex
+from bridge.core.mapping.states.source_tree import Found, NameIndex
 from bridge.core.text import first_of
 
 

@@ -30,7 +30,7 @@ from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.relation import identity
 from bridge.core.mapping.one_rule.instance import View
 from bridge.core.mapping.states import beside_weights
-from bridge.core.mapping.states.found import Found, Tensors
+from bridge.core.mapping.states.source_tree import Found, Tensors
 from bridge.core.text import first_of
 
 Content = View | np.ndarray

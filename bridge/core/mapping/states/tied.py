@@ -38,7 +38,7 @@ from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.table import MappingTable
 from bridge.core.mapping.one_rule.apply import apply_rule
 from bridge.core.mapping.one_rule.instance import Axes, View
-from bridge.core.mapping.states.found import Found, Tensors
+from bridge.core.mapping.states.source_tree import Found, Tensors
 
 _BETWEEN = "other"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.core.formats.files.manifest import (
@@ -15,6 +16,29 @@ from bridge.core.formats.files.manifest import (
     render_manifest,
 )
 from bridge.core.formats.tensors.base import Box, CheckpointError
+
+PARTS_FOLDER = "twinshard.parts"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of several writers writes.
+
+    number: of the writer, from 1. chunks: for each tensor that it has chunks of, by the tensor's name in the writer,
+    the first and the one after the last, counted in row-major order. Objects are written by number 1.
+    """
+
+    number: int
+    chunks: Mapping[str, tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        if self.number < 1:
+            raise ValueError(f"expected a writer's number from 1, got {self.number}")
+
+    def own(self, name: str, chunks: tuple[Box, ...]) -> tuple[Box, ...]:
+        """Those of a tensor's chunks that this writer writes. KeyError for a tensor of others only."""
+        first, stop = self.chunks[name]
+        return chunks[first:stop]
 
 
 def part_manifest(part: Path) -> Manifest:

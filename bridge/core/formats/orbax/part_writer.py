@@ -14,11 +14,11 @@ from pathlib import Path
 from bridge.core.formats.files.atomic import CommitOrAbort
 from bridge.core.formats.files.journal import Attempt, WorkingDirectory
 from bridge.core.formats.files.manifest import MANIFEST_FILE
+from bridge.core.formats.files.part_files import Share
 from bridge.core.formats.orbax.writer import OrbaxPart, OrbaxWriter, manifest_part
 from bridge.core.formats.orbax.zarr.arrays import MANIFEST
 from bridge.core.formats.orbax.zarr.chunks import process_store
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.share import Share
 
 
 class OrbaxShare(OrbaxPart, CommitOrAbort):
