@@ -37,14 +37,14 @@ def places_in(reader: CheckpointReader, mapping: MappingTable, name: str, weight
     entries = {} if weights == usual.places["weights"] else {"weights": weights}
     mapping = replace(mapping, conventions={**mapping.conventions, name: usual.at(weights, ())})
     try:
-        found = find(reader.tensors.values(), mapping, name, str(reader.path))
+        tree = find(reader.tensors.values(), mapping, name, str(reader.path))
     except MappingError as error:
         return Places(entries, str(error))
-    if len(found.states) > 1:
-        where = ", ".join(sorted(state.places["step"] for state in found.convention.states))
+    if len(tree.states) > 1:
+        where = ", ".join(sorted(state.places["step"] for state in tree.convention.states))
         return Places(entries, f"several optimizer states, which a table cannot say (counts at {where})")
     # Where no state was found the convention still has its usual one.
-    for state, place in zip(found.states, found.convention.states, strict=False):
+    for state, names in zip(tree.states, tree.convention.states, strict=False):
         held = {*state.sections, *(("step",) if state.count is not None else ())}
-        entries |= {s: place.places[s] for s in SECTIONS if s in held and place.places[s] != usual.places[s]}
+        entries |= {s: names.places[s] for s in SECTIONS if s in held and names.places[s] != usual.places[s]}
     return Places(entries)

@@ -142,12 +142,14 @@ def render(
         lines += [f"# unmatched in {key}: {printable(path)}" for path in left]
         lines += [_TWO_BIASES] if any(re.search(r"\bbias_[ih]h(_|$)", path) for path in left) else []
     lines += ["", 'name = "proposed"', *([f"drop = [{', '.join(map(toml_string, drop))}]"] if drop else [])]
-    if {*keys} != {"torch", "jax"} or any(place.entries for place in places):
-        for key, place in zip(keys, places, strict=True):
+    if {*keys} != {"torch", "jax"} or any(section.entries for section in places):
+        for key, section in zip(keys, places, strict=True):
             lines += ["", f"[convention.{key}]"]
-            lines += [f"{entry} = {toml_string(text)}" for entry, text in place.entries.items()]
-    for key, place in zip(keys, places, strict=True):
-        lines += ["", f"# uncertain: the places of {key}: {printable(place.doubt)}"] if place.doubt else []
+            lines += [f"{entry} = {toml_string(text)}" for entry, text in section.entries.items()]
+    for key, section in zip(keys, places, strict=True):
+        lines += (
+            ["", f"# uncertain: the places of {key}: {printable(section.doubt)}"] if section.doubt else []
+        )
     if namer.given:
         lines += ["", "[axes]"]
         lines += [f"{axis} = {json.dumps(size)}" for axis, size in namer.given.items()]

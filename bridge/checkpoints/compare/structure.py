@@ -18,24 +18,24 @@ from bridge.core.formats.tensors.leaves import (
     separator_of,
     tree_kinds,
 )
-from bridge.core.mapping.plan.plan import Plan
+from bridge.core.mapping.plan.plan import TranslationPlan
 
 _ROOT = "(the whole tree)"
 
 
 def dtype_names(
-    a: CheckpointReader, plan: Plan, b: CheckpointReader, common: Iterable[str]
+    a: CheckpointReader, plan: TranslationPlan, b: CheckpointReader, common: Iterable[str]
 ) -> dict[str, tuple[str, str]]:
     """The dtypes in ``a`` and ``b`` of the tensors that either has as typed PRNG keys, and the other otherwise."""
     types_a, types_b = key_types(a), key_types(b)
-    found = {}
+    names = {}
     for name in common:
         tensor = plan.tensors[name]
         of_a = next((types_a[source] for source in tensor.sources if source in types_a), None)
         of_b = types_b.get(name)
         if of_a != of_b:
-            found[name] = _dtype_name(tensor.dtype, of_a), _dtype_name(b.tensors[name].dtype, of_b)
-    return found
+            names[name] = _dtype_name(tensor.dtype, of_a), _dtype_name(b.tensors[name].dtype, of_b)
+    return names
 
 
 def _dtype_name(dtype: np.dtype, key: str | None) -> str:
@@ -43,7 +43,7 @@ def _dtype_name(dtype: np.dtype, key: str | None) -> str:
 
 
 def structure_differences(
-    a: CheckpointReader, plan: Plan, b: CheckpointReader, left_out: Set[str]
+    a: CheckpointReader, plan: TranslationPlan, b: CheckpointReader, left_out: Set[str]
 ) -> tuple[tuple[str, str], ...]:
     """Where the trees have another structure, by the names of ``b``: a target for one does not fit the other.
 
@@ -54,18 +54,18 @@ def structure_differences(
     leaves_a = {name: kinds_a.get(old) for name, (_, old) in plan.objects.items()}
     leaves_b = {name: kinds_b.get(name) for name in b.object_paths if name not in left_out}
     leaves_a, leaves_b = (
-        {name: kind for name, kind in leaves.items() if kind in EMPTY or kind == STRING}
+        {name: leaf_kind for name, leaf_kind in leaves.items() if leaf_kind in EMPTY or leaf_kind == STRING}
         for leaves in (leaves_a, leaves_b)
     )
     tensors = {*plan.tensors, *b.tensors}
     only = [
-        (name, f"{kind} in a, not in the tree of b")
-        for name, kind in leaves_a.items()
+        (name, f"{leaf_kind} in a, not in the tree of b")
+        for name, leaf_kind in leaves_a.items()
         if name not in leaves_b and name not in tensors
     ]
     only += [
-        (name, f"not in the tree of a, {kind} in b")
-        for name, kind in leaves_b.items()
+        (name, f"not in the tree of a, {leaf_kind} in b")
+        for name, leaf_kind in leaves_b.items()
         if name not in leaves_a and name not in tensors
     ]
     pairs = [(t.path, b.tensors[name].path) for name, t in plan.tensors.items() if name in b.tensors]

@@ -122,10 +122,10 @@ def require_untouched(sources: Sequence[Path], destination: Path) -> None:
     """Refuse a destination that is one of the source's files, or holds one: indexes and links lead anywhere."""
     if not os.path.lexists(destination):
         return
-    place = Path(os.path.realpath(destination))
+    real = Path(os.path.realpath(destination))
     for source in sources:
         file = Path(os.path.realpath(source))
-        if place == file or place in file.parents:
+        if real == file or real in file.parents:
             raise CheckpointError(
                 f"{destination} is or holds {source}, a file of the source: expected a destination apart from them"
             )
@@ -150,14 +150,14 @@ def naming(destination: Path) -> Iterator[None]:
 
     Errors about files of the source keep their name.
     """
-    place = os.path.abspath(destination)
+    target = os.path.abspath(destination)
     try:
         yield
     except OSError as error:
         name = error.filename
-        path = os.path.abspath(os.fsdecode(name)) if isinstance(name, str | bytes) else place
+        path = os.path.abspath(os.fsdecode(name)) if isinstance(name, str | bytes) else target
         # The destination, what is in it or in its working directory, or a directory that is to hold it.
-        ours = f"{path}/".startswith((f"{place}/", f"{place}.tmp-")) or place.startswith(f"{path}/")
+        ours = f"{path}/".startswith((f"{target}/", f"{target}.tmp-")) or target.startswith(f"{path}/")
         if error.errno is None or not ours:
             raise
         # OSError picks the subclass that belongs to the number.

@@ -145,7 +145,7 @@ class Copier:
             return self._reader.read_into(list(zip(names, targets, strict=True)))
 
         done = self._writer.write_from([(region.stored_name, region.box) for _, region in small], fill)
-        copied = {id(region) for (_, region), one in zip(small, done, strict=True) if one}
+        copied = {id(region) for (_, region), written in zip(small, done, strict=True) if written}
         for _, region in small:
             if id(region) in copied:
                 self._count(region.nbytes, region.tensor.name)

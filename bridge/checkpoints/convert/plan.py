@@ -38,7 +38,7 @@ from bridge.core.mapping.language.relation import whole_source
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
 from bridge.core.mapping.language.table import MappingTable, Tied
 from bridge.core.mapping.one_rule.sizes import with_config, with_stored_sizes
-from bridge.core.mapping.plan.plan import Plan, carried_over
+from bridge.core.mapping.plan.plan import TranslationPlan, carried_over
 from bridge.core.mapping.plan.translation import make_plan
 from bridge.core.mapping.states.numbered_states import with_named_states
 from bridge.core.mapping.states.step_values import with_step_tensors
@@ -148,7 +148,7 @@ class Conversion:
 def planned(
     source: str | os.PathLike[str], options: ConvertOptions
 ) -> Iterator[tuple[Conversion, CheckpointReader]]:
-    """Plan a conversion, with the source open meanwhile. Nothing is written.
+    """TranslationPlan a conversion, with the source open meanwhile. Nothing is written.
 
     Raises what `convert` raises about source, mapping, selection and casts.
     """
@@ -207,7 +207,7 @@ def planned(
 
 def _translation(
     reader: CheckpointReader, target: Format, table: MappingTable | None, options: ConvertOptions
-) -> Plan:
+) -> TranslationPlan:
     if options.concern_a_mapping:
         return make_plan(reader, target, table, into=options.into, from_=options.from_)
     return carried_over(reader, target)

@@ -150,16 +150,16 @@ def structure_problems(reader: CheckpointReader, manifest: Manifest) -> Iterator
         yield Problem(
             MANIFEST_FILE, f"expected format {manifest.format}, as in the manifest, got {reader.format}"
         )
-    for kind, listed, found in (
+    for noun, listed, names in (
         ("tensor", manifest.tensors.keys(), reader.tensors.keys()),
         ("object", manifest.objects.keys(), reader.objects.keys()),
     ):
         for name in listed:
-            if name not in found:
-                yield Problem(name, f"the manifest lists this {kind}, but it is missing")
-        for name in found:
+            if name not in names:
+                yield Problem(name, f"the manifest lists this {noun}, but it is missing")
+        for name in names:
             if name not in listed:
-                yield Problem(name, f"expected no {kind} of this name: the manifest does not list it")
+                yield Problem(name, f"expected no {noun} of this name: the manifest does not list it")
 
 
 def object_problems(name: str, value: object, manifest: Manifest) -> Iterator[Problem]:
@@ -186,15 +186,15 @@ def entry_problems(info: TensorInfo, entry: ManifestTensor) -> Iterable[Problem]
     return []
 
 
-def crc_problems(info: TensorInfo, chunk: Box, expected: int, found: int) -> list[Problem]:
+def crc_problems(info: TensorInfo, chunk: Box, expected: int, crc: int) -> list[Problem]:
     """One, unless the checksums of a chunk agree."""
-    if found == expected:
+    if crc == expected:
         return []
     return [
         Problem(
             info.name,
             f"the chunk at {chunk.offsets}, sizes {chunk.sizes}, is damaged: expected CRC-32C {expected:08x}, got "
-            f"{found:08x}",
+            f"{crc:08x}",
         )
     ]
 
@@ -260,8 +260,8 @@ class CheckedReader(WrappingReader):
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
         """Small tensors into memory, compared with the manifest; None also for one that is not as in there."""
-        found = self._reader.read_into(wanted)
-        return [self._held(*one, sums) for one, sums in zip(wanted, found, strict=True)]
+        sums_of_all = self._reader.read_into(wanted)
+        return [self._held(*tensor, sums) for tensor, sums in zip(wanted, sums_of_all, strict=True)]
 
     def _held(self, name: str, target: memoryview, sums: Checksums | None) -> Checksums | None:
         if sums is None or self._is_own(name):
@@ -270,9 +270,11 @@ class CheckedReader(WrappingReader):
         if len(chunks) != 1:
             return None
         ((chunk, crc),) = chunks.items()
-        found = extend(0, target) if sums.crc32c is None else sums.crc32c
+        crc32c = extend(0, target) if sums.crc32c is None else sums.crc32c
         return (
-            Checksums(sums.crc32, found) if found == crc and chunk.sizes == self.tensors[name].shape else None
+            Checksums(sums.crc32, crc32c)
+            if crc32c == crc and chunk.sizes == self.tensors[name].shape
+            else None
         )
 
     def require(self, problems: Iterable[Problem]) -> None:
@@ -294,7 +296,7 @@ class CheckedReader(WrappingReader):
             info = self.tensors[name]
             self._listed[name] = info if info.chunks == chunks else dataclasses.replace(info, chunks=chunks)
         info = self._listed[name]
-        found = None
+        crc_of_box = None
         for index in self._chunks.touching(info, box):
             if (name, index) in self._compared:
                 continue
@@ -302,10 +304,10 @@ class CheckedReader(WrappingReader):
             whole = chunk.intersect(box) == chunk
             crc = array_checksum(array[chunk.slices(box)]) if whole else self._checksum(info, chunk)
             self.require(crc_problems(info, chunk, self._manifest.tensors[name].chunks[chunk], crc))
-            found = crc if chunk == box else None
+            crc_of_box = crc if chunk == box else None
             with self._lock:
                 self._compared.add((name, index))
-        return found
+        return crc_of_box
 
     def _is_own(self, name: str) -> bool:
         """Whether the format has checksums of the tensor, which its reader compares."""
@@ -342,11 +344,11 @@ def manifest_home(path: Path) -> Path:
     try:
         format = detect_format(path)
         if format == "safetensors":
-            found = find_files(path)
-            file = path / found.names[0]
-            return file if len(found.names) == 1 and manifest_path(file).is_file() else path
+            files = find_files(path)
+            file = path / files.names[0]
+            return file if len(files.names) == 1 and manifest_path(file).is_file() else path
         item = find_item(path) if format == "orbax" else path
     except (CheckpointError, FileNotFoundError):
         return path
-    between = [place for place in (item, *item.parents) if place.is_relative_to(path)]
-    return next((place for place in between if manifest_path(place).is_file()), path)
+    between = [directory for directory in (item, *item.parents) if directory.is_relative_to(path)]
+    return next((directory for directory in between if manifest_path(directory).is_file()), path)

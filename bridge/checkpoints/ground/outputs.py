@@ -122,7 +122,9 @@ def parse_casts(options: Iterable[str]) -> dict[str, np.dtype]:
         casts.pop(pattern, None)
         dtype = full_name(name, DTYPES)
         if dtype not in DTYPES:
-            floating = ", ".join(known for known, one in DTYPES.items() if kind_of(one) == "floating-point")
+            floating = ", ".join(
+                known for known, known_dtype in DTYPES.items() if kind_of(known_dtype) == "floating-point"
+            )
             raise CheckpointError(
                 f"cast {option[:80]!r}: expected a floating-point dtype ({floating}; bf16, fp16, fp32, fp64 and the "
                 f"like mean the same) or a complex one, got {name[:80]!r}{hint(name, DTYPES)}"
@@ -166,11 +168,11 @@ def apply_casts(tensors: Iterable[PlannedTensor], casts: Mapping[str, np.dtype])
             del outputs[scale.name]
     for pattern, wanted in casts.items():
         if not used[pattern]:
-            found = sorted({t.planned.dtype.name for t in outputs.values() if fnmatchcase(t.name, pattern)})
+            dtypes = sorted({t.planned.dtype.name for t in outputs.values() if fnmatchcase(t.name, pattern)})
             such = ", ".join(list(outputs)[:3])
             if any(fnmatchcase(name, pattern) for name in are_scales):
-                found.append("scales of moments, which stay as they are")
-            got = f"dtypes {', '.join(found)}" if found else f"no tensor of {len(outputs)}, such as {such}"
+                dtypes.append("scales of moments, which stay as they are")
+            got = f"dtypes {', '.join(dtypes)}" if dtypes else f"no tensor of {len(outputs)}, such as {such}"
             raise CheckpointError(
                 f"cast {pattern}={wanted.name}: expected floating-point tensors (complex ones to a complex dtype) with "
                 f"a name of this form, got {got}"
@@ -274,13 +276,15 @@ def carried_kinds(
     # In most checkpoints no tensor is of any kind.
     noted = outputs if known else ()
     told = {
-        output.name: kind for output in noted if (kind := _kind(reader, output.planned, known)) is not None
+        output.name: leaf_kind
+        for output in noted
+        if (leaf_kind := _kind(reader, output.planned, known)) is not None
     }
     implied = implied_kinds((output.path for output in outputs), dict(objects.values()))
     for name, old in origins.items():
-        kind, path = known.get(old), objects[name][0]
-        if kind is not None and implied.get(path) != kind:
-            told[name] = kind
+        leaf_kind, path = known.get(old), objects[name][0]
+        if leaf_kind is not None and implied.get(path) != leaf_kind:
+            told[name] = leaf_kind
     return told
 
 

@@ -62,14 +62,14 @@ class Selection:
 
         elsewhere: further names that a pattern to drop may match.
         """
-        for kind, patterns, known in (
+        for option, patterns, known in (
             ("select", self.select, [*paths]),
             ("drop", self.drop, [*paths, *elsewhere]),
         ):
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in known):
                     raise CheckpointError(
-                        f"--{kind} {pattern}: expected a pattern that matches a name, got one that matches none of "
+                        f"--{option} {pattern}: expected a pattern that matches a name, got one that matches none of "
                         f"{len(known)}, such as {', '.join(known[:3])}"
                     )
         names: Iterable[str] = paths

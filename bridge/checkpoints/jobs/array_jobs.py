@@ -105,7 +105,7 @@ def convert_part(
             planned_bytes(conversion.nbytes)
         plan = make_part_plan(conversion.format, conversion.outputs, parts)
         stage = _stage(source, destination, conversion, parts)
-        resumed, overflowed, found = 0, {}, True
+        resumed, overflowed, was_there = 0, {}, True
         if not stage.committed():
             require_place(source, destination, replace)
             require_untouched(conversion.files, destination)
@@ -113,13 +113,15 @@ def convert_part(
             stage.create(plan)
             if not stage.part(part).is_dir():
                 copy = _PartCopy(reader, conversion, stage, plan, part, options.verify)
-                found, resumed = copy.run(resume, default_workers() if workers is None else workers, progress)
+                was_there, resumed = copy.run(
+                    resume, default_workers() if workers is None else workers, progress
+                )
                 overflowed = copy.overflowed
         missing = () if stage.committed() else stage.missing
         whole = None
         if commit and not missing and not stage.committed():
             notes = _commit(conversion, stage, replace)
-            written = 0 if found else plan.sizes[part - 1] - resumed
+            written = 0 if was_there else plan.sizes[part - 1] - resumed
             whole = _whole(source, destination, conversion, options, notes, started, written)
         committed = stage.committed()
         if committed:
@@ -132,7 +134,7 @@ def convert_part(
             len(plan.parts[part - 1]),
             plan.sizes[part - 1],
             resumed,
-            found,
+            was_there,
             overflowed,
             missing,
             committed,
@@ -274,8 +276,10 @@ def _commit(conversion: Conversion, stage: Stage, replace: bool) -> Sequence[Map
             writer.add_tensor(output.path, output.shape, output.dtype)
         writer.add_kinds(conversion.kinds)
 
-    place = conversion.companions.place
-    attempt = Attempt(require_replaceable if replace else None, stage.key, resume=True, accompany=place)
+    place_companions = conversion.companions.place
+    attempt = Attempt(
+        require_replaceable if replace else None, stage.key, resume=True, accompany=place_companions
+    )
     parts = [stage.part(number) for number in range(1, stage.count + 1)]
     notes: Sequence[Mapping[str, object]] = ()
     while not stage.committed():
@@ -300,20 +304,20 @@ def _stage(source: Path | str, destination: Path, conversion: Conversion, parts:
 
 def _found_stage(source: Path | str, destination: Path, conversion: Conversion, parts: int | None) -> Stage:
     """The stage of this conversion, of so many parts; of any number, the one of which the fewest parts are missing."""
-    found = stages_at(destination)
-    counts = [int(key["parts"]) for key in found.values() if str(key.get("parts", "")).isdecimal()]
+    candidates = stages_at(destination)
+    counts = [int(key["parts"]) for key in candidates.values() if str(key.get("parts", "")).isdecimal()]
     # With any number of parts a destination that is there already shows itself.
     stages = [
         _stage(source, destination, conversion, count)
         for count in (counts if parts is None else [parts]) or [1]
     ]
-    own = [stage for stage in stages if stage.path in found or stage.committed()]
+    own = [stage for stage in stages if stage.path in candidates or stage.committed()]
     if own:
         return min(own, key=lambda stage: len(stage.missing))
     wanted = conversion_key(source, conversion)
     others = [
         f"{directory} ({'; '.join(_differences(wanted, key)) or 'other parts'})"
-        for directory, key in found.items()
+        for directory, key in candidates.items()
     ]
     raise CheckpointError(
         f"no parts of this conversion to {destination}: expected those that --part K/N with the same source and "
@@ -321,11 +325,11 @@ def _found_stage(source: Path | str, destination: Path, conversion: Conversion, 
     )
 
 
-def _differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def _differences(wanted: Mapping[str, str], noted: Mapping[str, str]) -> list[str]:
     return [
-        f"{name}: expected {value}, found {found.get(name, 'nothing')}"
+        f"{name}: expected {value}, found {noted.get(name, 'nothing')}"
         for name, value in wanted.items()
-        if found.get(name) != value
+        if noted.get(name) != value
     ]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from bridge.checkpoints.ground.outputs import Output
-from bridge.checkpoints.jobs.pieces import PartPlan, Piece
+from bridge.checkpoints.jobs.pieces import ConversionPiece, PartPlan
 from bridge.core.formats.tensors.boxes import REGION_BYTES
 from bridge.core.mapping.language.relation import READ_BYTES
 
@@ -61,7 +61,11 @@ def estimate_parts(
 
 
 def _estimate(
-    number: int, pieces: Sequence[Piece], outputs: Mapping[str, Output], workers: int, bandwidth: float
+    number: int,
+    pieces: Sequence[ConversionPiece],
+    outputs: Mapping[str, Output],
+    workers: int,
+    bandwidth: float,
 ) -> PartEstimate:
     written = sum(piece.bytes for piece in pieces)
     read = rearranged = cache = 0

@@ -27,7 +27,7 @@ MAX_PARTS = 100_000
 
 
 @dataclass(frozen=True)
-class Piece:
+class ConversionPiece:
     """Chunks [first, stop) of a tensor of the destination, in row-major order, and the bytes of their elements.
 
     A tensor without elements is a piece without chunks.
@@ -43,7 +43,7 @@ class Piece:
 class PartPlan:
     """All pieces of a conversion, by part. Parts may be empty where there are more of them than pieces."""
 
-    parts: tuple[tuple[Piece, ...], ...]
+    parts: tuple[tuple[ConversionPiece, ...], ...]
 
     def share(self, number: int) -> Share:
         """The chunks of part `number`, from 1."""
@@ -64,7 +64,9 @@ class PartPlan:
     @classmethod
     def from_json(cls, text: str) -> PartPlan:
         """The plan of which this is the text. ValueError, KeyError or TypeError for another text."""
-        return cls(tuple(tuple(Piece(**piece) for piece in part) for part in json.loads(text)["parts"]))
+        return cls(
+            tuple(tuple(ConversionPiece(**piece) for piece in part) for part in json.loads(text)["parts"])
+        )
 
 
 def make_part_plan(format: str, outputs: Mapping[str, Output], count: int) -> PartPlan:
@@ -75,7 +77,7 @@ def make_part_plan(format: str, outputs: Mapping[str, Output], count: int) -> Pa
     if not 1 <= count <= MAX_PARTS:
         raise CheckpointError(f"expected 1 to {MAX_PARTS} parts, got {count}")
     total = sum(output.nbytes for output in outputs.values())
-    parts: list[list[Piece]] = [[] for _ in range(count)]
+    parts: list[list[ConversionPiece]] = [[] for _ in range(count)]
     position = 0
     for piece in _pieces(format, outputs.values(), _piece_bytes(total, count)):
         parts[position * count // total if total else 0].append(piece)
@@ -88,14 +90,14 @@ def _piece_bytes(total: int, count: int) -> int:
     return min(PIECE_BYTES, max(_SMALLEST_PIECE, total // (count * _PIECES_PER_PART)))
 
 
-def _pieces(format: str, outputs: Iterable[Output], most: int) -> Iterable[Piece]:
+def _pieces(format: str, outputs: Iterable[Output], most: int) -> Iterable[ConversionPiece]:
     for output in outputs:
         count, nbytes = chunk_count(format, output.shape, output.dtype), output.nbytes
         # Chunks at the upper ends are smaller; which they are matters little here.
         step = max(1, count * most // max(nbytes, 1)) if divisible(format) else max(count, 1)
         for first in range(0, max(count, 1), step):
             stop = min(first + step, count)
-            yield Piece(
+            yield ConversionPiece(
                 output.name, first, stop, _share_of(nbytes, stop, count) - _share_of(nbytes, first, count)
             )
 

@@ -50,23 +50,23 @@ class Processes:
             for handle in handles:
                 if handle.messages not in ready:
                     continue
-                found = _received(handle.messages)
-                if not isinstance(found, Told):
-                    self._results[handle] = found
+                messages = _received(handle.messages)
+                if not isinstance(messages, Told):
+                    self._results[handle] = messages
                     return handle
-                hear(handle, found)
+                hear(handle, messages)
 
     def result(self, handle: Running) -> PartReport:
         """The part's report. WorkerLost when its process ended without one; the part's own error otherwise."""
         self._running.remove(handle)
-        found = self._results.pop(handle)
+        result = self._results.pop(handle)
         handle.messages.close()
         handle.process.join()
-        if found is None:
+        if result is None:
             raise WorkerLost(_end_of(handle.process))
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def close(self) -> None:
         """End the processes that are still running. What their parts have written stays, to be resumed."""
@@ -81,11 +81,11 @@ class Processes:
 def _received(messages: Connection) -> PartReport | Exception | Told | None:
     """The next message; None when the process has ended without another one, or within one."""
     try:
-        found = messages.recv()
+        message = messages.recv()
     except (EOFError, OSError):
         return None
-    assert isinstance(found, PartReport | Exception | Told)
-    return found
+    assert isinstance(message, PartReport | Exception | Told)
+    return message
 
 
 def _end_of(process: BaseProcess) -> str:
@@ -98,9 +98,9 @@ def _end_of(process: BaseProcess) -> str:
 def _run(task: PartTask, sender: Connection) -> None:
     # The driver ends its processes; an interrupt from the keyboard reaches all of them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    found: PartReport | Exception
+    result: PartReport | Exception
     try:
-        found = task.run(sender.send)
+        result = task.run(sender.send)
     except Exception as error:
-        found = error
-    sender.send(found)
+        result = error
+    sender.send(result)

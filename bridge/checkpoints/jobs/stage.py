@@ -73,10 +73,10 @@ class Stage:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._put(self.folder / PLAN_FILE, plan.to_json())
         self._put(self.path / JOURNAL_FILE, json.dumps(dict(self.key)) + "\n")
-        found = _key_of(self.path)
-        if found != dict(self.key):
+        noted = _key_of(self.path)
+        if noted != dict(self.key):
             raise CheckpointError(
-                f"{self.path} is of another conversion: expected {dict(self.key)}, found {found}: choose another name "
+                f"{self.path} is of another conversion: expected {dict(self.key)}, found {noted}: choose another name "
                 "for the destination"
             )
 

@@ -86,50 +86,50 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     Raises FileNotFoundError (no such path), NotADirectoryError (another file), CheckpointError (half-written, or
     unknown).
     """
-    place = path if isinstance(path, StorePath) else Path(path)
-    if not place.exists():
-        raise FileNotFoundError(f"{place} does not exist: expected a checkpoint there{hub_hint(path)}")
-    if is_unfinished(place if isinstance(place, StorePath) else Path(os.path.abspath(place))):
+    where = path if isinstance(path, StorePath) else Path(path)
+    if not where.exists():
+        raise FileNotFoundError(f"{where} does not exist: expected a checkpoint there{hub_hint(path)}")
+    if is_unfinished(where if isinstance(where, StorePath) else Path(os.path.abspath(where))):
         raise CheckpointError(
-            f"{place} is a checkpoint that was never finished (its writer stopped half-way): remove it, and use an "
+            f"{where} is a checkpoint that was never finished (its writer stopped half-way): remove it, and use an "
             "earlier checkpoint"
         )
-    if not place.is_dir():
-        if holds_safetensors(place):
+    if not where.is_dir():
+        if holds_safetensors(where):
             return "safetensors"
-        if (found := single_file_format(place)) is not None:
-            return found
+        if (format := single_file_format(where)) is not None:
+            return format
         raise NotADirectoryError(
-            f"{place} is a file of another kind: expected a checkpoint directory, a .safetensors file, or one of "
+            f"{where} is a file of another kind: expected a checkpoint directory, a .safetensors file, or one of "
             "torch.save, NumPy (.npz) or flax (.msgpack)"
         )
-    if metadata_files(place):
+    if metadata_files(where):
         return "dcp"
     # A directory of steps holds items, which hold the files: <root>/<step>/<item>/_METADATA.
     for pattern in ("", "*/", "*/*/"):
-        if any(next(place.glob(pattern + name), None) for name in _ORBAX_FILES):
+        if any(next(where.glob(pattern + name), None) for name in _ORBAX_FILES):
             return "orbax"
-    if parts := pipeline_parts(place):
+    if parts := pipeline_parts(where):
         formats = {detect_format(part) for part in parts.values()}
         return formats.pop() if len(formats) == 1 else "safetensors"
-    if holds_safetensors(place):
+    if holds_safetensors(where):
         return "safetensors"
-    if (found := directory_format(place)) is not None:
-        return found
-    if single_file_format(place / "checkpoint") == "msgpack":
+    if (format := directory_format(where)) is not None:
+        return format
+    if single_file_format(where / "checkpoint") == "msgpack":
         from bridge.core.formats.flax_msgpack.reader import OLD_ORBAX, MsgpackReader
 
-        MsgpackReader(place / "checkpoint").close()
-        arrays = any(next(place.glob(pattern), None) for pattern in ("*/.zarray", "*/zarr.json"))
-        alone = f"it has one file of flax, checkpoint: give its path, {place / 'checkpoint'}"
-        raise CheckpointError(f"{place}: {OLD_ORBAX if arrays else alone}")
-    names = sorted(p.name for p in place.iterdir())
+        MsgpackReader(where / "checkpoint").close()
+        arrays = any(next(where.glob(pattern), None) for pattern in ("*/.zarray", "*/zarr.json"))
+        alone = f"it has one file of flax, checkpoint: give its path, {where / 'checkpoint'}"
+        raise CheckpointError(f"{where}: {OLD_ORBAX if arrays else alone}")
+    names = sorted(p.name for p in where.iterdir())
     if any(n.endswith(".distcp") for n in names):
-        raise CheckpointError(f"{place} is a DCP checkpoint whose save did not finish: it has no .metadata")
+        raise CheckpointError(f"{where} is a DCP checkpoint whose save did not finish: it has no .metadata")
     steps = "; to take one of several steps, choose it (--step latest, or its number)"
     raise CheckpointError(
         "expected a DCP checkpoint (.metadata), an Orbax one (_METADATA) or *.safetensors, *.bin, *.pt, *.npz or "
-        f"*.msgpack files in {place}, found {first_of(names) or 'an empty directory'}"
+        f"*.msgpack files in {where}, found {first_of(names) or 'an empty directory'}"
         f"{steps if has_steps(names) else ''}"
     )
 
@@ -154,7 +154,7 @@ def open_checkpoint(
             raise CheckpointError(f"{path} is a page: expected the address of a checkpoint's files{hint}")
         from bridge.core.formats.stores.listing import StoredReader
 
-        return StoredReader(str(path), lambda place: _open(place, verify, items))
+        return StoredReader(str(path), lambda where: _open(where, verify, items))
     return _open(path if isinstance(path, StorePath) else Path(path), verify, items)
 
 
@@ -181,8 +181,8 @@ def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
     if len(parts) > 1:
         opened: dict[str, CheckpointReader] = {}
         try:
-            for name, place in parts.items():
-                opened[name] = _open(place, verify, ())
+            for name, part in parts.items():
+                opened[name] = _open(part, verify, ())
             return JoinedReader(path, format, opened)
         except BaseException:
             for reader in opened.values():

@@ -63,7 +63,7 @@ class Archives:
     def known(self, file: FileView, offset: int, length: int) -> StoredTensor | None:
         """The tensor of an archive that is like one found before; None if it may be another, or no archive."""
         for form in self._forms.get((length, offset % _PADDED_TO), ()):
-            if (tensor := form.found(file, offset)) is not None:
+            if (tensor := form.tensor_at(file, offset)) is not None:
                 return None if form.begins_as_safetensors else tensor
         return None
 
@@ -72,7 +72,7 @@ class Archives:
         key = length, offset % _PADDED_TO
         forms = self._forms.get(key, ())
         for form in forms:
-            if (like := form.found(file, offset)) is not None:
+            if (like := form.tensor_at(file, offset)) is not None:
                 return like
         records, end = records_and_places(file, offset, length, what)
         tensor = tensor_in(file, {name: placed.record for name, placed in records.items()}, what)
@@ -90,7 +90,9 @@ def _apart(records: Mapping[str, PlacedRecord], offset: int, length: int, end: t
     Else the content of a record, which may vary, could be what says how the archive is parsed.
     """
     directory, after_directory, last = end
-    spans = sorted((one.header, one.record.start - offset + one.record.size) for one in records.values())
+    spans = sorted(
+        (placed.header, placed.record.start - offset + placed.record.size) for placed in records.values()
+    )
     position = 0
     for header, stop in (
         *spans,
@@ -183,7 +185,7 @@ class _Form:
             begins_as_safetensors=head[LENGTH_BYTES : LENGTH_BYTES + 1] == _SAFETENSORS,
         )
 
-    def found(self, file: FileView, offset: int) -> StoredTensor | None:
+    def tensor_at(self, file: FileView, offset: int) -> StoredTensor | None:
         """The tensor of the archive at this offset, None if the archive is another."""
         like = self.tensor
         start = offset + like.record.start
@@ -262,14 +264,14 @@ def data_files_of(
             )
     places.sort(key=itemgetter(0, 1, 2))
     last, end = _NOWHERE, 0
-    for place in places:
-        file, offset, length, _, name = place
+    for span in places:
+        file, offset, length, _, name = span
         # All tensors of one safetensors file have its place.
         if offset < end and file == last[0] and not (offset == last[1] and is_safetensors(Extent(*last[:3]))):
             raise CheckpointError(
                 f"{directory / file}: {last[4]!r} and {name!r} are stored in the same place, at {offset}"
             )
-        last, end = place, offset + length
+        last, end = span, offset + length
     return tuple(sizes)
 
 

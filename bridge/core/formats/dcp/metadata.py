@@ -117,8 +117,8 @@ def metadata_files(directory: Path) -> list[Path]:
     """`.metadata`, or the metadata files of all ranks in their order; none if this is no finished DCP checkpoint."""
     if (directory / METADATA_FILE).is_file():
         return [directory / METADATA_FILE]
-    found = [(int(match[1]), p) for p in directory.iterdir() if (match := _RANK_FILE.fullmatch(p.name))]
-    return [path for _, path in sorted(found)]
+    of_ranks = [(int(match[1]), p) for p in directory.iterdir() if (match := _RANK_FILE.fullmatch(p.name))]
+    return [path for _, path in sorted(of_ranks)]
 
 
 def parse_metadata(data: bytes, what: str) -> DcpMetadata:
@@ -280,9 +280,9 @@ def _short(name: str) -> str:
     return repr(name if len(name) <= 200 else name[:200] + "...")
 
 
-def _state(value: object, kind: str, what: str) -> dict[object, object]:
-    if not isinstance(value, Instance) or value.name != kind or not isinstance(value.state, dict):
-        raise CheckpointError(f"{what}: expected a {kind}, got {type(value).__name__}")
+def _state(value: object, class_name: str, what: str) -> dict[object, object]:
+    if not isinstance(value, Instance) or value.name != class_name or not isinstance(value.state, dict):
+        raise CheckpointError(f"{what}: expected a {class_name}, got {type(value).__name__}")
     return value.state
 
 
@@ -313,7 +313,7 @@ def _storage(value: object, what: str) -> dict[str, dict[tuple[int, ...] | None,
     stored: dict[str, dict[tuple[int, ...] | None, Extent]] = {}
     files: set[str] = set()
     for index, info in value.items():
-        key, place = _state(index, INDEX, what), _state(info, STORAGE_INFO, what)
+        key, storage = _state(index, INDEX, what), _state(info, STORAGE_INFO, what)
         name = key.get("fqn")
         if not isinstance(name, str):
             raise CheckpointError(
@@ -321,7 +321,7 @@ def _storage(value: object, what: str) -> dict[str, dict[tuple[int, ...] | None,
             )
         raw_offset = key.get("offset")
         offset = None if raw_offset is None else _size(raw_offset, what, name)
-        if place.get("transform_descriptors"):
+        if storage.get("transform_descriptors"):
             raise CheckpointError(
                 f"{what}: {_short(name)}: is stored compressed or encrypted by a DCP extension, which is not supported"
             )
@@ -330,7 +330,7 @@ def _storage(value: object, what: str) -> dict[str, dict[tuple[int, ...] | None,
             raise CheckpointError(
                 f"{what}: {_short(name)}: has two storage entries for the chunk at {offset}"
             )
-        file, start, length = place.get("relative_path"), place.get("offset"), place.get("length")
+        file, start, length = storage.get("relative_path"), storage.get("offset"), storage.get("length")
         if not isinstance(file, str) or (file not in files and not is_plain_name(file)):
             raise CheckpointError(
                 f"{what}: {_short(name)}: expected the name of a file in the checkpoint's directory, got something else"

@@ -271,8 +271,8 @@ def _run(machine: Machine, position: int, end: int, repeated: RepeatedEntries | 
             if data[position] == _MEMOIZE:
                 memo[len(memo)] = text
                 position += 1
-            if repeated is not None and (found := repeated.find(position)) is not None:
-                value, position = found
+            if repeated is not None and (entry := repeated.find(position)) is not None:
+                value, position = entry
                 push(value)
         elif (
             code == _CALL

@@ -33,7 +33,7 @@ from bridge.core.formats.dcp.metadata import (
 from bridge.core.formats.files.manifest import object_checksum
 from bridge.core.formats.reading.read_memory import BLOCK, array_for
 from bridge.core.formats.reading.regular_files import small_file
-from bridge.core.formats.reading.source_files import FileArray, FileView, Piece, SourceFiles
+from bridge.core.formats.reading.source_files import FileArray, FileView, SourceFiles, Span
 from bridge.core.formats.safetensors.header import (
     LENGTH_BYTES,
     Header,
@@ -140,7 +140,7 @@ class DcpReader(ClosedAtEnd):
         """All of tensors that are one chunk, which lies in its record alone; see `CheckpointReader.read_into`."""
         records = [self._whole_record(name, target.nbytes) for name, target in wanted]
         pieces = [
-            None if record is None else Piece(record[0].file, record[1].start, (target,))
+            None if record is None else Span(record[0].file, record[1].start, (target,))
             for record, (_, target) in zip(records, wanted, strict=True)
         ]
         return [
@@ -165,10 +165,10 @@ class DcpReader(ClosedAtEnd):
         (chunk,), (extent,) = info.chunks, extents
         stored = self._archives.get(extent)
         if stored is None:
-            found = self._find(info, chunk, extent)
-            if not isinstance(found.layout, StoredTensor):
+            located = self._find(info, chunk, extent)
+            if not isinstance(located.layout, StoredTensor):
                 return None
-            stored = found.layout
+            stored = located.layout
         record = stored.record
         plain = (stored.dtype, stored.shape, stored.first, record.size) == (info.dtype, info.shape, 0, nbytes)
         return (extent, record) if plain and row_major(stored.shape, stored.strides) else None
@@ -257,8 +257,8 @@ class DcpReader(ClosedAtEnd):
 
     def _read_metadata(self) -> DcpMetadata:
         try:
-            found = [file.name for file in metadata_files(self.path)] or [METADATA_FILE]
-            data = {name: small_file(self.path, name, "the metadata") for name in found}
+            names = [file.name for file in metadata_files(self.path)] or [METADATA_FILE]
+            data = {name: small_file(self.path, name, "the metadata") for name in names}
         except OSError as error:
             raise CheckpointError(f"cannot read the metadata of {self.path}: {error}") from error
         if METADATA_FILE in data:

@@ -67,7 +67,7 @@ class CommitOrAbort(ABC):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
             self.abort()
@@ -100,9 +100,9 @@ class AtomicDirectory(CommitOrAbort):
         self.sidecar: str | None = None
         self._refuse_existing()
         self._new_parents = [p for p in self.path.parents if not p.exists()]
-        found = next(p for p in self.path.parents if p.exists())
-        if not found.is_dir():
-            raise NotADirectoryError(f"{found} is a file: expected a directory, to hold {self.path}")
+        existing = next(p for p in self.path.parents if p.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(f"{existing} is a file: expected a directory, to hold {self.path}")
         self.temporary = resumed or self.path.with_name(f"{self.path.name}.tmp-{secrets.token_hex(4)}")
         self._open = True
         try:

@@ -106,19 +106,19 @@ def resume(path: Path, key: Key) -> Journal | None:
         if not _lock(descriptor):
             os.close(descriptor)
             raise InUse(directory)
-        found, done, length = _parse((directory / JOURNAL_FILE).read_bytes())
-        if found == dict(key):
+        noted, done, length = _parse((directory / JOURNAL_FILE).read_bytes())
+        if noted == dict(key):
             os.truncate(descriptor, length)
             return Journal(directory, descriptor, done)
         os.close(descriptor)
-        if found:
-            differences.append((directory, found))
+        if noted:
+            differences.append((directory, noted))
     if differences:
-        directory, found = differences[-1]
+        directory, noted = differences[-1]
         parts = [
-            f"{name}: expected {key.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
-            for name in dict.fromkeys((*key, *found))
-            if key.get(name) != found.get(name)
+            f"{name}: expected {key.get(name, 'nothing')}, found {noted.get(name, 'nothing')}"
+            for name in dict.fromkeys((*key, *noted))
+            if key.get(name) != noted.get(name)
         ]
         raise CheckpointError(
             f"{directory} is unfinished, but it is of another conversion ({'; '.join(parts)}): resume that conversion "
@@ -129,7 +129,7 @@ def resume(path: Path, key: Key) -> Journal | None:
 
 def abandoned(path: Path) -> list[Path]:
     """Working directories of what was to become `path`, whose writers are gone."""
-    found = []
+    directories = []
     for directory in temporaries_of(path):
         try:
             descriptor = os.open(directory / JOURNAL_FILE, os.O_RDWR)
@@ -137,14 +137,14 @@ def abandoned(path: Path) -> list[Path]:
             # No journal: a writer was killed while it removed a replaced checkpoint, or a writer has made the directory
             # this moment. Only the age tells the two apart.
             if time.time() - directory.stat().st_mtime > _ABANDONED_SECONDS:
-                found.append(directory)
+                directories.append(directory)
             continue
         except OSError:
             continue
         if _lock(descriptor) and not _writes_parts(directory):
-            found.append(directory)
+            directories.append(directory)
         os.close(descriptor)
-    return found
+    return directories
 
 
 def _writes_parts(directory: Path) -> bool:

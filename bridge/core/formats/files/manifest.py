@@ -288,10 +288,10 @@ def _usual(data: bytes) -> tuple[Any, dict[str, ManifestTensor]] | None:
 
 
 def _once_each(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(items)
-    if len(found) != len(items):
+    entries = dict(items)
+    if len(entries) != len(items):
         raise ValueError("expected each key once")
-    return found
+    return entries
 
 
 def _tensors(entries: Any) -> dict[str, ManifestTensor]:

@@ -86,15 +86,17 @@ def move_up(source: Path, target: Path, size: int) -> None:
 
 def _tensors_of(manifests: Iterable[Manifest]) -> dict[str, ManifestTensor]:
     """The tensors of all parts, each with the chunks of all. CheckpointError when parts contradict each other."""
-    found: dict[str, ManifestTensor] = {}
+    tensors: dict[str, ManifestTensor] = {}
     chunks: dict[str, dict[Box, int]] = {}
     for manifest in manifests:
         for name, tensor in manifest.tensors.items():
-            first = found.setdefault(name, tensor)
+            first = tensors.setdefault(name, tensor)
             if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
                 raise CheckpointError(
                     f"tensor {name!r}: expected {first.dtype} {first.shape} in all parts, got {tensor.dtype} "
                     f"{tensor.shape}"
                 )
             chunks.setdefault(name, {}).update(tensor.chunks)
-    return {name: ManifestTensor(tensor.dtype, tensor.shape, chunks[name]) for name, tensor in found.items()}
+    return {
+        name: ManifestTensor(tensor.dtype, tensor.shape, chunks[name]) for name, tensor in tensors.items()
+    }

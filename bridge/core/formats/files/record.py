@@ -57,8 +57,8 @@ class _Slot(NamedTuple):
 
     def goes_on(self, other: _Slot, start: int) -> bool:
         """Whether the other one follows at once, and both with all from ``start`` on are not too much together."""
-        place = other.place
-        near = place.file is self.place.file and place.offset == self.stop
+        following = other.place
+        near = following.file is self.place.file and following.offset == self.stop
         return near and other.stop - start <= _TOGETHER
 
 
@@ -119,8 +119,8 @@ class ChunkRecord:
         if not info.chunks or not sink.placed:
             return "", 0
         number = 0 if box is None else self._number(name, box)
-        place, frame = sink.place(info, number), (0, 0) if box is None else sink.frame(info, number)
-        return str(place.file.path), place.offset + (frame[0] if frame else 0)
+        reserved, frame = sink.place(info, number), (0, 0) if box is None else sink.frame(info, number)
+        return str(reserved.file.path), reserved.offset + (frame[0] if frame else 0)
 
     def stored(self, name: str, sink: Sink) -> frozenset[Box]:
         """Chunks of a tensor that an earlier attempt has noted, and whose elements are on disk as it noted them."""
@@ -131,15 +131,15 @@ class ChunkRecord:
             # Once: chunks that this attempt has written are in the list as well, and need no second look.
             if (name, number) in self._unchecked:
                 self._unchecked.discard((name, number))
-                place = sink.place(info, number)
-                if isinstance(place.file, UploadFile) and isinstance(self.path, UploadPath):
-                    if place.file.holds(place.offset, place.length):
+                reserved = sink.place(info, number)
+                if isinstance(reserved.file, UploadFile) and isinstance(self.path, UploadPath):
+                    if reserved.file.holds(reserved.offset, reserved.length):
                         sink.recall(info, number, self.path.folder.recalled[name, number])
                     else:
                         del crcs[number]
                     continue
-                found = sink.decode(info, number, place.file.read(place.offset, place.length))
-                if found is None or array_checksum(found) != crcs[number]:
+                elements = sink.decode(info, number, reserved.file.read(reserved.offset, reserved.length))
+                if elements is None or array_checksum(elements) != crcs[number]:
                     del crcs[number]
         return frozenset(box for box, number in self._numbers[name].items() if number in crcs)
 
@@ -154,17 +154,17 @@ class ChunkRecord:
         self._claim([(name, number)])
         try:
             crc = array_checksum(*parts) if crc is None else crc
-            place = sink.place(info, number)
+            reserved = sink.place(info, number)
             data = sink.encode(info, number, parts, crc)
-            if isinstance(place.file, UploadFile):
-                place.file.write_parts(place.offset, data)
+            if isinstance(reserved.file, UploadFile):
+                reserved.file.write_parts(reserved.offset, data)
                 note = (name, number, crc, sink.remembered(info, number))
-                place.file.note(place.offset, place.length, note)
-            elif place.length < SMALL:
-                self._gathering().add(place.file, place.offset, data)
+                reserved.file.note(reserved.offset, reserved.length, note)
+            elif reserved.length < SMALL:
+                self._gathering().add(reserved.file, reserved.offset, data)
             else:
-                place.file.write_parts(place.offset, data)
-            self._wrote([(name, number, crc)], place.length)
+                reserved.file.write_parts(reserved.offset, data)
+            self._wrote([(name, number, crc)], reserved.length)
         except BaseException as error:
             self.failure = self.failure or error
             raise
@@ -179,11 +179,11 @@ class ChunkRecord:
         for position, (name, box) in enumerate(chunks):
             info, number = self.infos[name], self._number(name, box)
             nbytes, frame = box.numel * info.dtype.itemsize, sink.frame(info, number)
-            place = sink.place(info, number)
-            if nbytes >= SMALL or frame is None or not isinstance(place.file, DataFile):
+            reserved = sink.place(info, number)
+            if nbytes >= SMALL or frame is None or not isinstance(reserved.file, DataFile):
                 continue
             before, after = frame
-            slot = _Slot(position, info, number, place, place.offset + before, nbytes, after)
+            slot = _Slot(position, info, number, reserved, reserved.offset + before, nbytes, after)
             if batch and not batch[-1].goes_on(slot, batch[0].place.offset):
                 self._fill(batch, fill, sink, done)
                 batch = []
@@ -200,8 +200,8 @@ class ChunkRecord:
 
         def piece(memory: memoryview) -> bool:
             targets = [memory[slot.first - start : slot.first - start + slot.nbytes] for slot in batch]
-            found = fill([slot.position for slot in batch], targets)
-            for slot, elements, sums in zip(batch, targets, found, strict=True):
+            sums_of_all = fill([slot.position for slot in batch], targets)
+            for slot, elements, sums in zip(batch, targets, sums_of_all, strict=True):
                 if sums is None:
                     continue
                 crc = extend(0, elements) if sums.crc32c is None else sums.crc32c
@@ -253,8 +253,8 @@ class ChunkRecord:
         with self._lock:
             gathered = list(self._gathered.values())
         try:
-            for one in gathered:
-                one.flush()
+            for buffer in gathered:
+                buffer.flush()
         except BaseException as error:
             self.failure = self.failure or error
             raise

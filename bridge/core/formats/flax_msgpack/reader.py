@@ -134,6 +134,6 @@ class MsgpackReader(SingleChunkReader):
         if isinstance(value, str) and (value.startswith(_ELSEWHERE) or (path[-1], value) == _SPEC):
             raise CheckpointError(f"{self._fileset.directory / file}: {OLD_ORBAX}")
         self._values[name], self._object_paths[name] = value, path
-        kind = STRING if isinstance(value, str) else empty_kind(value)
-        if kind is not None:
-            self._kinds[name] = kind
+        leaf_kind = STRING if isinstance(value, str) else empty_kind(value)
+        if leaf_kind is not None:
+            self._kinds[name] = leaf_kind

@@ -39,10 +39,10 @@ def leaves(root: object, what: str) -> Iterator[tuple[TreePath, object]]:
     """Each leaf with its path: Pieces of an array, or another value. CheckpointError when the root is no map."""
     if not isinstance(root, dict):
         raise CheckpointError(f"{what}: expected a tree with keys, found {type(root).__name__}")
-    found = list(_walk(root, (), what))
-    weights = {path[1:] for path, _ in found if path[0] in ("params", "target", "model") and len(path) > 1}
-    paths = {path for path, _ in found}
-    for path, value in found:
+    walked = list(_walk(root, (), what))
+    weights = {path[1:] for path, _ in walked if path[0] in ("params", "target", "model") and len(path) > 1}
+    paths = {path for path, _ in walked}
+    for path, value in walked:
         yield (_with_positions(path, weights, paths) if path[0] in OPTIMIZER else path), value
 
 

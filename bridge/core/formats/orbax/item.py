@@ -36,17 +36,17 @@ def find_item(path: Path) -> Path:
     if (path / TREE_FILE).is_file():
         return path
     below = _subdirectories(path)
-    found = {
+    items = {
         child: item
         for child in below
         for item in [child, *_subdirectories(child)]
         if (item / TREE_FILE).is_file()
     }
-    if not found:
+    if not items:
         raise CheckpointError(f"{path}: {_why_none(path)}")
-    if len(found) > 1:
-        raise CheckpointError(_which(path, list(found)))
-    child, _ = found.popitem()
+    if len(items) > 1:
+        raise CheckpointError(_which(path, list(items)))
+    child, _ = items.popitem()
     return find_item(child)
 
 
@@ -67,14 +67,14 @@ def _subdirectories(path: Path) -> list[Path]:
     return sorted(child for child in path.iterdir() if child.is_dir() and not is_unfinished(child))
 
 
-def _which(path: Path, found: list[Path]) -> str:
-    names = [child.name for child in found]
+def _which(path: Path, candidates: list[Path]) -> str:
+    names = [child.name for child in candidates]
     steps = all(_STEP.fullmatch(name) for name in names)
     if steps:
         names.sort(key=lambda name: (len(name), name))
     shown = first_of(names, 20)
-    kind = "step" if steps else "item"
-    return f"{path} holds several {kind}s: {shown}. Give the path of one {kind}, e.g. {path / names[-1]}"
+    noun = "step" if steps else "item"
+    return f"{path} holds several {noun}s: {shown}. Give the path of one {noun}, e.g. {path / names[-1]}"
 
 
 def _why_none(path: Path) -> str:
@@ -116,25 +116,25 @@ _BESIDE: Final = frozenset(
 
 def named_items(path: Path, names: Sequence[str]) -> dict[str, Path]:
     """The directories of these items of the one step at `path` or in it. CheckpointError where one is missing."""
-    found = _items(path)
-    missing = [name for name in names if name not in found]
+    items = _items(path)
+    missing = [name for name in names if name not in items]
     if missing:
         raise CheckpointError(
             f"{path}: expected the item{'s' if len(missing) > 1 else ''} {', '.join(missing)} (--item), found "
-            f"{', '.join(found) or 'no items with arrays'}"
+            f"{', '.join(items) or 'no items with arrays'}"
         )
-    return {name: found[name] for name in names}
+    return {name: items[name] for name in names}
 
 
 def items_of_one_state(path: Path) -> dict[str, Path]:
     """The items at `path`, weights first, if there are several and all names say what they are; else none."""
     if not path.is_dir() or is_unfinished(path) or (path / TREE_FILE).is_file():
         return {}
-    found = _items(path)
-    weights = [name for name in found if name in _WEIGHTS]
-    if len(found) < 2 or len(weights) != 1 or not found.keys() <= _WEIGHTS | _BESIDE:
+    items = _items(path)
+    weights = [name for name in items if name in _WEIGHTS]
+    if len(items) < 2 or len(weights) != 1 or not items.keys() <= _WEIGHTS | _BESIDE:
         return {}
-    return {name: found[name] for name in (*weights, *(name for name in found if name not in weights))}
+    return {name: items[name] for name in (*weights, *(name for name in items if name not in weights))}
 
 
 def has_items(path: Path) -> bool:
@@ -144,9 +144,9 @@ def has_items(path: Path) -> bool:
 
 def _items(path: Path) -> dict[str, Path]:
     below = _directories(path)
-    found = {child.name: child for child in below if (child / TREE_FILE).is_file()}
-    if found:
-        return found
+    items = {child.name: child for child in below if (child / TREE_FILE).is_file()}
+    if items:
+        return items
     steps = [child for child in below if any((item / TREE_FILE).is_file() for item in _directories(child))]
     return _items(steps[0]) if len(steps) == 1 else {}
 

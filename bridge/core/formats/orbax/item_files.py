@@ -75,20 +75,24 @@ def write_tree(
     """
     (item / TREE_FILE).write_text(render_tree(list(layouts), objects, kinds))
     leaves = leaves_of(list(layouts), objects, kinds)
-    strings = {path: str(objects[path]) for path, kind in leaves.items() if kind == STRING}
+    strings = {path: str(objects[path]) for path, leaf_kind in leaves.items() if leaf_kind == STRING}
     if strings:
         _write_json(item / STRINGS_FILE, render_strings(strings, what))
-    types = {path: key_implementation(kind) for path, kind in kinds.items()}
-    keys = {layout.key: kind for path, layout in layouts.items() if (kind := types.get(path)) is not None}
+    types = {path: key_implementation(leaf_kind) for path, leaf_kind in kinds.items()}
+    keys = {
+        layout.key: leaf_kind
+        for path, layout in layouts.items()
+        if (leaf_kind := types.get(path)) is not None
+    }
     write_keys(item, keys, {layout.key: layout for layout in layouts.values()})
 
 
-def require_key_data(what: str, kind: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+def require_key_data(what: str, leaf_kind: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:
     """CheckpointError, beginning with `what`, where a tensor is to be a typed key and has not the data of one."""
     data = dtype == np.uint32 and len(shape) > 0
-    if key_implementation(kind) is not None and not data:
+    if key_implementation(leaf_kind) is not None and not data:
         raise CheckpointError(
-            f"{what}: expected uint32 of at least one dimension for a {kind}, got {dtype} of shape {shape}"
+            f"{what}: expected uint32 of at least one dimension for a {leaf_kind}, got {dtype} of shape {shape}"
         )
 
 
@@ -113,22 +117,22 @@ def render_tree(
     paths = list(arrays)
     leaves = leaves_of(paths, objects, kinds)
     types = dict.fromkeys(paths, "np.ndarray")
-    types |= {path: _value_type(kind) for path, kind in kinds.items() if path in types} | leaves
+    types |= {path: _value_type(key_type) for path, key_type in kinds.items() if path in types} | leaves
     children = _children(types)
     # A list position that has no predecessor (it is an object, say) makes stock Orbax fail: such lists become dicts.
     lists = {parent for parent, keys in children.items() if keys == set(range(len(keys)))}
     texts: dict[TreePath, str] = {(): ""}
     values = {
-        kind: f'{{"value_type": {quoted(kind)}, "skip_deserialize": {json.dumps(kind in EMPTY)}}}'
-        for kind in set(types.values())
+        key_type: f'{{"value_type": {quoted(key_type)}, "skip_deserialize": {json.dumps(key_type in EMPTY)}}}'
+        for key_type in set(types.values())
     }
 
     def keys_of(path: TreePath) -> str:
         parent = path[:-1]
         if parent not in texts:
             texts[parent] = f"{keys_of(parent)}, "
-        kind = SEQUENCE if parent in lists else MAPPING
-        return f'{texts[parent]}{{"key": {quoted(str(path[-1]))}, "key_type": {kind}}}'
+        key_type = SEQUENCE if parent in lists else MAPPING
+        return f'{texts[parent]}{{"key": {quoted(str(path[-1]))}, "key_type": {key_type}}}'
 
     entries = [
         f'{quoted(str(tuple(map(str, path))))}: {{"key_metadata": [{keys_of(path)}], '
@@ -180,10 +184,10 @@ def _positions(
     }
 
 
-def _value_type(kind: str) -> str:
-    if key_implementation(kind) is not None:
+def _value_type(leaf_kind: str) -> str:
+    if key_implementation(leaf_kind) is not None:
         return "jax.Array"
-    return SCALAR if kind == SCALAR else "np.ndarray"
+    return SCALAR if leaf_kind == SCALAR else "np.ndarray"
 
 
 def _render_objects(objects: Mapping[TreePath, object]) -> dict[str, Json]:
@@ -198,7 +202,7 @@ STRINGS_FILE = "_strings.json"
 
 def find_strings(content: object, paths: Iterable[TreePath], what: str) -> dict[TreePath, str]:
     """The texts of these leaves. CheckpointError, beginning with `what`, for one that is not there."""
-    found: dict[TreePath, str] = {}
+    texts: dict[TreePath, str] = {}
     for path in paths:
         value = content
         for token in _pointer(path):
@@ -207,24 +211,24 @@ def find_strings(content: object, paths: Iterable[TreePath], what: str) -> dict[
             raise CheckpointError(f"{what}: expected a string for {leaf_name(path)!r}, found none")
         if not is_unicode(value):
             raise CheckpointError(f"{what}: expected Unicode text for {leaf_name(path)!r}, got {value!r:.80}")
-        found[path] = value
-    return found
+        texts[path] = value
+    return texts
 
 
 def render_strings(strings: Mapping[TreePath, str], what: str) -> Json:
     """The content of the file. CheckpointError, beginning with `what`, for a leaf in the place of another."""
     content: dict[str, Json] = {}
     for path, text in strings.items():
-        place = content
+        container = content
         *parents, last = _pointer(path)
         for token in parents:
-            below = place.setdefault(token, {})
+            below = container.setdefault(token, {})
             if not isinstance(below, dict):
                 break
-            place = below
+            container = below
         else:
-            if last not in place:
-                place[last] = text
+            if last not in container:
+                container[last] = text
                 continue
         raise CheckpointError(
             f"{what}: leaf {leaf_name(path)!r}: expected a name whose place in {STRINGS_FILE} is free, but a part of "
@@ -253,7 +257,7 @@ def read_keys(item: Path) -> Mapping[str, str]:
 
     CheckpointError for a file of array metadata that is no JSON.
     """
-    found: dict[str, str] = {}
+    implementations: dict[str, str] = {}
     folder = item / _FOLDER
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
         what = "array metadata"
@@ -261,8 +265,8 @@ def read_keys(item: Path) -> Mapping[str, str]:
             content = json.loads(small_file(folder, file.name, what))
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: expected JSON, got something else: {error}") from error
-        found.update(_keys(content))
-    return found
+        implementations.update(_keys(content))
+    return implementations
 
 
 def write_keys(item: Path, keys: Mapping[str, str], arrays: Mapping[str, ArrayLayout]) -> None:
@@ -298,6 +302,6 @@ def _keys(content: Any) -> Iterator[tuple[str, str]]:
         if not isinstance(array, dict):
             continue
         name, further = array.get("param_name"), array.get("ext_metadata")
-        kind = further.get("random_key_impl") if isinstance(further, dict) else None
-        if isinstance(name, str) and isinstance(kind, str):
-            yield name, kind
+        implementation = further.get("random_key_impl") if isinstance(further, dict) else None
+        if isinstance(name, str) and isinstance(implementation, str):
+            yield name, implementation

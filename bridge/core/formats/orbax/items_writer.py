@@ -173,14 +173,14 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
         self._require_open()
         for key, item in self._items.items():
             for path in (*item.layouts, *item.objects):
-                kind = kinds.get(leaf_name((key, *path)))
+                leaf_kind = kinds.get(leaf_name((key, *path)))
                 layout = item.layouts.get(path)
-                if kind is None:
+                if leaf_kind is None:
                     continue
                 if layout is not None:
                     what = f"{self.path}: tensor {leaf_name((key, *path))!r}"
-                    require_key_data(what, kind, layout.dtype, layout.shape)
-                item.kinds[path] = kind
+                    require_key_data(what, leaf_kind, layout.dtype, layout.shape)
+                item.kinds[path] = leaf_kind
 
     def commit(self) -> None:
         """Let the checkpoint appear under its name; on any error nothing is left behind.
@@ -203,7 +203,7 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
                     ((name, *path) for path in item.layouts),
                     {(name, *path): value for path, value in item.objects.items()},
                 )
-                kinds = {path[1:]: kind for path, kind in implied.items()} | item.kinds
+                kinds = {path[1:]: leaf_kind for path, leaf_kind in implied.items()} | item.kinds
                 write_tree(item.directory, f"{self.path}/{name}", item.layouts, item.objects, kinds)
                 mark_item(item.directory)
                 self._write_manifest(name, item)

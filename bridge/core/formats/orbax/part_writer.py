@@ -86,10 +86,10 @@ class OrbaxJoin(OrbaxWriter):
             (self._item / MANIFEST_FILE).unlink(missing_ok=True)
             shutil.rmtree(self._item / "d", ignore_errors=True)
             for number, part in enumerate(self._parts, 1):
-                store, place = process_store(part, number), process_store(self._item, number)
+                store, target = process_store(part, number), process_store(self._item, number)
                 if store.exists():
-                    os.rename(store, place)
-                elif not place.exists():
+                    os.rename(store, target)
+                elif not target.exists():
                     raise CheckpointError(
                         f"{store}: expected the store of a part, found none: remove {part}, and write this part again"
                     )

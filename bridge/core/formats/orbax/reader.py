@@ -129,7 +129,9 @@ class OrbaxReader(ClosedAtEnd):
         typed = read_keys(self._item)
         keys = {path: typed.get(storage_key(path)) for path in tree.arrays} if typed else {}
         kinds = {**tree.kinds, **{path: key_kind(name) for path, name in keys.items() if name is not None}}
-        self.kinds: Mapping[str, str] = MappingProxyType({leaf_name(p): kind for p, kind in kinds.items()})
+        self.kinds: Mapping[str, str] = MappingProxyType(
+            {leaf_name(p): leaf_kind for p, leaf_kind in kinds.items()}
+        )
         objects = {**tree.objects, **self._read_strings(tree)}
         self.objects: Mapping[str, object] = MappingProxyType({leaf_name(p): v for p, v in objects.items()})
         self.object_paths: Mapping[str, TreePath] = MappingProxyType({leaf_name(p): p for p in objects})
@@ -243,12 +245,12 @@ class OrbaxReader(ClosedAtEnd):
 
     def _require_bounded(self, packing: Packing, name: str, key: str) -> None:
         def read(start: int, stop: int) -> bytes:
-            if place is None:
+            if stored is None:
                 return self._inline[key][start:stop]
-            return self._values.files.read(place.file, place.start + start, place.start + stop, what)
+            return self._values.files.read(stored.file, stored.start + start, stored.start + stop, what)
 
-        place, what = self._values.find(key), f"tensor {name!r}, chunk {key!r}"
-        size = len(self._inline[key]) if place is None else place.size
+        stored, what = self._values.find(key), f"tensor {name!r}, chunk {key!r}"
+        size = len(self._inline[key]) if stored is None else stored.size
         packing.require_bounded(read, size, f"{self._item}: {what}")
         self._bounded.add(key)
 

@@ -165,21 +165,21 @@ def parse_tree(data: object, what: str) -> Tree:
         value = fields.get("value_metadata")
         if not isinstance(value, dict):
             value = _mapping(value, f"{what}: leaf {leaf_name(path)!r}")
-        kind = value.get("value_type")
+        value_type = value.get("value_type")
         if value.get("skip_deserialize"):
-            if not isinstance(kind, str) or kind not in EMPTY:
+            if not isinstance(value_type, str) or value_type not in EMPTY:
                 raise CheckpointError(
                     f"{what}: leaf {leaf_name(path)!r}: expected a value without data to be one of "
-                    f"{', '.join(EMPTY)}, got {str(kind)[:80]!r}"
+                    f"{', '.join(EMPTY)}, got {str(value_type)[:80]!r}"
                 )
-            objects[path] = EMPTY[kind]
-            kinds[path] = kind
-        elif kind == STRING:
+            objects[path] = EMPTY[value_type]
+            kinds[path] = value_type
+        elif value_type == STRING:
             strings.append(path)
             kinds[path] = STRING
         else:
             arrays.append(path)
-            if kind == SCALAR:
+            if value_type == SCALAR:
                 kinds[path] = SCALAR
     custom = root.get("custom_metadata")
     if isinstance(custom, dict) and "twinshard" in custom:
@@ -187,7 +187,7 @@ def parse_tree(data: object, what: str) -> Tree:
         at = _own_positions((*arrays, *strings, *objects), custom["twinshard"], own)
         arrays, strings = [at[path] for path in arrays], [at[path] for path in strings]
         objects = {at[path]: value for path, value in objects.items()}
-        kinds = {at[path]: kind for path, kind in kinds.items()}
+        kinds = {at[path]: value_type for path, value_type in kinds.items()}
         objects |= _parse_objects(custom["twinshard"], own)
     leaves = (*arrays, *strings, *objects)
     # One by one takes four times as long, and is only needed to say which leaf is refused.
@@ -282,27 +282,27 @@ def can_claim_all(paths: Sequence[TreePath]) -> bool:
 def _own_positions(leaves: Iterable[TreePath], data: object, what: str) -> dict[TreePath, TreePath]:
     """Leaves of lists that are dicts in the tree, since something in them is no leaf, with their list positions."""
     positions = _mapping(_mapping(data, what).get("positions", {}), f"{what}: positions")
-    found: dict[TreePath, TreePath] = {}
+    own_paths: dict[TreePath, TreePath] = {}
     for path in leaves:
         own = positions.get(leaf_name(path), list(path))
         if not isinstance(own, list) or list(map(str, own)) != list(map(str, path)):
             raise CheckpointError(
                 f"{what}: leaf {leaf_name(path)!r}: expected the positions of {path}, got {own!r:.80}"
             )
-        found[path] = tuple(own)
-    return found
+        own_paths[path] = tuple(own)
+    return own_paths
 
 
 def _parse_objects(data: object, what: str) -> dict[TreePath, object]:
     root = _mapping(data, what)
     paths = _mapping(root.get("paths", {}), f"{what}: paths")
-    found: dict[TreePath, object] = {}
+    values: dict[TreePath, object] = {}
     for name, value in _mapping(root.get("objects", {}), f"{what}: objects").items():
         path = paths.get(name, name.split("/"))
         if not isinstance(path, list) or not all(type(key) in (str, int) for key in path):
             raise CheckpointError(f"{what}: object {name!r}: expected a path of keys, got {path!r:.80}")
-        found[tuple(path)] = decode_object(value, f"{what}: object {name!r}")
-    return found
+        values[tuple(path)] = decode_object(value, f"{what}: object {name!r}")
+    return values
 
 
 def _parse_path(entry: Mapping[str, object], what: str) -> TreePath:
@@ -312,11 +312,11 @@ def _parse_path(entry: Mapping[str, object], what: str) -> TreePath:
     path: list[str | int] = []
     for key in keys:
         fields = _mapping(key, what, "key_metadata")
-        text, kind = fields.get("key"), fields.get("key_type")
-        if isinstance(text, str) and kind == MAPPING:
+        text, key_type = fields.get("key"), fields.get("key_type")
+        if isinstance(text, str) and key_type == MAPPING:
             path.append(text)
             continue
-        if not isinstance(text, str) or kind not in (SEQUENCE, MAPPING):
+        if not isinstance(text, str) or key_type not in (SEQUENCE, MAPPING):
             raise CheckpointError(f"{what}: expected a key with key_type 1 or 2, got {key!r:.80}")
         if not re.fullmatch("0|[1-9][0-9]{0,17}", text):
             raise CheckpointError(f"{what}: expected a list position to be a number, got {text[:80]!r}")

@@ -212,10 +212,10 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
     def add_kinds(self, kinds: Mapping[str, str]) -> None:
         """Say what leaves are to stock Orbax; see `CheckpointWriter.add_kinds`."""
         self._require_open()
-        for name, kind in kinds.items():
+        for name, leaf_kind in kinds.items():
             info = self._record.infos.get(name)
             if info is not None:
-                require_key_data(f"{self.path}: tensor {name!r}", kind, info.dtype, info.shape)
+                require_key_data(f"{self.path}: tensor {name!r}", leaf_kind, info.dtype, info.shape)
         self._kinds.update(kinds)
 
     @collection_paused()
@@ -288,7 +288,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
     def _kinds_by_path(self) -> dict[TreePath, str]:
         paths = {info.name: info.path for info in self._record.infos.values()}
         paths |= {leaf_name(path): path for path in self._objects}
-        return {paths[name]: kind for name, kind in self._kinds.items() if name in paths}
+        return {paths[name]: leaf_kind for name, leaf_kind in self._kinds.items() if name in paths}
 
     def _leaves(self) -> Mapping[TreePath, str]:
         arrays = [info.path for info in self._record.infos.values()]

@@ -99,7 +99,7 @@ def numbered_sets(names: Iterable[str]) -> list[NumberedFiles]:
         _set(numbers, counts[template], of_ranks=_PART.search(template.replace("{}", "0")) is None)
         for template, numbers in members.items()
     ]
-    return [found for found in sets if found is not None]
+    return [files for files in sets if files is not None]
 
 
 def _numbers(name: str) -> tuple[list[tuple[int, int]], int | None]:
@@ -208,10 +208,10 @@ class FileKind:
                 if path.name.endswith(INDEX_END)
                 else ModelFiles(path.parent, (path.name,))
             )
-        found = self._candidates(path)
-        indexes = [name for name in found if name.endswith(INDEX_END)]
-        files = [name for name in found if not name.endswith(INDEX_END)]
-        usual = next((name for name in self.usual if name in found), None)
+        candidates = self._candidates(path)
+        indexes = [name for name in candidates if name.endswith(INDEX_END)]
+        files = [name for name in candidates if not name.endswith(INDEX_END)]
+        usual = next((name for name in self.usual if name in candidates), None)
         if usual in files and usual + INDEX_END in indexes:
             # The index is obeyed where it is of this file, which else comes first, as in `from_pretrained`.
             listed = indexed_files(path / (usual + INDEX_END))
@@ -220,7 +220,7 @@ class FileKind:
             return ModelFiles(path, (usual,))
         if usual is not None or len(indexes) == 1:
             return indexed_files(path / (usual or indexes[0]))
-        return self._without_index(path, found, files)
+        return self._without_index(path, candidates, files)
 
     def _without_index(self, path: Path, candidates: Sequence[str], files: list[str]) -> ModelFiles:
         if files == candidates and self.rank is not None and all(map(self.rank.match, files)):

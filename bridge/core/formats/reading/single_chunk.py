@@ -42,9 +42,9 @@ class SingleChunkReader(ClosedAtEnd):
 
     format: str
 
-    def __init__(self, path: str | os.PathLike[str], kind: FileKind) -> None:
+    def __init__(self, path: str | os.PathLike[str], file_kind: FileKind) -> None:
         self.path = path if isinstance(path, StorePath) else Path(path)
-        self._fileset = kind.find(self.path)
+        self._fileset = file_kind.find(self.path)
         self._files = SourceFiles(self._fileset.directory)
         self._tensors: dict[str, TensorInfo] = {}
         self._object_paths: dict[str, TreePath] = {}

@@ -2,7 +2,7 @@
 
     FileView     metadata: bytes by their place, fetched in pages
     FileArray    elements: where they lie. `copy` writes them into an array, `lend` into a buffer that is used again
-    Piece        small tensors: several at once, into memory that is there
+    Span        small tensors: several at once, into memory that is there
 
 No file is mapped. A mapped file that another process shortens, or whose disk fails, ends this process with SIGBUS; here
 it is a CheckpointError with file, tensor and byte. So is a file that changes between its first and its last read.
@@ -49,7 +49,7 @@ _MOST_PARTS = 1000
 _BETWEEN = memoryview(bytearray(_GAP))
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Bytes of a file from `start` on, and the memory that they are to fill, one part after the other."""
 
     file: str
@@ -255,15 +255,15 @@ class SourceFiles:
         array.flags.writeable = False
         return Loan(array, partial(buffers.give_back, buffer))
 
-    def read_into(self, pieces: Sequence[Piece | None]) -> list[bool]:
+    def read_into(self, pieces: Sequence[Span | None]) -> list[bool]:
         """Read pieces of files into memory; whether each is there as a whole.
 
         Neighbours come by one read: each read lets go of Python's lock, and a thread waits longer to get it back than
         the read of a small piece takes. None of them in a store.
         """
-        found = [False] * len(pieces)
+        read = [False] * len(pieces)
         if isinstance(self.directory, StorePath):
-            return found
+            return read
         run: list[tuple[int, int]] = []
         vector: list[memoryview] = []
         name, start, stop = "", 0, 0
@@ -272,7 +272,7 @@ class SourceFiles:
                 continue
             gap = piece.start - stop
             if run and not (piece.file == name and 0 <= gap <= _GAP and len(vector) < _MOST_PARTS):
-                self._read_run(name, start, vector, run, found)
+                self._read_run(name, start, vector, run, read)
                 run, vector = [], []
             if not run:
                 name, start = piece.file, piece.start
@@ -282,8 +282,8 @@ class SourceFiles:
             stop = piece.start + sum(map(len, piece.targets))
             run.append((index, stop))
         if run:
-            self._read_run(name, start, vector, run, found)
-        return found
+            self._read_run(name, start, vector, run, read)
+        return read
 
     def close(self) -> None:
         """Release the files; arrays copied out stay valid."""

@@ -164,8 +164,8 @@ def read_header(file: FileView | bytes, what: str, start: int = 0) -> Header:
     end = base
     for name, array in sorted(arrays.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if array.start != end:
-            kind = "overlaps the one before" if array.start < end else "leaves a gap before it"
-            _refuse(what, f"tensor {name!r} {kind}: it begins at {array.start - base}, not {end - base}")
+            fault = "overlaps the one before" if array.start < end else "leaves a gap before it"
+            _refuse(what, f"tensor {name!r} {fault}: it begins at {array.start - base}, not {end - base}")
         end += array.nbytes
     if end != size:
         _refuse(
@@ -220,8 +220,8 @@ class _Parser:
         more = self.opened()
         alike: dict[tuple[str, str], StoredArray] = {}
         while more:
-            if (found := self.usual(arrays, alike)) is not None:
-                more = found
+            if (count := self.usual(arrays, alike)) is not None:
+                more = count
                 continue
             name = self.key()
             if name == METADATA_KEY:
@@ -242,10 +242,10 @@ class _Parser:
 
         None for any other, and where anything is wrong: nothing is taken then.
         """
-        found = _USUAL.match(self.text, self.position)
-        if found is None:
+        match = _USUAL.match(self.text, self.position)
+        if match is None:
             return None
-        name, code, sizes, begin, end, last = found.groups()
+        name, code, sizes, begin, end, last = match.groups()
         if "\\" in name or len(name) > MAX_NAME or name == METADATA_KEY or name in arrays:
             return None
         like = alike.get((code, sizes))
@@ -258,18 +258,18 @@ class _Parser:
         if int(end) - start != like.nbytes:
             return None
         arrays[name] = StoredArray(like.dtype, like.shape, self.base + start, like.bits)
-        self.position = found.end()
+        self.position = match.end()
         return last == ","
 
     def refuse(self, why: str) -> Never:
         _refuse(self.what, why)
 
     def match(self, pattern: re.Pattern[str], expected: str) -> str:
-        found = pattern.match(self.text, self.position)
-        if found is None:
+        matched = pattern.match(self.text, self.position)
+        if matched is None:
             self.refuse(f"its header is malformed: expected {expected} at character {self.position}")
-        self.position = found.end()
-        return found[found.lastindex or 0]
+        self.position = matched.end()
+        return matched[matched.lastindex or 0]
 
     def opened(self) -> bool:
         return not self.match(_OPEN, "'{'")
@@ -292,18 +292,18 @@ class _Parser:
         return raw
 
     def texts(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+        content: dict[str, str] = {}
         if (nothing := _NULL.match(self.text, self.position)) is not None:
             self.position = nothing.end()
-            return found
+            return content
         more = self.opened()
         while more:
             key = self.key()
-            if key in found:
+            if key in content:
                 self.refuse(f"{METADATA_KEY} has {key!r} twice")
-            found[key] = self.unquoted(self.match(_TEXT, "text"), MAX_HEADER)
+            content[key] = self.unquoted(self.match(_TEXT, "text"), MAX_HEADER)
             more = self.another()
-        return found
+        return content
 
     def array(self, name: str) -> StoredArray:
         fields: dict[str | None, re.Match[str]] = {}

@@ -18,7 +18,7 @@ import numpy as np
 from bridge.core.formats.reading.model_files import ModelFiles
 from bridge.core.formats.reading.read_memory import array_for
 from bridge.core.formats.reading.regular_files import regular_file
-from bridge.core.formats.reading.source_files import FileArray, Piece, SourceFiles
+from bridge.core.formats.reading.source_files import FileArray, SourceFiles, Span
 from bridge.core.formats.reading.weight_index import check_index
 from bridge.core.formats.safetensors.extras import EXTRAS_KEY, Extras, parse_extras
 from bridge.core.formats.safetensors.files import find_files
@@ -156,14 +156,14 @@ class SafetensorsReader(ClosedAtEnd):
         pieces = [self._whole_piece(name, target) for name, target in wanted]
         return [Checksums() if read else None for read in self._files.read_into(pieces)]
 
-    def _whole_piece(self, name: str, target: memoryview) -> Piece | None:
+    def _whole_piece(self, name: str, target: memoryview) -> Span | None:
         pieces = self._pieces[name]
         if len(pieces) != 1 or name in self.unreadable:
             return None
         (piece,) = pieces
         array = piece.array
         whole = piece.box.sizes == self._tensors[name].shape and array.nbytes == target.nbytes
-        return Piece(piece.file, array.start, (target,)) if whole else None
+        return Span(piece.file, array.start, (target,)) if whole else None
 
     def _part(self, piece: _Piece, common: Box, name: str) -> FileArray:
         """Where elements of a piece are in the file."""
@@ -219,12 +219,12 @@ class SafetensorsReader(ClosedAtEnd):
             path = paths.get(name, (name,))
             first = pieces[0]
             # Most tensors are in one piece each, and of such a shape and dtype thousands may be.
-            one = len(pieces) == 1 and not any(first.box.offsets)
-            like = alike.get((first.array.shape, first.array.dtype)) if one else None
+            is_whole = len(pieces) == 1 and not any(first.box.offsets)
+            like = alike.get((first.array.shape, first.array.dtype)) if is_whole else None
             if like is None:
                 with one_part(name):
                     infos[name] = self._info(name, path)
-                    if one:
+                    if is_whole:
                         alike[first.array.shape, first.array.dtype] = infos[name]
             else:
                 infos[name] = like.named(name, path)

@@ -206,9 +206,9 @@ class SafetensorsWriter(FlatWriter):
         files = {}
         for file in self._names:
             ranges = [
-                (place.offset, place.offset + place.length)
-                for place in places
-                if str(place.file.path).rpartition("/")[2] == file
+                (where.offset, where.offset + where.length)
+                for where in places
+                if str(where.file.path).rpartition("/")[2] == file
             ]
             rest = rest_checksum(folder / file, ranges)
             files[file] = ManifestFile((folder / file).stat().st_size, None, rest)

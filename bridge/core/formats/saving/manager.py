@@ -102,7 +102,7 @@ class StepManager:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
             self.close()
@@ -138,14 +138,14 @@ class StepManager:
 
     def _metrics(self) -> tuple[dict[int, dict[str, float]], dict[int, CheckpointError]]:
         """The metrics of each complete step, and why those of others cannot be read."""
-        found: dict[int, dict[str, float]] = {}
+        by_step: dict[int, dict[str, float]] = {}
         damaged: dict[int, CheckpointError] = {}
         for step, places in complete_steps(self.directory).items() if self._retention.best_metric else ():
             try:
-                found[step] = read_metrics(places[0])
+                by_step[step] = read_metrics(places[0])
             except CheckpointError as error:
                 damaged[step] = error
-        return found, damaged
+        return by_step, damaged
 
     def _clean(self) -> None:
         """Remove what killed saves left; by one process, before the first save."""

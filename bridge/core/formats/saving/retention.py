@@ -53,7 +53,7 @@ class Retention:
         if self.best_metric is None:
             return None
         sign = -1.0 if self.best_mode == "min" else 1.0
-        values = {step: found.get(self.best_metric, math.nan) for step, found in metrics.items()}
+        values = {step: of_step.get(self.best_metric, math.nan) for step, of_step in metrics.items()}
         ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
         return max(ranked)[1] if ranked else None
 
@@ -83,13 +83,13 @@ def render_metrics(metrics: Mapping[str, SupportsFloat]) -> bytes:
 def read_metrics(step: Path) -> dict[str, float]:
     """The metrics of a step's directory; none where it has no such file. ``CheckpointError`` for a damaged one."""
     try:
-        found = json.loads((step / METRICS_FILE).read_bytes())
+        metrics = json.loads((step / METRICS_FILE).read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{step / METRICS_FILE}: expected the metrics of a step: {error!s:.200}"
         ) from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{step / METRICS_FILE}: expected the metrics of a step, found {found!r:.80}")
-    return {str(name): float(value) for name, value in found.items() if isinstance(value, int | float)}
+    if not isinstance(metrics, dict):
+        raise CheckpointError(f"{step / METRICS_FILE}: expected the metrics of a step, found {metrics!r:.80}")
+    return {str(name): float(value) for name, value in metrics.items() if isinstance(value, int | float)}

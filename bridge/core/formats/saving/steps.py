@@ -47,12 +47,12 @@ def choose_step(path: Path, step: int | None) -> Path:
     wanted = known[-1] if step is None else step
     chosen = [child for child in complete if numbers[child] == wanted]
     if len(chosen) != 1:
-        found = " and ".join(sorted(child.name for child in chosen)) or (
+        seen = " and ".join(sorted(child.name for child in chosen)) or (
             "one whose save did not finish" if wanted in numbers.values() else "none"
         )
         listed = ", ".join(map(str, known[-_SHOWN:]))
         raise CheckpointError(
-            f"step: expected one complete step {wanted} in {path}, got {found}: complete are {listed or 'none'}"
+            f"step: expected one complete step {wanted} in {path}, got {seen}: complete are {listed or 'none'}"
         )
     return chosen[0]
 
@@ -63,10 +63,10 @@ def complete_steps(path: Path) -> dict[int, list[Path]]:
     Two directories may have one number, such as ``3`` and ``step_3``.
     """
     numbers = _numbers(path) if path.is_dir() else {}
-    found: dict[int, list[Path]] = {}
+    by_number: dict[int, list[Path]] = {}
     for child in sorted(_complete(list(numbers)), key=lambda child: (numbers[child], child.name)):
-        found.setdefault(numbers[child], []).append(child)
-    return found
+        by_number.setdefault(numbers[child], []).append(child)
+    return by_number
 
 
 def _numbers(path: Path) -> dict[Path, int]:

@@ -28,9 +28,11 @@ class ComposedParts:
 
     in_order = False
 
-    def __init__(self, system: FileSystem, name: str, start: str, found: Mapping[str, int]) -> None:
+    def __init__(self, system: FileSystem, name: str, start: str, sizes_there: Mapping[str, int]) -> None:
         self._system, self._name, self._start = system, name, start
-        numbers = {part.removeprefix(start): size for part, size in found.items() if part.startswith(start)}
+        numbers = {
+            part.removeprefix(start): size for part, size in sizes_there.items() if part.startswith(start)
+        }
         self.sizes = {int(number): size for number, size in numbers.items() if number.isdecimal()}
 
     def put(self, number: int, data: bytes | bytearray) -> None:
@@ -84,8 +86,8 @@ def objects_from(system: FileSystem, start: str) -> dict[str, int]:
     """Sizes of all objects whose names begin so."""
     parent, _, beginning = start.rpartition("/")
     system.invalidate_cache()
-    found = retried(lambda: system.find(parent, prefix=beginning, detail=True))
-    return {name: int(entry["size"]) for name, entry in found.items() if name.startswith(start)}
+    listed = retried(lambda: system.find(parent, prefix=beginning, detail=True))
+    return {name: int(entry["size"]) for name, entry in listed.items() if name.startswith(start)}
 
 
 def remove_objects(system: FileSystem, names: Iterable[str]) -> None:

@@ -117,23 +117,23 @@ def s3_uploads(system: FileSystem, root: str) -> dict[str, list[str]]:
     def call(method: str, **arguments: Any) -> Any:
         return retried(lambda: system.call_s3(method, Bucket=bucket, Prefix=key, **arguments))
 
-    found: dict[str, list[tuple[Any, str]]] = {}
+    by_key: dict[str, list[tuple[Any, str]]] = {}
     for upload in _pages(call, "list_multipart_uploads", "Uploads", "KeyMarker", "UploadIdMarker"):
         if upload["Key"] == key or upload["Key"].startswith(f"{key}/"):
             entry = upload.get("Initiated"), upload["UploadId"]
-            found.setdefault(f"{bucket}/{upload['Key']}", []).append(entry)
-    return {name: [upload for _, upload in sorted(entries, key=str)] for name, entries in found.items()}
+            by_key.setdefault(f"{bucket}/{upload['Key']}", []).append(entry)
+    return {name: [upload for _, upload in sorted(entries, key=str)] for name, entries in by_key.items()}
 
 
-def _pages(call: Callable[..., Any], method: str, kind: str, *markers: str, **arguments: Any) -> list[Any]:
+def _pages(call: Callable[..., Any], method: str, field: str, *markers: str, **arguments: Any) -> list[Any]:
     """All entries of an answer that comes in pages."""
-    found: list[Any] = []
+    entries: list[Any] = []
     while True:
         page = call(method, **arguments)
-        found += page.get(kind, ())
+        entries += page.get(field, ())
         following = {marker: page.get(f"Next{marker}") for marker in markers}
         if not page.get("IsTruncated") or not any(following.values()):
-            return found
+            return entries
         arguments |= {marker: value for marker, value in following.items() if value}
 
 

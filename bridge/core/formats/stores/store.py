@@ -41,12 +41,12 @@ def place_of(path: str | os.PathLike[str]) -> Path | str:
     return path if isinstance(path, str) and is_url(path) else Path(path)
 
 
-def local_path(place: Path | str) -> Path | None:
+def local_path(where: Path | str) -> Path | None:
     """Where a path, or a URL of this machine's own files, is; None in other stores."""
-    if isinstance(place, Path):
-        return place
-    if place.lower().startswith(("file://", "local://")):
-        return Path(open_store(place)[1])
+    if isinstance(where, Path):
+        return where
+    if where.lower().startswith(("file://", "local://")):
+        return Path(open_store(where)[1])
     return None
 
 
@@ -132,6 +132,6 @@ def store_errors(what: str) -> Iterator[None]:
     except (CheckpointError, KeyboardInterrupt, SystemExit):
         raise
     except Exception as error:
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+        error_type = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
         advice = _LOG_IN if _NO_LOGIN.search(str(error)) else ""
-        raise kind(f"{what}: {type(error).__name__}: {error}{advice}") from error
+        raise error_type(f"{what}: {type(error).__name__}: {error}{advice}") from error

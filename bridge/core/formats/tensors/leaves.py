@@ -83,10 +83,10 @@ def key_kind(implementation: str) -> str:
     return f"key<{implementation}>"
 
 
-def key_implementation(kind: str | None) -> str | None:
+def key_implementation(leaf_kind: str | None) -> str | None:
     """The inverse of `key_kind`; None for another kind, or none."""
-    found = _KEY.fullmatch(kind or "")
-    return found and found[1]
+    match = _KEY.fullmatch(leaf_kind or "")
+    return match and match[1]
 
 
 def empty_kind(value: object) -> str | None:
@@ -97,11 +97,13 @@ def empty_kind(value: object) -> str | None:
     return names.get(type(value)) if not value else None
 
 
-def is_kind_of(kind: str | None, value: object) -> bool:
+def is_kind_of(leaf_kind: str | None, value: object) -> bool:
     """Whether an object may be a leaf of this kind in a tree."""
-    if kind == STRING:
+    if leaf_kind == STRING:
         return type(value) is str
-    return kind is not None and kind in EMPTY and type(value) is type(EMPTY[kind]) and not value
+    return (
+        leaf_kind is not None and leaf_kind in EMPTY and type(value) is type(EMPTY[leaf_kind]) and not value
+    )
 
 
 def implied_kinds(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]) -> dict[TreePath, str]:
@@ -111,9 +113,9 @@ def implied_kinds(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]
     """
     roots = {path[0] for path in arrays}
     return {
-        path: kind
+        path: leaf_kind
         for path, value in objects.items()
-        if path[0] in roots and path != LEAVES and (kind := empty_kind(value)) is not None
+        if path[0] in roots and path != LEAVES and (leaf_kind := empty_kind(value)) is not None
     }
 
 
@@ -126,13 +128,17 @@ def kinds_of(reader: CheckpointReader) -> Mapping[str, str]:
     noted = None if name is None else reader.objects[name]
     if not isinstance(noted, dict):
         return {}
-    return {str(name): kind for name, kind in noted.items() if isinstance(kind, str)}
+    return {str(name): leaf_kind for name, leaf_kind in noted.items() if isinstance(leaf_kind, str)}
 
 
 def key_types(reader: CheckpointReader) -> dict[str, str]:
     """The implementations of typed PRNG keys by the names of the tensors of uint32 that hold their data."""
-    found = {name: key_implementation(kind) for name, kind in kinds_of(reader).items()}
-    return {name: kind for name, kind in found.items() if kind is not None and name in reader.tensors}
+    implementations = {name: key_implementation(leaf_kind) for name, leaf_kind in kinds_of(reader).items()}
+    return {
+        name: leaf_kind
+        for name, leaf_kind in implementations.items()
+        if leaf_kind is not None and name in reader.tensors
+    }
 
 
 def tree_kinds(reader: CheckpointReader) -> dict[str, str]:
@@ -144,4 +150,4 @@ def tree_kinds(reader: CheckpointReader) -> dict[str, str]:
         with suppress(CheckpointError):
             values[path] = reader.objects[name]
     implied = implied_kinds((info.path for info in reader.tensors.values()), values)
-    return {paths[path]: kind for path, kind in implied.items()} | dict(kinds_of(reader))
+    return {paths[path]: leaf_kind for path, leaf_kind in implied.items()} | dict(kinds_of(reader))

@@ -39,7 +39,7 @@ class ClosedAtEnd(ABC):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -166,7 +166,7 @@ class one_part:  # named as a function is, as those of contextlib are
         pass
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> bool:
         if not isinstance(error, CheckpointError) or (damage := _DAMAGE.get()) is None:
             return False

@@ -74,11 +74,11 @@ def local_piece(node: object) -> LocalPiece | None:
             name=name,
             args=(
                 _,
-                Name(dotted=kind),
+                Name(dotted=class_name),
                 (_, _, tuple(shape), *_),
                 (_, {"_local_tensor": Call() as local, "_spec": spec}),
             ),
-        ) if name == _REBUILD and kind in _CLASSES and is_index(shape):
+        ) if name == _REBUILD and class_name in _CLASSES and is_index(shape):
             pass
         case _:
             return None

@@ -189,8 +189,8 @@ class TorchSaveReader(SingleChunkReader):
         listed = list(members.values())
         # The start is the place in the list until it is looked up; torch.save can be told to skip checksums: 0.
         records = {
-            name: Record(place, m.size, m.crc if m.crc or not m.size else None)
-            for place, (name, m) in enumerate(members.items())
+            name: Record(position, m.size, m.crc if m.crc or not m.size else None)
+            for position, (name, m) in enumerate(members.items())
         }
         root = read_pickle(self._small(file, members["data.pkl"], _VOCABULARY.max_bytes), _VOCABULARY, what)
         for path_in_tree, node in leaves(root, what):

@@ -106,9 +106,9 @@ class _Tree:
             match node:
                 case Call(name=name, args=(tensor, *_)) if name in _PARAMETERS:
                     node = tensor
-                case Call(name=name, args=(Name(dotted=function), Name(dotted=kind), tuple(args), *_)) if (
-                    name == _FROM_TYPE and kind in _TENSOR_TYPES
-                ):
+                case Call(
+                    name=name, args=(Name(dotted=function), Name(dotted=class_name), tuple(args), *_)
+                ) if name == _FROM_TYPE and class_name in _TENSOR_TYPES:
                     node = Call(function, args)
                 case Call(name="collections.OrderedDict", args=(list(pairs),)) if all(map(is_pair, pairs)):
                     return dict(pairs)

@@ -38,11 +38,11 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 QUANTIZATION: Final = "quantization_config"
 
 
-def companions_home(place: Path) -> Path:
-    """Where the companions of the checkpoint at ``place`` are: of an item of an Orbax step, beside the items."""
-    if not (place / TREE_FILE).is_file() or any(is_companion(child.name) for child in place.iterdir()):
-        return place
-    return place.parent if (place.parent / STEP_FILE).is_file() else place
+def companions_home(where: Path) -> Path:
+    """Where the companions of the checkpoint at ``where`` are: of an item of an Orbax step, beside the items."""
+    if not (where / TREE_FILE).is_file() or any(is_companion(child.name) for child in where.iterdir()):
+        return where
+    return where.parent if (where.parent / STEP_FILE).is_file() else where
 
 
 def config_beside(reader: CheckpointReader) -> tuple[Mapping[str, object], Path] | None:

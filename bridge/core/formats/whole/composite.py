@@ -61,7 +61,7 @@ class JoinedReader(ClosedAtEnd):
             for name, below in part.object_paths.items():
                 places[f"{key}{separator}{name}"] = part, name
                 object_paths[f"{key}{separator}{name}"] = (key, *below)
-            kinds |= {f"{key}{separator}{name}": kind for name, kind in kinds_of(part).items()}
+            kinds |= {f"{key}{separator}{name}": leaf_kind for name, leaf_kind in kinds_of(part).items()}
             closed |= {f"{key}{separator}{name}": why for name, why in unreadable(part).items()}
         self._places = places
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
@@ -86,11 +86,11 @@ class JoinedReader(ClosedAtEnd):
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
         """All of each of these small tensors into memory; see `CheckpointReader.read_into`."""
-        found: list[Checksums | None] = []
+        sums: list[Checksums | None] = []
         places = [(*self._places[name], target) for name, target in wanted]
         for part, run in itertools.groupby(places, itemgetter(0)):
-            found += part.read_into([(own, target) for _, own, target in run])
-        return found
+            sums += part.read_into([(own, target) for _, own, target in run])
+        return sums
 
     def files(self) -> Sequence[Path]:
         """Those of all parts."""
@@ -144,15 +144,15 @@ def pipeline_companions(path: Path) -> Mapping[str, Path]:
 
     Of a converted pipeline, too, which has no folders but those with such files.
     """
-    found = {PIPELINE_FILE: regular_file(path, PIPELINE_FILE, "the index")[0]}
+    files = {PIPELINE_FILE: regular_file(path, PIPELINE_FILE, "the index")[0]}
     for folder in filter(lambda name: (path / name).is_dir(), _named(path)):
         for file in sorted((path / folder).iterdir()):
             if file.name.endswith(_BESIDE) and not file.name.endswith(_OF_WEIGHTS) and file.is_file():
-                place, size = regular_file(file.parent, file.name, f"{folder}/{file.name}")
+                beside, size = regular_file(file.parent, file.name, f"{folder}/{file.name}")
                 if size > MAX_SMALL_FILE:
-                    raise CheckpointError(f"{place}: expected at most {MAX_SMALL_FILE} bytes, got {size}")
-                found[f"{folder}/{file.name}"] = place
-    return found
+                    raise CheckpointError(f"{beside}: expected at most {MAX_SMALL_FILE} bytes, got {size}")
+                files[f"{folder}/{file.name}"] = beside
+    return files
 
 
 def _folders(path: Path) -> list[str]:

@@ -205,8 +205,8 @@ class Rule:
         for name, sets in others:
             if set(sets) != set(expected):
                 only, lacking = (
-                    ", ".join(sorted(" ".join(sorted(axes)) for axes in one))
-                    for one in (set(expected) - set(sets), set(sets) - set(expected))
+                    ", ".join(sorted(" ".join(sorted(axes)) for axes in difference))
+                    for difference in (set(expected) - set(sets), set(sets) - set(expected))
                 )
                 raise MappingError(
                     f"expected the same axes on both sides of rule {self}; only {first} has {only or 'none'}; "

@@ -138,9 +138,9 @@ class Expression:
                 sizes[name] = sizes[alias.get(name, name)]
         for axis, (dim, size) in enumerate(zip(self.dims, shape, strict=True)):
             if all(name in sizes for name in _axes_of(dim)) and _size(dim, sizes) != size:
-                given = ", ".join(f"{name}={sizes[name]}" for name in sorted(set(_axes_of(dim))))
+                known_sizes = ", ".join(f"{name}={sizes[name]}" for name in sorted(set(_axes_of(dim))))
                 raise MappingError(
-                    f"expected size {_size(dim, sizes)} on axis {axis} of {self.text!r} ({given}), got {size}"
+                    f"expected size {_size(dim, sizes)} on axis {axis} of {self.text!r} ({known_sizes}), got {size}"
                 )
         return sizes
 

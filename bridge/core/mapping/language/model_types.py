@@ -34,7 +34,10 @@ def parse_models(data: object, where: str) -> Models:
             f"values, got {data!r:.200}"
         )
     return MappingProxyType(
-        {kind: {field: tuple(values) for field, values in fields.items()} for kind, fields in data.items()}
+        {
+            model_type: {field: tuple(values) for field, values in fields.items()}
+            for model_type, fields in data.items()
+        }
     )
 
 
@@ -43,28 +46,28 @@ def mismatch(models: Models, config: Mapping[str, object]) -> str | None:
 
     A configuration without a model_type says nothing.
     """
-    kind = config.get(MODEL_TYPE)
-    if not models or kind is None:
+    model_type = config.get(MODEL_TYPE)
+    if not models or model_type is None:
         return None
-    if not isinstance(kind, str) or kind not in models:
-        return f"expected {MODEL_TYPE} {' or '.join(map(repr, models))}, found {kind!r:.100}"
-    for field, allowed in models[kind].items():
+    if not isinstance(model_type, str) or model_type not in models:
+        return f"expected {MODEL_TYPE} {' or '.join(map(repr, models))}, found {model_type!r:.100}"
+    for field, allowed in models[model_type].items():
         value = field_of(config, field, _ABSENT)
         if not _allowed(value, allowed):
             expected = " or ".join(_shown(value) for value in allowed if value != _ABSENT)
-            found = "none" if value is _ABSENT else _shown(value)
-            return f"expected {field} {expected}, found {found:.100} ({MODEL_TYPE} {kind!r})"
+            shown = "none" if value is _ABSENT else _shown(value)
+            return f"expected {field} {expected}, found {shown:.100} ({MODEL_TYPE} {model_type!r})"
     return None
 
 
 def field_of(config: Mapping[str, object], field: str, absent: object = None) -> object:
     """The value of a field, such as "head_dim" or "text_config.head_dim"; ``absent`` where there is none."""
-    found: object = config
+    value: object = config
     for key in field.split("."):
-        if not isinstance(found, Mapping) or key not in found:
+        if not isinstance(value, Mapping) or key not in value:
             return absent
-        found = found[key]
-    return found
+        value = value[key]
+    return value
 
 
 def _is_model(fields: object) -> bool:
@@ -74,10 +77,10 @@ def _is_model(fields: object) -> bool:
     )
 
 
-def _allowed(found: object, allowed: Sequence[Value]) -> bool:
-    if found is None:
+def _allowed(value: object, allowed: Sequence[Value]) -> bool:
+    if value is None:
         return _NULL in allowed
-    return found in allowed
+    return value in allowed
 
 
 def _shown(value: object) -> str:

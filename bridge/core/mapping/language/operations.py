@@ -61,8 +61,8 @@ class Operation:
             raise MappingError(
                 f"expected an operation such as times(d ** -0.5) or plus(1), got {text.strip()!r}"
             )
-        kind = cast(Literal["times", "plus"], match[1])
-        return Operation(text.strip(), kind, constant, axes, match[3] is not None)
+        operator = cast(Literal["times", "plus"], match[1])
+        return Operation(text.strip(), operator, constant, axes, match[3] is not None)
 
     def constant(self, sizes: Mapping[str, int]) -> float:
         """The constant. Raises MappingError when a size is unknown or when the operation cannot be undone."""
@@ -126,8 +126,8 @@ def change(
     if (source and source.text) == (target and target.text):
         return None
     (a, b), (c, d) = (_affine(operation, sizes) for operation in (source, target))
-    found = Change(c / a, d - c / a * b) if power == 1 else Change((c / a) ** power)
-    return None if found == Change(1.0) else found
+    composed = Change(c / a, d - c / a * b) if power == 1 else Change((c / a) ** power)
+    return None if composed == Change(1.0) else composed
 
 
 def _affine(operation: Operation | None, sizes: Mapping[str, int]) -> tuple[float, float]:

@@ -188,25 +188,25 @@ def mapping_of(table: Mapping[str, Any], origin: str) -> MappingTable:
         raise MappingError(
             f"expected a table [config] of lists of fields in mapping {origin}, got {config!r:.200}"
         )
-    given = table.get("convention", {"torch": {}, "jax": {}})
-    if not isinstance(given, dict) or not all(_is_text_table(data) for data in given.values()):
+    tables = table.get("convention", {"torch": {}, "jax": {}})
+    if not isinstance(tables, dict) or not all(_is_text_table(data) for data in tables.values()):
         raise MappingError(
-            f"expected tables [convention.NAME] of texts in mapping {origin}, got {given!r:.200}"
+            f"expected tables [convention.NAME] of texts in mapping {origin}, got {tables!r:.200}"
         )
-    like = {name: data["like"] for name, data in given.items() if "like" in data}
+    like = {name: data["like"] for name, data in tables.items() if "like" in data}
     for name, other in like.items():
-        if other not in given or other in like:
-            known = ", ".join(known for known in given if known not in like)
+        if other not in tables or other in like:
+            known = ", ".join(known for known in tables if known not in like)
             raise MappingError(
                 f"expected another convention of mapping {origin} ({known}) that convention {name} is like, "
                 f"got {other!r}"
             )
-    conventions = {name: (like.get(name, ""), data.get("without", "")) for name, data in given.items()}
+    conventions = {name: (like.get(name, ""), data.get("without", "")) for name, data in tables.items()}
     alone = [name for name, (other, without) in conventions.items() if without and not other]
     if alone:
         raise MappingError(
             f"expected a convention that convention {alone[0]} of mapping {origin} is like, but for the beginning "
-            f"{given[alone[0]]['without']!r} of its names, got none"
+            f"{tables[alone[0]]['without']!r} of its names, got none"
         )
     models = parse_models(table.get("models", {}), f"mapping {origin}")
     numbers = parse_numbers(table.get("numbers", {}), f"mapping {origin}")
@@ -214,10 +214,10 @@ def mapping_of(table: Mapping[str, Any], origin: str) -> MappingTable:
         _parse_rule(rule, conventions, numbers, number, origin) for number, rule in enumerate(rules, 1)
     )
     try:
-        found = {name: convention_of_rules(name, data, parsed) for name, data in given.items()}
+        made = {name: convention_of_rules(name, data, parsed) for name, data in tables.items()}
         name = str(table.get("name", Path(origin).stem))
         fields = {axis: tuple(texts) for axis, texts in config.items()}
-        return MappingTable(name, parsed, axes, tuple(drop), found, table.get("tied"), fields, models)
+        return MappingTable(name, parsed, axes, tuple(drop), made, table.get("tied"), fields, models)
     except MappingError as error:
         raise MappingError(f"mapping {origin}: {error}") from error
 

@@ -54,8 +54,8 @@ class MappingTable:
     def __post_init__(self) -> None:
         if not self.conventions:
             names = dict.fromkeys(name for rule in self.rules for name in rule.sides)
-            found = {name: convention_of_rules(name, {}, self.rules) for name in names}
-            object.__setattr__(self, "conventions", found)
+            conventions = {name: convention_of_rules(name, {}, self.rules) for name in names}
+            object.__setattr__(self, "conventions", conventions)
         known = _axes_of(self.rules)
         alias = {value for value in self.axes.values() if isinstance(value, str)}
         unknown = sorted({*self.axes, *self.config} - known - alias)
@@ -197,7 +197,7 @@ def convention_of_rules(name: str, data: Mapping[str, str], rules: Sequence[Rule
     paths = [entry.path.text for rule in rules for entry in rule.entries(name)]
     tree = any("/" in path for path in paths) or (name == "jax" and not any("." in path for path in paths))
     places = {
-        section: place for section, place in data.items() if section not in ("format", "like", "without")
+        section: prefix for section, prefix in data.items() if section not in ("format", "like", "without")
     }
     usual = "orbax" if tree else "dcp"
     format_ = data.get("format", usual)

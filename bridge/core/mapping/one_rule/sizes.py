@@ -118,10 +118,10 @@ def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
     wanted = (table.config.keys() - table.axes.keys()) | (table.config.keys() & table.asked)
     if not (table.models or wanted or any(rule.tied_to for rule in table.rules)):
         return table
-    found = config_beside(reader)
-    if found is None:
+    config = config_beside(reader)
+    if config is None:
         return table
-    fields, file = found
+    fields, file = config
     require_model(table, fields, str(file))
     return with_config_fields(table, fields, str(file))
 
@@ -155,8 +155,8 @@ def with_config_fields(table: MappingTable, fields: Mapping[str, object], where:
     for axis in table.config:
         if axis in table.axes and axis not in checked:
             continue
-        found = ((text, _config_value(text, fields, where, axis)) for text in table.config[axis])
-        text, size_ = next((pair for pair in found if pair[1] is not None), ("", _UNCLEAR))
+        values = ((text, _config_value(text, fields, where, axis)) for text in table.config[axis])
+        text, size_ = next((pair for pair in values if pair[1] is not None), ("", _UNCLEAR))
         if size_ is None or size_ == _UNCLEAR:
             continue
         if axis in checked and size_ != table.axes[axis]:

@@ -58,7 +58,7 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TranslationPlan:
     """The planned content of a checkpoint.
 
     objects: (tree path, name in the source) by name in the destination. notes: (path, value) of further objects by
@@ -88,7 +88,7 @@ class Plan:
         )
 
 
-def carried_over(reader: CheckpointReader, to: str) -> Plan:
+def carried_over(reader: CheckpointReader, to: str) -> TranslationPlan:
     """The plan of a checkpoint that goes to format `to` as it is: tensors and objects keep their tree paths.
 
     Errors as `collect`.
@@ -111,7 +111,7 @@ def collect(
     object_paths: Mapping[str, TreePath],
     dropped: tuple[str, ...],
     notes: Mapping[TreePath, object],
-) -> Plan:
+) -> TranslationPlan:
     """The plan of these tensors. CheckpointError where two tensors, or two objects, would get one name in format
     `to`."""
     tensors: dict[str, PlannedTensor] = {}
@@ -125,7 +125,7 @@ def collect(
             raise CheckpointError(f"two objects of {reader.path} would both be named {joined} in {to}")
         objects[joined] = (path, name)
     further = {joined_name(path, to): (path, value) for path, value in notes.items()}
-    return Plan(tensors, objects, dropped, further)
+    return TranslationPlan(tensors, objects, dropped, further)
 
 
 def joined_name(path: TreePath, to: str) -> str:

@@ -310,16 +310,16 @@ def _slot(number: int, value: object) -> Slot:
     shape = tuple(_size(f"shape of {name!r}", n) for n in _list(f"shape of {name!r}", fields["shape"]))
     if math.prod(shape) > _MOST:
         raise ValueError(f"{name!r}: expected at most 2**63 - 1 elements, got shape {_short(list(shape))}")
-    place = (_size(f"{key} of {name!r}", fields[key]) for key in ("block", "buffer", "offset"))
-    return Slot(name, shape, *place)
+    field = (_size(f"{key} of {name!r}", fields[key]) for key in ("block", "buffer", "offset"))
+    return Slot(name, shape, *field)
 
 
 def _check_fields(what: str, value: object, fields: Sequence[str]) -> dict[str, object]:
     if isinstance(value, dict) and sorted(value) == list(fields):
         return value
     keys = ", ".join(map(_short, sorted(value)[:8])) or "none" if isinstance(value, dict) else ""
-    found = f"one with {keys}" if keys else _short(value)
-    raise ValueError(f"{what}expected an object with {', '.join(fields)}, got {found}")
+    description = f"one with {keys}" if keys else _short(value)
+    raise ValueError(f"{what}expected an object with {', '.join(fields)}, got {description}")
 
 
 def _list(what: str, value: object) -> list[object]:

@@ -141,15 +141,15 @@ class _Search:
 
     def _improve(self, split: Split) -> Split:
         """Move tensors between the buffers, the most profitable move first, until none lowers the estimate."""
-        counts = [list(one) for one in split]
+        counts = [list(shard) for shard in split]
         while (move := self._best_move(counts)) is not None:
             counts[move.source][move.kind] -= move.many
             counts[move.target][move.kind] += move.many
         return tuple(map(tuple, counts))
 
     def _best_move(self, counts: list[list[int]]) -> _Move | None:
-        totals = [self._total(one) for one in counts]
-        used = [_used(one) for one in counts]
+        totals = [self._total(shard) for shard in counts]
+        used = [_used(shard) for shard in counts]
         sizes = [self._least(total, mask) for total, mask in zip(totals, used, strict=True)]
         best, most = None, 0
         for move in self._moves(counts, totals, sizes):

@@ -78,9 +78,9 @@ def plan_layout(
     else:
         plan = _plan_aligned(tensors, coarse, num_shards, max_buffers, align)
     sizes, places = plan
-    found = iter(places)
+    starts = iter(places)
     slots = [
-        Slot(name, shape, block, *(next(found) if math.prod(shape) else (0, 0)))
+        Slot(name, shape, block, *(next(starts) if math.prod(shape) else (0, 0)))
         for (name, shape), block in zip(named, blocks, strict=True)
     ]
     return Layout(num_shards, sizes, tuple(slots), align)

@@ -133,7 +133,7 @@ def blocks_of(names: Sequence[str], granularity: Granularity, rows: int) -> Call
         raise ValueError(
             f"granularity: expected names of parameters ({', '.join(names[:5])}, ...), got {unknown[0]!r}"
         )
-    blocks = {name: _block_of(one, rows) for name, one in granularity.items()}
+    blocks = {name: _block_of(asked, rows) for name, asked in granularity.items()}
     return lambda name: blocks.get(name, 1)
 
 

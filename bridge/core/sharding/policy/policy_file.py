@@ -32,7 +32,7 @@ def read_tables(content: dict[str, Any]) -> dict[str, Any]:
     if "precision" in content:
         with at("[precision]"):
             table = _table(content["precision"])
-            require_only(table, [one.name for one in fields(PrecisionPolicy)])
+            require_only(table, [field.name for field in fields(PrecisionPolicy)])
             options["precision"] = PrecisionPolicy(**table)
     for key, read in (("unit", _unit), ("parallel", _parallel)):
         listed = content.get(key, [])
@@ -56,25 +56,27 @@ def _unit(entry: Mapping[str, Any]) -> UnitPolicy:
     if "match" not in entry:
         raise PolicyError('match: expected a dotted path as in "layers.*", or "", got none')
     options = {key: value for key, value in entry.items() if key not in KINDS}
-    given = [kind for kind in KINDS if kind in entry]
-    if given:
-        if given != list(KINDS):
-            raise PolicyError(f"expected {', '.join(KINDS)} together, got {', '.join(given)} only")
-        for kind in KINDS:
-            words = ("partial" if kind == "gradients" else "replicate", "shard")
+    named = [state for state in KINDS if state in entry]
+    if named:
+        if named != list(KINDS):
+            raise PolicyError(f"expected {', '.join(KINDS)} together, got {', '.join(named)} only")
+        for state in KINDS:
+            words = ("partial" if state == "gradients" else "replicate", "shard")
             legal = (
-                isinstance(entry[kind], list) and entry[kind] and all(word in words for word in entry[kind])
+                isinstance(entry[state], list)
+                and entry[state]
+                and all(word in words for word in entry[state])
             )
-            require(legal, kind, f"a list of {' or '.join(words)} for each mesh axis", entry[kind])
+            require(legal, state, f"a list of {' or '.join(words)} for each mesh axis", entry[state])
         try:
-            options["placements"] = Placements(*(entry[kind] for kind in KINDS))
+            options["placements"] = Placements(*(entry[state] for state in KINDS))
         except ValueError as error:
             raise PolicyError(str(error)) from None
     return UnitPolicy(**options)
 
 
 def _parallel(entry: Mapping[str, Any]) -> ParallelPolicy:
-    require_only(entry, [one.name for one in fields(ParallelPolicy)])
+    require_only(entry, [field.name for field in fields(ParallelPolicy)])
     for key, what in (("match", "dotted paths"), ("axis", "the name of a model axis")):
         if key not in entry:
             raise PolicyError(f"{key}: expected {what}, got none")
@@ -87,7 +89,7 @@ def unit_lines(unit: UnitPolicy) -> list[str]:
     if unit.strategy is not None:
         lines.append(f"strategy = {json.dumps(unit.strategy)}")
     if unit.placements is not None:
-        lines += [f"{kind} = {json.dumps(getattr(unit.placements, kind))}" for kind in KINDS]
+        lines += [f"{state} = {json.dumps(getattr(unit.placements, state))}" for state in KINDS]
     lines.append(f"granularity = {json.dumps(unit.granularity)}")
     lines.append(f"recompute = {json.dumps(unit.recompute)}")
     if unit.align is not None:
