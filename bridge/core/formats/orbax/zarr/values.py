@@ -125,20 +125,20 @@ def values_in_ocdbt(item: Path, what: str) -> tuple[dict[str, Place], dict[str, 
     budget, home = NodeBudget(what), item.resolve()
 
     def node_at(location: str, prefix: bytes) -> Mapping[str, Any]:
-        node_span = _parse(location, what, "btreenode")
-        length = _size_of(item, home, node_span.file, "the index")
-        if node_span.start + node_span.size > length:
+        span = _parse(location, what, "btreenode")
+        length = _size_of(item, home, span.file, "the index")
+        if span.start + span.size > length:
             raise CheckpointError(
-                f"{item / node_span.file} is truncated: expected at least {node_span.start + node_span.size} bytes (for a node of "
+                f"{item / span.file} is truncated: expected at least {span.start + span.size} bytes (for a node of "
                 f"the index), got {length}"
             )
         # Of the file itself: it may go by several names.
-        status = (item / node_span.file).stat()
-        identity = status.st_dev, status.st_ino, node_span.start
+        status = (item / span.file).stat()
+        identity = status.st_dev, status.st_ino, span.start
         if identity in seen:
             raise CheckpointError(f"{what}: expected a B-tree, found two ways to its node {location[:200]!r}")
         seen.add(identity)
-        data = _read(item / node_span.file, node_span)
+        data = _read(item / span.file, span)
         budget.take(data, len(prefix))
         # What the node refers to is relative to its folder.
         folder = location.split(":")[1]
