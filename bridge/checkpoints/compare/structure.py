@@ -1,4 +1,4 @@
-"""TODO."""
+"""Where the trees of two checkpoints differ beyond tensors: typed PRNG keys, empty containers, lists and dicts."""
 
 from __future__ import annotations
 

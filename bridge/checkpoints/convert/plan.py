@@ -1,4 +1,4 @@
-"""TODO."""
+"""What a conversion will write: its choices, and the plan that is made of them before anything is written."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Conversion:
     """A conversion that was planned: what the destination will hold.
 
     outputs: tensors by their name in the destination. objects: (tree path, value) by name in the destination. kinds:
-    of tensors and objects by name in the destination, see `leaf_kinds.py`, but for implied ones.
+    of tensors and objects by name in the destination, see `tensors/leaves.py`, but for implied ones.
     files: the source's files, empty if they are in a store. digest: of these, by name, size and time. left_out: names
     in the source that do not go along, dropped or not selected. inexact: names in the destination of tensors that the
     mapping calculates, with rounding. companions: files that go along, see `bridge.core.formats.whole.companions`.

@@ -1,7 +1,8 @@
 """A checkpoint as its manifest describes it: what is read is compared with the checksums, and a difference is an error.
 
 Chunks of the manifest that a block holds whole are compared as they are read. Of others the whole chunk is read for the
-comparison, when a part of it is first asked for. Tensors whose format has checksums are left to the format's reader.
+comparison, when a part of it is first asked for. `verify` lists the same problems without stopping.
+Tensors whose format has checksums are left to the format's reader.
 """
 
 from __future__ import annotations

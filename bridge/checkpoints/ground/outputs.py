@@ -1,4 +1,4 @@
-"""Casts asked for by name: nothing is rounded otherwise."""
+"""Tensors of a destination: casts asked for by name, dtypes that its format has, and the kinds of its leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Archives of many chunks: those that are alike are parsed once.
+"""Where the chunks of a DCP checkpoint are: apart from each other, in archives of which those alike are parsed once.
 
 Two archives of chunks of one shape differ in the elements, in their checksum, and in records that nobody looks at:
 

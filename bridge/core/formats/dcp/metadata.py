@@ -73,8 +73,8 @@ class Extent(NamedTuple):
 class DcpMetadata:
     """The contents of a DCP checkpoint and their places. `extents[name][i]` holds `tensors[name].chunks[i]`.
 
-    unreadable: why a tensor can be listed only, see `dtypes.py`. Further places of a chunk or an object, where several
-    ranks stored it, are in `copies[name, i]` and `object_copies[name]`.
+    unreadable: why a tensor can be listed only, see `pickle_records.py`. Further places of a chunk
+    or an object, where several ranks stored it, are in `copies[name, i]` and `object_copies[name]`.
     """
 
     tensors: Mapping[str, TensorInfo]

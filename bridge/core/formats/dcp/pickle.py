@@ -72,7 +72,16 @@ class _Entry(NamedTuple):
 
 
 class RepeatedEntries:
-    """The entries met so far in a pickle, by their bytes up to the next text.
+    """The entries met so far in a pickle, by their bytes up to the next text: made again from the first one's value.
+
+    The entries of two tensors of one shape differ in their names only, as a rule, and are two thirds of what is to be
+    followed in `.metadata`. The bytes of such an entry stand for the same value wherever they occur, because
+
+    - `_ENTRY` matches only what makes one new instance from constants and from what was remembered before: nothing
+      lower on the stack is touched, nothing is named, and nothing made earlier is changed;
+    - what was remembered stays: from the first PUT on, which could replace it, `_run` does not ask here;
+    - what an entry remembers itself (PyTorch's pickles do so with all they make) is not looked up anywhere in the
+      file. Hence nobody can reach the parts of an instance that has its state, so that entries may share these.
 
     follow: the value of bytes [start, end) of the pickle, put into the memo with all that they remember.
     """

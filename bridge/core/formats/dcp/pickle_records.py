@@ -1,6 +1,7 @@
 """What a pickle is read as: plain Python values, inert records of what it names, and which names may occur.
 
-`pickle.py` makes these, and `pickle_writer.py` writes them.
+`pickle.py` makes these, and `pickle_writer.py` writes them. Behind them stand PyTorch's dtypes, and the classes and
+functions that `.metadata` is made of.
 """
 
 from __future__ import annotations

@@ -168,7 +168,13 @@ _BYTES: Final = 4 << 20
 
 
 class Gathered:
-    """What one thread has handed over and is not in the file yet. `flush` may be called by any thread."""
+    """What one thread has handed over and is not in the file yet. `flush` may be called by any thread.
+
+        chunk 7 | chunk 8 | chunk 9 | ...        a thread hands them over one by one
+        |            4 MiB             |         written at once, past the system's cache like a large chunk
+
+    Thousands of small writes through the cache have to be synced.
+    """
 
     def __init__(self) -> None:
         # With room behind for one more piece, which `fill` needs to have whole.

@@ -5,8 +5,9 @@
         ["model.w", 0, 2590166703]                           tensor, number of the chunk, CRC-32C of its elements
         ["model.w", 1, 328867073]
 
-A line is written once its chunk has been synced; a last line cut short is not counted. The writer locks the journal
-while it lives, so that nobody else resumes or removes the directory.
+The directory is that of one attempt (`WorkingDirectory`). A line is written once its chunk has been
+synced; a last line cut short is not counted. The writer locks the journal while it lives, so that
+nobody else resumes or removes the directory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""What the parts of a checkpoint have in common, whatever its format: manifests to be merged, files to be moved."""
+"""Several writers of one checkpoint, each with files of its own: which chunks are whose, and what joins the files.
+
+runs/step_40.tmp-5c0de1f2/              becomes step_40 when all parts are there
+  twinshard.journal                     what is converted from what, into how many parts; locked by who commits
+  twinshard.parts/                      removed once step_40 is there
+    plan.json                           all pieces of all parts
+    part_1/                             a part that is complete, with its manifest
+    part_2.tmp-0b7e99d3/                one that is being written, or whose writer was killed
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Finding the one Orbax item with arrays in a checkpoint directory.
+"""Finding the Orbax item with arrays in a checkpoint directory, or the items whose trees are one state.
 
     v0                   <path>/_METADATA
     v1                   <path>/state/_METADATA                      (before Orbax 0.12: pytree)
     CheckpointManager    <path>/<step>/<item>/_METADATA              item: default, state, params, ...
 
-A level with several candidates is an error that lists them: choosing for the user could convert the wrong step.
+A level with several candidates is an error that lists them: choosing for the user could convert the wrong step. Only
+items whose names say that each is a part of one train state, as `Composite(params=..., opt_state=...)` saves it, are
+found without being named.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class OrbaxReader(ClosedAtEnd):
 
     path: a checkpoint, an item of one, or a directory of steps with exactly one step. Opening lists every stored
     chunk, so a checkpoint with a missing one is refused at once. Strings, None and empty containers are in `objects`.
-    `kinds`, by name, says which tensors are typed PRNG keys, and what other leaves are; see `leaf_kinds.py`.
+    `kinds`, by name, says which tensors are typed PRNG keys, and what other leaves are; see `tensors/leaves.py`.
     verify: check the CRC-32C of a raw chunk before its bytes are taken, which reads all of it once.
 
     Raises CheckpointError for anything malformed, incomplete or ambiguous; FileNotFoundError if nothing is there.

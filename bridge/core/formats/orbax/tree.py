@@ -10,6 +10,7 @@ Values that are no arrays ride in `_METADATA` under custom_metadata["twinshard"]
     {"objects": {"optimizer/param_groups/0/betas": {"__tuple__": [0.9, 0.95]}},
      "paths": {"optimizer/param_groups/0/betas": ["optimizer", "param_groups", 0, "betas"]}}
 
+What JSON lacks is an object with one key: {"__tuple__": [0.9, 0.95]}, {"__bytes__": ...}, {"__float__": ...}.
 There "positions" gives the paths of leaves in lists that also hold other things: Orbax has only lists of leaves.
 """
 
@@ -141,7 +142,7 @@ class Tree:
     """`_METADATA`, checked. Each leaf of the checkpoint is in exactly one of `arrays`, `strings`, `objects`.
 
     strings: the values are in `_strings.json`. objects: empty containers, None, and this package's own objects.
-    kinds: what leaves are beyond that, see `leaf_kinds.py`. use_ocdbt: None where `_METADATA` does not say.
+    kinds: what leaves are beyond that, see `tensors/leaves.py`. use_ocdbt: None where `_METADATA` does not say.
     """
 
     arrays: tuple[TreePath, ...]
@@ -212,7 +213,7 @@ def leaves_of(
 ) -> dict[TreePath, str]:
     """Those of the objects that are leaves of the tree, and what stock Orbax calls them.
 
-    kinds: see `leaf_kinds.py`.
+    kinds: see `tensors/leaves.py`.
     """
     told = {path: kinds[path] for path, value in objects.items() if is_kind_of(kinds.get(path), value)}
     return implied_kinds(arrays, objects) | told

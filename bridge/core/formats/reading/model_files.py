@@ -1,9 +1,17 @@
-"""Which files make up a model that is one file, or several with an index, in a format whose files end in some way.
+"""Which files make up a model: one, or several by an index or by the numbers in their names, and small ones beside.
 
 weights.pt                               one file, whatever its name
 model/pytorch_model.bin                  the usual name, or the only such file of the directory
 model/pytorch_model.bin.index.json       Hugging Face shards: the index says which file holds which tensor
      /pytorch_model-00001-of-00002.bin   without an index: all numbers must be there
+     /config.json, tokenizer.json        companions
+
+Numbers in names:
+
+model-00001-of-00002.safetensors    part 1 of 2, whose tensors are in no other part; counted from 1, or from a part 0 on
+model_world_size_2_rank_0.pt        rank 0 of 2, which has a piece of each tensor
+mp_rank_00_model_states.pt          rank 0 of any number; so is consolidated.00.pth
+lora_rank_8.pt, fold-1-of-5.pt      no number of a file: ranks are counted from 0, and each fold has a whole model
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory that the bytes of files are read into, used again from read to read."""
+"""Memory that the bytes of files are read into: arrays of the caller, and buffers that are used again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint may be read, and small ones read whole."""
+"""Which files of a checkpoint may be read, small ones read whole, and whether a file changed while it was read."""
 
 from __future__ import annotations
 

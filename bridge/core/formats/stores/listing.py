@@ -4,7 +4,8 @@
     s3://bucket/runs/step_40/d/3f2a  StorePath, a file of it
 
 Readers of formats take such a path as they take one of this machine: they ask it for its name, parent, children, size
-and, of small files, bytes. Nothing is asked of the store but what `FileRanges` fetches.
+and, of small files, bytes. `StoredReader` is the checkpoint as the reader of its format has opened
+it. Nothing is asked of the store but what `FileRanges` fetches.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ _CHECK: Final = b"123456789", 0xE3069283
 
 def extend(crc: int, data: np.ndarray | bytes | memoryview) -> int:
     """The checksum of bytes of which `crc` is that of those before `data`: bytes, or C-contiguous uint8."""
+    # The extension of google-crc32c keeps Python's lock for the whole of a buffer: other threads would stand still. So
+    # large buffers go to the C library below it, through ctypes, which lets go of the lock.
     if len(data) >= _LARGE and _unlocked is not None:
         array = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
         return _unlocked(crc, array.ctypes.data, array.nbytes)

@@ -359,7 +359,7 @@ class CheckpointWriter(Protocol):
         """Store a value that is not a tensor: None, bool, int, float, str, or list, tuple, dict of these."""
 
     def add_kinds(self, kinds: Mapping[str, str]) -> None:
-        """Say what leaves of a JAX tree are beyond tensors and objects, by the names of these; see `leaf_kinds.py`.
+        """Say what leaves of a JAX tree are beyond tensors and objects, by the names of these; see `leaves.py`.
 
         After the tensors and objects, and before the first `write`. CheckpointError for a typed key whose tensor is
         not uint32 in Orbax.

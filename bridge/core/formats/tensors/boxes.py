@@ -1,4 +1,4 @@
-"""How a tensor is walked through: in boxes that fit a memory budget."""
+"""Boxes of a tensor: whether chunks cover it, which chunks a box touches, and boxes that fit a memory budget."""
 
 from __future__ import annotations
 

@@ -1,6 +1,20 @@
-"""Names and tree paths of leaves: which ones all formats can hold, and how the keys of a path make a name.
+"""Leaves of a tree: their names and paths, and what they are beyond arrays and values.
 
 "model.layers.0.w"   DCP, safetensors, torch.save      "model/layers/0/w"   Orbax, NumPy, flax
+
+What leaves of a JAX tree are, which other formats have no place for:
+
+    key<rbg>                               a typed PRNG key; stored is the uint32 data of `jax.random.key_data`
+    scalar                                 a number of Python, stored as an array without dimensions
+    string                                 text that is a leaf of the tree
+    None, Dict, List, Tuple, NamedTuple    None, and containers without leaves: a part of the tree's structure
+
+An Orbax checkpoint says so beside each leaf. Elsewhere these are an object, by name, which dictates what a conversion
+to Orbax makes of the leaf:
+
+    twinshard.leaves = {"rngs.dropout": "key<rbg>", "ema": "None", "step": "scalar"}
+
+None and empty containers below a top-level key that also has arrays are leaves of the tree without being noted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,12 @@
 """What readers have in common: they close at the end of a `with` block, read values when asked, and wrap each other.
 
-SelectedReader -> CheckedReader -> reader of a format <- StoredReader, which was opened and is closed
+    SelectedReader -> CheckedReader -> reader of a format <- StoredReader, which was opened and is closed
+
+A reader stops at the first damaged part of a checkpoint. `verify` goes on with the others:
+
+    with damage_noted() as damage:                `verify`: the reader has what could be opened, `damage` the rest
+        reader = open_checkpoint(path)
+    with one_part("model-00002.safetensors"):     a reader, around what concerns that part alone
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""Companions: small files beside weights without which programs cannot use them, such as config.json and a tokenizer.
+"""What lies beside the files of a checkpoint: companions, which go along, and weights that are left alone.
 
     hf_folder/config.json, tokenizer.json, model.safetensors   ->   flax/config.json, tokenizer.json, _METADATA, d/ ...
 
-They travel byte for byte, whatever the conversion does to names, layouts and dtypes: a later conversion reads sizes of
-axes from the same `config.json`. Only its `quantization_config` stays behind where weights were dequantized. Code
-(*.py), notes and licences are no companions.
+Companions travel byte for byte, whatever the conversion does to names, layouts and dtypes: a later conversion reads
+sizes of axes from the same `config.json`. Only its `quantization_config` stays behind where weights were dequantized.
+Code (*.py), notes and licences are no companions. Files that look like weights, and are not read, are named:
+
+hf_folder/model.safetensors              read
+         /model-mtp-of-00003.safetensors, optimizer.pt, adapter_model.safetensors, 2_Dense/model.safetensors    named
+         /config.json, tokenizer.json, training_args.bin, README.md         nothing that anyone could miss
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
-"""Several checkpoints read as one tree: each is what is below one key of it.
+"""Several checkpoints read as one tree: items of an Orbax step, or folders of a pipeline of diffusers.
 
 step_10/params/_METADATA       kernel, bias         params/kernel, params/bias
 step_10/opt_state/_METADATA    0/mu/kernel          opt_state/0/mu/kernel
+
+model_index.json                                    "unet": ["diffusers", "UNet2DConditionModel"], ...
+unet/config.json, diffusion_pytorch_model.safetensors        unet.conv_in.weight
+tokenizer/vocab.json, scheduler/scheduler_config.json        no weights: go along as they are
 """
 
 from __future__ import annotations

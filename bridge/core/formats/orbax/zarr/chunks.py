@@ -184,6 +184,7 @@ _CHUNK = 8 << 20
 _MAX_CHUNK = 32 << 20
 
 
+# 8 MiB, since readers decode whole chunks; a row above 32 MiB is cut along the next axis in turn.
 def array_layout(
     leaf: TreePath, shape: tuple[int, ...], dtype: np.dtype, chunk_shape: Sequence[int] | None
 ) -> ArrayLayout:
