@@ -151,7 +151,7 @@ class Rule:
     """Tensors of several conventions that hold the same elements, by the name of the convention.
 
     part: a part of the model that the rule belongs to; the rules of a part have all their tensors, or none of the part.
-    With an index of the paths in it, ``"experts of layer {i}"``, it is a part of each layer (`parts.py`).
+    With an index of the paths in it, ``"experts of layer {i}"``, it is a part of each layer (`required_rules.py`).
     tied_to: a path of the rule whose tensors these may be the same as (`tied.py`). A rule of one convention alone has
     second names for tensors of that rule. moments: by convention, the entries of what the optimizer keeps, where they
     are not those of the weights. cases: by convention and numbering, the entries of one that counts in another way; its

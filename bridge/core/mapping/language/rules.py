@@ -28,7 +28,7 @@ A mapping file::
     optional = true                               # a model without it is fine
 
 ``optional = "decoder"`` names a part of the model: a model has the tensors of all rules of a part, or of none. A layer
-has all tensors of ``optional = "experts of layer {i}"``, or none (`parts.py`).
+has all tensors of ``optional = "experts of layer {i}"``, or none (`required_rules.py`).
 
 A convention may be like another one (``like = "torchtitan"`` in its table): it has the entries of the other one in
 rules that name none of its own. With ``without = "bert."`` with it, it has those that begin so, without the
