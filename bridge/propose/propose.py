@@ -100,10 +100,7 @@ def propose(
     """
     a, b = each_at_step((a, b), step)
     items_a, items_b = items_of_each((a, b), items)
-    with (
-        open_checkpoint(a, items=items_a) as reader_a,
-        open_checkpoint(b, items=items_b) as reader_b,
-    ):
+    with open_checkpoint(a, items=items_a) as reader_a, open_checkpoint(b, items=items_b) as reader_b:
         (left, place_a), (right, place_b) = _weights(reader_a), _weights(reader_b)
         for side, other in ((0, right), (1, left)):
             named, _ = _weights((reader_a, reader_b)[side], automatic=True)

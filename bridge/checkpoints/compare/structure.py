@@ -6,18 +6,8 @@ from collections.abc import Iterable, Iterator, Set
 
 import numpy as np
 
-from bridge.core.formats.tensors.base import (
-    CheckpointReader,
-    TreePath,
-)
-from bridge.core.formats.tensors.leaves import (
-    EMPTY,
-    STRING,
-    key_kind,
-    key_types,
-    separator_of,
-    tree_kinds,
-)
+from bridge.core.formats.tensors.base import CheckpointReader, TreePath
+from bridge.core.formats.tensors.leaves import EMPTY, STRING, key_kind, key_types, separator_of, tree_kinds
 from bridge.core.mapping.plan.plan import TranslationPlan
 
 _ROOT = "(the whole tree)"

@@ -132,12 +132,7 @@ def equal(elements: int) -> Difference:
 
 
 def compare(
-    a: np.ndarray,
-    b: np.ndarray,
-    tolerance: Tolerance,
-    *,
-    any_nan: bool = False,
-    spread: Spread | None = None,
+    a: np.ndarray, b: np.ndarray, tolerance: Tolerance, *, any_nan: bool = False, spread: Spread | None = None
 ) -> Difference:
     """Compare C-contiguous arrays of equal shape and dtype; the parts of complex numbers count as two elements.
 
@@ -230,12 +225,7 @@ class _Where(NamedTuple):
 
 
 def _differing(
-    a: np.ndarray,
-    b: np.ndarray,
-    where: _Where,
-    tolerance: Tolerance,
-    any_nan: bool,
-    spread: Spread | None,
+    a: np.ndarray, b: np.ndarray, where: _Where, tolerance: Tolerance, any_nan: bool, spread: Spread | None
 ) -> Difference:
     """Of elements that all differ."""
     x, y = _values(a), _values(b)

@@ -50,10 +50,7 @@ class Region:
 
 
 def runs(
-    tensors: Iterable[Output],
-    writer: CheckpointWriter,
-    names: Mapping[str, str],
-    run_bytes: int = RUN_BYTES,
+    tensors: Iterable[Output], writer: CheckpointWriter, names: Mapping[str, str], run_bytes: int = RUN_BYTES
 ) -> Iterator[list[Region]]:
     """The regions to copy, without the chunks that a resumed writer has.
 

@@ -17,12 +17,7 @@ from bridge.checkpoints.ground.selection import SelectedReader, Selection, reada
 from bridge.core.formats import Format, format_named, open_checkpoint
 from bridge.core.formats.stores.listing import StoredReader
 from bridge.core.formats.stores.store import place_of
-from bridge.core.formats.tensors.base import (
-    CheckpointError,
-    CheckpointReader,
-    TreePath,
-    name_of,
-)
+from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TreePath, name_of
 from bridge.core.formats.tensors.gc_pause import collection_paused
 from bridge.core.formats.tensors.leaves import LEAVES
 from bridge.core.formats.tensors.wrapping import home_of

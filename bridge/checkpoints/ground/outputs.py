@@ -23,11 +23,7 @@ from bridge.core.formats.tensors.base import (
     is_whole,
     unreadable,
 )
-from bridge.core.formats.tensors.leaves import (
-    implied_kinds,
-    key_implementation,
-    kinds_of,
-)
+from bridge.core.formats.tensors.leaves import implied_kinds, key_implementation, kinds_of
 from bridge.core.formats.whole.quantized import DECODE, DECODE_ELSEWHERE, quantized
 from bridge.core.mapping.language.conventions import path_of_scales
 from bridge.core.mapping.language.operations import ChangedView, as_dtype

@@ -18,10 +18,7 @@ from bridge.core.formats.tensors.base import (
     UnreadableValue,
     drop_options,
 )
-from bridge.core.formats.tensors.leaves import (
-    EMPTY,
-    tree_kinds,
-)
+from bridge.core.formats.tensors.leaves import EMPTY, tree_kinds
 from bridge.core.formats.tensors.wrapping import ReadWhenAsked, WrappingReader
 
 WEIGHT_ROOTS = frozenset({"model", "params", "module", "state_dict", "weights"})

@@ -36,12 +36,7 @@ from bridge.checkpoints.ground.finite import count_not_finite
 from bridge.checkpoints.ground.workers import batches, default_workers, each, large_buffers_returned, ordered
 from bridge.checkpoints.verify.verify_report import NotFinite, VerifyReport, joined
 from bridge.core.formats import open_checkpoint
-from bridge.core.formats.files.manifest import (
-    Manifest,
-    ManifestTensor,
-    manifest_path,
-    read_manifest,
-)
+from bridge.core.formats.files.manifest import Manifest, ManifestTensor, manifest_path, read_manifest
 from bridge.core.formats.reading.regular_files import changed, stamps
 from bridge.core.formats.stores.hub import hub_hint
 from bridge.core.formats.stores.listing import Listing

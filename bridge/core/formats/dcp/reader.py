@@ -34,10 +34,7 @@ from bridge.core.formats.files.manifest import object_checksum
 from bridge.core.formats.reading.read_memory import BLOCK, array_for
 from bridge.core.formats.reading.regular_files import small_file
 from bridge.core.formats.reading.source_files import FileArray, FileView, SourceFiles, Span
-from bridge.core.formats.safetensors.header import (
-    LENGTH_BYTES,
-    Header,
-)
+from bridge.core.formats.safetensors.header import LENGTH_BYTES, Header
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.tensors.arrays import as_integers, raw_bytes, row_major
 from bridge.core.formats.tensors.base import (

@@ -60,11 +60,7 @@ def part_manifest(part: Path) -> Manifest:
 
 
 def write_joint_manifest(
-    folder: Path,
-    format: str,
-    parts: Sequence[Manifest],
-    files: Mapping[str, ManifestFile],
-    conversion: str,
+    folder: Path, format: str, parts: Sequence[Manifest], files: Mapping[str, ManifestFile], conversion: str
 ) -> None:
     """Write the manifest of the checkpoint in `folder` that joins these parts. CheckpointError when they contradict."""
     objects = {name: crc for part in parts for name, crc in part.objects.items()}

@@ -22,12 +22,7 @@ import numpy as np
 
 from bridge.core.formats.files.atomic import CommitOrAbort
 from bridge.core.formats.files.journal import JOURNAL_FILE, Attempt, WorkingDirectory
-from bridge.core.formats.files.manifest import (
-    MANIFEST_FILE,
-    Manifest,
-    object_checksum,
-    render_manifest,
-)
+from bridge.core.formats.files.manifest import MANIFEST_FILE, Manifest, object_checksum, render_manifest
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.files.recorded_chunks import RecordedChunks
 from bridge.core.formats.files.sink import Place

@@ -30,11 +30,7 @@ class OrbaxShare(OrbaxPart, CommitOrAbort):
         self._directory = WorkingDirectory(path, attempt)
         try:
             super().__init__(
-                self._directory.path,
-                self._directory.temporary,
-                share.number,
-                self._directory.journal,
-                share,
+                self._directory.path, self._directory.temporary, share.number, self._directory.journal, share
             )
         except BaseException:
             self._directory.abort()

@@ -100,11 +100,11 @@ class OrbaxReader(ClosedAtEnd):
                     f"no {COMMIT_FILE}): convert again with --resume, or use an earlier checkpoint"
                 )
             warn_caller(
-                f"{self._item} has no {COMMIT_FILE}: it was written by Orbax before 0.12.3, or its save did not finish",
+                f"{self._item} has no {COMMIT_FILE}: it was written by Orbax before 0.12.3, or its save did not finish"
             )
         if beside := items_beside(self.path, self._item):
             warn_caller(
-                f"{self._item.parent} also holds {', '.join(beside)}, which is not read: one item is, that with arrays",
+                f"{self._item.parent} also holds {', '.join(beside)}, which is not read: one item is, that with arrays"
             )
         self._decoder = MemoryArrays() if isinstance(self._item, StorePath) else None
         self._lock = threading.Lock()
