@@ -9,8 +9,7 @@ from bridge.checkpoints.convert.conversion import ConvertReport
 from bridge.checkpoints.convert.plan import ConvertOptions, planned
 from bridge.checkpoints.ground.workers import default_workers
 from bridge.checkpoints.jobs.array_jobs import PartReport, commit_parts, convert_part
-from bridge.checkpoints.jobs.estimate import BANDWIDTH, PartEstimate, estimate_parts
-from bridge.checkpoints.jobs.pieces import PartPlan, make_part_plan
+from bridge.checkpoints.jobs.pieces import BANDWIDTH, PartEstimate, PartPlan, estimate_parts, make_part_plan
 from bridge.commands.convert_options import RunOptions
 from bridge.commands.convert_report import print_remarks, print_result, written_in
 from bridge.commands.options import progress_console, user_errors

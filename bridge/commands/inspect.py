@@ -13,8 +13,7 @@ from bridge.commands.grouping import print_left_alone
 from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import ItemOptions, JsonOption, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table
-from bridge.core.formats.stores.hub import hub_hint
-from bridge.core.formats.stores.store import place_of
+from bridge.core.formats.stores.store import hub_hint, place_of
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.formats.tensors.leaves import separator_of
 from bridge.core.text import human_bytes

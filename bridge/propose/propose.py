@@ -39,8 +39,7 @@ from bridge.propose.names import (
     similarity,
 )
 from bridge.propose.own_modules import COUNTER, FLIPPED, in_usual_order, is_known_layout, may_be_flipped
-from bridge.propose.places import Places, places_in
-from bridge.propose.text import Namer, ProposedRule, conventions, render, writable
+from bridge.propose.text import Namer, Places, ProposedRule, conventions, places_in, render, writable
 from bridge.propose.uneven import settled
 from bridge.propose.values import Evidence
 

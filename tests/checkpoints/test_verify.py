@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
 from bridge.checkpoints.convert.conversion import convert
-from bridge.checkpoints.ground.finite import count_not_finite
+from bridge.checkpoints.ground.borrowed import count_not_finite
 from bridge.checkpoints.inspect.summary import inspect
 from bridge.checkpoints.verify.verification import verify
 from bridge.commands.verify import verify as verify_command

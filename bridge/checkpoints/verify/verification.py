@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from bridge.checkpoints.ground.borrowed import MEMORY, borrow
+from bridge.checkpoints.ground.borrowed import MEMORY, borrow, count_not_finite
 from bridge.checkpoints.ground.checked import (
     Problem,
     SaysWhatIsChecked,
@@ -32,15 +32,13 @@ from bridge.checkpoints.ground.checked import (
     rest_problems,
     structure_problems,
 )
-from bridge.checkpoints.ground.finite import count_not_finite
 from bridge.checkpoints.ground.workers import batches, default_workers, each, large_buffers_returned, ordered
 from bridge.checkpoints.verify.verify_report import NotFinite, VerifyReport, joined
 from bridge.core.formats import open_checkpoint
 from bridge.core.formats.files.manifest import Manifest, ManifestTensor, manifest_path, read_manifest
 from bridge.core.formats.reading.regular_files import changed, stamps
-from bridge.core.formats.stores.hub import hub_hint
 from bridge.core.formats.stores.listing import Listing
-from bridge.core.formats.stores.store import is_url
+from bridge.core.formats.stores.store import hub_hint, is_url
 from bridge.core.formats.tensors.arrays import array_checksum
 from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TensorInfo, unreadable
 from bridge.core.formats.tensors.boxes import REGION_BYTES, Progress, group_boxes, split_box

@@ -20,9 +20,8 @@ from bridge.core.formats.dcp.metadata import metadata_files
 from bridge.core.formats.files.atomic import is_unfinished
 from bridge.core.formats.files.journal import Attempt
 from bridge.core.formats.safetensors.files import holds_safetensors
-from bridge.core.formats.stores.hub import hub_hint
 from bridge.core.formats.stores.listing import StorePath
-from bridge.core.formats.stores.store import is_url
+from bridge.core.formats.stores.store import hub_hint, is_url
 from bridge.core.formats.tensors.base import (
     DTYPES,
     Box,

@@ -24,8 +24,14 @@ from bridge.core.formats.files.atomic import fsync_directory, is_temporary
 from bridge.core.formats.files.journal import JOURNAL_FILE
 from bridge.core.formats.saving import pending
 from bridge.core.formats.saving.extras import SaveExtras
-from bridge.core.formats.saving.retention import METRICS_FILE, Retention, read_metrics, render_metrics
-from bridge.core.formats.saving.steps import choose_step, complete_steps
+from bridge.core.formats.saving.steps import (
+    METRICS_FILE,
+    Retention,
+    choose_step,
+    complete_steps,
+    read_metrics,
+    render_metrics,
+)
 from bridge.core.formats.stores.store import path_here
 from bridge.core.formats.tensors.base import CheckpointError
 

@@ -22,18 +22,16 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from bridge.core.formats.stores.composed import (
-    ComposedParts,
-    composes,
-    objects_from,
-    put_object,
-    remove_objects,
-)
 from bridge.core.formats.stores.numbered_parts import (
+    ComposedParts,
     FinishedParts,
     OrderedParts,
     Parts,
     S3Parts,
+    composes,
+    objects_from,
+    put_object,
+    remove_objects,
     retried,
     s3_uploads,
 )

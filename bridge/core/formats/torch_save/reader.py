@@ -37,9 +37,8 @@ from bridge.core.formats.tensors.arrays import as_integers
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo
 from bridge.core.formats.tensors.leaves import flat_name
 from bridge.core.formats.tensors.wrapping import ReadWhenAsked, one_part
-from bridge.core.formats.torch_save.dtensors import LocalPiece, local_piece
 from bridge.core.formats.torch_save.files import TORCH_FILES, members_of
-from bridge.core.formats.torch_save.tree import is_tensor, leaves, value_of
+from bridge.core.formats.torch_save.tree import LocalPiece, is_tensor, leaves, local_piece, value_of
 
 PIECE: Final = (
     "a piece of a DTensor, of which other ranks' files have the rest: give the folder with all of them"

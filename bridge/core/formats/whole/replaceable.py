@@ -21,7 +21,7 @@ from bridge.core.formats.files.part_files import PARTS_FOLDER
 from bridge.core.formats.orbax.item import COMMIT_FILE, TREE_FILE
 from bridge.core.formats.reading.model_files import is_companion
 from bridge.core.formats.safetensors.files import INDEX_SUFFIX, SUFFIX, find_files
-from bridge.core.formats.saving.retention import METRICS_FILE
+from bridge.core.formats.saving.steps import METRICS_FILE
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.formats.whole.companions import Companions
 from bridge.core.formats.whole.composite import PIPELINE_FILE

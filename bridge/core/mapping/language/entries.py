@@ -16,7 +16,7 @@ HALF, PAIR = ".half", ".pair"
 """The two factors of a rotary axis: the elements of a pair, and the pairs."""
 
 ZEROS = ".zeros"
-"""An axis of padding, which one convention has and another one may lack (`padding.py`)."""
+"""An axis of padding, which one convention has and another one may lack (`operations.py`)."""
 
 _CHOICE = re.compile(r"interleaved\(\s*(\w+)\s*,\s*([A-Za-z_]\w*)\s*\)")
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")

@@ -5,7 +5,7 @@ A mapping file::
     name = "llama"
     drop = ["model.rope.inv_freq"]                # full names that may be left behind; `{i}` and `*` allowed
 
-    [models.llama]                                # the models that it is for, see `model_types.py`
+    [models.llama]                                # the models that it is for, see `table.py`
     attention_bias = [false, "absent"]
 
     [convention.hf]                               # conventions, if they are not just torch and jax
@@ -74,9 +74,8 @@ from typing import Any
 
 from bridge.core.mapping.language.entries import Entry, Rule
 from bridge.core.mapping.language.errors import MappingError
-from bridge.core.mapping.language.model_types import parse_models
 from bridge.core.mapping.language.numbers import Numbering, parse_numbers
-from bridge.core.mapping.language.table import MappingTable, Tied, convention_of_rules
+from bridge.core.mapping.language.table import MappingTable, Tied, convention_of_rules, parse_models
 from bridge.core.text import did_you_mean
 from bridge.core.text_files import MAX_TOML, parse_toml, read_text
 

@@ -9,7 +9,7 @@ The first text that `config.json` can answer gives the size: a number, a field, 
 or a number, with "//" rounded down; with "if", where that field is true or a text, with "if not", where the field is
 there and false, and with "if ... is", where it is one of these texts. "unclear" ends the search without a size. The
 size counts only where the mapping's [axes] gives none, and the caller's must be the same. A mapping that is for some
-models (`model_types.py`) refuses the others. What the file says of tied embeddings is held against the weights
+models (`table.py`) refuses the others. What the file says of tied embeddings is held against the weights
 (`tied.py`).
 """
 
@@ -27,9 +27,8 @@ from bridge.core.formats.whole.companions import config_beside
 from bridge.core.mapping.language.arithmetic import QUOTIENT, evaluate, names_in
 from bridge.core.mapping.language.entries import HALF, PAIR, ZEROS
 from bridge.core.mapping.language.errors import MappingError
-from bridge.core.mapping.language.model_types import field_of, mismatch
 from bridge.core.mapping.language.rules import family_names, load_mapping
-from bridge.core.mapping.language.table import MappingTable, Told
+from bridge.core.mapping.language.table import MappingTable, Told, field_of, mismatch
 from bridge.core.mapping.one_rule.instance import Axes
 
 _TIES = "tie_word_embeddings"

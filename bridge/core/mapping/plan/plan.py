@@ -10,8 +10,7 @@ import numpy as np
 
 from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TreePath
 from bridge.core.formats.tensors.leaves import separator_of
-from bridge.core.mapping.language.operations import ChangedView
-from bridge.core.mapping.language.padding import PaddedView
+from bridge.core.mapping.language.operations import ChangedView, PaddedView
 from bridge.core.mapping.language.relation import TensorView, identity
 from bridge.core.mapping.one_rule.instance import View
 from bridge.core.mapping.one_rule.scales import DecodedView

@@ -29,8 +29,7 @@ from bridge.core.formats.tensors.base import (
     TreePath,
     Wanted,
 )
-from bridge.core.mapping.language.operations import Change, ChangedView
-from bridge.core.mapping.language.padding import PaddedView
+from bridge.core.mapping.language.operations import Change, ChangedView, PaddedView
 from bridge.core.mapping.language.relation import Block, Ranges, TensorView, dense_pieces, elements
 from bridge.core.mapping.language.rules import mapping_table
 from bridge.core.mapping.language.table import MappingTable

@@ -29,7 +29,7 @@ from bridge.core.mapping.language.conventions import (
 )
 from bridge.core.mapping.language.entries import Rule
 from bridge.core.mapping.language.errors import MappingError
-from bridge.core.mapping.language.padding import require_zeros
+from bridge.core.mapping.language.operations import require_zeros
 from bridge.core.mapping.language.relation import identity
 from bridge.core.mapping.language.table import MappingTable
 from bridge.core.mapping.one_rule.apply import AppliedRule
