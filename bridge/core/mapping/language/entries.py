@@ -10,13 +10,11 @@ from functools import cached_property
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.expression import Axis, Concatenation, Expression
 from bridge.core.mapping.language.numbers import Numbering
-from bridge.core.mapping.language.operations import Operation
+from bridge.core.mapping.language.operations import ZEROS, Operation
 
 HALF, PAIR = ".half", ".pair"
 """The two factors of a rotary axis: the elements of a pair, and the pairs."""
 
-ZEROS = ".zeros"
-"""An axis of padding, which one convention has and another one may lack (`operations.py`)."""
 
 _CHOICE = re.compile(r"interleaved\(\s*(\w+)\s*,\s*([A-Za-z_]\w*)\s*\)")
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")

@@ -33,7 +33,6 @@ import numpy as np
 from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TensorInfo
 from bridge.core.formats.tensors.boxes import split_box
 from bridge.core.mapping.language.arithmetic import POWERS, evaluate, names_in
-from bridge.core.mapping.language.entries import ZEROS
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.relation import Block, TensorView, elements
 
@@ -277,3 +276,7 @@ def require_zeros(reader: CheckpointReader, ends: Iterable[LeftOut], target: str
                     f"leave them out (--axis {axis}={size - start}; in a program "
                     f"load_mapping(...).with_axes({{{axis!r}: {size - start}}}))"
                 )
+
+
+ZEROS = ".zeros"
+"""An axis of padding, which one convention has and another one may lack (`operations.py`)."""

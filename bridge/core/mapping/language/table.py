@@ -22,8 +22,9 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from bridge.core.mapping.language.conventions import Convention
-from bridge.core.mapping.language.entries import HALF, ZEROS, Entry, Rule
+from bridge.core.mapping.language.entries import HALF, Entry, Rule
 from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.operations import ZEROS
 
 Value = str | int | float | bool
 Models = Mapping[str, Mapping[str, tuple[Value, ...]]]

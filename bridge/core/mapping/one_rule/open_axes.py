@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bridge.core.mapping.language.entries import HALF, PAIR, ZEROS
+from bridge.core.mapping.language.entries import HALF, PAIR
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.expression import Axis, Concatenation, Expression, Node, Product
+from bridge.core.mapping.language.operations import ZEROS
 from bridge.core.text import first_of
 
 _USUAL = (128, 64, 256, 96, 80, 32, 192, 512, 16)

@@ -25,8 +25,9 @@ from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo
 from bridge.core.formats.tensors.leaves import separator_of
 from bridge.core.formats.whole.companions import config_beside
 from bridge.core.mapping.language.arithmetic import QUOTIENT, evaluate, names_in
-from bridge.core.mapping.language.entries import HALF, PAIR, ZEROS
+from bridge.core.mapping.language.entries import HALF, PAIR
 from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.operations import ZEROS
 from bridge.core.mapping.language.rules import family_names, load_mapping
 from bridge.core.mapping.language.table import MappingTable, Told, field_of, mismatch
 from bridge.core.mapping.one_rule.instance import Axes
