@@ -20,7 +20,7 @@ from bridge.checkpoints.compare.diff import diff
 from bridge.checkpoints.convert.conversion import convert
 from bridge.checkpoints.convert.plan import ConvertOptions
 from bridge.checkpoints.ground.selection import Selection
-from bridge.checkpoints.jobs import parts as parts_module
+from bridge.checkpoints.jobs import array_jobs as parts_module
 from bridge.checkpoints.jobs import pieces
 from bridge.checkpoints.jobs.array_jobs import PartReport, commit_parts, convert_part
 from bridge.checkpoints.jobs.pieces import PartPlan, make_part_plan
