@@ -94,6 +94,7 @@ class Copier:
     ) -> None:
         self._reader, self._writer, self._work = reader, writer, work
         self._done, self._total, self._progress = done, total, progress
+        # For the generator of work, the counts and the first error; copying is outside of it.
         self._lock = threading.Lock()
         self._stop = False
         self._error: BaseException | None = None
@@ -103,6 +104,7 @@ class Copier:
         if workers == 1:
             self._copy()
             return
+        # Threads, not processes: reading, checksums and writing let go of Python's lock.
         with ThreadPoolExecutor(workers) as pool:
             futures = [pool.submit(self._copy) for _ in range(workers)]
             try:

@@ -242,6 +242,8 @@ class CheckedReader(WrappingReader):
         self._listed: dict[str, TensorInfo] = {}
         self._chunks = ChunkIndex()
         self._compared: set[tuple[str, int]] = set()
+        # For the set of chunks that were compared. Two threads may compare one chunk, which is only
+        # slow.
         self._lock = threading.Lock()
         self.objects = ReadWhenAsked(reader.object_paths, self._checked_object)
 

@@ -291,6 +291,8 @@ def _commit(conversion: Conversion, stage: Stage, replace: bool) -> Sequence[Map
         except InUse as error:
             if error.directory != stage.path:
                 raise
+            # Another job joins the parts: looked at again until the destination is there, or until
+            # that job has ended without it.
             time.sleep(_WAIT_SECONDS)
         except (CheckpointError, OSError):
             if not stage.committed():

@@ -36,6 +36,7 @@ class Processes:
     def submit(self, task: PartTask) -> Running:
         """Begin a part in a new process."""
         messages, sender = self._context.Pipe(duplex=False)
+        # Daemons end with the driver: nobody would read what they report.
         process = self._context.Process(target=_run, args=(task, sender), daemon=True)
         process.start()
         # The process has the other end: when it ends without a result, this end says so.

@@ -100,6 +100,8 @@ class Stage:
         if path.exists() and not replace:
             return
         temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+        # Parts on several machines may write the same file at once: each writes its own, and one of
+        # them gets the name.
         temporary.write_text(text)
         try:
             if replace:
@@ -108,6 +110,7 @@ class Stage:
                 rename_new(temporary, path)
         except FileExistsError:
             temporary.unlink(missing_ok=True)
+        # The name is on disk before the part appears, which needs plan and notes.
         fsync_directory(path.parent)
 
 

@@ -83,6 +83,8 @@ class DcpReader(ClosedAtEnd):
         self._archives: dict[Extent, StoredTensor] = {}
         self._forms = Archives()
         self._names = {name: str(self.path / name) for name in self._data_files}
+        # For headers of safetensors files only; all other tables are filled with values that any
+        # thread would find alike.
         self._lock = threading.Lock()
 
     @property

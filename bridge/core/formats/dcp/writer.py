@@ -86,6 +86,7 @@ class DcpWriter(FlatWriter):
             self.abort()
             raise
         self._sink = _Archives(self._data, self._data_file)
+        # Places in the data file follow from the order of declarations: one at a time.
         self._lock = threading.Lock()
         self._alike = {}
         self._objects: dict[str, Extent] = {}

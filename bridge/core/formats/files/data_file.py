@@ -72,6 +72,8 @@ class DataFile:
         if self._descriptor < 0:
             raise ValueError(f"expected an open file {self.path}, got one that was closed")
         try:
+            # O_DIRECT takes whole blocks out of memory that begins with a block. What is before the
+            # first and behind the last of them goes through the cache, which `sync` empties.
             if len(view) >= _DIRECT_BYTES and self._direct is not None:
                 first, last = -offset % BLOCK, len(view) - (offset + len(view)) % BLOCK
                 _pwrite(self._descriptor, view[:first], offset)
@@ -102,6 +104,8 @@ class DataFile:
 
     def sync(self) -> None:
         """Bring to disk what is written."""
+        # fdatasync brings the size of a file along, which reading needs, and not the times, which
+        # nothing needs.
         os.fdatasync(self._descriptor)
 
     def close(self) -> None:
@@ -115,6 +119,8 @@ class DataFile:
 
     def _write_blocks(self, offset: int, view: memoryview) -> None:
         source = np.frombuffer(view, np.uint8)
+        # Memory of a loan begins as far behind a block as the place in the file, so large chunks
+        # are written without a copy.
         if source.ctypes.data % BLOCK == 0:
             self._write_piece(offset, view)
             return
@@ -132,6 +138,7 @@ class DataFile:
             # Some file systems allow opening with O_DIRECT, and refuse writing.
             if error.errno != errno.EINVAL:
                 raise
+        # A disk that is almost full takes a part of a piece: the rest raises its own error here.
         _pwrite(self._descriptor, piece[written:], offset + written)
 
 
@@ -178,7 +185,10 @@ class Gathered:
 
     def __init__(self) -> None:
         # With room behind for one more piece, which `fill` needs to have whole.
+        # Mapped memory begins with a page, as direct writing demands; memory of NumPy begins
+        # anywhere.
         self._memory = memoryview(mmap.mmap(-1, _BYTES + 2 * SMALL))
+        # `sync` flushes what all threads have gathered, from whichever thread comes to it.
         self._lock = threading.Lock()
         self._file: DataFile | None = None
         # Of the file. A byte is at the same place in its block in memory and in the file.
@@ -206,6 +216,8 @@ class Gathered:
             if left >= 0:
                 self._end = base + _BYTES
                 self._write()
+                # The piece went on behind the 4 MiB that are written: its rest begins the next
+                # ones.
                 self._memory[:left] = self._memory[_BYTES : _BYTES + left]
                 self._end += left
             return True

@@ -109,6 +109,7 @@ def resume(path: Path, key: Key) -> Journal | None:
             raise InUse(directory)
         noted, done, length = _parse((directory / JOURNAL_FILE).read_bytes())
         if noted == dict(key):
+            # A last line that was cut short would be glued to the first one of this attempt.
             os.truncate(descriptor, length)
             return Journal(directory, descriptor, done)
         os.close(descriptor)
@@ -176,6 +177,8 @@ def _write(descriptor: int, data: bytes) -> None:
 
 def _lock(descriptor: int) -> bool:
     try:
+        # flock goes with the open file: it is free when its process ends, however that ends, and
+        # needs no clean-up after a kill. Nobody waits for the lock: the caller says who has it.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
@@ -191,6 +194,7 @@ def _parse(data: bytes) -> tuple[dict[str, str], Done, int]:
     except ValueError:
         return {}, {}, 0
     done: Done = {}
+    # What follows the last line break is a line cut short by a kill: its chunk is written again.
     for line in body.split(b"\n")[:-1]:
         try:
             name, chunk, crc = json.loads(line)

@@ -74,6 +74,8 @@ def move_up(source: Path, target: Path, size: int) -> None:
     CheckpointError when the file is in neither place, or has another size in bytes.
     """
     try:
+        # A rename within one file system moves no bytes, and is done or not done: a killed attempt
+        # goes on from there.
         os.rename(source, target)
     except FileNotFoundError:
         if not target.exists():

@@ -81,11 +81,14 @@ class ChunkRecord:
         self._written: list[tuple[str, int, int]] = []
         self._gathered: dict[int, Gathered] = {}
         self._unsynced = 0
+        # For the tables below: short, and never held while bytes are written.
         self._lock = threading.Lock()
         self._files: list[DataFile | UploadFile] = []
         self._entries_synced = False
         self._lost: OSError | None = None
         self._closed = False
+        # One sync at a time, apart from the lock of the tables: threads go on writing while the
+        # disk works.
         self._syncing = threading.Lock()
 
     def open(self, path: Path) -> DataFile | UploadFile:
@@ -166,6 +169,8 @@ class ChunkRecord:
                 reserved.file.write_parts(reserved.offset, data)
             self._wrote([(name, number, crc)], reserved.length)
         except BaseException as error:
+            # The first failure is kept: from here on the checkpoint cannot be complete, and
+            # `_require_open` says why.
             self.failure = self.failure or error
             raise
 
@@ -237,6 +242,7 @@ class ChunkRecord:
             due = self._unsynced >= SYNC_BYTES
             if due:
                 self._unsynced = 0
+        # Outside of the lock: other threads write on while this one waits for the disk.
         if due:
             self.sync()
 
@@ -312,11 +318,15 @@ class ChunkRecord:
                 self.flush()
                 for file in self._files:
                     file.sync()
+                # The bytes of a file that no directory names are lost after a power cut; once is
+                # enough, as no file comes later.
                 if not self._entries_synced:
                     self._sync_entries()
             except OSError as error:
                 self._lost = error
                 raise
+            # After the sync, never before: the journal names only what a resumed attempt will find
+            # on disk.
             if self._journal is not None and written:
                 self._journal.record(written)
 

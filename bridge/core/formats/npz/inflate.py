@@ -45,6 +45,7 @@ class Inflated:
     ) -> None:
         self._read, self._begin, self._stored = read, start, stored
         self._size, self._crc, self._what = size, crc, what
+        # Copies of the inflater, from which reading goes on, are shared by all threads.
         self._lock = threading.Lock()
         self._copies: list[tuple[int, int, Any]] = []
 

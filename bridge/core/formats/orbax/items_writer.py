@@ -114,6 +114,7 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
         self.path = self._directory.path
         self._started = time.time_ns()
         self._claims = Claims(str(self.path))
+        # As in `OrbaxWriter`: claims, record and store have to agree on the order of declarations.
         self._lock = threading.Lock()
         self._ended = False
         try:

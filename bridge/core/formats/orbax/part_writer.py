@@ -84,6 +84,8 @@ class OrbaxJoin(OrbaxWriter):
             for number, part in enumerate(self._parts, 1):
                 store, target = process_store(part, number), process_store(self._item, number)
                 if store.exists():
+                    # A rename, not a copy: the joined index refers to the stores by paths, and
+                    # bytes stay where they are.
                     os.rename(store, target)
                 elif not target.exists():
                     raise CheckpointError(

@@ -85,6 +85,8 @@ class OrbaxPart(RecordedChunks):
         self._record = ChunkRecord(path, journal)
         directory = item if process is None else process_store(item, process)
         self._sink = ChunkStore(directory, self._record.open, complete=process is None or share is not None)
+        # Tensors may be declared by several threads; claims, record and store have to agree on the
+        # order.
         self._lock = threading.Lock()
         self._claims = Claims(str(self.path))
         self._layouts: dict[str, ArrayLayout] = {}

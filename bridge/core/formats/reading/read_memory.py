@@ -39,6 +39,7 @@ def memory_for(nbytes: int, alignment: int = 64) -> np.ndarray:
     return memory[start : start + nbytes]
 
 
+# Of each thread: a shared buffer would need a lock around all that is done with it.
 class Scratch(threading.local):
     """Memory of each thread for what is looked at or copied on."""
 
@@ -62,6 +63,7 @@ class LoanBuffers:
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
+        # Loans come back from whichever thread has written them.
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, offset: int) -> tuple[np.ndarray, np.ndarray]:

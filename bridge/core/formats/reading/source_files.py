@@ -119,6 +119,7 @@ class SourceFiles:
         self._stamps: dict[str, Stamp] = {}
         # Made at the first loan: most files are of small tensors, which are read into memory of the writer.
         self._buffers: LoanBuffers | None = None
+        # For the table of open files; reading is outside of it.
         self._lock = threading.Lock()
         self._closed = False
 
@@ -142,6 +143,7 @@ class SourceFiles:
             return data
         file = self.open(name, what)
         data = self.read_from(file, name, start, stop, what)
+        # After the read: a file that was written to meanwhile has given a mixture of two contents.
         self._require_same(name, file, what)
         return data
 
@@ -175,6 +177,8 @@ class SourceFiles:
         parts: list[bytes] = []
         while start < stop:
             try:
+                # pread has no position that threads share, and reads as it is told. A mapped file
+                # would end the process by SIGBUS where somebody shortens it meanwhile.
                 part = os.pread(file.number, stop - start, start)
             except OSError as error:
                 raise self._failed(name, start, what, error) from error
@@ -194,6 +198,8 @@ class SourceFiles:
         done = 0
         while done < len(target):
             try:
+                # Into the memory of the caller, without bytes between; the call lets go of Python's
+                # lock.
                 count = os.preadv(file.number, [target[done:]], start + done)
             except OSError as error:
                 raise self._failed(name, start + done, what, error) from error
@@ -298,6 +304,8 @@ class SourceFiles:
     ) -> None:
         file = self.open(name, "")
         try:
+            # One read for neighbours and what is between them: a call for each small tensor costs
+            # more than its bytes.
             end = start + os.preadv(file.number, vector, start)
         except OSError as error:
             raise self._failed(name, start, "", error) from error

@@ -88,6 +88,7 @@ class SafetensorsWriter(FlatWriter):
         self._places: dict[str, Place] | None = None
         self._sink = _Rows(self._laid_out)
         self._names: list[str] = []
+        # Offsets in the header follow from the order of declarations: one at a time.
         self._lock = threading.Lock()
 
     def add_tensor(

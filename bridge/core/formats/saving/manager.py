@@ -189,6 +189,7 @@ def _renamed(step: Path) -> Path:
     """Under a temporary name, so that no reader finds half of a step."""
     temporary = step.with_name(f"{step.name}.tmp-{secrets.token_hex(4)}")
     os.rename(step, temporary)
+    # Before anything is removed, else a power cut could bring the name back with half of its files.
     fsync_directory(step.parent)
     return temporary
 

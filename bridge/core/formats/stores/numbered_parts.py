@@ -55,6 +55,8 @@ class Parts(Protocol):
 
 def retried(call: Callable[[], Result]) -> Result:
     """The result of a call that may be made again, after a pause that grows. The last error, if all fail."""
+    # Stores answer now and then with errors that pass (throttling, lost connections). The libraries
+    # retry some of them only.
     for attempt in range(ATTEMPTS - 1):
         try:
             return call()
@@ -77,6 +79,7 @@ class S3Parts:
         self._upload = resumed
         self._tags: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
+        # The upload is created once, by the first part; sending itself is outside of the lock.
         self._lock = threading.Lock()
         if resumed is not None:
             for part in _pages(self._call, "list_parts", "Parts", "PartNumberMarker", UploadId=resumed):
@@ -159,10 +162,12 @@ class OrderedParts:
         self._next = 1
         self._early: dict[int, bytes | bytearray] = {}
         self._failed = False
+        # Parts come from several threads, and fsspec's file takes them in order.
         self._ready = threading.Condition()
 
     def put(self, number: int, data: bytes | bytearray) -> None:
         with self._ready:
+            # Memory stays bounded: with 8 parts waiting, only the next one is let in.
             while number != self._next and len(self._early) >= _WAITING and not self._failed:
                 self._ready.wait()
             if self._failed:

@@ -50,6 +50,7 @@ class FileRanges:
         self._held = 0
         self._ends: deque[tuple[str, int]] = deque(maxlen=_READERS)
         self._small: dict[str, bytes] = {}
+        # Readers of one block wait for the thread that fetches it.
         self._ready = threading.Condition()
 
     def close(self) -> None:
@@ -159,6 +160,8 @@ class FileRanges:
             if error is not None:
                 if attempt == ATTEMPTS - 1:
                     raise error
+                # A store that throttles is left alone for longer each time: 0.1, 0.2 and 0.4
+                # seconds.
                 time.sleep(_PAUSE * 2**attempt)
         return [fetched[n] for n in range(len(wanted))]
 

@@ -65,6 +65,7 @@ class ChunkStore:
         self._store = OcdbtWriter(directory, open_file)
         self.placed, self._sent = complete, isinstance(directory, UploadPath)
         self._layouts: dict[str, ArrayLayout] = {}
+        # Where places are not known before, two threads reserve theirs at once.
         self._lock = threading.Lock()
 
     def declare(self, name: str, layout: ArrayLayout, own: Sequence[Box] | None = None) -> None:
