@@ -2,7 +2,7 @@
 
 A parameter group is stored in one to three flat buffers, each cut into ``num_shards`` equal shards; rank k holds
 shard k of every buffer, so all ranks hold equally much. Every parameter is one contiguous range of one buffer, and a
-shard boundary never cuts one of its *units*: a row, a block of rows or the whole tensor. So what a rank holds of a
+shard boundary never cuts one of its *blocks*: a row, several rows or the whole tensor. So what a rank holds of a
 parameter is a range of whole rows, uneven by design and possibly empty.
 
 ``print(plan_layout({"wq": (7, 6), "wo": (6, 7), "up": (9, 6), "down": (6, 9), "norm": (6,)}, 4, align=1))``::
@@ -61,7 +61,7 @@ class Layout:
         align: elements, >= 1, of which every shard size is a multiple.
 
     Raises:
-        ValueError: a field is out of range, slots overlap or leave their buffer, or a boundary cuts a unit.
+        ValueError: a field is out of range, slots overlap or leave their buffer, or a boundary cuts a block.
     """
 
     num_shards: int

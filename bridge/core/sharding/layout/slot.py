@@ -74,7 +74,7 @@ class Slot:
             )
 
     @property
-    def unit(self) -> int:
+    def block_numel(self) -> int:
         """Elements that no shard boundary separates; 0 when the parameter has no elements."""
         return self.block * self.row_size
 
@@ -92,9 +92,9 @@ class Slot:
         first = (self.offset // shard_size + 1) * shard_size
         # All later boundaries are one shard further each, so the first two decide.
         for boundary in (first, first + shard_size):
-            if boundary < self.end and (boundary - self.offset) % self.unit:
+            if boundary < self.end and (boundary - self.offset) % self.block_numel:
                 raise ValueError(
-                    f"{self.name!r}: expected shard boundaries at multiples of {self.unit} elements from its "
+                    f"{self.name!r}: expected shard boundaries at multiples of {self.block_numel} elements from its "
                     f"start (blocks of {self.block} rows), got one at {boundary - self.offset}"
                 )
 
