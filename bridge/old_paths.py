@@ -21,7 +21,7 @@ MOVED: Final[Mapping[str, str]] = MappingProxyType(
         "bridge.mapping": "bridge.core.mapping",
         "bridge.sharding": "bridge.core.sharding",
         "bridge.checkpoints.diff": "bridge.checkpoints.compare.diff",
-        "bridge.checkpoints.picture": "bridge.checkpoints.inspect.picture",
+        "bridge.checkpoints.picture": "bridge.checkpoints.inspect.chart",
         "bridge.checkpoints.selection": "bridge.checkpoints.ground.selection",
         "bridge.checkpoints.ulp": "bridge.checkpoints.compare.ulp",
         "bridge.parity.config": "bridge.relay.config",

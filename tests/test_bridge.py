@@ -103,7 +103,7 @@ def test_paths_that_documents_showed_still_import() -> None:
     lines += [
         "import bridge.sharding, bridge.core.sharding",
         "assert bridge.sharding is bridge.core.sharding",
-        "import bridge.formats.npz.header as old, bridge.core.formats.npz.header as new",
+        "import bridge.formats.npz.reader as old, bridge.core.formats.npz.reader as new",
         "assert old is new",
         "try: import bridge.formats.nothing",
         "except ModuleNotFoundError as error: print(error.name)",

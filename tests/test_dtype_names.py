@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bridge.checkpoints.ground.casts import parse_casts
+from bridge.checkpoints.ground.outputs import parse_casts
 from bridge.compiling.batch_shapes import load_batch_shapes
 from bridge.core.dtype_names import full_name, hint
 from bridge.core.formats.tensors.base import DTYPES, CheckpointError, dtype_from_name

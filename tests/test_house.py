@@ -43,7 +43,7 @@ OPTIMIZER = "the arguments of torch's or optax's optimizer, and the dtypes of it
 MANY_PARAMETERS = {
     "bridge.checkpoints.compare.diff.diff": "users name what they choose",
     "bridge.checkpoints.convert.conversion.convert": "users name what they choose",
-    "bridge.checkpoints.jobs.parts.convert_part": "the part, the arguments of a conversion, and whom to tell",
+    "bridge.checkpoints.jobs.array_jobs.convert_part": "the part, the arguments of a conversion, and whom to tell",
     "bridge.parity.compare.captured.capture_torch": "users name what they choose",
     "bridge.parity.compare.parity.parity": "users name what they choose of two models",
     "bridge.parity.torch.sharded.capture_sharded": "the arguments of capture_torch",

@@ -28,8 +28,7 @@ from bridge.core.formats.files.journal import abandoned
 from bridge.core.text import human_bytes
 
 if TYPE_CHECKING:
-    from bridge.checkpoints.convert.conversion import Conversion
-    from bridge.checkpoints.convert.options import ConvertOptions
+    from bridge.checkpoints.convert.plan import Conversion, ConvertOptions
     from bridge.core.formats.whole.step_paths import Step
 
 
@@ -67,8 +66,8 @@ def convert(
       twinshard convert runs/torch/step_40 small.safetensors --to safetensors --weights-only --cast '*=bfloat16'
       twinshard convert runs/torch/step_40 runs/jax/step_40 --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
     """
-    from bridge.checkpoints.convert.conversion import ConvertOptions
-    from bridge.checkpoints.convert.destination import format_by_name
+    from bridge.checkpoints.convert.conversion import format_by_name
+    from bridge.checkpoints.convert.plan import ConvertOptions
     from bridge.core.formats import format_named
 
     translation, write_items, step = mapping.arguments(), item_names(run.write_item), run.step_number()
@@ -102,7 +101,7 @@ def convert(
 
 def _show(src: str, step: Step | None, dst: str, options: ConvertOptions, json: bool) -> None:
     """Print the tensors that would be written."""
-    from bridge.checkpoints.convert.conversion import planned
+    from bridge.checkpoints.convert.plan import planned
     from bridge.core.formats.whole.step_paths import at_step
 
     out = Console()

@@ -5,19 +5,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from bridge.checkpoints.convert.conversion import ConvertOptions, planned
-from bridge.checkpoints.convert.convert_report import ConvertReport
+from bridge.checkpoints.convert.conversion import ConvertReport
+from bridge.checkpoints.convert.plan import ConvertOptions, planned
 from bridge.checkpoints.ground.workers import default_workers
-from bridge.checkpoints.jobs.estimate import BANDWIDTH, PartEstimate, estimate_parts
-from bridge.checkpoints.jobs.parts import PartReport, commit_parts, convert_part
-from bridge.checkpoints.jobs.pieces import PartPlan, make_part_plan
+from bridge.checkpoints.jobs.array_jobs import PartReport, commit_parts, convert_part
+from bridge.checkpoints.jobs.pieces import BANDWIDTH, PartEstimate, PartPlan, estimate_parts, make_part_plan
 from bridge.commands.convert_options import RunOptions
 from bridge.commands.convert_report import print_remarks, print_result, written_in
 from bridge.commands.options import progress_console, user_errors
 from bridge.commands.output import Console, byte_progress, print_json, print_line, print_table
 from bridge.commands.part_options import Engine, PartRequest
 from bridge.commands.stopping import leaving
-from bridge.core.formats.tensors.regions import Progress
+from bridge.core.formats.tensors.boxes import Progress
 from bridge.core.formats.whole.step_paths import Step, at_step
 from bridge.core.text import human_bytes
 

@@ -10,7 +10,7 @@ from bridge.commands.output import Console, print_json, print_line
 from bridge.core.text import human_bytes
 
 if TYPE_CHECKING:
-    from bridge.checkpoints.convert.convert_report import ConvertReport
+    from bridge.checkpoints.convert.conversion import ConvertReport
 
 ASKED_FOR = 5
 """How many of the names left out on request are shown; a selection may leave out most of a checkpoint."""

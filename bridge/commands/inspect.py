@@ -13,10 +13,9 @@ from bridge.commands.grouping import print_left_alone
 from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import ItemOptions, JsonOption, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_table
-from bridge.core.formats.stores.hub import hub_hint
-from bridge.core.formats.stores.store import place_of
+from bridge.core.formats.stores.store import hub_hint, place_of
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.leaf_names import separator_of
+from bridge.core.formats.tensors.leaves import separator_of
 from bridge.core.text import human_bytes
 from bridge.core.text_files import MAX_JSON, read_text
 
@@ -86,7 +85,7 @@ def inspect(
       twinshard inspect runs/torch/step_40 --list | grep exp_avg
       twinshard inspect layout.json --layout --picture layout.png
     """
-    from bridge.checkpoints.inspect.picture import PictureError, chunks_figure, save_picture
+    from bridge.checkpoints.inspect.chart import PictureError, chunks_figure, save_picture
     from bridge.checkpoints.inspect.summary import inspect as run
 
     out = Console()
@@ -178,7 +177,7 @@ def _print_list(out: Console, summary: Summary) -> None:
 
 
 def _inspect_layout_file(out: Console, path: Path, picture: Path | None, json: bool) -> None:
-    from bridge.checkpoints.inspect.picture import layout_figure, save_picture
+    from bridge.checkpoints.inspect.chart import layout_figure, save_picture
     from bridge.core.sharding.layout.layout import Layout
 
     if not path.exists():

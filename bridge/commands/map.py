@@ -12,7 +12,7 @@ from bridge.commands.option_groups import grouped_options
 from bridge.commands.options import ItemOptions, JsonOption, some, user_errors
 from bridge.commands.output import Console, print_json, print_line, print_text
 from bridge.commands.parents import missing_parent
-from bridge.core.formats.stores.hub import store_hint
+from bridge.core.formats.stores.store import store_hint
 
 
 @grouped_options

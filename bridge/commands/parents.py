@@ -11,8 +11,7 @@ from pathlib import Path
 
 import typer
 
-from bridge.core.formats.stores.hub import store_hint
-from bridge.core.formats.stores.store import is_url, local_path
+from bridge.core.formats.stores.store import is_url, local_path, store_hint
 from bridge.core.formats.tensors.base import CheckpointError
 
 

@@ -68,7 +68,7 @@ def plan(
       twinshard plan fsdp zero2 --model decoder:default --target h100:8,v5e:4x4 --engine both --length 64
       twinshard plan fsdp --model my.gpt:GPT --loss my.gpt:loss --batch-shapes batch.toml --target h100:64
     """
-    from bridge.checkpoints.inspect.picture import PictureError
+    from bridge.checkpoints.inspect.chart import PictureError
     from bridge.commands.plan_answer import answer
     from bridge.commands.plan_pictures import check_paths, write_pictures
     from bridge.commands.plan_search import options_to_repeat, print_search

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bridge.checkpoints.inspect.picture import check_picture_path, save_picture
+from bridge.checkpoints.inspect.chart import check_picture_path, save_picture
 from bridge.commands.plan_options import PictureOptions
 from bridge.commands.plan_targets import CompiledSteps
 from bridge.planning.answers.comparison import Comparison

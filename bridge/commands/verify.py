@@ -20,7 +20,7 @@ from bridge.commands.output import Console, byte_progress, failure, print_json, 
 from bridge.core.text import first_of, human_bytes
 
 if TYPE_CHECKING:
-    from bridge.checkpoints.verify.verification import VerifyReport
+    from bridge.checkpoints.verify.verify_report import VerifyReport
 
 
 @grouped_options

@@ -89,7 +89,7 @@ def hint(text: str, known: Iterable[str]) -> str:
     """A sentence's end with the names of ``known`` that are nearest to ``text``; empty where none is near."""
     name = full_name(text)
     if name in ("fp8", "f8", "float8"):
-        near = [one for one in known if one in ("float8_e4m3fn", "float8_e5m2")]
+        near = [suggestion for suggestion in known if suggestion in ("float8_e4m3fn", "float8_e5m2")]
     else:
         near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.75)
     return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -75,7 +75,7 @@ def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Co
 def did_you_mean(text: str, known: Iterable[str]) -> str:
     """The end of an error about ``text``: the names of ``known`` that are near to it; empty where none is."""
     names = {name.lower(): name for name in known}
-    near = [names[one] for one in difflib.get_close_matches(text.lower(), names, n=2, cutoff=0.7)]
+    near = [names[close] for close in difflib.get_close_matches(text.lower(), names, n=2, cutoff=0.7)]
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -97,12 +97,12 @@ def _fits(a: Family, b: Family) -> Iterator[Fit]:
         free = list(range(len(b.shape)))
         for places in itertools.permutations(free, len(stacked)):
             counts = [len(a.numbers[INDEX_NAMES.index(name)]) for name in stacked]
-            if any(b.shape[place] != count for place, count in zip(places, counts, strict=True)):
+            if any(b.shape[position] != count for position, count in zip(places, counts, strict=True)):
                 continue
             rest = [axis for axis in free if axis not in places]
             for left, right, sizes in align(a.shape, [b.shape[axis] for axis in rest]):
                 dims: dict[int, Dim] = dict(zip(rest, right, strict=True))
-                dims |= {place: ((name,),) for place, name in zip(places, stacked, strict=True)}
+                dims |= {position: ((name,),) for position, name in zip(places, stacked, strict=True)}
                 sizes |= {name: len(numbers) for name, numbers in zip(INDEX_NAMES, a.numbers, strict=False)}
                 yield Fit(
                     (Entry(a, a.path, left),),

@@ -43,7 +43,7 @@ def by_order(a: Sequence[Family], b: Sequence[Family]) -> tuple[list[Family], li
     sides = list(_series(a)), list(_series(b))
     ranks: tuple[dict[str, str], dict[str, str]] = {}, {}
     for number, series in enumerate(sides[0]):
-        ours, theirs = ([one for one in side if one.sizes == series.sizes] for side in sides)
+        ours, theirs = ([member for member in side if member.sizes == series.sizes] for side in sides)
         if len(ours) != 1 or len(theirs) != 1 or theirs[0].numbers == series.numbers:
             continue
         counts = Counter(series.sizes)

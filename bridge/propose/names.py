@@ -158,17 +158,19 @@ def families(weights: Mapping[str, TensorInfo], separator: str, *, automatic: bo
         key = (pattern, info.shape, info.dtype)
         grouped.setdefault(key, {})[numbers] = info
     shapes = Counter(pattern for pattern, _, _ in grouped)
-    found = []
+    by_pattern = []
     for (pattern, _, _), members in grouped.items():
         if shapes[pattern] > 1:
             # Numbers with shapes of their own are no family: each tensor is a family by itself.
             for numbers, info in members.items():
                 parts = filled(pattern, numbers)
-                found.append(Family(separator.join(parts), {(): info}, _words_of(parts, present), parts[-1]))
+                by_pattern.append(
+                    Family(separator.join(parts), {(): info}, _words_of(parts, present), parts[-1])
+                )
         else:
             words = _words_of(pattern, present)
-            found.append(Family(separator.join(pattern), members, words, pattern[-1]))
-    return found
+            by_pattern.append(Family(separator.join(pattern), members, words, pattern[-1]))
+    return by_pattern
 
 
 def similarity(a: frozenset[str], b: frozenset[str]) -> float:

@@ -21,7 +21,7 @@ from bridge.checkpoints.ground.selection import STATE_ROOTS, WEIGHT_ROOTS
 from bridge.core.formats import items_of_each, open_checkpoint
 from bridge.core.formats.stores.store import place_of
 from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo
-from bridge.core.formats.tensors.leaf_names import TREE_FORMATS
+from bridge.core.formats.tensors.leaves import TREE_FORMATS
 from bridge.core.formats.whole.step_paths import Step, each_at_step
 from bridge.core.mapping.language.conventions import WEIGHT
 from bridge.core.mapping.language.rules import parse_mapping
@@ -39,8 +39,7 @@ from bridge.propose.names import (
     similarity,
 )
 from bridge.propose.own_modules import COUNTER, FLIPPED, in_usual_order, is_known_layout, may_be_flipped
-from bridge.propose.places import Places, places_in
-from bridge.propose.text import Namer, ProposedRule, conventions, render, writable
+from bridge.propose.text import Namer, Places, ProposedRule, conventions, places_in, render, writable
 from bridge.propose.uneven import settled
 from bridge.propose.values import Evidence
 
@@ -69,7 +68,9 @@ class Proposal:
 
     @property
     def doubts(self) -> int:
-        return sum(len(rule.doubts) for rule in self.rules) + sum(bool(place.doubt) for place in self.places)
+        return sum(len(rule.doubts) for rule in self.rules) + sum(
+            bool(state_place.doubt) for state_place in self.places
+        )
 
     @property
     def certain(self) -> bool:
@@ -98,10 +99,7 @@ def propose(
     """
     a, b = each_at_step((a, b), step)
     items_a, items_b = items_of_each((a, b), items)
-    with (
-        open_checkpoint(a, items=items_a) as reader_a,
-        open_checkpoint(b, items=items_b) as reader_b,
-    ):
+    with open_checkpoint(a, items=items_a) as reader_a, open_checkpoint(b, items=items_b) as reader_b:
         (left, place_a), (right, place_b) = _weights(reader_a), _weights(reader_b)
         for side, other in ((0, right), (1, left)):
             named, _ = _weights((reader_a, reader_b)[side], automatic=True)
@@ -113,7 +111,7 @@ def propose(
         counted = [any(family.leaf == COUNTER for family in side) for side in (left, right)]
         drop = [f"*{COUNTER}"] if counted[0] != counted[1] else []
         if drop:
-            left, right = ([one for one in side if one.leaf != COUNTER] for side in (left, right))
+            left, right = ([member for member in side if member.leaf != COUNTER] for side in (left, right))
         # Names that no rule can have must stay out of the file.
         usable_a, usable_b = ([family for family in side if writable(family.path)] for side in (left, right))
         matcher = _Matcher(usable_a, usable_b, Evidence(reader_a, reader_b) if values else None)
@@ -180,8 +178,8 @@ class _Matcher:
         self._partners_of_a: dict[str, list[Family]] = {}
         self._partners_of_b: dict[str, list[Family]] = {}
         for x, y in comparable(a, b):
-            if found := fits(x, y):
-                self._fits[x.path, y.path] = found
+            if pair_fits := fits(x, y):
+                self._fits[x.path, y.path] = pair_fits
                 self._partners_of_a.setdefault(x.path, []).append(y)
                 self._partners_of_b.setdefault(y.path, []).append(x)
         self._turning = self._usual_turns()
@@ -284,15 +282,15 @@ class _Matcher:
         """For each pair of kinds of tensors, whether axes are turned between them where shapes leave no choice."""
         votes: dict[tuple[str, str], Counter[bool]] = {}
         by_path = {x.path: x for x in self._a}, {y.path: y for y in self._b}
-        for (path_a, path_b), found in self._fits.items():
+        for (path_a, path_b), pair_fits in self._fits.items():
             x, y = by_path[0][path_a], by_path[1][path_b]
             if (
                 similarity(x.words, y.words) > 0.5
-                and len(found) == 1
+                and len(pair_fits) == 1
                 and len(x.shape) > 1
                 and len(y.shape) > 1
             ):
-                votes.setdefault((x.leaf, y.leaf), Counter())[bool(found[0].turned)] += 1
+                votes.setdefault((x.leaf, y.leaf), Counter())[bool(pair_fits[0].turned)] += 1
         return {leaves: count.most_common(1)[0][0] for leaves, count in votes.items()}
 
     def _fused_by_name(self) -> list[_Choice]:
@@ -304,7 +302,7 @@ class _Matcher:
             for names in whole.own_parts or [n for n in FUSED_WORDS if whole.words.issuperset(n)]
         ]
         # Of several attentions the one with the same name comes first: no part is in two wholes.
-        wanted.sort(key=lambda one: -self._likeness(*one))
+        wanted.sort(key=lambda candidate: -self._likeness(*candidate))
         choices = []
         for whole, names, turned in wanted:
             parts = self._parts(whole, names, turned)
@@ -313,10 +311,10 @@ class _Matcher:
             known = [part for part in parts if part is not None]
             # Values may show that the parts are in another order than the names.
             orders = itertools.permutations(known) if self._evidence is not None else [tuple(known)]
-            found = [fit for order in orders for fit in _fused(whole, order, turned)]
-            if found:
+            possible = [fit for order in orders for fit in _fused(whole, order, turned)]
+            if possible:
                 rivals = self._other_parts(whole, names, known, turned)
-                choices.append(self._take_fused(found, "" if whole.own_parts else "names", rivals))
+                choices.append(self._take_fused(possible, "" if whole.own_parts else "names", rivals))
         return choices
 
     def _parts(self, whole: Family, names: Sequence[str], turned: bool) -> list[Family | None]:
@@ -336,14 +334,14 @@ class _Matcher:
         self, whole: Family, names: Sequence[str], chosen: Sequence[Family], turned: bool
     ) -> list[str]:
         """Families that fit as well as the chosen parts, and whose names are as near."""
-        found = []
+        left = []
         for name, part, others in zip(
             names, chosen, parts_named(self._a if turned else self._b, names), strict=True
         ):
             near = similarity(part.words, wanted := as_part(whole, name))
             alike = (other for other in others if other is not part and other.shape == part.shape)
-            found += [other.path for other in alike if similarity(other.words, wanted) >= near]
-        return found
+            left += [other.path for other in alike if similarity(other.words, wanted) >= near]
+        return left
 
     def _take_fused(self, joints: list[Fit], order: str, rivals: Sequence[str] = ()) -> _Choice:
         """``order``: what that of the parts is taken from; empty where the module's code says it."""
@@ -392,5 +390,5 @@ def _leaves(fit: Fit) -> tuple[str, str]:
 
 
 def _fused(whole: Family, parts: Sequence[Family], swapped: bool) -> list[Fit]:
-    found = fused_fits(whole, parts) if len({part.path for part in parts}) == len(parts) else []
-    return [fit.swapped() for fit in found] if swapped else found
+    possible = fused_fits(whole, parts) if len({part.path for part in parts}) == len(parts) else []
+    return [fit.swapped() for fit in possible] if swapped else possible

@@ -1,4 +1,12 @@
-"""A proposed mapping as TOML: axes with readable names, doubts as comments."""
+"""A proposed mapping as TOML: axes with readable names, doubts as comments.
+
+Rules name weights. A convention's table gives the places of their tensors, if these are not the usual ones, so that a
+converted checkpoint has the layout of the other one:
+
+    [convention.jax]
+    weights = "params/params/{w}"
+    exp_avg = "opt_state/0/mu/params/{w}"
+"""
 
 from __future__ import annotations
 
@@ -6,15 +14,49 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from bridge.core.formats.tensors.base import CheckpointReader
+from bridge.core.mapping.language.conventions import SECTIONS
+from bridge.core.mapping.language.errors import MappingError
+from bridge.core.mapping.language.table import MappingTable
+from bridge.core.mapping.states.source_tree import find
 from bridge.core.text import printable
 from bridge.core.text_files import toml_string
 from bridge.propose.axes import Dim, Entry, Fit
 from bridge.propose.names import INDEX_NAMES, Family
-from bridge.propose.places import Places
+
+
+@dataclass(frozen=True)
+class Places:
+    """The table of a convention. entries: the unusual places, by key. doubt: what the table cannot express."""
+
+    entries: Mapping[str, str] = field(default_factory=dict)
+    doubt: str = ""
+
+
+def places_in(reader: CheckpointReader, mapping: MappingTable, name: str, weights: str) -> Places:
+    """The places of a convention's weights and optimizer states in a checkpoint.
+
+    weights: the place of the weights, which the caller knows from naming them.
+    """
+    usual = mapping.conventions[name]
+    entries = {} if weights == usual.places["weights"] else {"weights": weights}
+    mapping = replace(mapping, conventions={**mapping.conventions, name: usual.at(weights, ())})
+    try:
+        tree = find(reader.tensors.values(), mapping, name, str(reader.path))
+    except MappingError as error:
+        return Places(entries, str(error))
+    if len(tree.states) > 1:
+        where = ", ".join(sorted(state.places["step"] for state in tree.convention.states))
+        return Places(entries, f"several optimizer states, which a table cannot say (counts at {where})")
+    # Where no state was found the convention still has its usual one.
+    for state, names in zip(tree.states, tree.convention.states, strict=False):
+        held = {*state.sections, *(("step",) if state.count is not None else ())}
+        entries |= {s: names.places[s] for s in SECTIONS if s in held and names.places[s] != usual.places[s]}
+    return Places(entries)
+
 
 _LETTERS = "nfpqstuvwxyz"
 _TWO_BIASES = (
@@ -142,12 +184,14 @@ def render(
         lines += [f"# unmatched in {key}: {printable(path)}" for path in left]
         lines += [_TWO_BIASES] if any(re.search(r"\bbias_[ih]h(_|$)", path) for path in left) else []
     lines += ["", 'name = "proposed"', *([f"drop = [{', '.join(map(toml_string, drop))}]"] if drop else [])]
-    if {*keys} != {"torch", "jax"} or any(place.entries for place in places):
-        for key, place in zip(keys, places, strict=True):
+    if {*keys} != {"torch", "jax"} or any(section.entries for section in places):
+        for key, section in zip(keys, places, strict=True):
             lines += ["", f"[convention.{key}]"]
-            lines += [f"{entry} = {toml_string(text)}" for entry, text in place.entries.items()]
-    for key, place in zip(keys, places, strict=True):
-        lines += ["", f"# uncertain: the places of {key}: {printable(place.doubt)}"] if place.doubt else []
+            lines += [f"{entry} = {toml_string(text)}" for entry, text in section.entries.items()]
+    for key, section in zip(keys, places, strict=True):
+        lines += (
+            ["", f"# uncertain: the places of {key}: {printable(section.doubt)}"] if section.doubt else []
+        )
     if namer.given:
         lines += ["", "[axes]"]
         lines += [f"{axis} = {json.dumps(size)}" for axis, size in namer.given.items()]

@@ -23,8 +23,8 @@ def settled(rules: Sequence[ProposedRule]) -> list[ProposedRule]:
     """The rules with such numbers written out where they may be, and marked optional where they may not."""
     rules = list(rules)
     # A number that is written tells apart places behind it, so all are looked at again.
-    while (found := _next(rules)) is not None:
-        number, rule = found
+    while (uneven := _next(rules)) is not None:
+        number, rule = uneven
         rules[number] = rule
     return rules
 
@@ -33,13 +33,13 @@ def _next(rules: Sequence[ProposedRule]) -> tuple[int, ProposedRule] | None:
     """One rule that is to be changed, by its position, as it is to be; None when no rule is."""
     numbers: dict[tuple[int, str], set[int]] = {}
     for rule in rules:
-        for side, place, _, values in () if rule.optional else _places(rule):
-            numbers.setdefault((side, place), set()).update(values)
+        for side, where, _, values in () if rule.optional else _places(rule):
+            numbers.setdefault((side, where), set()).update(values)
     for position, rule in enumerate(rules):
         uneven = {
             index: values
-            for side, place, index, values in (() if rule.optional else _places(rule))
-            if set(values) != numbers[side, place]
+            for side, where, index, values in (() if rule.optional else _places(rule))
+            if set(values) != numbers[side, where]
         }
         if any(len(values) > 1 or _is_axis(rule, index) for index, values in uneven.items()):
             return position, replace(rule, optional=True)

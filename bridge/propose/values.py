@@ -56,11 +56,11 @@ class Evidence:
         seen = set()
         for axes in sorted(left, key=sorted):
             for _ in range(_SAMPLES):
-                place = {
+                indices = {
                     x: rng.choice((0, sizes[x] - 1)) if x in INDEX_NAMES else rng.randrange(sizes[x])
                     for x in axes
                 }
-                x, y = self._element(0, *left[axes], place), self._element(1, *right[axes], place)
+                x, y = self._element(0, *left[axes], indices), self._element(1, *right[axes], indices)
                 dtype = common_dtype(x.dtype, y.dtype)
                 if dtype is None:
                     return "differ"
@@ -75,11 +75,11 @@ class Evidence:
         side: int,
         entry: Entry,
         block: Sequence[tuple[int, Mapping[str, int]]],
-        place: Mapping[str, int],
+        indices: Mapping[str, int],
     ) -> np.ndarray:
-        index = tuple(start + sum(step * place[x] for x, step in terms.items()) for start, terms in block)
+        index = tuple(start + sum(step * indices[x] for x, step in terms.items()) for start, terms in block)
         names = re.findall(r"\{\w\}", entry.path)
-        numbers = _numbers(entry.family, names, place)
+        numbers = _numbers(entry.family, names, indices)
         key = (side, entry.family.members[numbers].name, index)
         if key not in self._read:
             box = Box(index, (1,) * len(index))
@@ -87,19 +87,19 @@ class Evidence:
         return self._read[key]
 
 
-def _numbers(family: Family, names: Sequence[str], place: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(numbers[place[name]] for name, numbers in zip(names, family.numbers, strict=True))
+def _numbers(family: Family, names: Sequence[str], indices: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(numbers[indices[name]] for name, numbers in zip(names, family.numbers, strict=True))
 
 
 def _blocks(
     entries: Sequence[Entry], names: Mapping[str, str], sizes: Mapping[str, int]
 ) -> dict[frozenset[str], tuple[Entry, list[tuple[int, dict[str, int]]]]]:
     """For each set of elementary axes, the tensor that holds them and their positions on each of its axes."""
-    found = {}
+    blocks = {}
     for entry in entries:
         expression = Expression.parse(entry_text(entry, names).partition(" : ")[2])
         indices = frozenset(re.findall(r"\{\w\}", entry.path))
         for alternative in expression.alternatives(sizes):
             block = [(affine.offset, dict(affine.terms)) for affine in alternative]
-            found[indices.union(*(terms for _, terms in block))] = (entry, block)
-    return found
+            blocks[indices.union(*(terms for _, terms in block))] = (entry, block)
+    return blocks

@@ -19,7 +19,7 @@ import numpy as np
 
 from bridge.core.formats import Box, CheckpointReader, TreePath, open_checkpoint
 from bridge.core.formats.tensors.base import TensorInfo
-from bridge.core.formats.tensors.leaf_kinds import LEAVES, key_types
+from bridge.core.formats.tensors.leaves import LEAVES, key_types
 
 
 class TreeReader:

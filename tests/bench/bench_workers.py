@@ -34,7 +34,7 @@ import numpy as np
 import zstandard
 
 from bridge.core.formats import create_checkpoint
-from bridge.core.formats.tensors.crc32c import extend
+from bridge.core.formats.tensors.arrays import extend
 
 ROOT = Path(__file__).parents[2]
 ROWS, COLUMNS = 4096, 4096

@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from bridge.checkpoints.compare.diff import diff
 from bridge.checkpoints.compare.spread import Spread
 from bridge.checkpoints.compare.ulp import Difference, Tolerance
-from bridge.checkpoints.ground.borrowed import MEMORY, borrow
-from bridge.checkpoints.ground.finite import count_not_finite
+from bridge.checkpoints.ground.borrowed import MEMORY, borrow, count_not_finite
 from bridge.checkpoints.ground.workers import batches, each, ordered
 from bridge.checkpoints.verify import verification as verify_module
 from bridge.checkpoints.verify.verification import verify

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from bridge.checkpoints.compare.diff import diff
-from bridge.checkpoints.convert.conversion import ConvertOptions
+from bridge.checkpoints.convert.plan import ConvertOptions
 from bridge.checkpoints.jobs import cluster as cluster_module
+from bridge.checkpoints.jobs.array_jobs import PartReport
 from bridge.checkpoints.jobs.cluster import MAX_LOST, PartTask, Told, WorkerLost, convert_on
-from bridge.checkpoints.jobs.parts import PartReport
 from bridge.checkpoints.jobs.processes import Processes
 from bridge.checkpoints.jobs.stage import stages_at
 from bridge.checkpoints.verify.verification import verify

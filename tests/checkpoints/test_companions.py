@@ -22,7 +22,7 @@ from bridge.commands.main import app
 from bridge.core.formats import Box, create_checkpoint, open_checkpoint
 from bridge.core.formats.files.atomic import temporaries_of
 from bridge.core.formats.files.data_file import DataFile
-from bridge.core.formats.reading.companion_names import is_companion
+from bridge.core.formats.reading.model_files import is_companion
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.formats.whole.companions import Companions
 

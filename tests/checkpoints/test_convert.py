@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from bridge.checkpoints.convert.conversion import convert
 from bridge.core.formats import create_checkpoint, open_checkpoint
 from bridge.core.formats.tensors.base import DTYPES, CheckpointError, TensorInfo, TreePath, Wanted
-from bridge.core.formats.tensors.leaf_names import MAX_NAME
+from bridge.core.formats.tensors.leaves import MAX_NAME
 from bridge.core.mapping import MappingError
 from tests.support.bridge import stock_dcp
 from tests.support.bridge.bits import random_bits, same_bits
@@ -128,9 +128,9 @@ def test_orbax_to_dcp_and_back_keeps_every_byte_and_value(tmp_path: Path, worker
 def test_tensors_of_many_chunks_in_many_regions_arrive_whole_both_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, workers: int
 ) -> None:
-    monkeypatch.setattr("bridge.core.formats.tensors.regions.CHUNK_BYTES", 60)
-    monkeypatch.setattr("bridge.core.formats.orbax.row_slabs._CHUNK", 72)
-    monkeypatch.setattr("bridge.core.formats.tensors.regions.group_boxes.__defaults__", (200,))
+    monkeypatch.setattr("bridge.core.formats.tensors.boxes.CHUNK_BYTES", 60)
+    monkeypatch.setattr("bridge.core.formats.orbax.zarr.chunks._CHUNK", 72)
+    monkeypatch.setattr("bridge.core.formats.tensors.boxes.group_boxes.__defaults__", (200,))
     arrays = dcp_arrays()
     write(tmp_path / "dcp", "dcp", arrays, {})
     with open_checkpoint(tmp_path / "dcp") as reader:

@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from bridge.checkpoints.convert import engine
-from bridge.checkpoints.convert.conversion import ConvertOptions, convert, planned
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.convert.plan import ConvertOptions, planned
 from bridge.checkpoints.ground.selection import Selection
 from bridge.commands.main import app
 from bridge.core.formats import create_checkpoint, open_checkpoint
@@ -292,7 +293,7 @@ def test_too_little_space_is_said_before_the_first_byte(
     class Usage:
         free = 100
 
-    monkeypatch.setattr("bridge.checkpoints.convert.destination.shutil.disk_usage", lambda _: Usage)
+    monkeypatch.setattr("bridge.checkpoints.convert.conversion.shutil.disk_usage", lambda _: Usage)
     with pytest.raises(
         CheckpointError,
         match=r"too little free space for .*out: expected 2.. bytes, found 100; free some",

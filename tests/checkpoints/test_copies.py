@@ -13,8 +13,7 @@ import pytest
 from bridge.checkpoints.convert.conversion import convert
 from bridge.core.formats import create_checkpoint, open_checkpoint
 from bridge.core.formats.files import data_file
-from bridge.core.formats.reading.boxes import array_for
-from bridge.core.formats.reading.read_memory import SCRATCH, memory_for
+from bridge.core.formats.reading.read_memory import SCRATCH, array_for, memory_for
 from bridge.core.formats.tensors.base import DTYPES, Box
 from tests.support.bridge.verify_files import write
 

@@ -19,9 +19,8 @@ from bridge.checkpoints.compare.diff import diff
 from bridge.checkpoints.compare.ulp import Difference, Tolerance
 from bridge.checkpoints.convert.conversion import convert
 from bridge.commands.main import app
-from bridge.core.formats.tensors import regions
 from bridge.core.formats.tensors.base import Box
-from bridge.core.formats.tensors.coverage import check_coverage
+from bridge.core.formats.tensors.boxes import check_coverage, group_boxes, split_box
 from bridge.core.mapping.language.rules import parse_mapping
 from tests.checkpoints.test_convert import HYPERPARAMETERS, write
 from tests.support.bridge.dcp_files import stock_save
@@ -164,8 +163,8 @@ def test_two_checkpoints_of_one_convention_are_compared_through_a_mapping_too(tm
 def test_tensors_larger_than_a_region_are_compared_to_the_last_element(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(regions.group_boxes, "__defaults__", (256,))
-    monkeypatch.setattr(regions.split_box, "__defaults__", (256,))
+    monkeypatch.setattr(group_boxes, "__defaults__", (256,))
+    monkeypatch.setattr(split_box, "__defaults__", (256,))
     a = np.arange(33 * 70, dtype=np.float32).reshape(33, 70)
     b = a.copy()
     b[-1, -1] += 1
@@ -188,7 +187,7 @@ def test_tensors_larger_than_a_region_are_compared_to_the_last_element(
 def test_split_and_grouped_boxes_cover_a_tensor_once_within_the_budget(
     data: st.DataObject, shape: list[int], budget: int
 ) -> None:
-    pieces = list(regions.split_box(Box.whole(shape), 1, budget))
+    pieces = list(split_box(Box.whole(shape), 1, budget))
     assert all(piece.numel <= budget for piece in pieces)
     check_coverage(shape, pieces, "w")
 
@@ -199,7 +198,7 @@ def test_split_and_grouped_boxes_cover_a_tensor_once_within_the_budget(
         for low in starts
     ]
     boxes = data.draw(st.permutations(grid)) if data.draw(st.booleans()) else grid
-    groups = list(regions.group_boxes(boxes, 1, budget))
+    groups = list(group_boxes(boxes, 1, budget))
     assert [box for _, members in groups for box in members] == boxes
     check_coverage(shape, [joint for joint, _ in groups], "w")
     for joint, members in groups:
@@ -209,17 +208,17 @@ def test_split_and_grouped_boxes_cover_a_tensor_once_within_the_budget(
 
 def test_row_chunks_are_joined_up_to_the_budget() -> None:
     rows = [Box((k, 0), (1, 10)) for k in range(7)]
-    joint = [box for box, _ in regions.group_boxes(rows, 4, 120)]
+    joint = [box for box, _ in group_boxes(rows, 4, 120)]
     assert joint == [Box((0, 0), (3, 10)), Box((3, 0), (3, 10)), Box((6, 0), (1, 10))]
 
 
 def test_only_boxes_that_fill_a_box_together_are_joined() -> None:
     left, right, below = Box((0, 0), (2, 2)), Box((0, 2), (2, 3)), Box((2, 0), (1, 4))
-    assert list(regions.group_boxes([left, right, below], 1, 100)) == [
+    assert list(group_boxes([left, right, below], 1, 100)) == [
         (Box((0, 0), (2, 5)), [left, right]),
         (below, [below]),
     ]
-    assert [joint for joint, _ in regions.group_boxes([left, below, right], 1, 100)] == [left, below, right]
+    assert [joint for joint, _ in group_boxes([left, below, right], 1, 100)] == [left, below, right]
 
 
 def test_objects_are_compared_by_type_and_value_and_nan_equals_itself(tmp_path: Path) -> None:

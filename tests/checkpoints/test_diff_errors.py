@@ -18,8 +18,8 @@ from bridge.checkpoints.compare.diff_report import DiffReport
 from bridge.checkpoints.compare.spread import Spread
 from bridge.checkpoints.compare.ulp import compare
 from bridge.checkpoints.ground.selection import Selection
-from bridge.core.formats.tensors import regions
 from bridge.core.formats.tensors.base import DTYPES, CheckpointError
+from bridge.core.formats.tensors.boxes import group_boxes, split_box
 from tests.checkpoints.test_convert import write
 from tests.support.bridge.decoder_trees import dcp_arrays, expected_orbax
 
@@ -171,8 +171,8 @@ def test_noise_that_is_the_same_passes_nothing_that_differs(compared: Compare) -
 
 
 def test_noise_is_read_region_by_region(compared: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions.group_boxes, "__defaults__", (512,))
-    monkeypatch.setattr(regions.split_box, "__defaults__", (512,))
+    monkeypatch.setattr(group_boxes, "__defaults__", (512,))
+    monkeypatch.setattr(split_box, "__defaults__", (512,))
     rng = np.random.default_rng(3)
     a, b, noise = (rng.standard_normal((60, 21)).astype(np.float32) for _ in range(3))
     for workers in (1, 3):

@@ -16,8 +16,8 @@ from bridge.checkpoints.convert.conversion import convert
 from bridge.checkpoints.ground.common_dtype import common_dtype
 from bridge.commands.diff import diff as diff_command
 from bridge.core.formats import create_checkpoint, open_checkpoint
-from bridge.core.formats.tensors import regions
 from bridge.core.formats.tensors.base import DTYPES
+from bridge.core.formats.tensors.boxes import group_boxes, split_box
 from tests.checkpoints.test_convert import write
 from tests.support.bridge.bits import random_bits
 
@@ -54,8 +54,8 @@ def test_the_worst_element_is_shown_with_its_place_and_values(tmp_path: Path) ->
 def test_places_are_found_in_scalars_and_regions_and_complex_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(regions.group_boxes, "__defaults__", (256,))
-    monkeypatch.setattr(regions.split_box, "__defaults__", (256,))
+    monkeypatch.setattr(group_boxes, "__defaults__", (256,))
+    monkeypatch.setattr(split_box, "__defaults__", (256,))
     a = np.zeros((9, 30), np.complex64)
     b = a.copy()
     b[8, 29] = 3j
@@ -85,8 +85,8 @@ def test_values_that_print_alike_are_told_apart_by_their_bits(tmp_path: Path) ->
 def test_the_relative_error_is_that_of_the_whole_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, workers: int
 ) -> None:
-    monkeypatch.setattr(regions.group_boxes, "__defaults__", (512,))
-    monkeypatch.setattr(regions.split_box, "__defaults__", (512,))
+    monkeypatch.setattr(group_boxes, "__defaults__", (512,))
+    monkeypatch.setattr(split_box, "__defaults__", (512,))
     rng = np.random.default_rng(1)
     a = (8 * rng.standard_normal((60, 21))).astype(DTYPES[dtype])
     b = a.copy()

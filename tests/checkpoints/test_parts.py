@@ -17,18 +17,18 @@ import pytest
 from safetensors import safe_open
 
 from bridge.checkpoints.compare.diff import diff
-from bridge.checkpoints.convert.conversion import ConvertOptions, convert
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.convert.plan import ConvertOptions
 from bridge.checkpoints.ground.selection import Selection
-from bridge.checkpoints.jobs import parts as parts_module
+from bridge.checkpoints.jobs import array_jobs as parts_module
 from bridge.checkpoints.jobs import pieces
-from bridge.checkpoints.jobs.parts import PartReport, commit_parts, convert_part
+from bridge.checkpoints.jobs.array_jobs import PartReport, commit_parts, convert_part
 from bridge.checkpoints.jobs.pieces import PartPlan, make_part_plan
 from bridge.checkpoints.jobs.stage import stages_at
 from bridge.checkpoints.verify.verification import verify
 from bridge.core.formats import create_checkpoint, open_checkpoint
 from bridge.core.formats.files import journal
-from bridge.core.formats.orbax import row_slabs
-from bridge.core.formats.tensors import regions
+from bridge.core.formats.orbax.zarr import chunks
 from bridge.core.formats.tensors.base import Box, CheckpointError
 from bridge.core.formats.whole.replaceable import require_replaceable
 from tests.support.bridge.bits import same_bits
@@ -42,9 +42,9 @@ FORMATS = ("dcp", "orbax", "safetensors")
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks and pieces in a tensor of the decoder, the largest of which have 480 bytes."""
-    monkeypatch.setattr(regions, "CHUNK_BYTES", 160)
-    monkeypatch.setattr(row_slabs, "_CHUNK", 96)
-    monkeypatch.setattr(row_slabs, "_MAX_CHUNK", 160)
+    monkeypatch.setattr("bridge.core.formats.tensors.boxes.CHUNK_BYTES", 160)
+    monkeypatch.setattr(chunks, "_CHUNK", 96)
+    monkeypatch.setattr(chunks, "_MAX_CHUNK", 160)
     monkeypatch.setattr(pieces, "PIECE_BYTES", 320)
     monkeypatch.setattr(pieces, "_SMALLEST_PIECE", 160)
 

@@ -21,15 +21,15 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
 from bridge.checkpoints.convert.conversion import convert
-from bridge.checkpoints.ground.finite import count_not_finite
+from bridge.checkpoints.ground.borrowed import count_not_finite
 from bridge.checkpoints.inspect.summary import inspect
 from bridge.checkpoints.verify.verification import verify
 from bridge.commands.verify import verify as verify_command
 from bridge.core.formats import create_checkpoint
 from bridge.core.formats.dcp.reader import DcpReader
 from bridge.core.formats.files.manifest import MANIFEST_FILE
-from bridge.core.formats.tensors import regions
 from bridge.core.formats.tensors.base import DTYPES, Box
+from bridge.core.formats.tensors.boxes import split_box
 from tests.support.bridge.bits import random_bits
 from tests.support.bridge.dcp_files import stock_save
 from tests.support.bridge.orbax_helpers import stock_save as orbax_save
@@ -265,7 +265,7 @@ def test_chunks_above_the_budget_are_read_in_pieces_and_checked_as_a_whole(
 ) -> None:
     array = random_bits((40, 30), np.dtype(np.float32), 3)
     write(tmp_path / "a", "dcp", {"w.x": array}, (40, 30))
-    monkeypatch.setattr(regions.split_box, "__defaults__", (256,))
+    monkeypatch.setattr(split_box, "__defaults__", (256,))
     monkeypatch.setattr("bridge.checkpoints.verify.verification.REGION_BYTES", 256)
     read, sizes = DcpReader.read, []
 

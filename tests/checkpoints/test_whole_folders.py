@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from bridge.checkpoints.convert.conversion import ConvertOptions, convert, planned
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.convert.plan import ConvertOptions, planned
 from bridge.checkpoints.inspect.summary import inspect
 from bridge.checkpoints.verify.verification import verify
 from bridge.core.formats import CheckpointError, open_checkpoint
-from bridge.core.formats.reading.numbered_files import numbered_sets
+from bridge.core.formats.reading.model_files import numbered_sets
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from bridge.checkpoints.compare.diff import diff
-from bridge.checkpoints.jobs.estimate import CPU_SECONDS_PER_GB, REARRANGED_CPU_SECONDS_PER_GB
+from bridge.checkpoints.jobs.pieces import CPU_SECONDS_PER_GB, REARRANGED_CPU_SECONDS_PER_GB
 from bridge.commands import output
 from bridge.commands.main import app
 from bridge.core.formats import create_checkpoint

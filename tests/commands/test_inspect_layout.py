@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from bridge.checkpoints.inspect.picture import chunks_figure, layout_figure, save_picture
+from bridge.checkpoints.inspect.chart import chunks_figure, layout_figure, save_picture
 from bridge.checkpoints.inspect.summary import chunk_bars, chunk_lines
 from bridge.core.formats import create_checkpoint
 from bridge.core.formats.tensors.base import Box, TensorInfo

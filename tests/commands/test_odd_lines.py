@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from bridge.commands.main import main
 from bridge.commands.parents import missing_parent
-from bridge.core.formats.stores.hub import hub_hint
+from bridge.core.formats.stores.store import hub_hint
 from tests.support.processes import importing_from
 
 ROOT = Path(__file__).parents[2]

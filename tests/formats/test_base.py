@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from bridge.core.formats import FORMATS, create_checkpoint, detect_format, open_checkpoint
 from bridge.core.formats.files.atomic import AtomicDirectory, is_temporary
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
-from bridge.core.formats.tensors.chunk_grid import grid_of_chunks
-from bridge.core.formats.tensors.coverage import check_coverage
+from bridge.core.formats.tensors.boxes import check_coverage, grid_of_chunks
 
 
 def count(shape: tuple[int, ...], chunks: list[Box]) -> np.ndarray:

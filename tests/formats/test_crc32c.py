@@ -9,7 +9,7 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from bridge.core.formats.tensors import crc32c
+from bridge.core.formats.tensors import arrays
 from bridge.core.formats.tensors.arrays import array_checksum
 
 
@@ -17,16 +17,16 @@ from bridge.core.formats.tensors.arrays import array_checksum
 def test_every_size_has_the_checksum_of_the_library(size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     expected = google_crc32c.value(data.tobytes())
-    assert crc32c.extend(0, data) == crc32c.extend(0, data.tobytes()) == array_checksum(data) == expected
+    assert arrays.extend(0, data) == arrays.extend(0, data.tobytes()) == array_checksum(data) == expected
     half = size // 2
     assert array_checksum(data[half:], crc=array_checksum(data[:half])) == expected
 
 
 def test_without_a_library_of_its_own_the_extension_calculates(monkeypatch: pytest.MonkeyPatch) -> None:
     data = np.arange(1 << 20, dtype=np.uint8)
-    expected = crc32c.extend(0, data)
-    monkeypatch.setattr(crc32c, "_unlocked", None)
-    assert crc32c.extend(0, data) == expected
+    expected = arrays.extend(0, data)
+    monkeypatch.setattr(arrays, "_unlocked", None)
+    assert arrays.extend(0, data) == expected
 
 
 def test_other_threads_run_while_a_large_buffer_is_summed() -> None:
@@ -46,7 +46,7 @@ def test_other_threads_run_while_a_large_buffer_is_summed() -> None:
         while not ticks:
             time.sleep(1e-3)
         began = time.perf_counter()
-        crc32c.extend(0, data)
+        arrays.extend(0, data)
         ended = time.perf_counter()
     finally:
         stop.set()

@@ -16,7 +16,7 @@ import pytest
 from bridge.commands import grouping
 from bridge.core.formats.dcp.metadata import _RANK_FILE
 from bridge.core.formats.files import manifest
-from bridge.core.formats.npz.header import _DESCR, _ORDER, _SHAPE, read_npy_header
+from bridge.core.formats.npz.reader import _DESCR, _ORDER, _SHAPE, read_npy_header
 from bridge.core.formats.safetensors import header as safetensors
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.mapping.language import arithmetic, entries, expression, numbers, operations

@@ -19,7 +19,7 @@ from bridge.checkpoints.convert.conversion import convert
 from bridge.core.formats import open_checkpoint
 from bridge.core.formats.tensors.base import Box, TensorInfo, TreePath
 from bridge.core.mapping import MappingError, Plan, load_mapping, make_plan, parse_mapping
-from bridge.core.mapping.states.found import find
+from bridge.core.mapping.states.source_tree import find
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.memory_reader import MemoryReader
 from tests.support.bridge.orbax_helpers import random_box

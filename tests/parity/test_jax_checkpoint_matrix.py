@@ -35,7 +35,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, A
             saved, logits = runs.logical(plan, state), runs.forward(plan, state)
             with pytest.MonkeyPatch.context() as patch:
                 # Chunks of a few rows: some inside one device's shard, some over two or three.
-                patch.setattr("bridge.core.formats.orbax.row_slabs._CHUNK", 300)
+                patch.setattr("bridge.core.formats.orbax.zarr.chunks._CHUNK", 300)
                 save_checkpoint(path, plan, state, TRAIN)
             state, losses = runs.train(state, devices, strategy, first=2, count=2)
             self[key] = {
@@ -125,7 +125,7 @@ def chained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[runs.Case], d
         state, _ = runs.train(runs.fresh(*case), *case, first=0, count=1)
         saved, outputs = runs.logical(plan, state), runs.forward(plan, state)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("bridge.core.formats.orbax.row_slabs._CHUNK", 300)
+            patch.setattr("bridge.core.formats.orbax.zarr.chunks._CHUNK", 300)
             patch.setattr("jax_impl.checkpoint.chunks._HELD", 1000)
             save_checkpoint(path, plan, state, TRAIN)
         state, losses = runs.train(state, *case, first=1, count=1)

@@ -193,7 +193,7 @@ def test_tensors_start_and_are_cut_on_tiles_or_that_costs_too_much(
     tiles = {}
     for slot in layout.slots:
         numel = -(-slot.numel // align)
-        tiles[slot.name] = min(math.lcm(slot.unit, align) // align, numel) if numel else 1, numel
+        tiles[slot.name] = min(math.lcm(slot.block_numel, align) // align, numel) if numel else 1, numel
     blocks = {name: f"block({unit})" for name, (unit, _) in tiles.items()}
     vectors = {name: (numel,) for name, (_, numel) in tiles.items()}
     tiled = (
@@ -201,7 +201,10 @@ def test_tensors_start_and_are_cut_on_tiles_or_that_costs_too_much(
         * plan_layout(vectors, num_shards, granularity=blocks, max_buffers=max_buffers, align=1).shard_size
     )
     lcm = pack_aligned(
-        [Kind(slot.numel, slot.unit) for slot in layout.slots if slot.numel], num_shards, sys.maxsize, align
+        [Kind(slot.numel, slot.block_numel) for slot in layout.slots if slot.numel],
+        num_shards,
+        sys.maxsize,
+        align,
     )
     assert (
         tiled * 2000 > layout.shard_size * 2001 or lcm[0] < tiled or any(len(s) > 2 for s in shapes.values())
@@ -266,7 +269,7 @@ def test_admissible_sizes_are_exactly_those_on_which_every_tensor_fits_somewhere
 
     def fits_somewhere(kind: Kind, size: int) -> bool:
         return any(
-            all((b - offset) % kind.unit == 0 for b in range(size, offset + kind.numel, size))
+            all((b - offset) % kind.block == 0 for b in range(size, offset + kind.numel, size))
             for offset in range(size)
         )
 
@@ -300,10 +303,10 @@ def test_the_aligned_packing_is_a_legal_layout(pairs, num_shards, align):
     found = pack_aligned(tensors, num_shards, sys.maxsize, align)
     assert found is not None
     size, offsets = found
-    assert size % math.lcm(align, *(tensor.unit for tensor in tensors)) == 0
+    assert size % math.lcm(align, *(tensor.block for tensor in tensors)) == 0
     for tensor, offset in zip(tensors, offsets, strict=True):
         first = (offset // size + 1) * size
-        assert all((b - offset) % tensor.unit == 0 for b in range(first, offset + tensor.numel, size))
+        assert all((b - offset) % tensor.block == 0 for b in range(first, offset + tensor.numel, size))
     ranges = sorted((o, o + t.numel) for t, o in zip(tensors, offsets, strict=True))
     ends = [0, *itertools.chain(*ranges), num_shards * size]
     assert ends == sorted(ends)
@@ -346,7 +349,7 @@ def test_the_aligned_packing_is_taken_where_it_wins():
     shapes = golden.LCM_WINS
     layout = plan_layout(shapes, 5, align=1)
     tensors = [Kind(math.prod(shape), rows_of(shape)[0]) for shape in shapes.values()]
-    kinds = sorted(set(tensors), key=lambda kind: (-kind.unit, -kind.numel))
+    kinds = sorted(set(tensors), key=lambda kind: (-kind.block, -kind.numel))
     searched = sum(p.shard_size for p in plan_buffers(kinds, [tensors.count(k) for k in kinds], 5, 3))
     assert layout.shard_size == 24 < searched
     assert layout.overhead() < 0.03
@@ -360,7 +363,7 @@ def test_slices_of_stacks_count_as_rows_for_the_aligned_packing():
     assert aligned is not None
     assert plan_layout(shapes, 4, align=1).shard_size == aligned[0] == 36
     kinds = sorted(
-        {Kind(k.numel, s[-1]) for k, s in zip(coarse, shapes.values(), strict=True)}, key=lambda k: -k.unit
+        {Kind(k.numel, s[-1]) for k, s in zip(coarse, shapes.values(), strict=True)}, key=lambda k: -k.block
     )
     searched = sum(p.shard_size for p in plan_buffers(kinds, [1] * len(kinds), 4, 3))
     assert searched == 37

@@ -142,7 +142,7 @@ TORCH = [
     M(
         "frozen weights are widened to the dtype of trained ones",
         "bridge/core/sharding/policy/group_dtypes.py",
-        "main = trained if trainable else given",
+        "main = trained if trainable else stored",
         "main = trained",
         "torch_impl/runtime/test_main_dtype.py",
     ),
@@ -965,7 +965,7 @@ JAX = [
     M(
         "frozen parameters become float32",
         "bridge/core/sharding/policy/group_dtypes.py",
-        "main = trained if trainable else given",
+        "main = trained if trainable else stored",
         "main = trained",
         "jax_impl/test_frozen_dtypes.py",
     ),
@@ -1481,21 +1481,21 @@ SHARDING = [
 FORMATS = [
     M(
         "typed keys are written as their data",
-        "bridge/core/formats/orbax/keys.py",
+        "bridge/core/formats/orbax/item_files.py",
         "    if not keys:",
         "    if True:",
         "formats/orbax/test_keys.py",
     ),
     M(
         "typed keys are restored on one device of all",
-        "bridge/core/formats/orbax/keys.py",
+        "bridge/core/formats/orbax/item_files.py",
         '"shape": [-1]',
         '"shape": [1]',
         "formats/orbax/test_keys.py",
     ),
     M(
         "other dtypes pass for the data of keys",
-        "bridge/core/formats/orbax/metadata_writer.py",
+        "bridge/core/formats/orbax/item_files.py",
         "data = dtype == np.uint32 and len(shape) > 0",
         "data = True",
         "formats/orbax/test_keys.py",
@@ -1503,7 +1503,7 @@ FORMATS = [
     M(
         "numbers of Python become arrays",
         "bridge/core/formats/orbax",
-        'return SCALAR if kind == SCALAR else "np.ndarray"',
+        'return SCALAR if leaf_kind == SCALAR else "np.ndarray"',
         'return "np.ndarray"',
         "formats/orbax/test_structure.py",
     ),
@@ -1516,7 +1516,7 @@ FORMATS = [
     ),
     M(
         "text of the tree becomes an object",
-        "bridge/core/formats/tensors/leaf_kinds.py",
+        "bridge/core/formats/tensors/leaves.py",
         "return type(value) is str",
         "return False",
         "formats/orbax/test_structure.py",
@@ -1587,8 +1587,8 @@ FORMATS = [
     M(
         "another conversion resumed",
         "bridge/core/formats/files",
-        "if found == dict(key):",
-        "if found:",
+        "if noted == dict(key):",
+        "if noted:",
         "checkpoints/test_convert_killed.py",
     ),
     M(
@@ -1689,28 +1689,28 @@ MAPPING = [
 CHECKPOINTS = [
     M(
         "the structure of a tree is noted nowhere",
-        "bridge/checkpoints/ground/kinds.py",
-        "if kind is not None and implied.get(path) != kind:",
+        "bridge/checkpoints/ground/outputs.py",
+        "if leaf_kind is not None and implied.get(path) != leaf_kind:",
         "if False:",
         "formats/orbax/test_structure.py",
     ),
     M(
         "the data of keys is rearranged",
-        "bridge/checkpoints/ground/kinds.py",
+        "bridge/checkpoints/ground/outputs.py",
         "if key_implementation(known.get(name)) is not None:",
         "if False:",
         "formats/orbax/test_keys.py",
     ),
     M(
         "keys of other types are compared as data",
-        "bridge/checkpoints/ground/kinds.py",
+        "bridge/checkpoints/compare/structure.py",
         "if of_a != of_b:",
         "if False:",
         "formats/orbax/test_keys.py",
     ),
     M(
         "lists that are dicts elsewhere are no difference",
-        "bridge/checkpoints/ground/kinds.py",
+        "bridge/checkpoints/compare/structure.py",
         "if type(key_a) is not type(key_b):",
         "if False:",
         "formats/orbax/test_structure.py",
@@ -1731,7 +1731,7 @@ CHECKPOINTS = [
     ),
     M(
         "conversion ignores the manifest",
-        "bridge/checkpoints/convert/conversion.py",
+        "bridge/checkpoints/convert/plan.py",
         "checked(whole) if options.verify else whole",
         "whole",
         "checkpoints/test_convert_checked.py",
@@ -1760,7 +1760,7 @@ CHECKPOINTS = [
     M(
         "small tensors are not compared with the manifest",
         "bridge/checkpoints/ground/checked.py",
-        "if found == crc and chunk.sizes",
+        "if crc32c == crc and chunk.sizes",
         "if chunk.sizes",
         "formats/files/test_small_tensors_direct.py",
     ),
@@ -1794,7 +1794,7 @@ CHECKPOINTS = [
     ),
     M(
         "what does not fit into the memory of small pieces is lost",
-        "bridge/core/formats/files/gathered.py",
+        "bridge/core/formats/files/data_file.py",
         "                self._memory[:left] = self._memory[_BYTES : _BYTES + left]\n",
         "",
         "formats/files/test_small_tensors_direct.py",
@@ -1808,7 +1808,7 @@ CHECKPOINTS = [
     ),
     M(
         "a source is verified whatever is asked for",
-        "bridge/checkpoints/convert/conversion.py",
+        "bridge/checkpoints/convert/plan.py",
         "open_checkpoint(source, verify=options.verify, ",
         "open_checkpoint(source, verify=True, ",
         "checkpoints/test_convert_checked.py",

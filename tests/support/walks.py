@@ -140,6 +140,10 @@ def conversion(walked: Walked) -> None:
 
     from bridge import convert, create_checkpoint
 
+    # What reads and writes a format is imported when it is first needed, which would count as a walk through its file.
+    from bridge.core.formats.dcp import reader  # noqa: F401
+    from bridge.core.formats.orbax import writer as orbax_writer  # noqa: F401
+
     with tempfile.TemporaryDirectory() as folder:
         with create_checkpoint(f"{folder}/a", "dcp") as writer:
             for name in ("a", "b"):

@@ -15,19 +15,19 @@ from functools import cached_property
 from bridge.checkpoints.compare.diff_report import DiffReport, TensorDiff
 from bridge.checkpoints.compare.diff_tensors import Pair, compared
 from bridge.checkpoints.compare.noise import Noise
+from bridge.checkpoints.compare.structure import dtype_names, structure_differences
 from bridge.checkpoints.compare.ulp import Tolerance
 from bridge.checkpoints.ground.common_dtype import common_dtype
-from bridge.checkpoints.ground.dtypes import require_readable
-from bridge.checkpoints.ground.kinds import dtype_names, structure_differences
+from bridge.checkpoints.ground.outputs import require_readable
 from bridge.checkpoints.ground.selection import SelectedReader, Selection, selected_pair
 from bridge.checkpoints.ground.workers import large_buffers_returned
 from bridge.core.formats import items_of_each, open_checkpoint
-from bridge.core.formats.reading.file_stamps import changed, stamps
+from bridge.core.formats.reading.regular_files import changed, stamps
 from bridge.core.formats.stores.store import place_of
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TensorInfo, is_whole
-from bridge.core.formats.tensors.leaf_kinds import LEAVES
-from bridge.core.formats.tensors.regions import Progress
-from bridge.core.formats.whole.left_alone import left_alone
+from bridge.core.formats.tensors.boxes import Progress
+from bridge.core.formats.tensors.leaves import LEAVES
+from bridge.core.formats.whole.companions import left_alone
 from bridge.core.formats.whole.quantized import DequantizedReader
 from bridge.core.formats.whole.step_paths import Step, each_at_step
 from bridge.core.mapping.language.conventions import Convention
@@ -35,11 +35,11 @@ from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
 from bridge.core.mapping.language.table import MappingTable, Tied
 from bridge.core.mapping.one_rule.sizes import with_config, with_stored_sizes
-from bridge.core.mapping.plan.plan import Plan, PlannedTensor
+from bridge.core.mapping.plan.plan import PlannedTensor, TranslationPlan
 from bridge.core.mapping.plan.translation import make_plan
-from bridge.core.mapping.states.found import find
 from bridge.core.mapping.states.notes import PLACES
 from bridge.core.mapping.states.numbered_states import with_named_states
+from bridge.core.mapping.states.source_tree import find
 from bridge.core.mapping.states.step_values import with_step_tensors
 
 _NOTES = (PLACES, LEAVES)
@@ -159,11 +159,11 @@ class _Sides:
             table = table if selection.everything else with_stored_sizes(table, whole_a).part()
         return _Sides(whole_a, whole_b, *pair, selection, table, target, from_)
 
-    def plan_of(self, reader: CheckpointReader) -> Plan:
+    def plan_of(self, reader: CheckpointReader) -> TranslationPlan:
         return make_plan(reader, self.reader_b.format, self.table, into=self.into, from_=self.from_)
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> TranslationPlan:
         return self.plan_of(self.reader_a)
 
     @cached_property
@@ -205,7 +205,7 @@ class _Sides:
         """The checkpoint of another run, with the names of ``b``, or of ``a`` through the mapping."""
         known = (*self.whole_a.tensors, *self.whole_b.tensors)
 
-        def mapped() -> Plan | None:
+        def mapped() -> TranslationPlan | None:
             if self.table is None:
                 return None
             # As a part: only the tensors that are compared are needed, and those missing are named.
@@ -247,17 +247,17 @@ def _left_alone(readers: Iterable[CheckpointReader]) -> dict[str, str]:
     return {f"{reader.path}/{name}": why for reader in readers for name, why in left_alone(reader).items()}
 
 
-def _names(plan: Plan) -> set[str]:
+def _names(plan: TranslationPlan) -> set[str]:
     return {*plan.tensors, *plan.objects, *plan.notes}
 
 
 def _convention_of(reader: CheckpointReader, table: MappingTable, only: str | None) -> Convention | None:
     """The naming convention of a checkpoint, and at which places it has its tensors; None if that cannot be told."""
     try:
-        found = find(reader.tensors.values(), table, only, str(reader.path))
+        tree = find(reader.tensors.values(), table, only, str(reader.path))
     except MappingError:
         return None
-    return found.convention if found.weights else None
+    return tree.convention if tree.weights else None
 
 
 def _mismatch(planned: PlannedTensor, info: TensorInfo, rounded: bool, keys: tuple[str, str] | None) -> str:
@@ -272,7 +272,7 @@ def _mismatch(planned: PlannedTensor, info: TensorInfo, rounded: bool, keys: tup
 
 
 def _objects(
-    reader_a: CheckpointReader, plan: Plan, reader_b: CheckpointReader, left_out: Set[str]
+    reader_a: CheckpointReader, plan: TranslationPlan, reader_b: CheckpointReader, left_out: Set[str]
 ) -> tuple[
     tuple[tuple[str, object, object], ...], tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]
 ]:

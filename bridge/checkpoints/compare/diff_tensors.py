@@ -19,7 +19,7 @@ from bridge.checkpoints.ground.borrowed import MEMORY, borrow
 from bridge.checkpoints.ground.common_dtype import common_dtype
 from bridge.checkpoints.ground.workers import batches, each, ordered
 from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo, is_whole, name_of
-from bridge.core.formats.tensors.regions import group_boxes, split_box
+from bridge.core.formats.tensors.boxes import group_boxes, split_box
 from bridge.core.mapping.language.operations import as_dtype
 from bridge.core.mapping.language.relation import whole_source
 from bridge.core.mapping.plan.plan import PlannedTensor
@@ -90,8 +90,8 @@ class Pair:
         norms: list[float] = []
         due: list[Box] = []
         regions = ordered(lambda box: self._region(box, dtype), boxes, workers)
-        for box, (one, norm, its_spread) in zip(boxes, regions, strict=True):
-            difference += one
+        for box, (part, norm, its_spread) in zip(boxes, regions, strict=True):
+            difference += part
             if norm is None:
                 due.append(box)
             else:
@@ -124,12 +124,12 @@ class Pair:
         # A cast does not keep a NaN's payload.
         any_nan = self.planned.dtype != self.info.dtype
         spread = Spread()
-        found = compare(left, right, self.tolerance, any_nan=any_nan, spread=spread)
-        norm = sum_of_squares(left) if found.differing else None
+        difference = compare(left, right, self.tolerance, any_nan=any_nan, spread=spread)
+        norm = sum_of_squares(left) if difference.differing else None
         if loan_a is not None:
             loan_a.give_back()
         loan_b.give_back()
-        return found.shifted(box.offsets), norm, spread
+        return difference.shifted(box.offsets), norm, spread
 
     def _noise(self, box: Box) -> float:
         assert self.noise is not None
@@ -144,8 +144,8 @@ def compared(pairs: Iterable[Pair], workers: int) -> Iterator[TensorDiff]:
     for small, group in itertools.groupby(pairs, lambda pair: pair.info.nbytes <= _SMALL):
         if small:
             together = batches((pair.info.nbytes, pair) for pair in group)
-            for found in ordered(partial(each, _alone), together, workers):
-                yield from found
+            for differences in ordered(partial(each, _alone), together, workers):
+                yield from differences
         else:
             for pair in group:
                 yield pair.compare(workers)

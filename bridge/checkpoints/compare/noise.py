@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TensorInfo, is_whole
-from bridge.core.mapping.plan.plan import Plan
+from bridge.core.mapping.plan.plan import TranslationPlan
 from bridge.core.mapping.plan.translation import make_plan
 from bridge.core.text import first_of
 
@@ -18,14 +18,14 @@ class Noise:
     """The tensors of a noise checkpoint under the names of ``b``."""
 
     reader: CheckpointReader
-    plan: Plan
+    plan: TranslationPlan
 
     @staticmethod
     def find(
         reader: CheckpointReader,
         wanted: Sequence[TensorInfo],
         format: str,
-        mapped: Callable[[], Plan | None],
+        mapped: Callable[[], TranslationPlan | None],
     ) -> Noise:
         """The tensors of an open checkpoint that correspond to ``wanted``, the floating-point tensors of ``b``.
 
@@ -42,7 +42,7 @@ class Noise:
             except CheckpointError as error:
                 reason = f"; nor does the mapping fit: {error}"
             else:
-                plan = min(plan, translated, key=lambda one: len(_missing(one, wanted)))
+                plan = min(plan, translated, key=lambda candidate: len(_missing(candidate, wanted)))
                 missing = _missing(plan, wanted)
         if missing:
             raise CheckpointError(
@@ -72,7 +72,7 @@ class Noise:
         return self.plan.tensors[name].read(self.reader, box)
 
 
-def _missing(plan: Plan, wanted: Sequence[TensorInfo]) -> list[str]:
+def _missing(plan: TranslationPlan, wanted: Sequence[TensorInfo]) -> list[str]:
     return [info.name for info in wanted if info.name not in plan.tensors]
 
 

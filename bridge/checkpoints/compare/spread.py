@@ -49,12 +49,12 @@ class Spread:
             return _NO_DIFFERENCE.copy()
         zeros = elements - int(self._counts.sum())
         up_to = np.cumsum(self._counts) + zeros
-        found = {}
+        by_percent = {}
         for percent in PERCENTILES:
             rank = math.ceil(elements * percent / 100)
             which = int(np.searchsorted(up_to, rank))
-            found[f"{percent:g}"] = 0.0 if rank <= zeros else _upper_edge(which)
-        return found
+            by_percent[f"{percent:g}"] = 0.0 if rank <= zeros else _upper_edge(which)
+        return by_percent
 
     def histogram(self, elements: int) -> dict[str, int]:
         """Counts by power of ten: "1e-07" has the differences from 1e-7 to less than 1e-6.

@@ -63,8 +63,8 @@ class Tolerance:
     def __post_init__(self) -> None:
         known = {name: value for name, value in vars(self).items() if value is not None}
         if any(not value >= 0 for value in known.values()) or self.max_ulp > LARGEST_ULP:
-            given = ", ".join(f"{name}={value}" for name, value in known.items())
-            raise ValueError(f"expected tolerances of 0 or more, max_ulp below 2**64, got {given}")
+            listed = ", ".join(f"{name}={value}" for name, value in known.items())
+            raise ValueError(f"expected tolerances of 0 or more, max_ulp below 2**64, got {listed}")
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,7 @@ def equal(elements: int) -> Difference:
 
 
 def compare(
-    a: np.ndarray,
-    b: np.ndarray,
-    tolerance: Tolerance,
-    *,
-    any_nan: bool = False,
-    spread: Spread | None = None,
+    a: np.ndarray, b: np.ndarray, tolerance: Tolerance, *, any_nan: bool = False, spread: Spread | None = None
 ) -> Difference:
     """Compare C-contiguous arrays of equal shape and dtype; the parts of complex numbers count as two elements.
 
@@ -230,12 +225,7 @@ class _Where(NamedTuple):
 
 
 def _differing(
-    a: np.ndarray,
-    b: np.ndarray,
-    where: _Where,
-    tolerance: Tolerance,
-    any_nan: bool,
-    spread: Spread | None,
+    a: np.ndarray, b: np.ndarray, where: _Where, tolerance: Tolerance, any_nan: bool, spread: Spread | None
 ) -> Difference:
     """Of elements that all differ."""
     x, y = _values(a), _values(b)
@@ -268,7 +258,7 @@ def _differing(
     within &= ~nan
     farthest, largest = int(ulp.argmax()), int(absolute.argmax())
 
-    def place(which: int) -> Place:
+    def locate(which: int) -> Place:
         return Place(where.element(which), *_texts(a[which], b[which]))
 
     return Difference(
@@ -280,8 +270,8 @@ def _differing(
         float(absolute[largest]),
         float(relative.max()),
         _squares(absolute),
-        place(farthest),
-        place(largest) if absolute[largest] > 0 else None,
+        locate(farthest),
+        locate(largest) if absolute[largest] > 0 else None,
     )
 
 

@@ -1,7 +1,6 @@
 """Converts checkpoints between formats and models."""
 
-from bridge.checkpoints.convert.conversion import convert, planned
-from bridge.checkpoints.convert.convert_report import ConvertReport
-from bridge.checkpoints.convert.options import ConvertOptions
+from bridge.checkpoints.convert.conversion import ConvertReport, convert
+from bridge.checkpoints.convert.plan import ConvertOptions, planned
 
 __all__ = ["ConvertOptions", "ConvertReport", "convert", "planned"]

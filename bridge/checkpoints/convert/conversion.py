@@ -9,110 +9,166 @@ to. Nothing is cast unless it is asked for by name: every bit arrives.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
+import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
-from bridge.checkpoints.convert.convert_report import ConvertReport, went_along
-from bridge.checkpoints.convert.destination import (
-    format_by_name,
-    naming,
-    require_place,
-    require_space,
-    require_untouched,
-)
 from bridge.checkpoints.convert.engine import Copier, runs
-from bridge.checkpoints.convert.options import ConvertOptions
-from bridge.checkpoints.ground.casts import Output, apply_casts, parse_casts
-from bridge.checkpoints.ground.checked import checked
-from bridge.checkpoints.ground.dtypes import require_dtypes
-from bridge.checkpoints.ground.kinds import carried_kinds
-from bridge.checkpoints.ground.selection import SelectedReader, Selection, readable_values
+from bridge.checkpoints.convert.plan import (
+    Conversion,
+    ConvertOptions,
+    conversion_key,
+    planned,
+    require_unchanged,
+)
+from bridge.checkpoints.ground.outputs import Output
+from bridge.checkpoints.ground.selection import Selection
 from bridge.checkpoints.ground.workers import default_workers, large_buffers_returned
-from bridge.core.formats import Format, create_checkpoint, open_checkpoint
-from bridge.core.formats.files.working import Attempt
-from bridge.core.formats.stores.reader import StoredReader, home_of
+from bridge.core.formats import Format, create_checkpoint
+from bridge.core.formats.files.journal import Attempt, abandoned
 from bridge.core.formats.stores.store import is_url, local_path, place_of, without_end
 from bridge.core.formats.stores.upload_path import UploadPath
-from bridge.core.formats.tensors.base import (
-    CheckpointError,
-    CheckpointReader,
-    CheckpointWriter,
-    TreePath,
-    name_of,
-)
-from bridge.core.formats.tensors.garbage import collection_paused
-from bridge.core.formats.tensors.leaf_kinds import LEAVES
-from bridge.core.formats.tensors.regions import REGION_BYTES, Progress
-from bridge.core.formats.whole.companions import ADAPTER, ADAPTER_CONFIG, Companions, companions_home
-from bridge.core.formats.whole.left_alone import left_alone
-from bridge.core.formats.whole.quantized import DequantizedReader
+from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, CheckpointWriter
+from bridge.core.formats.tensors.boxes import REGION_BYTES, Progress
+from bridge.core.formats.tensors.gc_pause import collection_paused
+from bridge.core.formats.whole.companions import Companions
 from bridge.core.formats.whole.replaceable import require_replaceable
 from bridge.core.formats.whole.step_paths import Step, at_step
-from bridge.core.mapping.language.relation import whole_source
-from bridge.core.mapping.language.rules import MappingLike, mapping_table
+from bridge.core.mapping.language.rules import MappingLike
 from bridge.core.mapping.language.table import Tied
-from bridge.core.mapping.one_rule.sizes import with_config, with_stored_sizes
-from bridge.core.mapping.plan.translation import make_plan
-from bridge.core.mapping.states.numbered_states import with_named_states
-from bridge.core.mapping.states.step_values import with_step_tensors
-from bridge.core.version import __version__
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """A conversion that was planned: what the destination will hold.
+class ConvertReport:
+    """The result of a conversion.
 
-    outputs: tensors by their name in the destination. objects: (tree path, value) by name in the destination. kinds:
-    of tensors and objects by name in the destination, see `leaf_kinds.py`, but for implied ones.
-    files: the source's files, empty if they are in a store. digest: of these, by name, size and time. left_out: names
-    in the source that do not go along, dropped or not selected. inexact: names in the destination of tensors that the
-    mapping calculates, with rounding. companions: files that go along, see `bridge.core.formats.whole.companions`.
-    conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: see `bridge.core.formats.whole.left_alone`.
+    bytes: of the tensors' elements. resumed_bytes: those that an earlier attempt or other parts had written. dropped:
+    names in the source that did not go along. overflowed: by name, how many finite elements a cast made infinite or
+    NaN, without those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding.
+    verified: whether the source's checksums, where it has any, were compared. companions: files that went along, such
+    as `config.json`. kept: those that a replaced checkpoint had, and the source has not. not_copied: why others did not
+    go along. conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: why files beside the source, which
+    look like weights, were not read. As a truth value it is `complete`.
     """
 
     source: Path | str
+    destination: Path | str
     source_format: str
-    files: tuple[Path, ...]
-    digest: str
-    format: Format
-    outputs: Mapping[str, Output]
-    objects: Mapping[str, tuple[TreePath, object]]
-    kinds: Mapping[str, str]
-    left_out: tuple[str, ...]
+    format: str
+    tensors: int
+    objects: int
+    bytes: int
+    resumed_bytes: int
+    dropped: tuple[str, ...]
+    overflowed: Mapping[str, int]
     inexact: tuple[str, ...]
-    companions: Companions = field(default_factory=Companions)
+    verified: bool
+    seconds: float
+    companions: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    not_copied: Mapping[str, str] = field(default_factory=dict)
     conventions: tuple[str, str] | None = None
     remarks: tuple[str, ...] = ()
     left_alone: Mapping[str, str] = field(default_factory=dict)
 
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of all elements, as written."""
-        return sum(output.nbytes for output in self.outputs.values())
+    @property
+    def complete(self) -> bool:
+        """Whether no file of weights was left alone, and no cast made a finite element infinite or NaN."""
+        return not (self.left_alone or self.overflowed)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of the plan: two that are equal write the same, given the same source."""
-        lines = []
-        for output in self.outputs.values():
-            planned, content = output.planned, output.planned.content
-            # Of a tensor that goes along as it is, the whole text would take longer than small elements.
-            source = whole_source(content)
-            text = (
-                f"all of {source} {content.shape} {name_of(content.dtype)}"
-                if source is not None
-                else repr(content)
+    def __bool__(self) -> bool:
+        return self.complete
+
+
+def went_along(
+    beside: Companions, destination: Path | str
+) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, str]]:
+    """The last three fields of a report: the companions that were copied, kept, and left behind with the reason."""
+    alone = (
+        format_by_name(destination) is not None if isinstance(destination, str) else not destination.is_dir()
+    )
+    if not alone:
+        return tuple(beside.files), tuple(beside.kept), beside.refused
+    one_file = dict.fromkeys(beside.files, f"{destination} is one file, and its directory may be anybody's")
+    return (), (), {**beside.refused, **one_file}
+
+
+def format_by_name(dst: str | os.PathLike[str]) -> Format | None:
+    """The format that a destination's name asks for: "safetensors" for one that ends so, None for others."""
+    return "safetensors" if os.fspath(dst).endswith(".safetensors") else None
+
+
+def require_place(source: Path | str, destination: Path, replace_it: bool) -> None:
+    """Refuse a destination that exists already or overlaps with the source, before anything is written."""
+    there = os.path.lexists(destination)
+    if there and not replace_it:
+        raise FileExistsError(
+            f"{destination} exists already: remove it first, choose another name, or replace it (--replace)"
+        )
+    require_apart(source, destination)
+    if there:
+        require_replaceable(destination)
+
+
+def require_untouched(sources: Sequence[Path], destination: Path) -> None:
+    """Refuse a destination that is one of the source's files, or holds one: indexes and links lead anywhere."""
+    if not os.path.lexists(destination):
+        return
+    real = Path(os.path.realpath(destination))
+    for source in sources:
+        file = Path(os.path.realpath(source))
+        if real == file or real in file.parents:
+            raise CheckpointError(
+                f"{destination} is or holds {source}, a file of the source: expected a destination apart from them"
             )
-            lines.append(f"{planned.name} {planned.path} {name_of(output.dtype)} {text}\n")
-        lines += [f"{name} {path} {value!r}\n" for name, (path, value) in self.objects.items()]
-        lines.append(f"{sorted(self.kinds.items())}")
-        return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def require_apart(source: Path | str, destination: Path) -> None:
+    local_source = local_path(source)
+    if local_source is None:
+        return
+    real_source, real_destination = Path(os.path.realpath(local_source)), Path(os.path.realpath(destination))
+    if real_source == real_destination or real_source in real_destination.parents:
+        raise CheckpointError(f"{destination} is inside the source {source}: expected a destination outside")
+    if os.path.lexists(destination) and real_destination in real_source.parents:
+        raise CheckpointError(
+            f"{destination} holds the source {source}, and would be replaced: expected a destination that does not"
+        )
+
+
+@contextmanager
+def naming(destination: Path) -> Iterator[None]:
+    """Name the destination in errors of the system: the temporary file is gone when the user reads the message.
+
+    Errors about files of the source keep their name.
+    """
+    target = os.path.abspath(destination)
+    try:
+        yield
+    except OSError as error:
+        name = error.filename
+        path = os.path.abspath(os.fsdecode(name)) if isinstance(name, str | bytes) else target
+        # The destination, what is in it or in its working directory, or a directory that is to hold it.
+        ours = f"{path}/".startswith((f"{target}/", f"{target}.tmp-")) or target.startswith(f"{path}/")
+        if error.errno is None or not ours:
+            raise
+        # OSError picks the subclass that belongs to the number.
+        raise OSError(error.errno, error.strerror, str(destination)) from error
+
+
+def require_space(destination: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(destination.parent).free
+    if free < nbytes:
+        left = [str(directory) for directory in abandoned(destination)]
+        hint = f"; killed attempts left {', '.join(left)}: resume (--resume), or remove them" if left else ""
+        raise CheckpointError(
+            f"too little free space for {destination}: expected {nbytes} bytes, found {free}; free some, choose "
+            f"another place, or convert less (--select, --weights-only){hint}"
+        )
 
 
 def convert(
@@ -154,7 +210,8 @@ def convert(
     damaged, or mapping and source do not fit, or not enough space), ValueError (unknown format, workers < 1), OSError
     (what the system or a store refuses). After any error, an interruption too, the destination is as it was before.
     """
-    src = at_step(src, step)
+    if step is not None:
+        src = at_step(src, step)
     options = ConvertOptions(
         to or format_by_name(dst) or ("orbax" if write_items else None),
         mapping,
@@ -258,69 +315,6 @@ def _convert(
         )
 
 
-@contextmanager
-def planned(
-    source: str | os.PathLike[str], options: ConvertOptions
-) -> Iterator[tuple[Conversion, CheckpointReader]]:
-    """Plan a conversion, with the source open meanwhile. Nothing is written.
-
-    Raises what `convert` raises about source, mapping, selection and casts.
-    """
-    table = mapping_table(options.mapping, options.axes, options.tied, any_model=options.any_model)
-    casts = parse_casts(options.casts)
-    with (
-        ExitStack() as planning,
-        open_checkpoint(source, verify=options.verify, items=options.items) as whole,
-    ):
-        planning.enter_context(collection_paused())
-        reader = held = checked(whole) if options.verify else whole
-        if options.dequantize:
-            reader = held = DequantizedReader(held)
-        left_out: Sequence[str] = ()
-        if table is not None:
-            table = with_config(table, whole)
-            reader = held = with_named_states(with_step_tensors(held), table, options.optimizer_order)
-        if not options.selection.everything:
-            reader = selected = SelectedReader(held, options.selection)
-            left_out = selected.left_out
-            if table is not None:
-                # A part of a model does not have what the rules of the whole require, or all that tells sizes.
-                table = with_stored_sizes(table, held).part()
-        files = () if isinstance(whole, StoredReader) else tuple(whole.files())
-        target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
-        plan = make_plan(reader, target, table, into=options.into, from_=options.from_)
-        outputs = apply_casts(plan.tensors.values(), casts)
-        require_dtypes(whole, outputs.values(), target)
-        kept = {name: entry for name, entry in plan.objects.items() if entry[0] != LEAVES}
-        values = readable_values(reader, [old for _, old in kept.values()])
-        objects = {name: (path, values[old]) for name, (path, old) in kept.items()} | dict(plan.notes)
-        origins = {name: old for name, (_, old) in kept.items()}
-        kinds = carried_kinds(held, outputs.values(), objects, origins)
-        beside = Companions.beside(companions_home(home_of(whole))) if options.companions else Companions()
-        unread = left_alone(whole)
-        adapter = {ADAPTER_CONFIG: "the adapter that it describes is not read"}
-        without = adapter if any(name.startswith(ADAPTER) for name in unread) else {}
-        beside = dataclasses.replace(beside, dequantized=options.dequantize).without(without)
-        conversion = Conversion(
-            place_of(source),
-            reader.format,
-            files,
-            whole.fingerprint if isinstance(whole, StoredReader) else digest_of(files),
-            target,
-            outputs,
-            objects,
-            kinds,
-            (*left_out, *plan.dropped),
-            plan.inexact,
-            beside,
-            conventions=plan.conventions,
-            remarks=plan.remarks,
-            left_alone=unread,
-        )
-        planning.close()
-        yield conversion, reader
-
-
 def _write(
     reader: CheckpointReader,
     writer: CheckpointWriter,
@@ -346,35 +340,3 @@ def _write(
         work = runs(outputs, writer, names)
     Copier(reader, writer, work, done=done, total=conversion.nbytes, progress=progress).run(workers)
     return done
-
-
-def conversion_key(
-    source: Path | str, conversion: Conversion, write_items: Sequence[str] = ()
-) -> dict[str, str]:
-    """What identifies a conversion: two that agree in it write the same bytes."""
-    return {
-        "source": source if isinstance(source, str) else os.path.abspath(source),
-        "files": conversion.digest,
-        "format": conversion.format,
-        "plan": conversion.fingerprint,
-        "items": ",".join(write_items),
-        "twinshard": __version__,
-    }
-
-
-def require_unchanged(conversion: Conversion) -> None:
-    """CheckpointError when the source is not what it was when the conversion was planned."""
-    if conversion.files and digest_of(conversion.files) != conversion.digest:
-        raise CheckpointError(
-            f"{conversion.source} was changed while it was being converted: expected one checkpoint, found parts of "
-            "two; convert it again when its writer has finished"
-        )
-
-
-def digest_of(files: Sequence[Path]) -> str:
-    """A digest of files by name, size and time, so that a changed checkpoint is not mixed with its past."""
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        status = path.stat()
-        digest.update(os.fsencode(path) + f" {status.st_size} {status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()[:16]

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.checkpoints.ground.casts import Output
+from bridge.checkpoints.ground.outputs import Output
 from bridge.core.formats.tensors.base import Box, CheckpointReader, CheckpointWriter, Checksums, Loan
-from bridge.core.formats.tensors.regions import Progress, group_boxes
+from bridge.core.formats.tensors.boxes import Progress, group_boxes
 from bridge.core.mapping.language.relation import TensorView, whole_source
 
 RUN_BYTES = 256 << 20
@@ -50,10 +50,7 @@ class Region:
 
 
 def runs(
-    tensors: Iterable[Output],
-    writer: CheckpointWriter,
-    names: Mapping[str, str],
-    run_bytes: int = RUN_BYTES,
+    tensors: Iterable[Output], writer: CheckpointWriter, names: Mapping[str, str], run_bytes: int = RUN_BYTES
 ) -> Iterator[list[Region]]:
     """The regions to copy, without the chunks that a resumed writer has.
 
@@ -97,6 +94,7 @@ class Copier:
     ) -> None:
         self._reader, self._writer, self._work = reader, writer, work
         self._done, self._total, self._progress = done, total, progress
+        # For the generator of work, the counts and the first error; copying is outside of it.
         self._lock = threading.Lock()
         self._stop = False
         self._error: BaseException | None = None
@@ -106,6 +104,7 @@ class Copier:
         if workers == 1:
             self._copy()
             return
+        # Threads, not processes: reading, checksums and writing let go of Python's lock.
         with ThreadPoolExecutor(workers) as pool:
             futures = [pool.submit(self._copy) for _ in range(workers)]
             try:
@@ -145,7 +144,7 @@ class Copier:
             return self._reader.read_into(list(zip(names, targets, strict=True)))
 
         done = self._writer.write_from([(region.stored_name, region.box) for _, region in small], fill)
-        copied = {id(region) for (_, region), one in zip(small, done, strict=True) if one}
+        copied = {id(region) for (_, region), written in zip(small, done, strict=True) if written}
         for _, region in small:
             if id(region) in copied:
                 self._count(region.nbytes, region.tensor.name)

@@ -1,34 +1,36 @@
 """A checkpoint as its manifest describes it: what is read is compared with the checksums, and a difference is an error.
 
 Chunks of the manifest that a block holds whole are compared as they are read. Of others the whole chunk is read for the
-comparison, when a part of it is first asked for. Tensors whose format has checksums are left to the format's reader.
+comparison, when a part of it is first asked for. `verify` lists the same problems without stopping.
+Tensors whose format has checksums are left to the format's reader.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from bridge.checkpoints.ground.manifest_problems import (
-    Problem,
-    SaysWhatIsChecked,
-    crc_problems,
-    entry_problems,
-    file_problems,
-    object_problems,
-    rest_problems,
-    structure_problems,
+from bridge.core.formats import detect_format
+from bridge.core.formats.files.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ManifestTensor,
+    manifest_path,
+    object_checksum,
+    read_manifest,
+    rest_checksum,
 )
-from bridge.checkpoints.inspect.summary import manifest_home
-from bridge.core.formats.files.manifest import Manifest, manifest_path, read_manifest
-from bridge.core.formats.reading.boxes import ChunkIndex
-from bridge.core.formats.stores.listing import StorePath
-from bridge.core.formats.stores.reader import StoredReader, home_of
-from bridge.core.formats.tensors.arrays import array_checksum
+from bridge.core.formats.orbax.item import find_item
+from bridge.core.formats.reading.source_files import FileView
+from bridge.core.formats.safetensors.files import find_files
+from bridge.core.formats.stores.listing import StoredReader, StorePath
+from bridge.core.formats.tensors.arrays import array_checksum, extend
 from bridge.core.formats.tensors.base import (
     Box,
     CheckpointError,
@@ -37,11 +39,165 @@ from bridge.core.formats.tensors.base import (
     Loan,
     TensorInfo,
     Wanted,
+    name_of,
 )
-from bridge.core.formats.tensors.crc32c import extend
-from bridge.core.formats.tensors.regions import split_box
-from bridge.core.formats.tensors.wrapping import ReadWhenAsked, WrappingReader
-from bridge.core.formats.whole.joined import JoinedReader
+from bridge.core.formats.tensors.boxes import ChunkIndex, check_coverage, split_box
+from bridge.core.formats.tensors.wrapping import ReadWhenAsked, WrappingReader, home_of
+from bridge.core.formats.whole.composite import JoinedReader
+
+_FILE_BLOCK = 8 << 20
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong, and where: the name of a file, a tensor or an object."""
+
+    where: str
+    text: str
+
+
+@runtime_checkable
+class SaysWhatIsChecked(Protocol):
+    """A reader of a format that has checksums of its own."""
+
+    def checksummed(self, name: str) -> bool:
+        """Whether every stored chunk of a tensor has a checksum that reading verifies."""
+
+
+@runtime_checkable
+class _SaysWhereDataIs(Protocol):
+    def data_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
+        """For each file, where the elements of chunks are: first byte, and the one after the last."""
+
+
+@runtime_checkable
+class _HasCopies(Protocol):
+    def damaged_copies(self) -> Iterator[tuple[str, CheckpointError]]:
+        """Tensors with a damaged copy that is not read, since another file has the same, and what is wrong with it."""
+
+
+@runtime_checkable
+class _ShowsFiles(Protocol):
+    def view(self, file: str) -> FileView | None:
+        """A file of the checkpoint, to look at between its chunks; None where it is in a store."""
+
+
+def file_problems(home: Path, manifest: Manifest) -> Iterator[Problem]:
+    """Of the files that the manifest lists: missing, of another size, or not of their checksum."""
+    for name, expected in manifest.files.items():
+        path = _listed_file(home, manifest, name)
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            yield Problem(
+                name, "expected a file of the checkpoint in the manifest, got a path that leads elsewhere"
+            )
+            continue
+        try:
+            if not path.is_file():
+                yield Problem(name, "the manifest lists this file, but it is missing")
+            elif (size := path.stat().st_size) != expected.size:
+                yield Problem(name, f"expected {expected.size} bytes, got {size}")
+            elif expected.crc is not None and (crc := _file_crc(path)) != expected.crc:
+                yield Problem(name, f"damaged: expected CRC-32C {expected.crc:08x}, got {crc:08x}")
+        except OSError as error:
+            yield Problem(name, f"cannot be read: {error}")
+
+
+def _listed_file(home: Path, manifest: Manifest, name: str) -> Path:
+    """A checkpoint that is one file may have been renamed, its manifest with it."""
+    if home.is_dir():
+        return home / name
+    return home if len(manifest.files) == 1 else home.parent / name
+
+
+def _file_crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_FILE_BLOCK):
+            crc = extend(crc, block)
+    return crc
+
+
+def copy_problems(reader: CheckpointReader) -> Iterator[Problem]:
+    """Of copies of chunks that several ranks have written, of which reading takes one."""
+    if isinstance(reader, _HasCopies):
+        yield from (Problem(name, str(error)) for name, error in reader.damaged_copies())
+
+
+def rest_problems(reader: CheckpointReader, home: Path, manifest: Manifest) -> Iterator[Problem]:
+    """Of headers and the like in files whose data the chunks' checksums speak for."""
+    listed = {name: file.rest for name, file in manifest.files.items() if file.rest is not None}
+    if not listed or not isinstance(reader, _SaysWhereDataIs):
+        return
+    try:
+        ranges = reader.data_ranges()
+        for name, expected in listed.items():
+            path = _listed_file(home, manifest, name)
+            held = ranges.get(path.name if home.is_file() else name, ())
+            try:
+                view = reader.view(name) if isinstance(reader, _ShowsFiles) and held else None
+                if (crc := rest_checksum(path, held, view)) != expected:
+                    yield Problem(
+                        name, f"damaged outside of its data: expected CRC-32C {expected:08x}, got {crc:08x}"
+                    )
+            except (CheckpointError, OSError) as error:
+                yield Problem(name, str(error))
+    except (CheckpointError, OSError) as error:
+        yield Problem(manifest.format, str(error))
+
+
+def structure_problems(reader: CheckpointReader, manifest: Manifest) -> Iterator[Problem]:
+    """Another format than in the manifest; tensors and objects that are missing, or that it does not list."""
+    if reader.format != manifest.format:
+        yield Problem(
+            MANIFEST_FILE, f"expected format {manifest.format}, as in the manifest, got {reader.format}"
+        )
+    for noun, listed, names in (
+        ("tensor", manifest.tensors.keys(), reader.tensors.keys()),
+        ("object", manifest.objects.keys(), reader.objects.keys()),
+    ):
+        for name in listed:
+            if name not in names:
+                yield Problem(name, f"the manifest lists this {noun}, but it is missing")
+        for name in names:
+            if name not in listed:
+                yield Problem(name, f"expected no {noun} of this name: the manifest does not list it")
+
+
+def object_problems(name: str, value: object, manifest: Manifest) -> Iterator[Problem]:
+    """One, if an object has another value than the manifest's checksum says."""
+    expected = manifest.objects.get(name)
+    if expected is not None and (crc := object_checksum(value)) != expected:
+        yield Problem(
+            name, f"the value is damaged: expected CRC-32C {expected:08x}, got {crc:08x} of {value!r:.80}"
+        )
+
+
+def entry_problems(info: TensorInfo, entry: ManifestTensor) -> Iterable[Problem]:
+    """Of a tensor's dtype and shape, and of the chunks that the manifest lists of it."""
+    if entry.dtype != name_of(info.dtype) or entry.shape != info.shape:
+        text = f"expected {entry.dtype} {list(entry.shape)}, as in the manifest, got {info.dtype} {list(info.shape)}"
+        return [Problem(info.name, text)]
+    # Nearly always the manifest has the chunks of the file, which were checked when that was opened.
+    if tuple(entry.chunks) == info.chunks:
+        return []
+    try:
+        check_coverage(info.shape, entry.chunks, f"chunks in the manifest of tensor {info.name!r}")
+    except CheckpointError as error:
+        return [Problem(info.name, str(error))]
+    return []
+
+
+def crc_problems(info: TensorInfo, chunk: Box, expected: int, crc: int) -> list[Problem]:
+    """One, unless the checksums of a chunk agree."""
+    if crc == expected:
+        return []
+    return [
+        Problem(
+            info.name,
+            f"the chunk at {chunk.offsets}, sizes {chunk.sizes}, is damaged: expected CRC-32C {expected:08x}, got "
+            f"{crc:08x}",
+        )
+    ]
 
 
 def checked(reader: CheckpointReader) -> CheckpointReader:
@@ -86,6 +242,8 @@ class CheckedReader(WrappingReader):
         self._listed: dict[str, TensorInfo] = {}
         self._chunks = ChunkIndex()
         self._compared: set[tuple[str, int]] = set()
+        # For the set of chunks that were compared. Two threads may compare one chunk, which is only
+        # slow.
         self._lock = threading.Lock()
         self.objects = ReadWhenAsked(reader.object_paths, self._checked_object)
 
@@ -105,8 +263,8 @@ class CheckedReader(WrappingReader):
 
     def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
         """Small tensors into memory, compared with the manifest; None also for one that is not as in there."""
-        found = self._reader.read_into(wanted)
-        return [self._held(*one, sums) for one, sums in zip(wanted, found, strict=True)]
+        sums_of_all = self._reader.read_into(wanted)
+        return [self._held(*tensor, sums) for tensor, sums in zip(wanted, sums_of_all, strict=True)]
 
     def _held(self, name: str, target: memoryview, sums: Checksums | None) -> Checksums | None:
         if sums is None or self._is_own(name):
@@ -115,9 +273,11 @@ class CheckedReader(WrappingReader):
         if len(chunks) != 1:
             return None
         ((chunk, crc),) = chunks.items()
-        found = extend(0, target) if sums.crc32c is None else sums.crc32c
+        crc32c = extend(0, target) if sums.crc32c is None else sums.crc32c
         return (
-            Checksums(sums.crc32, found) if found == crc and chunk.sizes == self.tensors[name].shape else None
+            Checksums(sums.crc32, crc32c)
+            if crc32c == crc and chunk.sizes == self.tensors[name].shape
+            else None
         )
 
     def require(self, problems: Iterable[Problem]) -> None:
@@ -139,7 +299,7 @@ class CheckedReader(WrappingReader):
             info = self.tensors[name]
             self._listed[name] = info if info.chunks == chunks else dataclasses.replace(info, chunks=chunks)
         info = self._listed[name]
-        found = None
+        crc_of_box = None
         for index in self._chunks.touching(info, box):
             if (name, index) in self._compared:
                 continue
@@ -147,10 +307,10 @@ class CheckedReader(WrappingReader):
             whole = chunk.intersect(box) == chunk
             crc = array_checksum(array[chunk.slices(box)]) if whole else self._checksum(info, chunk)
             self.require(crc_problems(info, chunk, self._manifest.tensors[name].chunks[chunk], crc))
-            found = crc if chunk == box else None
+            crc_of_box = crc if chunk == box else None
             with self._lock:
                 self._compared.add((name, index))
-        return found
+        return crc_of_box
 
     def _is_own(self, name: str) -> bool:
         """Whether the format has checksums of the tensor, which its reader compares."""
@@ -178,3 +338,20 @@ class CheckedReader(WrappingReader):
 
 def _never(name: str) -> bool:
     return False
+
+
+def manifest_home(path: Path) -> Path:
+    """Whose manifest speaks for ``path``: that of ``path``, or of the only step, item or safetensors file in it."""
+    if not path.is_dir() or manifest_path(path).exists():
+        return path
+    try:
+        format = detect_format(path)
+        if format == "safetensors":
+            files = find_files(path)
+            file = path / files.names[0]
+            return file if len(files.names) == 1 and manifest_path(file).is_file() else path
+        item = find_item(path) if format == "orbax" else path
+    except (CheckpointError, FileNotFoundError):
+        return path
+    between = [directory for directory in (item, *item.parents) if directory.is_relative_to(path)]
+    return next((directory for directory in between if manifest_path(directory).is_file()), path)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from bridge.checkpoints.ground.dtypes import some_with_reasons
+from bridge.checkpoints.ground.outputs import some_with_reasons
 from bridge.core.formats.tensors.base import (
     CheckpointError,
     CheckpointReader,
@@ -18,7 +18,7 @@ from bridge.core.formats.tensors.base import (
     UnreadableValue,
     drop_options,
 )
-from bridge.core.formats.tensors.leaf_kinds import EMPTY, tree_kinds
+from bridge.core.formats.tensors.leaves import EMPTY, tree_kinds
 from bridge.core.formats.tensors.wrapping import ReadWhenAsked, WrappingReader
 
 WEIGHT_ROOTS = frozenset({"model", "params", "module", "state_dict", "weights"})
@@ -59,14 +59,14 @@ class Selection:
 
         elsewhere: further names that a pattern to drop may match.
         """
-        for kind, patterns, known in (
+        for option, patterns, known in (
             ("select", self.select, [*paths]),
             ("drop", self.drop, [*paths, *elsewhere]),
         ):
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in known):
                     raise CheckpointError(
-                        f"--{kind} {pattern}: expected a pattern that matches a name, got one that matches none of "
+                        f"--{option} {pattern}: expected a pattern that matches a name, got one that matches none of "
                         f"{len(known)}, such as {', '.join(known[:3])}"
                     )
         names: Iterable[str] = paths

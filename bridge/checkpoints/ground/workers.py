@@ -23,6 +23,7 @@ _GLIBC_MAX = 32 << 20
 
 _BATCH_BYTES, _BATCH_ITEMS = 8 << 20, 512
 
+# For the count of users of glibc's threshold, which belongs to the process.
 _lock = threading.Lock()
 _batch = threading.Lock()
 _users = 0
@@ -54,6 +55,7 @@ def ordered(function: Callable[[Item], Result], items: Iterable[Item], workers: 
             while waiting:
                 yield waiting.popleft().result()
         finally:
+            # After an error, or when the caller stops asking: what has not begun is not begun.
             pool.shutdown(cancel_futures=True)
 
 

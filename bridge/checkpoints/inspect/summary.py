@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge.core.formats import detect_format, open_checkpoint
+from bridge.checkpoints.ground.checked import manifest_home
+from bridge.core.formats import open_checkpoint
 from bridge.core.formats.files.manifest import manifest_path
-from bridge.core.formats.orbax.item import find_item
-from bridge.core.formats.safetensors.files import find_files
-from bridge.core.formats.stores.reader import StoredReader, home_of
+from bridge.core.formats.stores.listing import StoredReader
 from bridge.core.formats.stores.store import place_of
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, TreePath, unreadable
-from bridge.core.formats.tensors.leaf_kinds import LEAVES, key_types
-from bridge.core.formats.whole.joined import JoinedReader
-from bridge.core.formats.whole.left_alone import left_alone
+from bridge.core.formats.tensors.leaves import LEAVES, key_types
+from bridge.core.formats.tensors.wrapping import home_of
+from bridge.core.formats.whole.companions import left_alone
+from bridge.core.formats.whole.composite import JoinedReader
 from bridge.core.formats.whole.step_paths import Step, at_step
 from bridge.core.sharding.layout.drawing import MAX_TENSORS, letter, more_tensors
 
@@ -106,23 +106,6 @@ def inspect(path: str | os.PathLike[str], *, items: Sequence[str] = (), step: St
             left_alone(reader),
             {name: reader.object_paths[name] for name in objects},
         )
-
-
-def manifest_home(path: Path) -> Path:
-    """Whose manifest speaks for ``path``: that of ``path``, or of the only step, item or safetensors file in it."""
-    if not path.is_dir() or manifest_path(path).exists():
-        return path
-    try:
-        format = detect_format(path)
-        if format == "safetensors":
-            found = find_files(path)
-            file = path / found.names[0]
-            return file if len(found.names) == 1 and manifest_path(file).is_file() else path
-        item = find_item(path) if format == "orbax" else path
-    except (CheckpointError, FileNotFoundError):
-        return path
-    between = [place for place in (item, *item.parents) if place.is_relative_to(path)]
-    return next((place for place in between if manifest_path(place).is_file()), path)
 
 
 @dataclass(frozen=True)

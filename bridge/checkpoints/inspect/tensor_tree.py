@@ -36,26 +36,26 @@ class Branch:
     def kind(self) -> object:
         """What branches that are alike have in common."""
         own = None if self.tensor is None else (self.tensor.shape, self.tensor.dtype, len(self.tensor.chunks))
-        return own, tuple((one.name, one.kind) for one in self.below)
+        return own, tuple((child.name, child.kind) for child in self.below)
 
 
 def tensor_tree(tensors: Iterable[TensorInfo]) -> tuple[Branch, ...]:
     """The tree of these tensors, by the parts of their names, in their order."""
     root: dict[object, object] = {}
     for tensor in tensors:
-        place = root
+        parent = root
         parts = [part for key in tensor.path for part in str(key).split(".")]
         for part in parts:
-            inner = place.setdefault(part, {})
+            inner = parent.setdefault(part, {})
             assert isinstance(inner, dict)
-            place = inner
-        place[_TENSOR] = tensor
+            parent = inner
+        parent[_TENSOR] = tensor
     return tuple(_alike(_branches(root)))
 
 
-def _branches(place: Mapping[object, object]) -> list[Branch]:
-    found = []
-    for name, inner in place.items():
+def _branches(children: Mapping[object, object]) -> list[Branch]:
+    branches = []
+    for name, inner in children.items():
         if not isinstance(name, str):
             continue
         assert isinstance(inner, dict)
@@ -68,8 +68,8 @@ def _branches(place: Mapping[object, object]) -> list[Branch]:
             # A name with nothing else below it: model -> model.layers
             (only,) = below
             branch = Branch(f"{name}.{only.name}", only.tensor, only.below, count, nbytes)
-        found.append(branch)
-    return found
+        branches.append(branch)
+    return branches
 
 
 def _alike(branches: Sequence[Branch]) -> Iterable[Branch]:

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from bridge.checkpoints.convert.conversion import ConvertOptions
-from bridge.checkpoints.convert.convert_report import ConvertReport
-from bridge.checkpoints.jobs.parts import PartReport, commit_parts, convert_part, require_directory
+from bridge.checkpoints.convert.conversion import ConvertReport
+from bridge.checkpoints.convert.plan import ConvertOptions
+from bridge.checkpoints.jobs.array_jobs import PartReport, commit_parts, convert_part, require_directory
 from bridge.core.formats.files.journal import InUse
 from bridge.core.formats.stores.store import is_url
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.regions import Progress
+from bridge.core.formats.tensors.boxes import Progress
 from bridge.core.mapping.language.rules import mapping_table
 
 MAX_LOST = 5

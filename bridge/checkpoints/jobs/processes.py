@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
+from bridge.checkpoints.jobs.array_jobs import PartReport
 from bridge.checkpoints.jobs.cluster import PartTask, Told, WorkerLost
-from bridge.checkpoints.jobs.parts import PartReport
 
 
 class Running(NamedTuple):
@@ -36,6 +36,7 @@ class Processes:
     def submit(self, task: PartTask) -> Running:
         """Begin a part in a new process."""
         messages, sender = self._context.Pipe(duplex=False)
+        # Daemons end with the driver: nobody would read what they report.
         process = self._context.Process(target=_run, args=(task, sender), daemon=True)
         process.start()
         # The process has the other end: when it ends without a result, this end says so.
@@ -50,23 +51,23 @@ class Processes:
             for handle in handles:
                 if handle.messages not in ready:
                     continue
-                found = _received(handle.messages)
-                if not isinstance(found, Told):
-                    self._results[handle] = found
+                messages = _received(handle.messages)
+                if not isinstance(messages, Told):
+                    self._results[handle] = messages
                     return handle
-                hear(handle, found)
+                hear(handle, messages)
 
     def result(self, handle: Running) -> PartReport:
         """The part's report. WorkerLost when its process ended without one; the part's own error otherwise."""
         self._running.remove(handle)
-        found = self._results.pop(handle)
+        result = self._results.pop(handle)
         handle.messages.close()
         handle.process.join()
-        if found is None:
+        if result is None:
             raise WorkerLost(_end_of(handle.process))
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def close(self) -> None:
         """End the processes that are still running. What their parts have written stays, to be resumed."""
@@ -81,11 +82,11 @@ class Processes:
 def _received(messages: Connection) -> PartReport | Exception | Told | None:
     """The next message; None when the process has ended without another one, or within one."""
     try:
-        found = messages.recv()
+        message = messages.recv()
     except (EOFError, OSError):
         return None
-    assert isinstance(found, PartReport | Exception | Told)
-    return found
+    assert isinstance(message, PartReport | Exception | Told)
+    return message
 
 
 def _end_of(process: BaseProcess) -> str:
@@ -98,9 +99,9 @@ def _end_of(process: BaseProcess) -> str:
 def _run(task: PartTask, sender: Connection) -> None:
     # The driver ends its processes; an interrupt from the keyboard reaches all of them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    found: PartReport | Exception
+    result: PartReport | Exception
     try:
-        found = task.run(sender.send)
+        result = task.run(sender.send)
     except Exception as error:
-        found = error
-    sender.send(found)
+        result = error
+    sender.send(result)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from bridge.checkpoints.jobs.array_jobs import PartReport
 from bridge.checkpoints.jobs.cluster import TELL_SECONDS, PartTask, Told, WorkerLost
-from bridge.checkpoints.jobs.parts import PartReport
 from bridge.core.formats.tensors.base import CheckpointError
 
 _BOARD_SECONDS = 1.0
@@ -83,7 +83,7 @@ class RayCluster:
         lost = tuple(getattr(errors, name) for name in _LOST if hasattr(errors, name))
         try:
             with _ray_errors("running a part"):
-                found = self._ray.get(handle)
+                report = self._ray.get(handle)
         except CheckpointError as error:
             cause = error.__cause__
             if isinstance(cause, lost):
@@ -92,10 +92,10 @@ class RayCluster:
                 # Only an error that cannot be sent: others come as values.
                 raise CheckpointError(f"a part failed: {cause.cause!r}") from cause
             raise
-        if isinstance(found, Exception):
-            raise found
-        assert isinstance(found, PartReport)
-        return found
+        if isinstance(report, Exception):
+            raise report
+        assert isinstance(report, PartReport)
+        return report
 
     def close(self) -> None:
         """Leave the cluster; one that was begun here ends, with its tasks."""
@@ -107,10 +107,10 @@ class RayCluster:
     def _said(self) -> dict[int, Told]:
         """What workers have told since the last time; nothing while the board is not there."""
         try:
-            found: dict[int, Told] = self._ray.get(self._board.taken.remote(), timeout=_BOARD_SECONDS)
+            told: dict[int, Told] = self._ray.get(self._board.taken.remote(), timeout=_BOARD_SECONDS)
         except Exception:  # the board is not needed, and a cluster that is gone is told by `wait`
             return {}
-        return found
+        return told
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,8 +19,8 @@ from bridge.checkpoints.jobs.pieces import PartPlan
 from bridge.core.formats.files.atomic import fsync_directory, rename_new, temporaries_of
 from bridge.core.formats.files.journal import JOURNAL_FILE
 from bridge.core.formats.files.manifest import read_manifest
+from bridge.core.formats.files.part_files import PARTS_FOLDER
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.share import PARTS_FOLDER
 
 PLAN_FILE = "plan.json"
 
@@ -73,10 +73,10 @@ class Stage:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._put(self.folder / PLAN_FILE, plan.to_json())
         self._put(self.path / JOURNAL_FILE, json.dumps(dict(self.key)) + "\n")
-        found = _key_of(self.path)
-        if found != dict(self.key):
+        noted = _key_of(self.path)
+        if noted != dict(self.key):
             raise CheckpointError(
-                f"{self.path} is of another conversion: expected {dict(self.key)}, found {found}: choose another name "
+                f"{self.path} is of another conversion: expected {dict(self.key)}, found {noted}: choose another name "
                 "for the destination"
             )
 
@@ -100,6 +100,8 @@ class Stage:
         if path.exists() and not replace:
             return
         temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+        # Parts on several machines may write the same file at once: each writes its own, and one of
+        # them gets the name.
         temporary.write_text(text)
         try:
             if replace:
@@ -108,6 +110,7 @@ class Stage:
                 rename_new(temporary, path)
         except FileExistsError:
             temporary.unlink(missing_ok=True)
+        # The name is on disk before the part appears, which needs plan and notes.
         fsync_directory(path.parent)
 
 

@@ -19,39 +19,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from bridge.checkpoints.ground.borrowed import MEMORY, borrow
-from bridge.checkpoints.ground.finite import count_not_finite
-from bridge.checkpoints.ground.manifest_problems import (
+from bridge.checkpoints.ground.borrowed import MEMORY, borrow, count_not_finite
+from bridge.checkpoints.ground.checked import (
     Problem,
     SaysWhatIsChecked,
     copy_problems,
     crc_problems,
     entry_problems,
     file_problems,
+    manifest_home,
     object_problems,
     rest_problems,
     structure_problems,
 )
 from bridge.checkpoints.ground.workers import batches, default_workers, each, large_buffers_returned, ordered
-from bridge.checkpoints.inspect.summary import manifest_home
 from bridge.checkpoints.verify.verify_report import NotFinite, VerifyReport, joined
 from bridge.core.formats import open_checkpoint
-from bridge.core.formats.files.manifest import (
-    Manifest,
-    ManifestTensor,
-    manifest_path,
-    read_manifest,
-)
-from bridge.core.formats.reading.file_stamps import changed, stamps
-from bridge.core.formats.stores.hub import hub_hint
+from bridge.core.formats.files.manifest import Manifest, ManifestTensor, manifest_path, read_manifest
+from bridge.core.formats.reading.regular_files import changed, stamps
 from bridge.core.formats.stores.listing import Listing
-from bridge.core.formats.stores.store import is_url
+from bridge.core.formats.stores.store import hub_hint, is_url
 from bridge.core.formats.tensors.arrays import array_checksum
 from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TensorInfo, unreadable
-from bridge.core.formats.tensors.damaged_parts import damage_noted
-from bridge.core.formats.tensors.regions import REGION_BYTES, Progress, group_boxes, split_box
+from bridge.core.formats.tensors.boxes import REGION_BYTES, Progress, group_boxes, split_box
+from bridge.core.formats.tensors.wrapping import damage_noted
+from bridge.core.formats.whole.companions import left_alone, left_alone_by_parts
 from bridge.core.formats.whole.composite import parts_of
-from bridge.core.formats.whole.left_alone import left_alone, left_alone_by_parts
 from bridge.core.formats.whole.step_paths import Step, at_step
 
 
@@ -97,22 +90,22 @@ class _Request(NamedTuple):
         return time.perf_counter() - self.started
 
 
-def _verify(place: Path, items: Sequence[str], request: _Request) -> VerifyReport:
-    parts = parts_of(place, items)
+def _verify(where: Path, items: Sequence[str], request: _Request) -> VerifyReport:
+    parts = parts_of(where, items)
     if len(parts) <= 1:
-        (item,) = parts.values() or (place,)
+        (item,) = parts.values() or (where,)
         return _verify_item(item, request)
     reports = {name: _verify(part, (), request) for name, part in parts.items()}
-    report = joined(place, reports, request.seconds)
+    report = joined(where, reports, request.seconds)
     left = left_alone_by_parts(
         [*parts.values()], report.format, {name: part.left_alone for name, part in reports.items()}
     )
     return dataclasses.replace(report, left_alone=left)
 
 
-def _verify_item(place: Path, request: _Request) -> VerifyReport:
+def _verify_item(where: Path, request: _Request) -> VerifyReport:
     problems: list[Problem] = []
-    home = manifest_home(place)
+    home = manifest_home(where)
     try:
         manifest = read_manifest(home)
     except CheckpointError as error:
@@ -122,15 +115,15 @@ def _verify_item(place: Path, request: _Request) -> VerifyReport:
         problems += file_problems(home, manifest)
     try:
         with damage_noted() as damage:
-            reader = open_checkpoint(place)
+            reader = open_checkpoint(where)
         if damage and not (reader.tensors or reader.objects):
             reader.close()
             raise next(iter(damage.values()))
     except (CheckpointError, OSError) as error:
         others = [Problem(part, str(said)) for part, said in damage.items() if said is not error]
-        problems += [*others, Problem(str(place), f"cannot be opened: {error}")]
+        problems += [*others, Problem(str(where), f"cannot be opened: {error}")]
         return VerifyReport(
-            path=place,
+            path=where,
             format=manifest.format if manifest else "",
             opened=False,
             manifest=manifest is not None,
@@ -147,11 +140,11 @@ def _verify_item(place: Path, request: _Request) -> VerifyReport:
         )
     problems += [Problem(part, str(said)) for part, said in damage.items()]
     with large_buffers_returned(), reader:
-        return _verify_open(place, home, reader, manifest, problems, request)
+        return _verify_open(where, home, reader, manifest, problems, request)
 
 
 def _verify_open(
-    place: Path,
+    where: Path,
     home: Path,
     reader: CheckpointReader,
     manifest: Manifest | None,
@@ -174,7 +167,7 @@ def _verify_open(
     try:
         unlisted = left_alone(reader)
     except OSError as error:
-        problems.append(Problem(str(place), f"cannot be listed: {error}"))
+        problems.append(Problem(str(where), f"cannot be listed: {error}"))
     not_finite = tuple(
         NotFinite(tensor.name, tensor.nan, tensor.infinite)
         for tensor in tensors
@@ -184,7 +177,7 @@ def _verify_open(
         text = f"expected finite elements, found {tensor.nan} NaN and {tensor.infinite} infinite"
         problems.append(Problem(tensor.name, text))
     return VerifyReport(
-        path=place,
+        path=where,
         format=reader.format,
         opened=True,
         manifest=manifest is not None,
@@ -276,18 +269,18 @@ class _Check:
         total, done = sum([info.nbytes for info in tensors.values()]), 0
         together = batches((region.nbytes, region) for region in self._regions())
         for results in ordered(self._look_at, together, workers):
-            for region, found in results:
-                if found is not None:
-                    self._add(found)
+            for region, results_of_region in results:
+                if results_of_region is not None:
+                    self._add(results_of_region)
                 done += region.nbytes
                 if progress is not None:
                     progress(done, total, region.info.name)
         return [self._found[name] for name in tensors if name in self._found]
 
-    def _add(self, found: _Found) -> None:
-        known = self._found.setdefault(found.name, found)
-        if known is not found:
-            known.add(found)
+    def _add(self, results: _Found) -> None:
+        known = self._found.setdefault(results.name, results)
+        if known is not results:
+            known.add(results)
 
     def _regions(self) -> Iterator[_Region]:
         closed = unreadable(self._reader)
@@ -324,14 +317,14 @@ class _Check:
                         part = array[chunk.slices(joint)]
                         problems += crc_problems(info, chunk, crc, array_checksum(part))
                 return _found(info, problems, *count_not_finite(array))
-        found: _Found | None = None
+        results: _Found | None = None
         for chunk, crc in crcs.items():
-            one = self._chunk(info, chunk, crc)
-            if found is None:
-                found = one
-            elif one is not None:
-                found.add(one)
-        return found
+            of_chunk = self._chunk(info, chunk, crc)
+            if results is None:
+                results = of_chunk
+            elif of_chunk is not None:
+                results.add(of_chunk)
+        return results
 
     def _chunk(self, info: TensorInfo, chunk: Box, expected: int | None) -> _Found | None:
         crc, nan, infinite = 0, 0, 0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bridge.checkpoints.ground.manifest_problems import Problem
+from bridge.checkpoints.ground.checked import Problem
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,20 @@ class VerifyReport:
         return self.good
 
 
-def joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) -> VerifyReport:
+def joined(where: Path, reports: Mapping[str, VerifyReport], seconds: float) -> VerifyReport:
     """The report of several items that are one tree."""
-    found = list(reports.values())
-    opened = [report for report in found if report.opened]
+    of_parts = list(reports.values())
+    opened = [report for report in of_parts if report.opened]
     protected = [report.protected for report in opened]
     return VerifyReport(
-        place,
-        next((report.format for report in found if report.format), ""),
+        where,
+        next((report.format for report in of_parts if report.format), ""),
         bool(opened),
-        all(report.manifest for report in found),
-        sum(report.tensors for report in found),
-        sum(report.chunks for report in found),
-        sum(report.objects for report in found),
-        sum(report.bytes for report in found),
+        all(report.manifest for report in of_parts),
+        sum(report.tensors for report in of_parts),
+        sum(report.chunks for report in of_parts),
+        sum(report.objects for report in of_parts),
+        sum(report.bytes for report in of_parts),
         None if None in protected else sum(p for p in protected if p is not None),
         tuple(
             Problem(name if p.where == str(report.path) else f"{name}/{p.where}", p.text)
@@ -84,6 +84,6 @@ def joined(place: Path, reports: Mapping[str, VerifyReport], seconds: float) -> 
         ),
         tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.unread),
         seconds,
-        None if opened else found[0].error,
+        None if opened else of_parts[0].error,
         tuple(f"{name}/{tensor}" for name, report in reports.items() for tensor in report.damaged),
     )

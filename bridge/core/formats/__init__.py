@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
 from bridge.core.formats.dcp.metadata import metadata_files
-from bridge.core.formats.files.working import Attempt
-from bridge.core.formats.orbax.item import is_unfinished
+from bridge.core.formats.files.atomic import is_unfinished
+from bridge.core.formats.files.journal import Attempt
 from bridge.core.formats.safetensors.files import holds_safetensors
-from bridge.core.formats.stores.hub import hub_hint
 from bridge.core.formats.stores.listing import StorePath
-from bridge.core.formats.stores.store import is_url
+from bridge.core.formats.stores.store import hub_hint, is_url
 from bridge.core.formats.tensors.base import (
     DTYPES,
     Box,
@@ -34,11 +33,9 @@ from bridge.core.formats.tensors.base import (
     dtype_from_name,
     dtype_name,
 )
-from bridge.core.formats.tensors.coverage import check_coverage
-from bridge.core.formats.tensors.garbage import collection_paused
-from bridge.core.formats.whole.composite import has_parts, parts_of
-from bridge.core.formats.whole.joined import JoinedReader
-from bridge.core.formats.whole.pipeline import pipeline_parts
+from bridge.core.formats.tensors.boxes import check_coverage
+from bridge.core.formats.tensors.gc_pause import collection_paused
+from bridge.core.formats.whole.composite import JoinedReader, has_parts, parts_of, pipeline_parts
 from bridge.core.formats.whole.read_only import directory_format, single_file_format
 from bridge.core.formats.whole.step_paths import Step, at_step, has_steps
 from bridge.core.text import first_of
@@ -88,50 +85,50 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     Raises FileNotFoundError (no such path), NotADirectoryError (another file), CheckpointError (half-written, or
     unknown).
     """
-    place = path if isinstance(path, StorePath) else Path(path)
-    if not place.exists():
-        raise FileNotFoundError(f"{place} does not exist: expected a checkpoint there{hub_hint(path)}")
-    if is_unfinished(place if isinstance(place, StorePath) else Path(os.path.abspath(place))):
+    where = path if isinstance(path, StorePath) else Path(path)
+    if not where.exists():
+        raise FileNotFoundError(f"{where} does not exist: expected a checkpoint there{hub_hint(path)}")
+    if is_unfinished(where if isinstance(where, StorePath) else Path(os.path.abspath(where))):
         raise CheckpointError(
-            f"{place} is a checkpoint that was never finished (its writer stopped half-way): remove it, and use an "
+            f"{where} is a checkpoint that was never finished (its writer stopped half-way): remove it, and use an "
             "earlier checkpoint"
         )
-    if not place.is_dir():
-        if holds_safetensors(place):
+    if not where.is_dir():
+        if holds_safetensors(where):
             return "safetensors"
-        if (found := single_file_format(place)) is not None:
-            return found
+        if (format := single_file_format(where)) is not None:
+            return format
         raise NotADirectoryError(
-            f"{place} is a file of another kind: expected a checkpoint directory, a .safetensors file, or one of "
+            f"{where} is a file of another kind: expected a checkpoint directory, a .safetensors file, or one of "
             "torch.save, NumPy (.npz) or flax (.msgpack)"
         )
-    if metadata_files(place):
+    if metadata_files(where):
         return "dcp"
     # A directory of steps holds items, which hold the files: <root>/<step>/<item>/_METADATA.
     for pattern in ("", "*/", "*/*/"):
-        if any(next(place.glob(pattern + name), None) for name in _ORBAX_FILES):
+        if any(next(where.glob(pattern + name), None) for name in _ORBAX_FILES):
             return "orbax"
-    if parts := pipeline_parts(place):
+    if parts := pipeline_parts(where):
         formats = {detect_format(part) for part in parts.values()}
         return formats.pop() if len(formats) == 1 else "safetensors"
-    if holds_safetensors(place):
+    if holds_safetensors(where):
         return "safetensors"
-    if (found := directory_format(place)) is not None:
-        return found
-    if single_file_format(place / "checkpoint") == "msgpack":
+    if (format := directory_format(where)) is not None:
+        return format
+    if single_file_format(where / "checkpoint") == "msgpack":
         from bridge.core.formats.flax_msgpack.reader import OLD_ORBAX, MsgpackReader
 
-        MsgpackReader(place / "checkpoint").close()
-        arrays = any(next(place.glob(pattern), None) for pattern in ("*/.zarray", "*/zarr.json"))
-        alone = f"it has one file of flax, checkpoint: give its path, {place / 'checkpoint'}"
-        raise CheckpointError(f"{place}: {OLD_ORBAX if arrays else alone}")
-    names = sorted(p.name for p in place.iterdir())
+        MsgpackReader(where / "checkpoint").close()
+        arrays = any(next(where.glob(pattern), None) for pattern in ("*/.zarray", "*/zarr.json"))
+        alone = f"it has one file of flax, checkpoint: give its path, {where / 'checkpoint'}"
+        raise CheckpointError(f"{where}: {OLD_ORBAX if arrays else alone}")
+    names = sorted(p.name for p in where.iterdir())
     if any(n.endswith(".distcp") for n in names):
-        raise CheckpointError(f"{place} is a DCP checkpoint whose save did not finish: it has no .metadata")
+        raise CheckpointError(f"{where} is a DCP checkpoint whose save did not finish: it has no .metadata")
     steps = "; to take one of several steps, choose it (--step latest, or its number)"
     raise CheckpointError(
         "expected a DCP checkpoint (.metadata), an Orbax one (_METADATA) or *.safetensors, *.bin, *.pt, *.npz or "
-        f"*.msgpack files in {place}, found {first_of(names) or 'an empty directory'}"
+        f"*.msgpack files in {where}, found {first_of(names) or 'an empty directory'}"
         f"{steps if has_steps(names) else ''}"
     )
 
@@ -149,13 +146,14 @@ def open_checkpoint(
 
     Errors as in `detect_format`, or CheckpointError; OSError when the store at the URL fails.
     """
-    path = at_step(path, step)
+    if step is not None:
+        path = at_step(path, step)
     if is_url(path):
         if hint := hub_hint(path):
             raise CheckpointError(f"{path} is a page: expected the address of a checkpoint's files{hint}")
-        from bridge.core.formats.stores.reader import StoredReader
+        from bridge.core.formats.stores.listing import StoredReader
 
-        return StoredReader(str(path), lambda place: _open(place, verify, items))
+        return StoredReader(str(path), lambda where: _open(where, verify, items))
     return _open(path if isinstance(path, StorePath) else Path(path), verify, items)
 
 
@@ -173,12 +171,17 @@ def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
         raise CheckpointError(
             f"{path}: expected a checkpoint of several items (--item), found one of {format}"
         )
+    # The metadata of DCP speaks for all of its directory.
+    if format == "dcp" and not items:
+        from bridge.core.formats.dcp.reader import DcpReader
+
+        return DcpReader(path, verify)
     parts = parts_of(path, items)
     if len(parts) > 1:
         opened: dict[str, CheckpointReader] = {}
         try:
-            for name, place in parts.items():
-                opened[name] = _open(place, verify, ())
+            for name, part in parts.items():
+                opened[name] = _open(part, verify, ())
             return JoinedReader(path, format, opened)
         except BaseException:
             for reader in opened.values():
@@ -198,10 +201,6 @@ def _open(path: Path, verify: bool, items: Sequence[str]) -> CheckpointReader:
         from bridge.core.formats.flax_msgpack.reader import MsgpackReader
 
         return MsgpackReader(path)
-    if format == "dcp":
-        from bridge.core.formats.dcp.reader import DcpReader
-
-        return DcpReader(path, verify)
     if format == "safetensors":
         from bridge.core.formats.safetensors.reader import SafetensorsReader
 

@@ -60,20 +60,22 @@ def is_collective(operation: Operation) -> bool:
 
 def transfer(module: Module, wrapped: list[Operation], outer: Operation, partitions: int) -> Transfer:
     """``wrapped``: collectives that run as one, inside or instead of the operation ``outer``; see ``kind_of``."""
-    kind = kind_of(module, wrapped, outer)
-    size = sum(array.bytes for one in wrapped for array in full_arrays(one, partitions))
-    return Transfer(kind, size, groups_of(wrapped[0], partitions))
+    collective = kind_of(module, wrapped, outer)
+    size = sum(array.bytes for inner in wrapped for array in full_arrays(inner, partitions))
+    return Transfer(collective, size, groups_of(wrapped[0], partitions))
 
 
 def kind_of(module: Module, wrapped: list[Operation], outer: Operation) -> str:
     """JAX's name. Raises ``ValueError`` for collectives of several kinds."""
-    kinds = {one.op.removesuffix("-start") for one in wrapped}
+    kinds = {inner.op.removesuffix("-start") for inner in wrapped}
     if len(kinds) > 1:
         raise ValueError(f"expected one kind of collective in {outer.name}, got {sorted(kinds)}")
-    (kind,) = kinds
+    (collective,) = kinds
     # A fusion that reduces and keeps a shard. An all-reduce that is sliced elsewhere sends all of its bytes.
-    keeps_a_shard = outer.op == "fusion" and any(one.op == "dynamic-slice" for _, one in module.within(outer))
-    return KINDS["reduce-scatter" if kind == "all-reduce" and keeps_a_shard else kind]
+    keeps_a_shard = outer.op == "fusion" and any(
+        inner.op == "dynamic-slice" for _, inner in module.within(outer)
+    )
+    return KINDS["reduce-scatter" if collective == "all-reduce" and keeps_a_shard else collective]
 
 
 def collectives_of(module: Module, operation: Operation) -> list[Operation]:
@@ -82,7 +84,7 @@ def collectives_of(module: Module, operation: Operation) -> list[Operation]:
         return [operation]
     if operation.op not in ("async-start", "fusion"):
         return []
-    return [one for _, one in module.within(operation) if is_collective(one)]
+    return [inner for _, inner in module.within(operation) if is_collective(inner)]
 
 
 def partitions_of(text: str) -> int:
@@ -99,22 +101,22 @@ def marked(module: Module, operation: Operation, marker: str) -> set[str]:
     """The chains that a fusion of the TPU compiler begins (``START``), or ends (``DONE``)."""
     if operation.op != "fusion":
         return set()
-    inner = [one for _, one in module.within(operation)]
-    names = {name for one in inner if marker in one.attributes for name in one.operands}
-    return {chain_of(one) for one in inner if is_collective(one) and one.name in names}
+    inner = [called for _, called in module.within(operation)]
+    names = {name for called in inner if marker in called.attributes for name in called.operands}
+    return {chain_of(called) for called in inner if is_collective(called) and called.name in names}
 
 
 def full_arrays(operation: Operation, partitions: int) -> tuple[Array, ...]:
     """What a collective gathers, or reduces, whole; several where XLA has merged as many."""
-    kind = operation.op.removesuffix("-start")
-    if operation.op == kind or kind == "all-reduce":
-        if kind != "reduce-scatter":
+    collective = operation.op.removesuffix("-start")
+    if operation.op == collective or collective == "all-reduce":
+        if collective != "reduce-scatter":
             return operation.arrays
         members = len(groups_of(operation, partitions)[0])
         return tuple(replace(array, shape=(members, *array.shape)) for array in operation.arrays)
     # (operands, results, and what a platform adds)
     parts = elements(operation.result)
-    return arrays_of(parts[0] if kind == "reduce-scatter" else parts[1])
+    return arrays_of(parts[0] if collective == "reduce-scatter" else parts[1])
 
 
 def groups_of(operation: Operation, partitions: int) -> tuple[tuple[int, ...], ...]:
@@ -122,32 +124,32 @@ def groups_of(operation: Operation, partitions: int) -> tuple[tuple[int, ...], .
     text = operation.attributes
     if operation.op.startswith("collective-permute"):
         pairs = _PAIR.search(text)
-        numbers = [int(one) for one in re.findall(r"\d+", pairs[1])] if pairs else []
+        numbers = [int(number) for number in re.findall(r"\d+", pairs[1])] if pairs else []
         return tuple(zip(numbers[::2], numbers[1::2], strict=True))
     if listed := _LISTED.search(text):
-        return (tuple(int(one) for one in listed[1].split(",") if one),)
+        return (tuple(int(number) for number in listed[1].split(",") if number),)
     if iota := _IOTA.search(text):
-        sizes = [int(one) for one in iota[3].split(",")]
-        order = [int(one) for one in iota[4].split(",")] if iota[4] else list(range(len(sizes)))
-        return (tuple(_transposed(place, sizes, order) for place in range(int(iota[2]))),)
+        sizes = [int(number) for number in iota[3].split(",")]
+        order = [int(number) for number in iota[4].split(",")] if iota[4] else list(range(len(sizes)))
+        return (tuple(_transposed(position, sizes, order) for position in range(int(iota[2]))),)
     if mesh := _MESH.search(text):
         axes = {name: int(size) for name, size in _AXIS.findall(mesh[1])}
-        chosen = [one.strip(" '") for one in mesh[2].split(",")]
+        chosen = [number.strip(" '") for number in mesh[2].split(",")]
         if not axes.keys() >= set(chosen):
             raise ValueError(
                 f"{operation.name}: expected a collective over whole axes of its mesh, got {mesh[0]}"
             )
         order = [list(axes).index(name) for name in [*(set(axes) - set(chosen)), *chosen]]
         members = math.prod(axes[name] for name in chosen)
-        return (tuple(_transposed(place, list(axes.values()), order) for place in range(members)),)
+        return (tuple(_transposed(position, list(axes.values()), order) for position in range(members)),)
     return (tuple(range(partitions)),)
 
 
-def _transposed(place: int, sizes: list[int], order: list[int]) -> int:
-    """The number at ``place`` of ``arange(prod(sizes)).reshape(sizes).transpose(order).ravel()``."""
+def _transposed(position: int, sizes: list[int], order: list[int]) -> int:
+    """The number at ``position`` of ``arange(prod(sizes)).reshape(sizes).transpose(order).ravel()``."""
     indices = [0] * len(sizes)
     for axis in reversed(order):
-        place, indices[axis] = divmod(place, sizes[axis])
+        position, indices[axis] = divmod(position, sizes[axis])
     number = 0
     for index, size in zip(indices, sizes, strict=True):
         number = number * size + index

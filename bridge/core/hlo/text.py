@@ -79,9 +79,9 @@ class Operation:
 
     @cached_property
     def branches(self) -> tuple[str, ...]:
-        found = _BRANCHES.findall(self.attributes) if self.op == "conditional" else []
-        listed = ",".join(several or one for several, one in found)
-        return tuple(one.strip(" %") for one in listed.split(",") if one)
+        lists = _BRANCHES.findall(self.attributes) if self.op == "conditional" else []
+        listed = ",".join(several or name for several, name in lists)
+        return tuple(name.strip(" %") for name in listed.split(",") if name)
 
 
 @dataclass(frozen=True)
@@ -91,28 +91,28 @@ class Computation:
 
     @cached_property
     def by_name(self) -> dict[str, Operation]:
-        return {one.name: one for one in self.operations}
+        return {operation.name: operation for operation in self.operations}
 
     @property
     def root(self) -> Operation:
-        return next((one for one in self.operations if one.is_root), self.operations[-1])
+        return next((operation for operation in self.operations if operation.is_root), self.operations[-1])
 
     @cached_property
     def users(self) -> dict[str, list[Operation]]:
-        found: dict[str, list[Operation]] = {}
-        for one in self.operations:
-            for name in dict.fromkeys(one.operands):
-                found.setdefault(name, []).append(one)
-        return found
+        users: dict[str, list[Operation]] = {}
+        for operation in self.operations:
+            for name in dict.fromkeys(operation.operands):
+                users.setdefault(name, []).append(operation)
+        return users
 
-    def operand(self, operation: Operation, place: int) -> Operation:
+    def operand(self, operation: Operation, position: int) -> Operation:
         """Raises ``ValueError`` where the text lacks it."""
         names = operation.operands
-        if place >= len(names) or names[place] not in self.by_name:
+        if position >= len(names) or names[position] not in self.by_name:
             raise ValueError(
-                f"{operation.op} {operation.name}: expected an operand {place}, got ({operation.given})"
+                f"{operation.op} {operation.name}: expected an operand {position}, got ({operation.given})"
             )
-        return self.by_name[names[place]]
+        return self.by_name[names[position]]
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,14 @@ class Module:
         # The TPU compiler leaves the number to the condition: that a counter, which begins at 0, is below it.
         named = _CONDITION.search(loop.attributes)
         condition = self.computations.get(named[1]) if named else None
-        for one in condition.operations if condition else ():
+        for operation in condition.operations if condition else ():
             if (
                 condition
-                and one.op == "compare"
-                and "direction=LT" in one.attributes
-                and len(one.operands) == 2
+                and operation.op == "compare"
+                and "direction=LT" in operation.attributes
+                and len(operation.operands) == 2
             ):
-                counter, limit = (condition.by_name.get(name) for name in one.operands)
+                counter, limit = (condition.by_name.get(name) for name in operation.operands)
                 number = re.match(r"\d+", limit.given) if limit and limit.op == "constant" else None
                 counts = counter is not None and counter.op == "get-tuple-element"
                 if number and counter and counts and counter.result.startswith(("s32[]", "u32[]")):
@@ -171,52 +171,52 @@ def check_scheduled(text: str) -> None:
 
 def read_module(text: str) -> Module:
     """Raises ``ValueError`` for a text without an entry computation."""
-    found: dict[str, list[Operation]] = {}
+    by_computation: dict[str, list[Operation]] = {}
     entry = name = ""
     for line in text.splitlines():
         if start := _COMPUTATION.match(line):
             name = start[2]
-            found[name] = []
+            by_computation[name] = []
             entry = name if start[1] else entry
         elif name and (operation := _OPERATION.match(line)):
-            found[name].append(_operation(*operation.groups()))
+            by_computation[name].append(_operation(*operation.groups()))
     if not entry:
         raise ValueError("expected the text of a compiled program, got none with an ENTRY computation")
-    computations = {name: Computation(name, tuple(listed)) for name, listed in found.items()}
+    computations = {name: Computation(name, tuple(listed)) for name, listed in by_computation.items()}
     return Module(computations, computations[entry])
 
 
 def arrays_of(result: str) -> tuple[Array, ...]:
     """The arrays of a type such as ``(f32[8]{0}, pred[])``."""
-    found = []
+    arrays = []
     for dtype, sizes, layout in _ARRAY.findall(result):
         space = _SPACE.search(layout)
         shape = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
-        found.append(Array(dtype, shape, space is None or space[1] == "0"))
-    return tuple(found)
+        arrays.append(Array(dtype, shape, space is None or space[1] == "0"))
+    return tuple(arrays)
 
 
 def elements(result: str) -> list[str]:
     """The types in a tuple's type; a type that is no tuple is its only element."""
     if not result.startswith("("):
         return [result]
-    found, depth, begun = [], 0, 1
-    for place, sign in enumerate(result):
+    texts, depth, begun = [], 0, 1
+    for position, sign in enumerate(result):
         depth += (sign in "([{") - (sign in ")]}")
         if (sign == "," and depth == 1) or depth == 0:
-            found.append(result[begun:place].strip())
-            begun = place + 1
+            texts.append(result[begun:position].strip())
+            begun = position + 1
             if depth == 0:
                 break
-    return found
+    return texts
 
 
 def _operation(root: str | None, name: str, result: str, op: str, rest: str) -> Operation:
     depth, end = 1, len(rest)
-    for place, sign in enumerate(rest):
+    for position, sign in enumerate(rest):
         depth += (sign == "(") - (sign == ")")
         if depth == 0:
-            end = place
+            end = position
             break
     # Names of Python functions in the metadata could look like attributes.
     attributes = re.sub(r'metadata=\{(?:[^"}]|"[^"]*")*\}', "", rest[end + 1 :])

@@ -3,7 +3,8 @@
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.rules import load_mapping, parse_mapping
 from bridge.core.mapping.language.table import MappingTable
-from bridge.core.mapping.plan.plan import Plan, PlannedTensor
+from bridge.core.mapping.plan.plan import PlannedTensor
+from bridge.core.mapping.plan.plan import TranslationPlan as Plan
 from bridge.core.mapping.plan.translation import make_plan
 
 __all__ = [

@@ -11,7 +11,7 @@ from bridge.core.formats.tensors.base import Box
 from bridge.core.mapping import MappingError, MappingTable
 from bridge.core.mapping.one_rule.sizes import with_config
 from bridge.core.mapping.plan.translation import make_plan
-from bridge.core.mapping.states.found import find
+from bridge.core.mapping.states.source_tree import find
 from bridge.core.text import first_of
 from bridge.parity.partners.weight_map import found_in_model
 from bridge.parity.recorded.recording import Side

@@ -24,7 +24,7 @@ from bridge.core.mapping.language.entries import Entry, Rule
 from bridge.core.mapping.one_rule.apply import AppliedRule
 from bridge.core.mapping.one_rule.instance import View
 from bridge.core.mapping.one_rule.sizes import known_sizes
-from bridge.core.mapping.states.found import Found, NameIndex, find
+from bridge.core.mapping.states.source_tree import NameIndex, SourceTree, find
 from bridge.core.text import first_of
 from bridge.parity.partners.rows import BUFFER
 from bridge.parity.recorded.in_memory import ArrayReader
@@ -46,8 +46,8 @@ class WeightMap:
     """
 
     mapping: MappingTable
-    torch: Found = field(repr=False)
-    jax: Found = field(repr=False)
+    torch: SourceTree = field(repr=False)
+    jax: SourceTree = field(repr=False)
     torch_names: Mapping[str, str] = field(repr=False)
     jax_names: Mapping[str, str] = field(repr=False)
     torch_buffers: frozenset[str] = frozenset()
@@ -225,7 +225,7 @@ class WeightMap:
             found.append(_order(list(parts.values()), shape[axis]))
         return found[0], found[1]
 
-    def _translated(self, leaves: Leaves, source: Found, target: str, gradients: bool) -> Translated:
+    def _translated(self, leaves: Leaves, source: SourceTree, target: str, gradients: bool) -> Translated:
         name = source.convention.name
         reader = ArrayReader(leaves, source.convention.separator, f"the {name} parameters")
         axes = known_sizes(reader, self.mapping)
@@ -247,7 +247,7 @@ class WeightMap:
 
 def found_in_model(
     mapping: MappingTable, leaves: Leaves, buffers: Leaves, separator: str, convention: str | None, where: str
-) -> tuple[Found, Mapping[str, str]]:
+) -> tuple[SourceTree, Mapping[str, str]]:
     """A model's weights and buffers in the mapping, and the model's name of each by its name there.
 
     linen's buffers are named after their collections, its parameters are not. A mapping may name both with, or both
@@ -258,7 +258,7 @@ def found_in_model(
     if buffers and separator == "/":
         ways.append({name if name in leaves else name.partition("/")[2] or name: name for name in every})
         ways.append({f"params/{name}" if name in leaves else name: name for name in every})
-    best: tuple[Found, Mapping[str, str]] | None = None
+    best: tuple[SourceTree, Mapping[str, str]] | None = None
     errors = []
     for own in ways:
         if len(own) < len(every):

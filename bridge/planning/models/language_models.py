@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bridge.core.formats.stores.hub import hub_repository
+from bridge.core.formats.stores.store import hub_repository
 from bridge.core.text_files import load_json, load_toml
 from bridge.planning.models.abstract import abstract_module
 from bridge.planning.models.errors import PlanError

@@ -30,8 +30,7 @@ from bridge.core.formats.dcp.reader import DcpReader
 from bridge.core.formats.dcp.writer import DcpWriter
 from bridge.core.formats.files.manifest import read_manifest, rest_checksum
 from bridge.core.formats.tensors.base import DTYPES, Box, CheckpointReader
-from bridge.core.formats.tensors.coverage import check_coverage
-from bridge.core.formats.tensors.regions import default_chunk_shape
+from bridge.core.formats.tensors.boxes import check_coverage, default_chunk_shape
 from tests.support.bridge.bits import random_bits, same_bits
 from tests.support.bridge.dcp_files import (
     array_of,
@@ -245,7 +244,7 @@ def test_any_shape_in_any_chunks_in_any_order_round_trips(
 def test_default_chunks_are_as_many_whole_rows_as_fit(shape: tuple[int, ...], dtype: str, limit: int) -> None:
     itemsize = DTYPES[dtype].itemsize
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bridge.core.formats.tensors.regions.CHUNK_BYTES", limit)
+        patch.setattr("bridge.core.formats.tensors.boxes.CHUNK_BYTES", limit)
         block = default_chunk_shape(shape, DTYPES[dtype])
     nbytes = int(np.prod(block)) * itemsize
     assert nbytes <= limit
@@ -479,7 +478,7 @@ MEASURE = """
 import sys, itertools
 import numpy as np
 from bridge.core.formats.tensors.base import Box
-from bridge.core.formats.tensors.coverage import check_coverage
+from bridge.core.formats.tensors.boxes import check_coverage
 from bridge.core.formats.dcp.reader import DcpReader
 from bridge.core.formats.dcp.writer import DcpWriter
 from tests.support.process_memory import status_bytes

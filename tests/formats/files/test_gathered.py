@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.core.formats.files import data_file, gathered
-from bridge.core.formats.files.data_file import BLOCK, DataFile
-from bridge.core.formats.files.gathered import Gathered
+from bridge.core.formats.files import data_file
+from bridge.core.formats.files.data_file import BLOCK, DataFile, Gathered
 from bridge.core.formats.files.journal import JOURNAL_FILE, Journal
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.tensors.base import DTYPES, Box, CheckpointError, TensorInfo
@@ -23,7 +22,7 @@ from tests.formats.files.test_record import InOrder
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered, "_BYTES", 4 * BLOCK)
+    monkeypatch.setattr(data_file, "_BYTES", 4 * BLOCK)
     monkeypatch.setattr(data_file, "_DIRECT_BYTES", 2 * BLOCK)
 
 

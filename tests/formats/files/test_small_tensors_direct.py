@@ -19,12 +19,12 @@ from bridge.checkpoints.ground.checked import checked
 from bridge.checkpoints.ground.selection import SelectedReader, Selection
 from bridge.checkpoints.verify.verification import verify
 from bridge.core.formats import create_checkpoint, open_checkpoint
-from bridge.core.formats.files.data_file import DataFile
-from bridge.core.formats.files.gathered import SMALL, Gathered
+from bridge.core.formats.files.data_file import SMALL, DataFile, Gathered
 from bridge.core.formats.files.manifest import MANIFEST_FILE
 from bridge.core.formats.files.recorded_chunks import RecordedChunks
 from bridge.core.formats.orbax.reader import OrbaxReader
-from bridge.core.formats.reading.source_files import Piece, SourceFiles
+from bridge.core.formats.reading.source_files import SourceFiles, Span
+from bridge.core.formats.tensors.arrays import extend
 from bridge.core.formats.tensors.base import (
     Box,
     CheckpointError,
@@ -33,8 +33,7 @@ from bridge.core.formats.tensors.base import (
     Fill,
     dtype_from_name,
 )
-from bridge.core.formats.tensors.crc32c import extend
-from bridge.core.formats.whole.joined import JoinedReader
+from bridge.core.formats.whole.composite import JoinedReader
 from bridge.core.formats.whole.quantized import DequantizedReader
 from bridge.core.mapping.states.numbered_states import NamedStates
 
@@ -122,7 +121,7 @@ def test_pieces_of_files_are_read_together_as_far_as_they_are_there(tmp_path: Pa
         (tmp_path / name).write_bytes(content)
     files = SourceFiles(tmp_path)
     for _ in range(30):
-        pieces: list[Piece | None] = []
+        pieces: list[Span | None] = []
         at = 0
         for _ in range(rng.choice([1, 5, 2500])):
             if rng.random() < 0.1:
@@ -132,7 +131,7 @@ def test_pieces_of_files_are_read_together_as_far_as_they_are_there(tmp_path: Pa
                 [at, at, at + rng.randrange(100), at + 16_384, at + 16_385, rng.randrange(300_000)]
             )
             parts = tuple(memoryview(bytearray(rng.randrange(1, 90))) for _ in range(rng.choice([1, 1, 2])))
-            pieces.append(Piece(rng.choice(["a", "a", "a", "b"]), at, parts))
+            pieces.append(Span(rng.choice(["a", "a", "a", "b"]), at, parts))
             at += sum(map(len, parts))
         found = files.read_into(pieces)
         assert len(found) == len(pieces)
@@ -145,10 +144,10 @@ def test_pieces_of_files_are_read_together_as_far_as_they_are_there(tmp_path: Pa
             assert not read or b"".join(piece.targets) == expected
     (tmp_path / "a").unlink()
     with pytest.raises(CheckpointError, match="/c: cannot be opened: No such file"):
-        SourceFiles(tmp_path).read_into([Piece("c", 0, (memoryview(bytearray(1)),))])
+        SourceFiles(tmp_path).read_into([Span("c", 0, (memoryview(bytearray(1)),))])
     files.close()
     with pytest.raises(ValueError, match="was closed"):
-        files.read_into([Piece("b", 0, (memoryview(bytearray(1)),))])
+        files.read_into([Span("b", 0, (memoryview(bytearray(1)),))])
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -17,16 +17,21 @@ import pytest
 import tensorstore as ts
 from hypothesis import example, given
 
-from bridge.core.formats.orbax.objects import encode_object
+from bridge.core.formats.orbax.item_files import render_tree
 from bridge.core.formats.orbax.reader import OrbaxReader
-from bridge.core.formats.orbax.tree import Claims, can_claim_all, leaf_name, leaves_of, parse_tree
-from bridge.core.formats.orbax.tree_writer import render_tree
+from bridge.core.formats.orbax.tree import (
+    Claims,
+    can_claim_all,
+    encode_object,
+    leaf_name,
+    leaves_of,
+    parse_tree,
+)
 from bridge.core.formats.orbax.writer import OrbaxWriter
 from bridge.core.formats.orbax.zarr import ocdbt
 from bridge.core.formats.orbax.zarr.arrays import MANIFEST, ArrayLayout, new_context, store_spec
 from bridge.core.formats.tensors.base import Box, CheckpointError, TreePath
-from bridge.core.formats.tensors.leaf_kinds import EMPTY, key_implementation
-from bridge.core.formats.tensors.leaf_names import MAX_NAME, is_tree_path, is_unicode
+from bridge.core.formats.tensors.leaves import EMPTY, MAX_NAME, is_tree_path, is_unicode, key_implementation
 from tests.support.examples import examples
 
 F32 = np.dtype("float32")

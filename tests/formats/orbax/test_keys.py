@@ -23,7 +23,7 @@ from bridge.checkpoints.verify.verification import verify
 from bridge.commands.main import app
 from bridge.core.formats import create_checkpoint, open_checkpoint
 from bridge.core.formats.tensors.base import Box, CheckpointError
-from bridge.core.formats.tensors.leaf_kinds import LEAVES
+from bridge.core.formats.tensors.leaves import LEAVES
 from tests.support.bridge.orbax_helpers import stock_save
 
 IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")

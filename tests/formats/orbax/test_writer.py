@@ -30,7 +30,7 @@ from bridge.core.formats.orbax.reader import OrbaxReader
 from bridge.core.formats.orbax.writer import OrbaxPart, OrbaxWriter
 from bridge.core.formats.orbax.zarr.ocdbt import OcdbtWriter
 from bridge.core.formats.tensors.base import Box
-from bridge.core.formats.tensors.coverage import check_coverage
+from bridge.core.formats.tensors.boxes import check_coverage
 from tests.support.bridge.bits import random_bits
 from tests.support.bridge.orbax_helpers import (
     STOCK_RESTORES,

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from bridge.core.formats import CheckpointError, create_checkpoint, open_checkpoint
+from bridge.core.formats.files.journal import Attempt
 from bridge.core.formats.files.manifest import manifest_path, object_checksum, read_manifest
-from bridge.core.formats.files.working import Attempt
 from bridge.core.formats.safetensors.extras import decode_value, encode_value
 from bridge.core.formats.safetensors.header import DTYPE_NAMES, read_header
 from bridge.core.formats.safetensors.writer import SafetensorsWriter
@@ -146,7 +146,7 @@ def test_any_shape_is_put_together_from_chunks_of_any_memory_order(
     array = random_bits(shape, DTYPES[data.draw(st.sampled_from(["int64", "bfloat16", "bool"]))], 3)
     limit = data.draw(st.integers(8, 200))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bridge.core.formats.tensors.regions.CHUNK_BYTES", limit)
+        patch.setattr("bridge.core.formats.tensors.boxes.CHUNK_BYTES", limit)
         path = tmp_path_factory.mktemp("any") / "x.safetensors"
         with SafetensorsWriter(path) as writer:
             chunks = writer.add_tensor("w", shape, array.dtype).chunks
@@ -298,7 +298,7 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path, name: str) -> 
 def test_an_interrupted_write_is_resumed_and_ends_the_same(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bridge.core.formats.tensors.regions.CHUNK_BYTES", 256)
+    monkeypatch.setattr("bridge.core.formats.tensors.boxes.CHUNK_BYTES", 256)
     monkeypatch.setattr("bridge.core.formats.files.record.SYNC_BYTES", 600)
     arrays = {f"t{i}": random_bits((9, 16), F32, i) for i in range(5)}
     save(tmp_path / "whole" / name, arrays, shard_bytes=1200)

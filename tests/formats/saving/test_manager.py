@@ -15,7 +15,7 @@ from bridge.core.formats import CheckpointError, create_checkpoint
 from bridge.core.formats.files.journal import JOURNAL_FILE
 from bridge.core.formats.saving import pending
 from bridge.core.formats.saving.manager import StepManager
-from bridge.core.formats.saving.retention import METRICS_FILE
+from bridge.core.formats.saving.steps import METRICS_FILE
 from bridge.core.formats.whole.replaceable import require_replaceable
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bridge.core.formats.saving.retention import METRICS_FILE, Retention, read_metrics, render_metrics
+from bridge.core.formats.saving.steps import METRICS_FILE, Retention, read_metrics, render_metrics
 from bridge.core.formats.tensors.base import CheckpointError
 
 

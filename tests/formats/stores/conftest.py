@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from bridge.core.formats.stores import parts, ranges, upload
+from bridge.core.formats.stores import numbered_parts, ranges, upload
 from tests.support.buckets import Proxy, free_port, s3_environment, server
 
 
@@ -65,7 +65,7 @@ def bucket(moto: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
         # Whatever would go to a temporary file fails.
         monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
         monkeypatch.setenv("TMPDIR", "/nonexistent")
-        for module, name in ((ranges, "_PAUSE"), (parts, "PAUSE")):
+        for module, name in ((ranges, "_PAUSE"), (numbered_parts, "PAUSE")):
             monkeypatch.setattr(module, name, 0.01)
         # The least that S3 allows.
         monkeypatch.setattr(upload, "PART", 5 << 20)

@@ -19,7 +19,7 @@ import pytest
 from bridge.checkpoints.convert.conversion import convert
 from bridge.checkpoints.verify.verification import verify
 from bridge.core.formats import open_checkpoint
-from bridge.core.formats.stores import composed, parts, upload
+from bridge.core.formats.stores import numbered_parts, upload
 from bridge.core.formats.stores.folder import CLAIM
 from bridge.core.formats.stores.store import open_store
 from bridge.core.formats.tensors.base import CheckpointError
@@ -31,8 +31,8 @@ CONVERT = f"""
 import sys
 from bridge.checkpoints.convert.conversion import convert
 from bridge.core.formats.files import record
-from bridge.core.formats.stores import composed, parts, upload
-upload.PART, record.SYNC_BYTES, parts.PAUSE, composed.MOST_SOURCES = {PART}, {PART}, 0.01, 3
+from bridge.core.formats.stores import numbered_parts, upload
+upload.PART, record.SYNC_BYTES, numbered_parts.PAUSE, numbered_parts.MOST_SOURCES = {PART}, {PART}, 0.01, 3
 convert(sys.argv[1], sys.argv[2], to=sys.argv[3], resume=sys.argv[4] == "resume", workers=2)
 """
 
@@ -89,7 +89,7 @@ def bucket(
             monkeypatch.setenv(f"FSSPEC_{protocol.upper()}", json.dumps(options(proxy.url)))
         monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
         monkeypatch.setenv("TMPDIR", "/nonexistent")
-        monkeypatch.setattr(parts, "PAUSE", 0.01)
+        monkeypatch.setattr(numbered_parts, "PAUSE", 0.01)
         monkeypatch.setattr(upload, "PART", PART)
         direct = fsspec.filesystem("gs", **options(f"http://127.0.0.1:{emulator}"))
         name = f"bucket-{abs(hash(request.node.name)) % 10**12}-{free_port()}"
@@ -119,7 +119,7 @@ def test_from_bucket_to_bucket(
     convert(local, bucket.url("a"), to=format, workers=2)
     assert max(bucket.components(f"a/{file}") for file in bucket.names("a")) > 32
     monkeypatch.setattr(upload, "PART", PART)
-    monkeypatch.setattr(composed, "MOST_SOURCES", 3)
+    monkeypatch.setattr(numbered_parts, "MOST_SOURCES", 3)
     convert(bucket.url("a"), bucket.url("b"), to=format, workers=2)
     for name in ("a", "b"):
         assert verify(bucket.url(name)).good
@@ -135,7 +135,7 @@ def test_from_bucket_to_bucket(
 @pytest.mark.parametrize("data", [b"", b"a\r", b"\r", b"a\n--==0==--b", b"a\n", b"a\r\n"], ids=repr)
 def test_objects_keep_bytes_that_look_like_the_end_of_a_mime_part(bucket: Bucket, data: bytes) -> None:
     system = open_store(bucket.url("object"))[0]
-    composed.put_object(system, f"{bucket.name}/object", data)
+    numbered_parts.put_object(system, f"{bucket.name}/object", data)
     assert bucket.direct.cat_file(f"{bucket.name}/object") == data
 
 

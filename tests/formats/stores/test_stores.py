@@ -14,7 +14,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from typer.testing import CliRunner
 
 from bridge.checkpoints.compare.diff import diff
-from bridge.checkpoints.convert.conversion import ConvertOptions, convert, planned
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.convert.plan import ConvertOptions, planned
 from bridge.checkpoints.ground.selection import Selection
 from bridge.checkpoints.inspect.summary import inspect
 from bridge.checkpoints.verify.verification import verify

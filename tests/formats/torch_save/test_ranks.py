@@ -22,7 +22,7 @@ from bridge.checkpoints.inspect.summary import inspect
 from bridge.checkpoints.verify.verification import verify
 from bridge.core.formats import Box, CheckpointError, open_checkpoint
 from bridge.core.formats.dcp.pickle_records import Call
-from bridge.core.formats.torch_save.dtensors import LocalPiece, Placement
+from bridge.core.formats.torch_save.tree import LocalPiece, Placement
 from tests.formats.dcp.test_sources import sharded, truth
 from tests.support.bridge.bits import same_bits
 from tests.support.bridge.dcp_files import array_of

@@ -47,7 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.
     path, plan = tmp_path_factory.mktemp("saved") / "c", runs.plan_of(3)
     state, _ = runs.train(runs.fresh(3), 3, runs.DEFAULT, first=0, count=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bridge.core.formats.orbax.row_slabs._CHUNK", 300)
+        patch.setattr("bridge.core.formats.orbax.zarr.chunks._CHUNK", 300)
         save_checkpoint(path, plan, state, TRAIN, objects=OBJECTS)
     return path, runs.logical(plan, state)
 

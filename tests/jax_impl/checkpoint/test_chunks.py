@@ -10,7 +10,7 @@ import pytest
 
 from bridge.core.formats import Box, CheckpointError, open_checkpoint
 from bridge.core.formats.orbax.writer import OrbaxPart, OrbaxWriter
-from bridge.core.formats.tensors.chunk_grid import grid_of_chunks
+from bridge.core.formats.tensors.boxes import grid_of_chunks
 from jax_impl.checkpoint import chunks as checkpoint_chunks
 from jax_impl.checkpoint.chunks import Chunks
 from tests.support.bridge.bits import random_bits

@@ -136,7 +136,7 @@ class Odd(nnx.Module):
 def test_odd_parameters_are_exact_for_every_granularity_and_chunk_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, granularity: tuple[str, int], chunk: int
 ) -> None:
-    monkeypatch.setattr("bridge.core.formats.orbax.row_slabs._CHUNK", chunk)
+    monkeypatch.setattr("bridge.core.formats.orbax.zarr.chunks._CHUNK", chunk)
     optimizer = main_weight_adamw(0.1)
     kind, rows = granularity
     plan, weights = fully_shard(Odd(1), data_parallel_mesh(4), granularity=kind, rows=rows)

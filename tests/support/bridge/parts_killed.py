@@ -23,21 +23,22 @@ from typing import Any
 import numpy as np
 
 from bridge.checkpoints.convert import engine
-from bridge.checkpoints.convert.conversion import ConvertOptions, convert
+from bridge.checkpoints.convert.conversion import convert
+from bridge.checkpoints.convert.plan import ConvertOptions
 from bridge.checkpoints.jobs import pieces
-from bridge.checkpoints.jobs.parts import PartReport, convert_part
+from bridge.checkpoints.jobs.array_jobs import PartReport, convert_part
 from bridge.checkpoints.verify.verification import verify
 from bridge.core.formats import create_checkpoint, open_checkpoint
 from bridge.core.formats.files import atomic, data_file, record
-from bridge.core.formats.orbax import row_slabs
-from bridge.core.formats.tensors import regions
+from bridge.core.formats.orbax.zarr import chunks
+from bridge.core.formats.tensors import boxes
 from tests.support.bridge.killed import OPERATIONS
 
 
 def small_chunks() -> None:
     """Chunks, pieces and syncs of some kilobytes, so that small tensors have several. For this process only."""
-    regions.CHUNK_BYTES = 4096
-    row_slabs._CHUNK, row_slabs._MAX_CHUNK = 2048, 4096
+    boxes.CHUNK_BYTES = 4096
+    chunks._CHUNK, chunks._MAX_CHUNK = 2048, 4096
     pieces.PIECE_BYTES = pieces._SMALLEST_PIECE = 4096
     record.SYNC_BYTES = 4000
     engine.TOGETHER_BYTES = 3000

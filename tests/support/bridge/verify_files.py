@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bridge.checkpoints.convert.conversion import convert
-from bridge.checkpoints.verify.verification import VerifyReport
+from bridge.checkpoints.verify.verify_report import VerifyReport
 from bridge.core.formats import create_checkpoint, open_checkpoint
 from bridge.core.formats.tensors.base import DTYPES
 from tests.support.bridge.bits import random_bits

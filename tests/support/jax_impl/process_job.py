@@ -25,9 +25,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from bridge.core.formats.orbax import row_slabs
 from bridge.core.formats.orbax.reader import OrbaxReader
 from bridge.core.formats.orbax.writer import OrbaxPart
+from bridge.core.formats.orbax.zarr import chunks
 from bridge.core.mapping import load_mapping
 from jax_impl import (
     ShardingPlan,
@@ -153,11 +153,11 @@ def train_and_save(
 @contextmanager
 def small_chunks() -> Iterator[None]:
     """Chunks of a few rows: some inside one device's shard, some over two or three."""
-    before, row_slabs._CHUNK = row_slabs._CHUNK, 300
+    before, chunks._CHUNK = chunks._CHUNK, 300
     try:
         yield
     finally:
-        row_slabs._CHUNK = before
+        chunks._CHUNK = before
 
 
 def bits(array: jax.Array) -> bytes:

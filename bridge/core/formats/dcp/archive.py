@@ -23,7 +23,6 @@ from typing import Final, NamedTuple
 import numpy as np
 from isal import isal_zlib
 
-from bridge.core.formats.dcp.dtypes import torch_dtype
 from bridge.core.formats.dcp.pickle import read_pickle
 from bridge.core.formats.dcp.pickle_records import (
     FOREIGN_VALUES,
@@ -32,6 +31,7 @@ from bridge.core.formats.dcp.pickle_records import (
     Persistent,
     Vocabulary,
     is_index,
+    torch_dtype,
 )
 from bridge.core.formats.dcp.plain_values import plain_from_pickle
 from bridge.core.formats.reading.source_files import FileView, SourceFiles
@@ -103,7 +103,7 @@ def find_records(file: FileView, offset: int, length: int, what: str) -> dict[st
 
     CheckpointError, beginning with `what`, when this is no such archive or anything points outside it.
     """
-    return {name: found.record for name, found in records_and_places(file, offset, length, what)[0].items()}
+    return {name: placed.record for name, placed in records_and_places(file, offset, length, what)[0].items()}
 
 
 def records_and_places(
@@ -115,10 +115,10 @@ def records_and_places(
         if not holds:
             raise CheckpointError(f"{what}: expected an archive of torch.save, but {why}")
 
-    def at(position: int, layout: struct.Struct, magic: bytes, kind: str) -> tuple[int, ...]:
-        need(0 <= position <= length - layout.size, f"its {kind} lies outside")
+    def at(position: int, layout: struct.Struct, magic: bytes, record_type: str) -> tuple[int, ...]:
+        need(0 <= position <= length - layout.size, f"its {record_type} lies outside")
         fields = file.unpack(layout, offset + position)
-        need(fields[0] == magic, f"its {kind} is damaged")
+        need(fields[0] == magic, f"its {record_type} is damaged")
         return fields
 
     need(length >= 0 and offset >= 0 and offset + length <= len(file), "the file is shorter")
@@ -166,13 +166,13 @@ def checked_crc(crc: int, size: int) -> int | None:
 def _zip64_fields(extra: bytes, values: list[int], what: str) -> tuple[int, int, int]:
     """The values [size, stored, local] as (stored, size, local), those above 32 bits taken from the extra field."""
     while len(extra) >= 4:
-        kind, size = struct.unpack_from("<2H", extra)
-        if kind == ZIP64_FIELD:
+        field_id, size = struct.unpack_from("<2H", extra)
+        if field_id == ZIP64_FIELD:
             wide = [i for i, value in enumerate(values) if value == MAX32]
             if size < 8 * len(wide) or len(extra) < 4 + 8 * len(wide):
                 break
-            for place, index in enumerate(wide):
-                values[index] = struct.unpack_from("<Q", extra, 4 + 8 * place)[0]
+            for position, index in enumerate(wide):
+                values[index] = struct.unpack_from("<Q", extra, 4 + 8 * position)[0]
             break
         extra = extra[4 + size :]
     if MAX32 in values:
@@ -267,19 +267,21 @@ def describe_tensor(
     if any(rest):
         raise CheckpointError(f"{what}: expected a plain tensor, got one marked as conjugated or negated")
     match storage:
-        case ("storage", Name(dotted=kind), str(key), str(), int(count)):
+        case ("storage", Name(dotted=storage_class), str(key), str(), int(count)):
             pass
         case _:
             raise CheckpointError(f"{what}: expected the description of one storage, got something else")
-    if kind == UNTYPED and isinstance(dtype_argument, Name):
+    if storage_class == UNTYPED and isinstance(dtype_argument, Name):
         known = torch_dtype(dtype_argument.dotted)
     else:
-        known = torch_dtype(STORAGES.get(kind, "")) if dtype_argument is None else None
+        known = torch_dtype(STORAGES.get(storage_class, "")) if dtype_argument is None else None
     if known is None:
-        raise CheckpointError(f"{what}: expected a dtype out of {', '.join(DTYPES)}, got another ({kind})")
+        raise CheckpointError(
+            f"{what}: expected a dtype out of {', '.join(DTYPES)}, got another ({storage_class})"
+        )
     dtype, reason = known
     record = records.get(f"data/{key}")
-    nbytes = count if kind == UNTYPED else count * dtype.itemsize
+    nbytes = count if storage_class == UNTYPED else count * dtype.itemsize
     if record is None or record.size != nbytes:
         raise CheckpointError(
             f"{what}: expected a record of {nbytes} bytes, got {'none' if record is None else record.size}"

@@ -80,7 +80,7 @@ def data_start(dtype: np.dtype, sizes: tuple[int, ...], offset: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _template(name: str, sizes: tuple[int, ...], place: int) -> tuple[bytes, int, bytes, int]:
+def _template(name: str, sizes: tuple[int, ...], padding_phase: int) -> tuple[bytes, int, bytes, int]:
     """What is around the data, but for its checksum, and where in each half the checksum belongs.
 
     Chunks of one shape differ by nothing else, and a model has thousands of them.
@@ -88,11 +88,11 @@ def _template(name: str, sizes: tuple[int, ...], place: int) -> tuple[bytes, int
     dtype = dtype_from_name(name)
     head = {"data.pkl": _description(name, sizes)}
     nbytes = math.prod(sizes) * dtype.itemsize
-    (before, after), others = (_around(head, nbytes, crc, place) for crc in (0, MAX32))
+    (before, after), others = (_around(head, nbytes, crc, padding_phase) for crc in (0, MAX32))
     # Where the two differ, four bytes each.
     in_before, in_after = (
-        next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
-        for one, other in zip((before, after), others, strict=True)
+        next(i for i, (a, b) in enumerate(zip(part, other, strict=True)) if a != b)
+        for part, other in zip((before, after), others, strict=True)
     )
     return before, in_before, after, in_after
 

@@ -1,4 +1,4 @@
-"""Archives of many chunks: those that are alike are parsed once.
+"""Where the chunks of a DCP checkpoint are: apart from each other, in archives of which those alike are parsed once.
 
 Two archives of chunks of one shape differ in the elements, in their checksum, and in records that nobody looks at:
 
@@ -11,9 +11,11 @@ PyTorch writes 0 as the first checksum, and the second one behind the elements. 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from operator import itemgetter
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
 
 from bridge.core.formats.dcp.archive import (
     END,
@@ -26,8 +28,12 @@ from bridge.core.formats.dcp.archive import (
     records_and_places,
     tensor_in,
 )
-from bridge.core.formats.reading.source_files import FileView
-from bridge.core.formats.safetensors.header import LENGTH_BYTES
+from bridge.core.formats.dcp.metadata import DcpMetadata, Extent
+from bridge.core.formats.reading.regular_files import regular_file
+from bridge.core.formats.reading.source_files import FileArray, FileView
+from bridge.core.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER, StoredArray
+from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.wrapping import one_part
 
 _CRC: Final = struct.Struct("<L")
 _LOCAL_CRC: Final = 14
@@ -57,7 +63,7 @@ class Archives:
     def known(self, file: FileView, offset: int, length: int) -> StoredTensor | None:
         """The tensor of an archive that is like one found before; None if it may be another, or no archive."""
         for form in self._forms.get((length, offset % _PADDED_TO), ()):
-            if (tensor := form.found(file, offset)) is not None:
+            if (tensor := form.tensor_at(file, offset)) is not None:
                 return None if form.begins_as_safetensors else tensor
         return None
 
@@ -66,7 +72,7 @@ class Archives:
         key = length, offset % _PADDED_TO
         forms = self._forms.get(key, ())
         for form in forms:
-            if (like := form.found(file, offset)) is not None:
+            if (like := form.tensor_at(file, offset)) is not None:
                 return like
         records, end = records_and_places(file, offset, length, what)
         tensor = tensor_in(file, {name: placed.record for name, placed in records.items()}, what)
@@ -84,7 +90,9 @@ def _apart(records: Mapping[str, PlacedRecord], offset: int, length: int, end: t
     Else the content of a record, which may vary, could be what says how the archive is parsed.
     """
     directory, after_directory, last = end
-    spans = sorted((one.header, one.record.start - offset + one.record.size) for one in records.values())
+    spans = sorted(
+        (placed.header, placed.record.start - offset + placed.record.size) for placed in records.values()
+    )
     position = 0
     for header, stop in (
         *spans,
@@ -177,7 +185,7 @@ class _Form:
             begins_as_safetensors=head[LENGTH_BYTES : LENGTH_BYTES + 1] == _SAFETENSORS,
         )
 
-    def found(self, file: FileView, offset: int) -> StoredTensor | None:
+    def tensor_at(self, file: FileView, offset: int) -> StoredTensor | None:
         """The tensor of the archive at this offset, None if the archive is another."""
         like = self.tensor
         start = offset + like.record.start
@@ -187,3 +195,88 @@ class _Form:
         (crc,) = _CRC.unpack_from(tail, self.crc)
         record = Record(start, like.record.size, checked_crc(crc, like.record.size))
         return StoredTensor(like.dtype, like.shape, like.strides, like.first, record)
+
+
+class StoredChunk(NamedTuple):
+    """A chunk in a file: how its elements lie, the byte they begin at, and their checksum if there is one."""
+
+    layout: StoredArray | StoredTensor
+    start: int
+    record: Record | None
+
+    @classmethod
+    def of(cls, tensor: StoredTensor) -> StoredChunk:
+        return cls(tensor, tensor.record.start + tensor.first * tensor.dtype.itemsize, tensor.record)
+
+    def array(self, file: str, what: str) -> FileArray:
+        """All of its elements. what: whose they are, for errors."""
+        dtype, shape = self.layout.dtype, self.layout.shape
+        steps = tuple([step * dtype.itemsize for step in self.layout.strides])
+        return FileArray(file, self.start, shape, steps, dtype, what)
+
+    def fill(self) -> tuple[int, int]:
+        """How a chunk lies in its record: only records that are filled alike can be compared by checksum."""
+        assert self.record is not None
+        return self.start - self.record.start, self.record.size
+
+
+_Place: TypeAlias = tuple[str, int, int, int, str]
+"""An extent (file, offset, length), the bytes of elements that it is to hold, and whose these are."""
+
+_NOWHERE: Final[_Place] = ("", 0, 0, 0, "")
+
+
+def data_files_of(
+    directory: Path, metadata: DcpMetadata, is_safetensors: Callable[[Extent], bool]
+) -> tuple[str, ...]:
+    """The names of the files with chunks and objects. is_safetensors: whether a place is in a file of that format.
+
+    CheckpointError unless all of these lie inside of regular files, as long as they should be, apart from each other.
+    """
+    places: list[_Place] = []
+    for name, info in metadata.tensors.items():
+        for index, (chunk, extent) in enumerate(zip(info.chunks, metadata.extents[name], strict=True)):
+            nbytes = chunk.numel * info.dtype.itemsize
+            places.append((*extent, nbytes, name))
+            if metadata.copies:
+                copies = metadata.copies.get((name, index), ())
+                places += [(*copy, nbytes, name) for copy in copies]
+    for name, extent in metadata.objects.items():
+        places += [(*e, 0, name) for e in (extent, *metadata.object_copies.get(name, ()))]
+    sizes: dict[str, int] = {}
+    for file, offset, length, nbytes, name in places:
+        size = sizes.get(file)
+        if size is None:
+            # Where damage is noted, reading the chunks says what a missing file lacks.
+            size = 1 << 62
+            with one_part(file):
+                _, size = regular_file(directory, file, repr(name))
+            sizes[file] = size
+        if offset + length > size:
+            with one_part(file):
+                raise CheckpointError(
+                    f"{directory / file} is truncated: expected at least {offset + length} bytes (for {name!r}), got "
+                    f"{size}"
+                )
+        if length < nbytes:
+            raise CheckpointError(
+                f"{directory / file}: tensor {name!r}: expected {nbytes} bytes for a chunk, but {length} are stored"
+            )
+    places.sort(key=itemgetter(0, 1, 2))
+    last, end = _NOWHERE, 0
+    for span in places:
+        file, offset, length, _, name = span
+        # All tensors of one safetensors file have its place.
+        if offset < end and file == last[0] and not (offset == last[1] and is_safetensors(Extent(*last[:3]))):
+            raise CheckpointError(
+                f"{directory / file}: {last[4]!r} and {name!r} are stored in the same place, at {offset}"
+            )
+        last, end = span, offset + length
+    return tuple(sizes)
+
+
+def looks_like_header(file: FileView | bytes, start: int) -> bool:
+    """Whether a safetensors file may begin at this byte of a file."""
+    length = int.from_bytes(file[start : start + LENGTH_BYTES], "little")
+    begin = start + LENGTH_BYTES
+    return length <= min(MAX_HEADER, len(file) - begin) and file[begin : begin + 1] == _SAFETENSORS

@@ -19,7 +19,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from bridge.core.formats.dcp.class_names import (
+from bridge.core.formats.dcp.pickle import read_pickle
+from bridge.core.formats.dcp.pickle_records import (
     BYTES,
     CHUNK,
     INDEX,
@@ -31,14 +32,17 @@ from bridge.core.formats.dcp.class_names import (
     STORAGE_INFO,
     STORAGE_META,
     TENSOR,
+    Call,
+    Instance,
+    Name,
+    Vocabulary,
+    is_index,
+    torch_dtype,
 )
-from bridge.core.formats.dcp.dtypes import torch_dtype
-from bridge.core.formats.dcp.pickle import read_pickle
-from bridge.core.formats.dcp.pickle_records import Call, Instance, Name, Vocabulary, is_index
 from bridge.core.formats.reading.regular_files import is_plain_name
 from bridge.core.formats.tensors.base import DTYPES, Box, CheckpointError, TensorInfo, TreePath
-from bridge.core.formats.tensors.coverage import check_coverage
-from bridge.core.formats.tensors.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path
+from bridge.core.formats.tensors.boxes import check_coverage
+from bridge.core.formats.tensors.leaves import MAX_NAME, TREE_PATH_KEYS, is_tree_path
 
 METADATA_FILE: Final = ".metadata"
 _RANK_FILE: Final = re.compile(r"__(0|[1-9]\d{0,8})\.metadata")
@@ -69,8 +73,8 @@ class Extent(NamedTuple):
 class DcpMetadata:
     """The contents of a DCP checkpoint and their places. `extents[name][i]` holds `tensors[name].chunks[i]`.
 
-    unreadable: why a tensor can be listed only, see `dtypes.py`. Further places of a chunk or an object, where several
-    ranks stored it, are in `copies[name, i]` and `object_copies[name]`.
+    unreadable: why a tensor can be listed only, see `pickle_records.py`. Further places of a chunk
+    or an object, where several ranks stored it, are in `copies[name, i]` and `object_copies[name]`.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -113,8 +117,8 @@ def metadata_files(directory: Path) -> list[Path]:
     """`.metadata`, or the metadata files of all ranks in their order; none if this is no finished DCP checkpoint."""
     if (directory / METADATA_FILE).is_file():
         return [directory / METADATA_FILE]
-    found = [(int(match[1]), p) for p in directory.iterdir() if (match := _RANK_FILE.fullmatch(p.name))]
-    return [path for _, path in sorted(found)]
+    of_ranks = [(int(match[1]), p) for p in directory.iterdir() if (match := _RANK_FILE.fullmatch(p.name))]
+    return [path for _, path in sorted(of_ranks)]
 
 
 def parse_metadata(data: bytes, what: str) -> DcpMetadata:
@@ -276,9 +280,9 @@ def _short(name: str) -> str:
     return repr(name if len(name) <= 200 else name[:200] + "...")
 
 
-def _state(value: object, kind: str, what: str) -> dict[object, object]:
-    if not isinstance(value, Instance) or value.name != kind or not isinstance(value.state, dict):
-        raise CheckpointError(f"{what}: expected a {kind}, got {type(value).__name__}")
+def _state(value: object, class_name: str, what: str) -> dict[object, object]:
+    if not isinstance(value, Instance) or value.name != class_name or not isinstance(value.state, dict):
+        raise CheckpointError(f"{what}: expected a {class_name}, got {type(value).__name__}")
     return value.state
 
 
@@ -309,7 +313,7 @@ def _storage(value: object, what: str) -> dict[str, dict[tuple[int, ...] | None,
     stored: dict[str, dict[tuple[int, ...] | None, Extent]] = {}
     files: set[str] = set()
     for index, info in value.items():
-        key, place = _state(index, INDEX, what), _state(info, STORAGE_INFO, what)
+        key, storage = _state(index, INDEX, what), _state(info, STORAGE_INFO, what)
         name = key.get("fqn")
         if not isinstance(name, str):
             raise CheckpointError(
@@ -317,7 +321,7 @@ def _storage(value: object, what: str) -> dict[str, dict[tuple[int, ...] | None,
             )
         raw_offset = key.get("offset")
         offset = None if raw_offset is None else _size(raw_offset, what, name)
-        if place.get("transform_descriptors"):
+        if storage.get("transform_descriptors"):
             raise CheckpointError(
                 f"{what}: {_short(name)}: is stored compressed or encrypted by a DCP extension, which is not supported"
             )
@@ -326,7 +330,7 @@ def _storage(value: object, what: str) -> dict[str, dict[tuple[int, ...] | None,
             raise CheckpointError(
                 f"{what}: {_short(name)}: has two storage entries for the chunk at {offset}"
             )
-        file, start, length = place.get("relative_path"), place.get("offset"), place.get("length")
+        file, start, length = storage.get("relative_path"), storage.get("offset"), storage.get("length")
         if not isinstance(file, str) or (file not in files and not is_plain_name(file)):
             raise CheckpointError(
                 f"{what}: {_short(name)}: expected the name of a file in the checkpoint's directory, got something else"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge.core.formats.dcp.class_names import (
+from bridge.core.formats.dcp.metadata import DcpMetadata
+from bridge.core.formats.dcp.pickle_records import (
     BYTES,
     CHUNK,
     INDEX,
@@ -16,9 +17,10 @@ from bridge.core.formats.dcp.class_names import (
     STORAGE_INFO,
     STORAGE_META,
     TENSOR,
+    Call,
+    Instance,
+    Name,
 )
-from bridge.core.formats.dcp.metadata import DcpMetadata
-from bridge.core.formats.dcp.pickle_records import Call, Instance, Name
 from bridge.core.formats.dcp.pickle_writer import HOLE, Filled, Pattern, Repeated, write_pickle
 from bridge.core.formats.tensors.base import Box, TensorInfo, dtype_name
 
@@ -37,7 +39,7 @@ def format_metadata(metadata: DcpMetadata) -> bytes:
         return sizes[of]
 
     key_of = Pattern(Instance(INDEX, {"fqn": HOLE, "offset": HOLE, "index": HOLE}))
-    place = Pattern(Instance(STORAGE_INFO, {"relative_path": HOLE, "offset": HOLE, "length": HOLE}))
+    stored_at = Pattern(Instance(STORAGE_INFO, {"relative_path": HOLE, "offset": HOLE, "length": HOLE}))
     for name, info in metadata.tensors.items():
         key = info.dtype, info.shape, info.chunks
         form = alike.get(key)
@@ -50,11 +52,11 @@ def format_metadata(metadata: DcpMetadata) -> bytes:
         entries[name], offsets = form
         paths[name] = info.path
         for index, (offset, extent) in enumerate(zip(offsets, metadata.extents[name], strict=True)):
-            storage[Filled(key_of, (name, offset, index))] = Filled(place, extent)
+            storage[Filled(key_of, (name, offset, index))] = Filled(stored_at, extent)
     for name, extent in metadata.objects.items():
         entries[name] = Instance(BYTES, {})
         paths[name] = metadata.object_paths[name]
-        storage[Filled(key_of, (name, None, None))] = Filled(place, extent)
+        storage[Filled(key_of, (name, None, None))] = Filled(stored_at, extent)
     # No checkpoint_id: PyTorch writes the absolute path of the directory there, which means nothing elsewhere.
     meta: dict[str, object] = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
     return write_pickle(

@@ -1,13 +1,21 @@
 """What a pickle is read as: plain Python values, inert records of what it names, and which names may occur.
 
-`pickle.py` makes these, and `pickle_writer.py` writes them.
+`pickle.py` makes these, and `pickle_writer.py` writes them. Behind them stand PyTorch's dtypes, and the classes and
+functions that `.metadata` is made of.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, TypeGuard
+
+import ml_dtypes
+import numpy as np
+
+from bridge.core.formats.tensors.base import DTYPES
 
 ORDERED_DICT: Final = "collections.OrderedDict"
 GETATTR: Final = "builtins.getattr"
@@ -85,3 +93,45 @@ def is_index(value: object) -> TypeGuard[tuple[int, ...]]:
     if not isinstance(value, tuple) or len(value) > 64:
         return False
     return not value or (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 1 << 63)
+
+
+UNREADABLE: Mapping[str, np.dtype] = MappingProxyType(
+    {
+        **{f"{sign}int{bits}": np.dtype(np.uint8) for sign in ("u", "") for bits in range(1, 8)},
+        **{
+            name: np.dtype(getattr(ml_dtypes, name))
+            for name in ("int1", "uint1", "int2", "uint2", "int4", "uint4")
+        },
+        "float4_e2m1fn_x2": np.dtype(ml_dtypes.float4_e2m1fn),
+        **dict.fromkeys(("bits1x8", "bits2x4", "bits4x2", "bits8"), np.dtype(np.uint8)),
+        "bits16": np.dtype(np.uint16),
+        **dict.fromkeys(("qint8", "quint8", "quint4x2", "quint2x4"), np.dtype(np.uint8)),
+        "qint32": np.dtype(np.int32),
+        "complex32": np.dtype(np.uint32),
+    }
+)
+"""Dtypes that only PyTorch has, with one of as many bytes to list them by. What their bytes mean is nowhere said."""
+
+
+def torch_dtype(name: str) -> tuple[np.dtype, str | None] | None:
+    """The dtype called "torch.<name>", and why its elements cannot be read, if so; None for an unknown name."""
+    name = name.removeprefix("torch.")
+    if name in DTYPES:
+        return DTYPES[name], None
+    if name in UNREADABLE:
+        return UNREADABLE[name], f"torch.{name}, which only PyTorch has"
+    return None
+
+
+_PACKAGE: Final = "torch.distributed.checkpoint"
+METADATA: Final = f"{_PACKAGE}.metadata.Metadata"
+STORAGE_META: Final = f"{_PACKAGE}.metadata.StorageMeta"
+TENSOR: Final = f"{_PACKAGE}.metadata.TensorStorageMetadata"
+BYTES: Final = f"{_PACKAGE}.metadata.BytesStorageMetadata"
+CHUNK: Final = f"{_PACKAGE}.metadata.ChunkStorageMetadata"
+INDEX: Final = f"{_PACKAGE}.metadata.MetadataIndex"
+PROPERTIES: Final = f"{_PACKAGE}.metadata.TensorProperties"
+MEMORY_FORMAT: Final = f"{_PACKAGE}.metadata._MEM_FORMAT_ENCODING"
+STORAGE_INFO: Final = f"{_PACKAGE}.filesystem._StorageInfo"
+SIZE: Final = "torch.Size"
+LAYOUT: Final = "torch.serialization._get_layout"

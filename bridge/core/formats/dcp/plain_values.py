@@ -88,10 +88,10 @@ def array_of(node: Call) -> np.ndarray | None:
         case _:
             return None
     match dtype:
-        case Call(name="numpy.dtype", args=(str(kind), *_), state=(_, str(order), *_)) if NUMBER.fullmatch(
-            kind
+        case Call(name="numpy.dtype", args=(str(code), *_), state=(_, str(order), *_)) if NUMBER.fullmatch(
+            code
         ):
-            stored_dtype = np.dtype(f"{'>' if order == '>' else '<'}{kind}")
+            stored_dtype = np.dtype(f"{'>' if order == '>' else '<'}{code}")
         case Call(name="numpy.dtype", args=(Name(dotted=dotted), *_)) if dotted.startswith("ml_dtypes."):
             stored_dtype = DTYPES.get(dotted.removeprefix("ml_dtypes."), np.dtype(object))
         case _:
@@ -122,10 +122,10 @@ def _described(node: object) -> bytes | str | Described:
             if array is not None and array.dtype.kind != "c":
                 return Described(array.item() if array.dtype.kind in "biu" else float(array))
             return "a number of NumPy that Python lacks"
-        case Call(name="torch.device", args=(str(kind),)):
-            return Described(kind)
-        case Call(name="torch.device", args=(str(kind), int(index))):
-            return Described(f"{kind}:{index}")
+        case Call(name="torch.device", args=(str(device),)):
+            return Described(device)
+        case Call(name="torch.device", args=(str(device), int(index))):
+            return Described(f"{device}:{index}")
         case Call(name=name, args=(list(pairs),)) if name == ORDERED_DICT and all(map(is_pair, pairs)):
             return Described(dict(pairs))
         case Name(dotted=dotted) if _CONSTANT.fullmatch(dotted):
@@ -158,8 +158,8 @@ def described(node: object) -> str:
     match node:
         case Call(name=name) if name in _TENSORS:
             return "one tensor"
-        case Call(name="torch._tensor._rebuild_from_type_v2", args=(_, Name(dotted=kind), *_)):
-            return f"a tensor of class {kind}"
+        case Call(name="torch._tensor._rebuild_from_type_v2", args=(_, Name(dotted=class_name), *_)):
+            return f"a tensor of class {class_name}"
         case Call(name=name) if name in ARRAYS:
             return "an array of NumPy"
         case Call(name=name) if name in _SETS:

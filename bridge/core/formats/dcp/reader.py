@@ -20,7 +20,7 @@ from bridge.core.formats.dcp.archive import (
     read_value,
     verify_record,
 )
-from bridge.core.formats.dcp.archives import Archives
+from bridge.core.formats.dcp.archives import Archives, StoredChunk, data_files_of, looks_like_header
 from bridge.core.formats.dcp.metadata import (
     METADATA_FILE,
     DcpMetadata,
@@ -30,21 +30,11 @@ from bridge.core.formats.dcp.metadata import (
     parse_rank_metadata,
     require_metadata_of_all,
 )
-from bridge.core.formats.dcp.placement import data_files_of
-from bridge.core.formats.dcp.stored_chunk import StoredChunk
 from bridge.core.formats.files.manifest import object_checksum
-from bridge.core.formats.reading.boxes import ChunkIndex, array_for, box_of
-from bridge.core.formats.reading.read_memory import BLOCK
+from bridge.core.formats.reading.read_memory import BLOCK, array_for
 from bridge.core.formats.reading.regular_files import small_file
-from bridge.core.formats.reading.source_files import FileArray, FileView, Piece, SourceFiles
-from bridge.core.formats.safetensors.header import (
-    LENGTH_BYTES,
-    Header,
-    header_length,
-    looks_like_header,
-    read_header,
-)
-from bridge.core.formats.safetensors.reader import saved_offsets
+from bridge.core.formats.reading.source_files import FileArray, FileView, SourceFiles, Span
+from bridge.core.formats.safetensors.header import LENGTH_BYTES, Header
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.tensors.arrays import as_integers, raw_bytes, row_major
 from bridge.core.formats.tensors.base import (
@@ -59,7 +49,7 @@ from bridge.core.formats.tensors.base import (
     drop_options,
     require_tensor,
 )
-from bridge.core.formats.tensors.regions import split_box
+from bridge.core.formats.tensors.boxes import ChunkIndex, box_of, split_box
 from bridge.core.formats.tensors.wrapping import ClosedAtEnd, ReadWhenAsked
 
 _FILES_AT_ONCE: Final = 16
@@ -93,6 +83,8 @@ class DcpReader(ClosedAtEnd):
         self._archives: dict[Extent, StoredTensor] = {}
         self._forms = Archives()
         self._names = {name: str(self.path / name) for name in self._data_files}
+        # For headers of safetensors files only; all other tables are filled with values that any
+        # thread would find alike.
         self._lock = threading.Lock()
 
     @property
@@ -147,7 +139,7 @@ class DcpReader(ClosedAtEnd):
         """All of tensors that are one chunk, which lies in its record alone; see `CheckpointReader.read_into`."""
         records = [self._whole_record(name, target.nbytes) for name, target in wanted]
         pieces = [
-            None if record is None else Piece(record[0].file, record[1].start, (target,))
+            None if record is None else Span(record[0].file, record[1].start, (target,))
             for record, (_, target) in zip(records, wanted, strict=True)
         ]
         return [
@@ -172,10 +164,10 @@ class DcpReader(ClosedAtEnd):
         (chunk,), (extent,) = info.chunks, extents
         stored = self._archives.get(extent)
         if stored is None:
-            found = self._find(info, chunk, extent)
-            if not isinstance(found.layout, StoredTensor):
+            located = self._find(info, chunk, extent)
+            if not isinstance(located.layout, StoredTensor):
                 return None
-            stored = found.layout
+            stored = located.layout
         record = stored.record
         plain = (stored.dtype, stored.shape, stored.first, record.size) == (info.dtype, info.shape, 0, nbytes)
         return (extent, record) if plain and row_major(stored.shape, stored.strides) else None
@@ -264,8 +256,8 @@ class DcpReader(ClosedAtEnd):
 
     def _read_metadata(self) -> DcpMetadata:
         try:
-            found = [file.name for file in metadata_files(self.path)] or [METADATA_FILE]
-            data = {name: small_file(self.path, name, "the metadata") for name in found}
+            names = [file.name for file in metadata_files(self.path)] or [METADATA_FILE]
+            data = {name: small_file(self.path, name, "the metadata") for name in names}
         except OSError as error:
             raise CheckpointError(f"cannot read the metadata of {self.path}: {error}") from error
         if METADATA_FILE in data:
@@ -344,33 +336,23 @@ class DcpReader(ClosedAtEnd):
     def _parsed(self, info: TensorInfo, chunk: Box, extent: Extent) -> StoredChunk:
         what = self._what(info, chunk, extent)
         if self._is_safetensors(extent):
-            array = self._header(extent, what).arrays.get(info.name)
-            if array is None:
-                raise CheckpointError(
-                    f"{what}: expected the tensor in the safetensors file there, which lacks it"
-                )
-            offsets = saved_offsets(self._header(extent, what), what).get(info.name)
-            if offsets != chunk.offsets:
-                raise CheckpointError(
-                    f"{what}: expected the chunk that .metadata says, got the one at {offsets}: this way of saving "
-                    "keeps one chunk of a tensor in a file, and the others are lost"
-                )
-            return StoredChunk(array, array.start, None)
+            return self._in_safetensors(info, chunk, extent, what)
         file = self._files.view(extent.file, *around(extent.offset, extent.length))
         tensor = self._forms.find(file, extent.offset, extent.length, what)
         if len(self._archives) < _MAX_KEPT:
             self._archives[extent] = tensor
         return StoredChunk.of(tensor)
 
-    def _header(self, extent: Extent, what: str) -> Header:
+    def _in_safetensors(self, info: TensorInfo, chunk: Box, extent: Extent, what: str) -> StoredChunk:
+        # Imported here: nearly no checkpoint of DCP is of this serialization.
+        from bridge.core.formats.dcp.safetensors_chunks import read_header_at, stored_chunk
+
         key = (extent.file, extent.offset)
+        # Threads that ask for chunks of one file wait for one of them to parse its header.
         with self._lock:
             if key not in self._headers:
-                start = extent.offset
-                length = header_length(self._files.view(extent.file, (start, start + LENGTH_BYTES)), start)
-                file = self._files.view(extent.file, (start, start + LENGTH_BYTES + length))
-                self._headers[key] = read_header(file, what, start)
-            return self._headers[key]
+                self._headers[key] = read_header_at(self._files, *key, what)
+        return stored_chunk(self._headers[key], info.name, chunk, what)
 
     def _require_same(
         self, info: TensorInfo, chunk: Box, extent: Extent, stored: StoredChunk, copy: Extent

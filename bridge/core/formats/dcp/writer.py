@@ -25,9 +25,10 @@ from bridge.core.formats.dcp.archive_writer import (
     tensor_archive_length,
     value_archive,
 )
-from bridge.core.formats.dcp.metadata import DcpMetadata, Extent
+from bridge.core.formats.dcp.metadata import METADATA_FILE, DcpMetadata, Extent, parse_rank_metadata
 from bridge.core.formats.dcp.metadata_writer import format_metadata
 from bridge.core.formats.files.data_file import DataFile
+from bridge.core.formats.files.journal import Attempt, working_place
 from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -36,15 +37,14 @@ from bridge.core.formats.files.manifest import (
     object_checksum,
     render_manifest,
 )
+from bridge.core.formats.files.part_files import Share, move_up, part_manifest, write_joint_manifest
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.files.recorded_chunks import FlatWriter
 from bridge.core.formats.files.sink import Place
-from bridge.core.formats.files.working import Attempt, working_place
 from bridge.core.formats.stores.upload import UploadFile
+from bridge.core.formats.tensors.arrays import extend
 from bridge.core.formats.tensors.base import DTYPES, Checksums, TensorInfo, TreePath, dtype_name
-from bridge.core.formats.tensors.crc32c import extend
-from bridge.core.formats.tensors.leaf_names import flat_name
-from bridge.core.formats.tensors.share import Share
+from bridge.core.formats.tensors.leaves import flat_name
 
 _AT_ONCE: Final = 4096
 
@@ -86,6 +86,7 @@ class DcpWriter(FlatWriter):
             self.abort()
             raise
         self._sink = _Archives(self._data, self._data_file)
+        # Places in the data file follow from the order of declarations: one at a time.
         self._lock = threading.Lock()
         self._alike = {}
         self._objects: dict[str, Extent] = {}
@@ -232,3 +233,22 @@ class _Archives:
 
     def recall(self, info: TensorInfo, number: int, remembered: int) -> None:
         self._crcs[self.extents[info.name][number].offset] = remembered
+
+
+def join(folder: Path, parts: Sequence[Path], conversion: str) -> None:
+    """Make `folder` a checkpoint of these parts, in their order; the same again after a kill at any moment.
+
+    CheckpointError when they are not the parts of one checkpoint.
+    """
+    names = [rank_metadata(rank) for rank in range(len(parts))]
+    pieces = {name: (part / name).read_bytes() for name, part in zip(names, parts, strict=True)}
+    metadata = parse_rank_metadata(pieces, str(folder))
+    manifests = [part_manifest(part) for part in parts]
+    files = {}
+    for rank, (part, manifest) in enumerate(zip(parts, manifests, strict=True)):
+        name = data_file(rank)
+        move_up(part / name, folder / name, manifest.files[name].size)
+        files[name] = manifest.files[name]
+    (folder / METADATA_FILE).write_bytes(format_metadata(metadata))
+    files[METADATA_FILE] = file_entry(folder / METADATA_FILE)
+    write_joint_manifest(folder, "dcp", manifests, files, conversion)

@@ -67,7 +67,7 @@ class CommitOrAbort(ABC):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
             self.abort()
@@ -100,9 +100,9 @@ class AtomicDirectory(CommitOrAbort):
         self.sidecar: str | None = None
         self._refuse_existing()
         self._new_parents = [p for p in self.path.parents if not p.exists()]
-        found = next(p for p in self.path.parents if p.exists())
-        if not found.is_dir():
-            raise NotADirectoryError(f"{found} is a file: expected a directory, to hold {self.path}")
+        existing = next(p for p in self.path.parents if p.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(f"{existing} is a file: expected a directory, to hold {self.path}")
         self.temporary = resumed or self.path.with_name(f"{self.path.name}.tmp-{secrets.token_hex(4)}")
         self._open = True
         try:
@@ -122,6 +122,9 @@ class AtomicDirectory(CommitOrAbort):
         if not self._open:
             raise ValueError(f"{self.path} was already committed or aborted")
         try:
+            # Before the rename: a name that is on disk before its content would be, after a power
+            # cut, a checkpoint of zeros. Each directory follows its files, since its entries are
+            # content as well.
             for directory, _, files in walk(self.temporary):
                 for name in files:
                     _fsync(os.path.join(directory, name))
@@ -132,7 +135,10 @@ class AtomicDirectory(CommitOrAbort):
             self.abort()
             raise
         self._open = False
+        # A rename is on disk once the directory is that holds the name; else a power cut undoes it,
+        # and a caller that has removed older steps has none.
         fsync_directory(self.path.parent)
+        # Directories that were made for this checkpoint are entries of their own parents.
         for parent in self._new_parents:
             fsync_directory(parent.parent)
         if self._payload is None and self.temporary.is_file():
@@ -207,6 +213,7 @@ class AtomicDirectory(CommitOrAbort):
 
 def exchange(new: Path, old: Path) -> None:
     """Exchange two names, at once where the system can; elsewhere the old name is missing for a moment."""
+    # At every moment the name is that of a whole checkpoint, the old or the new one.
     if _renameat2(new, old, _RENAME_EXCHANGE):
         return
     aside = old.with_name(f"{old.name}.tmp-{secrets.token_hex(4)}")
@@ -221,6 +228,8 @@ def exchange(new: Path, old: Path) -> None:
 
 def rename_new(source: Path, target: Path) -> None:
     """Give the file or directory the new name, at once. FileExistsError when something has that name."""
+    # A rename by itself would replace a file that somebody else has put there since it was looked
+    # at.
     if _renameat2(source, target, _RENAME_NOREPLACE):
         return
     if os.path.lexists(target):
@@ -271,3 +280,8 @@ def fsync_directory(path: str | Path) -> None:
         # A directory that may be written to but not read; file systems over a network without this operation.
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether the directory is named as one that its writer never finished."""
+    return ".orbax-checkpoint-tmp" in path.name or is_temporary(path)

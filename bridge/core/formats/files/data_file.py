@@ -16,7 +16,7 @@ import mmap
 import os
 import resource
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -72,6 +72,8 @@ class DataFile:
         if self._descriptor < 0:
             raise ValueError(f"expected an open file {self.path}, got one that was closed")
         try:
+            # O_DIRECT takes whole blocks out of memory that begins with a block. What is before the
+            # first and behind the last of them goes through the cache, which `sync` empties.
             if len(view) >= _DIRECT_BYTES and self._direct is not None:
                 first, last = -offset % BLOCK, len(view) - (offset + len(view)) % BLOCK
                 _pwrite(self._descriptor, view[:first], offset)
@@ -102,6 +104,8 @@ class DataFile:
 
     def sync(self) -> None:
         """Bring to disk what is written."""
+        # fdatasync brings the size of a file along, which reading needs, and not the times, which
+        # nothing needs.
         os.fdatasync(self._descriptor)
 
     def close(self) -> None:
@@ -115,6 +119,8 @@ class DataFile:
 
     def _write_blocks(self, offset: int, view: memoryview) -> None:
         source = np.frombuffer(view, np.uint8)
+        # Memory of a loan begins as far behind a block as the place in the file, so large chunks
+        # are written without a copy.
         if source.ctypes.data % BLOCK == 0:
             self._write_piece(offset, view)
             return
@@ -132,6 +138,7 @@ class DataFile:
             # Some file systems allow opening with O_DIRECT, and refuse writing.
             if error.errno != errno.EINVAL:
                 raise
+        # A disk that is almost full takes a part of a piece: the rest raises its own error here.
         _pwrite(self._descriptor, piece[written:], offset + written)
 
 
@@ -159,3 +166,85 @@ def allow_open_files(count: int) -> None:
         most = wanted if hard == resource.RLIM_INFINITY else min(2 * wanted, hard)
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+SMALL: Final = 1 << 20
+"""Chunks of fewer bytes are gathered."""
+
+_BYTES: Final = 4 << 20
+
+
+class Gathered:
+    """What one thread has handed over and is not in the file yet. `flush` may be called by any thread.
+
+        chunk 7 | chunk 8 | chunk 9 | ...        a thread hands them over one by one
+        |            4 MiB             |         written at once, past the system's cache like a large chunk
+
+    Thousands of small writes through the cache have to be synced.
+    """
+
+    def __init__(self) -> None:
+        # With room behind for one more piece, which `fill` needs to have whole.
+        # Mapped memory begins with a page, as direct writing demands; memory of NumPy begins
+        # anywhere.
+        self._memory = memoryview(mmap.mmap(-1, _BYTES + 2 * SMALL))
+        # `sync` flushes what all threads have gathered, from whichever thread comes to it.
+        self._lock = threading.Lock()
+        self._file: DataFile | None = None
+        # Of the file. A byte is at the same place in its block in memory and in the file.
+        self._start = self._end = 0
+
+    def add(self, file: DataFile, offset: int, parts: Iterable[bytes | memoryview]) -> None:
+        """Fill a reserved place of a file, sooner or later. OSError for what was handed over before, too."""
+        with self._lock:
+            self._begin(file, offset)
+            for part in parts:
+                self._append(memoryview(part).cast("B"))
+
+    def fill(self, file: DataFile, offset: int, length: int, fill: Callable[[memoryview], bool]) -> bool:
+        """The same for a piece of at most 2 * SMALL bytes that ``fill`` puts into the memory it is given.
+
+        If that returns False, or raises, the piece is not handed over.
+        """
+        with self._lock:
+            self._begin(file, offset)
+            base = self._start - self._start % BLOCK
+            if not fill(self._memory[offset - base : offset - base + length]):
+                return False
+            self._end += length
+            left = self._end - base - _BYTES
+            if left >= 0:
+                self._end = base + _BYTES
+                self._write()
+                # The piece went on behind the 4 MiB that are written: its rest begins the next
+                # ones.
+                self._memory[:left] = self._memory[_BYTES : _BYTES + left]
+                self._end += left
+            return True
+
+    def flush(self) -> None:
+        """Write everything. OSError when the disk fails."""
+        with self._lock:
+            self._write()
+
+    def _begin(self, file: DataFile, offset: int) -> None:
+        if file is not self._file or offset != self._end:
+            self._write()
+            self._file, self._start, self._end = file, offset, offset
+
+    def _append(self, part: memoryview) -> None:
+        while part:
+            base = self._start - self._start % BLOCK
+            piece = part[: base + _BYTES - self._end]
+            self._memory[self._end - base : self._end - base + len(piece)] = piece
+            self._end += len(piece)
+            part = part[len(piece) :]
+            if self._end == base + _BYTES:
+                self._write()
+
+    def _write(self) -> None:
+        if self._file is None or self._start == self._end:
+            return
+        base = self._start - self._start % BLOCK
+        self._file.write(self._start, self._memory[self._start - base : self._end - base])
+        self._start = self._end

@@ -34,13 +34,13 @@ def copy_flat(
     held: Buffer = b""
     at = first * size  # the place of the first held byte
     for number, index in enumerate(np.ndindex(box.sizes[:lead])):
-        place = (first + sum(k * s for k, s in zip(index, strides, strict=False))) * size
+        position = (first + sum(k * s for k, s in zip(index, strides, strict=False))) * size
         row, done = runs[number : number + 1].view(np.uint8)[0], 0
         while done < length * size:
-            if place + done >= at + len(held):
+            if position + done >= at + len(held):
                 at, held = at + len(held), next(parts)
                 continue
-            start = place + done - at
+            start = position + done - at
             count = min(length * size - done, len(held) - start)
             row[done : done + count] = np.frombuffer(held, np.uint8, count, start)
             done += count

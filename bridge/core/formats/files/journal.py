@@ -5,8 +5,9 @@
         ["model.w", 0, 2590166703]                           tensor, number of the chunk, CRC-32C of its elements
         ["model.w", 1, 328867073]
 
-A line is written once its chunk has been synced; a last line cut short is not counted. The writer locks the journal
-while it lives, so that nobody else resumes or removes the directory.
+The directory is that of one attempt (`WorkingDirectory`). A line is written once its chunk has been
+synced; a last line cut short is not counted. The writer locks the journal while it lives, so that
+nobody else resumes or removes the directory.
 """
 
 from __future__ import annotations
@@ -14,15 +15,24 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from bridge.core.formats.files.atomic import remove, temporaries_of
+from bridge.core.formats.files.atomic import (
+    AtomicDirectory,
+    CommitOrAbort,
+    is_temporary,
+    remove,
+    temporaries_of,
+)
+from bridge.core.formats.files.part_files import PARTS_FOLDER
+from bridge.core.formats.stores.folder import StoreFolder
+from bridge.core.formats.stores.store import is_url
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.share import PARTS_FOLDER
 
 JOURNAL_FILE = "twinshard.journal"
 _ABANDONED_SECONDS = 3600.0
@@ -97,19 +107,20 @@ def resume(path: Path, key: Key) -> Journal | None:
         if not _lock(descriptor):
             os.close(descriptor)
             raise InUse(directory)
-        found, done, length = _parse((directory / JOURNAL_FILE).read_bytes())
-        if found == dict(key):
+        noted, done, length = _parse((directory / JOURNAL_FILE).read_bytes())
+        if noted == dict(key):
+            # A last line that was cut short would be glued to the first one of this attempt.
             os.truncate(descriptor, length)
             return Journal(directory, descriptor, done)
         os.close(descriptor)
-        if found:
-            differences.append((directory, found))
+        if noted:
+            differences.append((directory, noted))
     if differences:
-        directory, found = differences[-1]
+        directory, noted = differences[-1]
         parts = [
-            f"{name}: expected {key.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
-            for name in dict.fromkeys((*key, *found))
-            if key.get(name) != found.get(name)
+            f"{name}: expected {key.get(name, 'nothing')}, found {noted.get(name, 'nothing')}"
+            for name in dict.fromkeys((*key, *noted))
+            if key.get(name) != noted.get(name)
         ]
         raise CheckpointError(
             f"{directory} is unfinished, but it is of another conversion ({'; '.join(parts)}): resume that conversion "
@@ -120,7 +131,7 @@ def resume(path: Path, key: Key) -> Journal | None:
 
 def abandoned(path: Path) -> list[Path]:
     """Working directories of what was to become `path`, whose writers are gone."""
-    found = []
+    directories = []
     for directory in temporaries_of(path):
         try:
             descriptor = os.open(directory / JOURNAL_FILE, os.O_RDWR)
@@ -128,14 +139,14 @@ def abandoned(path: Path) -> list[Path]:
             # No journal: a writer was killed while it removed a replaced checkpoint, or a writer has made the directory
             # this moment. Only the age tells the two apart.
             if time.time() - directory.stat().st_mtime > _ABANDONED_SECONDS:
-                found.append(directory)
+                directories.append(directory)
             continue
         except OSError:
             continue
         if _lock(descriptor) and not _writes_parts(directory):
-            found.append(directory)
+            directories.append(directory)
         os.close(descriptor)
-    return found
+    return directories
 
 
 def _writes_parts(directory: Path) -> bool:
@@ -166,6 +177,8 @@ def _write(descriptor: int, data: bytes) -> None:
 
 def _lock(descriptor: int) -> bool:
     try:
+        # flock goes with the open file: it is free when its process ends, however that ends, and
+        # needs no clean-up after a kill. Nobody waits for the lock: the caller says who has it.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
@@ -181,6 +194,7 @@ def _parse(data: bytes) -> tuple[dict[str, str], Done, int]:
     except ValueError:
         return {}, {}, 0
     done: Done = {}
+    # What follows the last line break is a line cut short by a kill: its chunk is written again.
     for line in body.split(b"\n")[:-1]:
         try:
             name, chunk, crc = json.loads(line)
@@ -189,3 +203,132 @@ def _parse(data: bytes) -> tuple[dict[str, str], Done, int]:
         done.setdefault(name, {})[chunk] = crc
         length += len(line) + 1
     return key if isinstance(key, dict) else {}, done, length
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at writing a checkpoint.
+
+    replace: with one, an existing checkpoint is replaced at the commit; it is called with the checkpoint's path, and
+    raises CheckpointError unless a checkpoint and nothing else is there (`bridge.core.formats.whole.replaceable`). key:
+    with one, progress is noted in a journal, and a later attempt with the same key can resume. resume: take over what
+    such an attempt has written, if there is any, and keep the working directory when this attempt fails. accompany:
+    called with the complete working directory and the checkpoint's path just before the commit; it may write further
+    files.
+    """
+
+    replace: Callable[[Path], None] | None = None
+    key: Key = field(default_factory=dict)
+    resume: bool = False
+    accompany: Callable[[Path, Path], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.resume and not self.key:
+            raise ValueError("resume needs a key that says what is resumed: expected one, got none")
+
+
+class WorkingDirectory(CommitOrAbort):
+    """The directory a checkpoint is written in; see `AtomicDirectory` and `Journal`.
+
+    payload: the name of the one file in it that becomes the checkpoint; None where the directory does. `resumed`:
+    whether an earlier attempt's directory was taken over. CheckpointError when there is one that cannot be.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], attempt: Attempt, *, payload: str | None = None) -> None:
+        target = Path(os.path.abspath(path))
+        if is_temporary(target):
+            raise CheckpointError(
+                f"{target} is named like the directory of an unfinished checkpoint: expected a name without .tmp- and "
+                "8 digits at its end, choose another"
+            )
+        self._replace = attempt.replace
+        # One file has no place for others.
+        self._accompany = attempt.accompany if payload is None else None
+        self._require_replaceable(target)
+        journal = resume(target, attempt.key) if attempt.resume else None
+        if journal is not None and payload is not None and not (journal.directory / payload).exists():
+            # Killed after the file was renamed: the chunks that the journal names are in the finished checkpoint.
+            journal.close()
+            shutil.rmtree(journal.directory)
+            journal = None
+        self.resumed = journal is not None
+        try:
+            self._directory = AtomicDirectory(
+                target,
+                replace=attempt.replace is not None,
+                resumed=journal.directory if journal else None,
+                payload=payload,
+            )
+        except BaseException:
+            if journal is not None:
+                journal.close()
+            raise
+        self.path, self.temporary = self._directory.path, self._directory.temporary
+        if journal is None and attempt.key:
+            try:
+                journal = Journal.create(self.temporary, attempt.key)
+            except BaseException:
+                # Not kept even if this attempt is to be resumable: without a journal nothing can be resumed.
+                self._directory.abort()
+                raise
+        self._directory.keep = attempt.resume
+        if journal is not None:
+            journal.kept = attempt.resume
+        self.journal = journal
+
+    @property
+    def ended(self) -> bool:
+        return self._directory.ended
+
+    def commit(self) -> None:
+        """Let the checkpoint appear, and remove what earlier attempts left.
+
+        CheckpointError when files that are no part of a checkpoint have come to the one that is to be replaced.
+        """
+        try:
+            # A second time: hours may have passed since the first.
+            self._require_replaceable(self.path)
+            if self._accompany is not None:
+                self._accompany(self.temporary, self.path)
+        except BaseException:
+            self.abort()
+            raise
+        self._directory.commit()
+        if self.journal is not None:
+            # Only now: a kill before the renaming leaves a directory that can still be resumed.
+            if self.path.is_dir():
+                (self.path / JOURNAL_FILE).unlink(missing_ok=True)
+            self.journal.close()
+            self.journal = None
+            remove_abandoned(self.path)
+
+    def place_beside(self, name: str) -> None:
+        """Let the file of this name go beside the checkpoint, which is one file."""
+        self._directory.sidecar = name
+
+    def _require_replaceable(self, path: Path) -> None:
+        if self._replace is not None and os.path.lexists(path):
+            self._replace(path)
+
+    def abort(self) -> None:
+        """Remove everything, or keep it to be resumed. Does nothing after commit or abort."""
+        if not self._directory.ended:
+            self._directory.abort()
+            if self.journal is not None:
+                self.journal.close()
+                self.journal = None
+
+
+def working_place(
+    path: str | os.PathLike[str], attempt: Attempt, *, payload: str | None = None
+) -> WorkingDirectory | StoreFolder:
+    """Where a checkpoint is written until it is whole: a directory of this machine, or in the store itself."""
+    if is_url(path):
+        return StoreFolder(
+            str(path),
+            attempt.key,
+            resume=attempt.resume,
+            single=payload is not None,
+            accompany=attempt.accompany,
+        )
+    return WorkingDirectory(path, attempt, payload=payload)

@@ -37,8 +37,8 @@ from bridge.core.formats.reading.regular_files import open_regular, small_file
 from bridge.core.formats.reading.source_files import FileView
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.stores.upload_path import UploadPath
+from bridge.core.formats.tensors.arrays import extend
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, dtype_from_name, dtype_name
-from bridge.core.formats.tensors.crc32c import extend
 
 MANIFEST_FILE = "twinshard_manifest.json"
 _MARK = "twinshard_manifest"
@@ -288,10 +288,10 @@ def _usual(data: bytes) -> tuple[Any, dict[str, ManifestTensor]] | None:
 
 
 def _once_each(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(items)
-    if len(found) != len(items):
+    entries = dict(items)
+    if len(entries) != len(items):
         raise ValueError("expected each key once")
-    return found
+    return entries
 
 
 def _tensors(entries: Any) -> dict[str, ManifestTensor]:

@@ -23,17 +23,15 @@ from typing import NamedTuple
 import numpy as np
 
 from bridge.core.formats.files.atomic import fsync_directory
-from bridge.core.formats.files.data_file import DataFile, allow_open_files
-from bridge.core.formats.files.gathered import SMALL, Gathered
+from bridge.core.formats.files.data_file import SMALL, DataFile, Gathered, allow_open_files
 from bridge.core.formats.files.journal import Journal
 from bridge.core.formats.files.manifest import ManifestTensor
 from bridge.core.formats.files.sink import Place, Sink
 from bridge.core.formats.stores.folder import StoredJournal
 from bridge.core.formats.stores.upload import UploadFile
 from bridge.core.formats.stores.upload_path import UploadPath
-from bridge.core.formats.tensors.arrays import array_checksum, raw_bytes
+from bridge.core.formats.tensors.arrays import array_checksum, extend, raw_bytes
 from bridge.core.formats.tensors.base import Box, CheckpointError, Checksums, Elements, Fill, TensorInfo
-from bridge.core.formats.tensors.crc32c import extend
 
 SYNC_BYTES = 256 << 20
 """Data is synced to disk, and then noted in the journal, whenever so much of it is new."""
@@ -59,8 +57,8 @@ class _Slot(NamedTuple):
 
     def goes_on(self, other: _Slot, start: int) -> bool:
         """Whether the other one follows at once, and both with all from ``start`` on are not too much together."""
-        place = other.place
-        near = place.file is self.place.file and place.offset == self.stop
+        following = other.place
+        near = following.file is self.place.file and following.offset == self.stop
         return near and other.stop - start <= _TOGETHER
 
 
@@ -83,11 +81,14 @@ class ChunkRecord:
         self._written: list[tuple[str, int, int]] = []
         self._gathered: dict[int, Gathered] = {}
         self._unsynced = 0
+        # For the tables below: short, and never held while bytes are written.
         self._lock = threading.Lock()
         self._files: list[DataFile | UploadFile] = []
         self._entries_synced = False
         self._lost: OSError | None = None
         self._closed = False
+        # One sync at a time, apart from the lock of the tables: threads go on writing while the
+        # disk works.
         self._syncing = threading.Lock()
 
     def open(self, path: Path) -> DataFile | UploadFile:
@@ -121,8 +122,8 @@ class ChunkRecord:
         if not info.chunks or not sink.placed:
             return "", 0
         number = 0 if box is None else self._number(name, box)
-        place, frame = sink.place(info, number), (0, 0) if box is None else sink.frame(info, number)
-        return str(place.file.path), place.offset + (frame[0] if frame else 0)
+        reserved, frame = sink.place(info, number), (0, 0) if box is None else sink.frame(info, number)
+        return str(reserved.file.path), reserved.offset + (frame[0] if frame else 0)
 
     def stored(self, name: str, sink: Sink) -> frozenset[Box]:
         """Chunks of a tensor that an earlier attempt has noted, and whose elements are on disk as it noted them."""
@@ -133,15 +134,15 @@ class ChunkRecord:
             # Once: chunks that this attempt has written are in the list as well, and need no second look.
             if (name, number) in self._unchecked:
                 self._unchecked.discard((name, number))
-                place = sink.place(info, number)
-                if isinstance(place.file, UploadFile) and isinstance(self.path, UploadPath):
-                    if place.file.holds(place.offset, place.length):
+                reserved = sink.place(info, number)
+                if isinstance(reserved.file, UploadFile) and isinstance(self.path, UploadPath):
+                    if reserved.file.holds(reserved.offset, reserved.length):
                         sink.recall(info, number, self.path.folder.recalled[name, number])
                     else:
                         del crcs[number]
                     continue
-                found = sink.decode(info, number, place.file.read(place.offset, place.length))
-                if found is None or array_checksum(found) != crcs[number]:
+                elements = sink.decode(info, number, reserved.file.read(reserved.offset, reserved.length))
+                if elements is None or array_checksum(elements) != crcs[number]:
                     del crcs[number]
         return frozenset(box for box, number in self._numbers[name].items() if number in crcs)
 
@@ -156,18 +157,20 @@ class ChunkRecord:
         self._claim([(name, number)])
         try:
             crc = array_checksum(*parts) if crc is None else crc
-            place = sink.place(info, number)
+            reserved = sink.place(info, number)
             data = sink.encode(info, number, parts, crc)
-            if isinstance(place.file, UploadFile):
-                place.file.write_parts(place.offset, data)
+            if isinstance(reserved.file, UploadFile):
+                reserved.file.write_parts(reserved.offset, data)
                 note = (name, number, crc, sink.remembered(info, number))
-                place.file.note(place.offset, place.length, note)
-            elif place.length < SMALL:
-                self._gathering().add(place.file, place.offset, data)
+                reserved.file.note(reserved.offset, reserved.length, note)
+            elif reserved.length < SMALL:
+                self._gathering().add(reserved.file, reserved.offset, data)
             else:
-                place.file.write_parts(place.offset, data)
-            self._wrote([(name, number, crc)], place.length)
+                reserved.file.write_parts(reserved.offset, data)
+            self._wrote([(name, number, crc)], reserved.length)
         except BaseException as error:
+            # The first failure is kept: from here on the checkpoint cannot be complete, and
+            # `_require_open` says why.
             self.failure = self.failure or error
             raise
 
@@ -181,11 +184,11 @@ class ChunkRecord:
         for position, (name, box) in enumerate(chunks):
             info, number = self.infos[name], self._number(name, box)
             nbytes, frame = box.numel * info.dtype.itemsize, sink.frame(info, number)
-            place = sink.place(info, number)
-            if nbytes >= SMALL or frame is None or not isinstance(place.file, DataFile):
+            reserved = sink.place(info, number)
+            if nbytes >= SMALL or frame is None or not isinstance(reserved.file, DataFile):
                 continue
             before, after = frame
-            slot = _Slot(position, info, number, place, place.offset + before, nbytes, after)
+            slot = _Slot(position, info, number, reserved, reserved.offset + before, nbytes, after)
             if batch and not batch[-1].goes_on(slot, batch[0].place.offset):
                 self._fill(batch, fill, sink, done)
                 batch = []
@@ -202,8 +205,8 @@ class ChunkRecord:
 
         def piece(memory: memoryview) -> bool:
             targets = [memory[slot.first - start : slot.first - start + slot.nbytes] for slot in batch]
-            found = fill([slot.position for slot in batch], targets)
-            for slot, elements, sums in zip(batch, targets, found, strict=True):
+            sums_of_all = fill([slot.position for slot in batch], targets)
+            for slot, elements, sums in zip(batch, targets, sums_of_all, strict=True):
                 if sums is None:
                     continue
                 crc = extend(0, elements) if sums.crc32c is None else sums.crc32c
@@ -239,6 +242,7 @@ class ChunkRecord:
             due = self._unsynced >= SYNC_BYTES
             if due:
                 self._unsynced = 0
+        # Outside of the lock: other threads write on while this one waits for the disk.
         if due:
             self.sync()
 
@@ -255,8 +259,8 @@ class ChunkRecord:
         with self._lock:
             gathered = list(self._gathered.values())
         try:
-            for one in gathered:
-                one.flush()
+            for buffer in gathered:
+                buffer.flush()
         except BaseException as error:
             self.failure = self.failure or error
             raise
@@ -314,11 +318,15 @@ class ChunkRecord:
                 self.flush()
                 for file in self._files:
                     file.sync()
+                # The bytes of a file that no directory names are lost after a power cut; once is
+                # enough, as no file comes later.
                 if not self._entries_synced:
                     self._sync_entries()
             except OSError as error:
                 self._lost = error
                 raise
+            # After the sync, never before: the journal names only what a resumed attempt will find
+            # on disk.
             if self._journal is not None and written:
                 self._journal.record(written)
 

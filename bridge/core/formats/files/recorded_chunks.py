@@ -9,15 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from bridge.core.formats.files.atomic import CommitOrAbort
+from bridge.core.formats.files.journal import WorkingDirectory
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.files.sink import Sink
-from bridge.core.formats.files.working import WorkingDirectory
 from bridge.core.formats.stores.folder import StoreFolder
 from bridge.core.formats.tensors.base import Box, CheckpointError, Elements, Fill, TensorInfo, TreePath
-from bridge.core.formats.tensors.chunk_grid import grid_of_chunks
-from bridge.core.formats.tensors.garbage import collection_paused
-from bridge.core.formats.tensors.leaf_kinds import LEAVES
-from bridge.core.formats.tensors.regions import default_chunk_shape
+from bridge.core.formats.tensors.boxes import default_chunk_shape, grid_of_chunks
+from bridge.core.formats.tensors.gc_pause import collection_paused
+from bridge.core.formats.tensors.leaves import LEAVES
 
 
 class RecordedChunks(ABC):

@@ -93,9 +93,9 @@ class _Parser:
             return struct.unpack(f">{_NUMBERS[code]}", self.take(struct.calcsize(_NUMBERS[code])))[0]
         if code in _EXTENSIONS:
             return self.extension(_EXTENSIONS[code])
-        kind, layout = _SIZED.get(code, ("", "B"))
-        count = self.number(layout) if kind else 0
-        match kind:
+        type_name, layout = _SIZED.get(code, ("", "B"))
+        count = self.number(layout) if type_name else 0
+        match type_name:
             case "map":
                 return self.map(count, depth)
             case "array":
@@ -123,16 +123,16 @@ class _Parser:
         return [self.value(depth + 1) for _ in range(self._counted(count))]
 
     def map(self, count: int, depth: int) -> dict[str, object]:
-        found: dict[str, object] = {}
+        content: dict[str, object] = {}
         for _ in range(self._counted(count)):
             # No map as a key: maps in keys of maps in keys would go as deep as they like.
             key = self.value(max(depth + 1, _MAX_DEPTH))
             if not isinstance(key, str | int) or isinstance(key, bool):
                 self.refuse(f"a key before byte {self.at} is neither text nor a number")
-            if str(key) in found:
+            if str(key) in content:
                 self.refuse(f"the key {str(key)!r:.200} is there twice in one map")
-            found[str(key)] = self.value(depth + 1)
-        return found
+            content[str(key)] = self.value(depth + 1)
+        return content
 
     def _counted(self, count: int) -> int:
         # Each value takes a byte at least: a list is not begun that cannot be there.
@@ -150,20 +150,20 @@ class _Parser:
             self._stop = outer
             self.missing(count, "bytes")
         if code in (_ARRAY, _SCALAR):
-            found: object = self.stored_array()
+            content: object = self.stored_array()
         elif code == _COMPLEX:
             parts = self.value(_MAX_DEPTH - 1)
             if not (
                 isinstance(parts, list) and len(parts) == 2 and all(type(p) in (int, float) for p in parts)
             ):
                 self.refuse("a complex number is not a pair of numbers")
-            found = complex(*map(float, parts))
+            content = complex(*map(float, parts))
         else:
             self.refuse(f"an extension of type {code} is none of flax's, before byte {self.at}")
         if self.at != self._stop:
             self.refuse(f"an array or number ends at byte {self.at} of {self._stop}")
         self._stop, self._inside = outer, False
-        return found
+        return content
 
     def stored_array(self) -> StoredArray:
         if self.take(1) != b"\x93":
@@ -179,15 +179,15 @@ class _Parser:
         name = dtype.decode("ascii", "replace") if isinstance(dtype, bytes) else dtype
         if not isinstance(name, str):
             self.refuse(f"the dtype before byte {self.at} is not text")
-        kind, layout = _SIZED.get(self.take(1)[0], ("", "B"))
-        if kind != "bytes":
+        type_name, layout = _SIZED.get(self.take(1)[0], ("", "B"))
+        if type_name != "bytes":
             self.refuse(f"the elements of an array are missing at byte {self.at}")
         nbytes = self.number(layout)
         if nbytes > self._stop - self.at:
             self.missing(nbytes, "bytes")
-        found = StoredArray(tuple(shape), name, self.at, nbytes)
+        array = StoredArray(tuple(shape), name, self.at, nbytes)
         self.at += nbytes
-        return found
+        return array
 
 
 _CONSTANTS: Final = {0xC0: None, 0xC2: False, 0xC3: True}

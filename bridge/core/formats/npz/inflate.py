@@ -45,6 +45,7 @@ class Inflated:
     ) -> None:
         self._read, self._begin, self._stored = read, start, stored
         self._size, self._crc, self._what = size, crc, what
+        # Copies of the inflater, from which reading goes on, are shared by all threads.
         self._lock = threading.Lock()
         self._copies: list[tuple[int, int, Any]] = []
 
@@ -65,17 +66,17 @@ class Inflated:
             if not self._copies:
                 self._copies = self._first_pass()
         at, taken, inflater = self._copies[bisect_right(self._copies, start, key=lambda copy: copy[0]) - 1]
-        for place, piece, _ in self._run(inflater.copy(), at, taken, stop):
-            if place + len(piece) > start:
-                low = max(0, start - place)
-                yield place + low, piece[low : stop - place]
+        for begin, piece, _ in self._run(inflater.copy(), at, taken, stop):
+            if begin + len(piece) > start:
+                low = max(0, start - begin)
+                yield begin + low, piece[low : stop - begin]
 
     def _first_pass(self) -> list[tuple[int, int, Any]]:
         inflater = zlib.decompressobj(_RAW)
         copies: list[tuple[int, int, Any]] = [(0, 0, inflater.copy())]
         step, crc, done = _STEP, 0, 0
-        for place, piece, taken in self._run(inflater, 0, 0, self._size + 1):
-            crc, done = isal_zlib.crc32(piece, crc), place + len(piece)
+        for start, piece, taken in self._run(inflater, 0, 0, self._size + 1):
+            crc, done = isal_zlib.crc32(piece, crc), start + len(piece)
             if done >= copies[-1][0] + step:
                 copies.append((done, taken, inflater.copy()))
             if len(copies) > _MAX_COPIES:

@@ -1,18 +1,22 @@
-"""Finding the one Orbax item with arrays in a checkpoint directory.
+"""Finding the Orbax item with arrays in a checkpoint directory, or the items whose trees are one state.
 
     v0                   <path>/_METADATA
     v1                   <path>/state/_METADATA                      (before Orbax 0.12: pytree)
     CheckpointManager    <path>/<step>/<item>/_METADATA              item: default, state, params, ...
 
-A level with several candidates is an error that lists them: choosing for the user could convert the wrong step.
+A level with several candidates is an error that lists them: choosing for the user could convert the wrong step. Only
+items whose names say that each is a part of one train state, as `Composite(params=..., opt_state=...)` saves it, are
+found without being named.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
-from bridge.core.formats.files.atomic import is_temporary
+from bridge.core.formats.files.atomic import is_unfinished
 from bridge.core.formats.tensors.base import CheckpointError
 from bridge.core.text import first_of
 
@@ -20,11 +24,6 @@ TREE_FILE = "_METADATA"
 STEP_FILE = "_CHECKPOINT_METADATA"
 COMMIT_FILE = "commit_success.txt"
 _STEP = re.compile(r"(.+_)?\d+")
-
-
-def is_unfinished(path: Path) -> bool:
-    """Whether the directory is named as one that its writer never finished."""
-    return ".orbax-checkpoint-tmp" in path.name or is_temporary(path)
 
 
 def find_item(path: Path) -> Path:
@@ -39,17 +38,17 @@ def find_item(path: Path) -> Path:
     if (path / TREE_FILE).is_file():
         return path
     below = _subdirectories(path)
-    found = {
+    items = {
         child: item
         for child in below
         for item in [child, *_subdirectories(child)]
         if (item / TREE_FILE).is_file()
     }
-    if not found:
+    if not items:
         raise CheckpointError(f"{path}: {_why_none(path)}")
-    if len(found) > 1:
-        raise CheckpointError(_which(path, list(found)))
-    child, _ = found.popitem()
+    if len(items) > 1:
+        raise CheckpointError(_which(path, list(items)))
+    child, _ = items.popitem()
     return find_item(child)
 
 
@@ -70,14 +69,14 @@ def _subdirectories(path: Path) -> list[Path]:
     return sorted(child for child in path.iterdir() if child.is_dir() and not is_unfinished(child))
 
 
-def _which(path: Path, found: list[Path]) -> str:
-    names = [child.name for child in found]
+def _which(path: Path, candidates: list[Path]) -> str:
+    names = [child.name for child in candidates]
     steps = all(_STEP.fullmatch(name) for name in names)
     if steps:
         names.sort(key=lambda name: (len(name), name))
     shown = first_of(names, 20)
-    kind = "step" if steps else "item"
-    return f"{path} holds several {kind}s: {shown}. Give the path of one {kind}, e.g. {path / names[-1]}"
+    noun = "step" if steps else "item"
+    return f"{path} holds several {noun}s: {shown}. Give the path of one {noun}, e.g. {path / names[-1]}"
 
 
 def _why_none(path: Path) -> str:
@@ -85,3 +84,76 @@ def _why_none(path: Path) -> str:
         return "this is a checkpoint of the old flax msgpack format; load and save it again with Orbax first"
     shown = first_of(sorted(child.name for child in path.iterdir())) or "an empty directory"
     return f"expected an Orbax checkpoint with {TREE_FILE} here or in an item or step below, found {shown}"
+
+
+_WEIGHTS: Final = frozenset({"params", "model", "weights"})
+_BESIDE: Final = frozenset(
+    {
+        *(
+            "opt_state",
+            "optimizer",
+            "optim",
+            "opt",
+            "batch_stats",
+            "variables",
+            "rng",
+            "rngs",
+            "ema",
+            "ema_params",
+            "twinshard",
+        ),
+        *(
+            "step",
+            "train",
+            "extra",
+            "model_state",
+            "optimizer_state",
+            "data_iter",
+            "lr_scheduler",
+            "scheduler",
+        ),
+    }
+)
+
+
+def named_items(path: Path, names: Sequence[str]) -> dict[str, Path]:
+    """The directories of these items of the one step at `path` or in it. CheckpointError where one is missing."""
+    items = _items(path)
+    missing = [name for name in names if name not in items]
+    if missing:
+        raise CheckpointError(
+            f"{path}: expected the item{'s' if len(missing) > 1 else ''} {', '.join(missing)} (--item), found "
+            f"{', '.join(items) or 'no items with arrays'}"
+        )
+    return {name: items[name] for name in names}
+
+
+def items_of_one_state(path: Path) -> dict[str, Path]:
+    """The items at `path`, weights first, if there are several and all names say what they are; else none."""
+    if not path.is_dir() or is_unfinished(path) or (path / TREE_FILE).is_file():
+        return {}
+    items = _items(path)
+    weights = [name for name in items if name in _WEIGHTS]
+    if len(items) < 2 or len(weights) != 1 or not items.keys() <= _WEIGHTS | _BESIDE:
+        return {}
+    return {name: items[name] for name in (*weights, *(name for name in items if name not in weights))}
+
+
+def has_items(path: Path) -> bool:
+    """Whether there are items at `path`, or in the one step that it has."""
+    return not (path / TREE_FILE).is_file() and bool(_items(path))
+
+
+def _items(path: Path) -> dict[str, Path]:
+    below = _directories(path)
+    items = {child.name: child for child in below if (child / TREE_FILE).is_file()}
+    if items:
+        return items
+    steps = [child for child in below if any((item / TREE_FILE).is_file() for item in _directories(child))]
+    return _items(steps[0]) if len(steps) == 1 else {}
+
+
+def _directories(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return []
+    return sorted(child for child in path.iterdir() if child.is_dir() and not is_unfinished(child))

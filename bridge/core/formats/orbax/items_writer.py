@@ -21,18 +21,12 @@ from pathlib import Path
 import numpy as np
 
 from bridge.core.formats.files.atomic import CommitOrAbort
-from bridge.core.formats.files.journal import JOURNAL_FILE
-from bridge.core.formats.files.manifest import (
-    MANIFEST_FILE,
-    Manifest,
-    object_checksum,
-    render_manifest,
-)
+from bridge.core.formats.files.journal import JOURNAL_FILE, Attempt, WorkingDirectory
+from bridge.core.formats.files.manifest import MANIFEST_FILE, Manifest, object_checksum, render_manifest
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.files.recorded_chunks import RecordedChunks
 from bridge.core.formats.files.sink import Place
-from bridge.core.formats.files.working import Attempt, WorkingDirectory
-from bridge.core.formats.orbax.metadata_writer import (
+from bridge.core.formats.orbax.item_files import (
     HANDLERS,
     item_entry,
     mark_item,
@@ -40,14 +34,12 @@ from bridge.core.formats.orbax.metadata_writer import (
     write_step,
     write_tree,
 )
-from bridge.core.formats.orbax.objects import encode_object
-from bridge.core.formats.orbax.row_slabs import array_layout
-from bridge.core.formats.orbax.tree import Claims, as_path, leaf_name
+from bridge.core.formats.orbax.tree import Claims, as_path, encode_object, leaf_name
 from bridge.core.formats.orbax.zarr.arrays import ArrayLayout, explain
-from bridge.core.formats.orbax.zarr.chunks import ChunkStore
+from bridge.core.formats.orbax.zarr.chunks import ChunkStore, array_layout
 from bridge.core.formats.tensors.base import CheckpointError, Checksums, TensorInfo, TreePath, dtype_name
-from bridge.core.formats.tensors.chunk_grid import grid_of_chunks
-from bridge.core.formats.tensors.leaf_kinds import LEAVES, implied_kinds
+from bridge.core.formats.tensors.boxes import grid_of_chunks
+from bridge.core.formats.tensors.leaves import LEAVES, implied_kinds
 
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
@@ -122,6 +114,7 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
         self.path = self._directory.path
         self._started = time.time_ns()
         self._claims = Claims(str(self.path))
+        # As in `OrbaxWriter`: claims, record and store have to agree on the order of declarations.
         self._lock = threading.Lock()
         self._ended = False
         try:
@@ -176,14 +169,14 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
         self._require_open()
         for key, item in self._items.items():
             for path in (*item.layouts, *item.objects):
-                kind = kinds.get(leaf_name((key, *path)))
+                leaf_kind = kinds.get(leaf_name((key, *path)))
                 layout = item.layouts.get(path)
-                if kind is None:
+                if leaf_kind is None:
                     continue
                 if layout is not None:
                     what = f"{self.path}: tensor {leaf_name((key, *path))!r}"
-                    require_key_data(what, kind, layout.dtype, layout.shape)
-                item.kinds[path] = kind
+                    require_key_data(what, leaf_kind, layout.dtype, layout.shape)
+                item.kinds[path] = leaf_kind
 
     def commit(self) -> None:
         """Let the checkpoint appear under its name; on any error nothing is left behind.
@@ -206,7 +199,7 @@ class OrbaxItemsWriter(RecordedChunks, CommitOrAbort):
                     ((name, *path) for path in item.layouts),
                     {(name, *path): value for path, value in item.objects.items()},
                 )
-                kinds = {path[1:]: kind for path, kind in implied.items()} | item.kinds
+                kinds = {path[1:]: leaf_kind for path, leaf_kind in implied.items()} | item.kinds
                 write_tree(item.directory, f"{self.path}/{name}", item.layouts, item.objects, kinds)
                 mark_item(item.directory)
                 self._write_manifest(name, item)

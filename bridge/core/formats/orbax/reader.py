@@ -25,8 +25,7 @@ import tensorstore as ts
 
 from bridge.core.callers import warn_caller
 from bridge.core.formats.orbax.item import COMMIT_FILE, TREE_FILE, find_item, is_committed, items_beside
-from bridge.core.formats.orbax.keys import read_keys
-from bridge.core.formats.orbax.strings import STRINGS_FILE, find_strings
+from bridge.core.formats.orbax.item_files import STRINGS_FILE, find_strings, read_keys
 from bridge.core.formats.orbax.tree import Tree, leaf_name, parse_tree, storage_key
 from bridge.core.formats.orbax.zarr.arrays import (
     MANIFEST,
@@ -50,7 +49,7 @@ from bridge.core.formats.orbax.zarr.values import (
     unmerged_processes,
     values_in_ocdbt,
 )
-from bridge.core.formats.reading.boxes import array_for
+from bridge.core.formats.reading.read_memory import array_for
 from bridge.core.formats.reading.regular_files import files_below, regular_file, small_file
 from bridge.core.formats.stores.folder import CLAIM
 from bridge.core.formats.stores.listing import StorePath
@@ -64,9 +63,8 @@ from bridge.core.formats.tensors.base import (
     TreePath,
     Wanted,
 )
-from bridge.core.formats.tensors.damaged_parts import one_part
-from bridge.core.formats.tensors.leaf_kinds import key_kind
-from bridge.core.formats.tensors.wrapping import ClosedAtEnd
+from bridge.core.formats.tensors.leaves import key_kind
+from bridge.core.formats.tensors.wrapping import ClosedAtEnd, one_part
 
 _IN_FLIGHT = 64 << 20
 # tensorstore ends the process when it gets no memory for what it reads whole.
@@ -82,7 +80,7 @@ class OrbaxReader(ClosedAtEnd):
 
     path: a checkpoint, an item of one, or a directory of steps with exactly one step. Opening lists every stored
     chunk, so a checkpoint with a missing one is refused at once. Strings, None and empty containers are in `objects`.
-    `kinds`, by name, says which tensors are typed PRNG keys, and what other leaves are; see `leaf_kinds.py`.
+    `kinds`, by name, says which tensors are typed PRNG keys, and what other leaves are; see `tensors/leaves.py`.
     verify: check the CRC-32C of a raw chunk before its bytes are taken, which reads all of it once.
 
     Raises CheckpointError for anything malformed, incomplete or ambiguous; FileNotFoundError if nothing is there.
@@ -102,11 +100,11 @@ class OrbaxReader(ClosedAtEnd):
                     f"no {COMMIT_FILE}): convert again with --resume, or use an earlier checkpoint"
                 )
             warn_caller(
-                f"{self._item} has no {COMMIT_FILE}: it was written by Orbax before 0.12.3, or its save did not finish",
+                f"{self._item} has no {COMMIT_FILE}: it was written by Orbax before 0.12.3, or its save did not finish"
             )
         if beside := items_beside(self.path, self._item):
             warn_caller(
-                f"{self._item.parent} also holds {', '.join(beside)}, which is not read: one item is, that with arrays",
+                f"{self._item.parent} also holds {', '.join(beside)}, which is not read: one item is, that with arrays"
             )
         self._decoder = MemoryArrays() if isinstance(self._item, StorePath) else None
         self._lock = threading.Lock()
@@ -131,7 +129,9 @@ class OrbaxReader(ClosedAtEnd):
         typed = read_keys(self._item)
         keys = {path: typed.get(storage_key(path)) for path in tree.arrays} if typed else {}
         kinds = {**tree.kinds, **{path: key_kind(name) for path, name in keys.items() if name is not None}}
-        self.kinds: Mapping[str, str] = MappingProxyType({leaf_name(p): kind for p, kind in kinds.items()})
+        self.kinds: Mapping[str, str] = MappingProxyType(
+            {leaf_name(p): leaf_kind for p, leaf_kind in kinds.items()}
+        )
         objects = {**tree.objects, **self._read_strings(tree)}
         self.objects: Mapping[str, object] = MappingProxyType({leaf_name(p): v for p, v in objects.items()})
         self.object_paths: Mapping[str, TreePath] = MappingProxyType({leaf_name(p): p for p in objects})
@@ -245,12 +245,12 @@ class OrbaxReader(ClosedAtEnd):
 
     def _require_bounded(self, packing: Packing, name: str, key: str) -> None:
         def read(start: int, stop: int) -> bytes:
-            if place is None:
+            if stored is None:
                 return self._inline[key][start:stop]
-            return self._values.files.read(place.file, place.start + start, place.start + stop, what)
+            return self._values.files.read(stored.file, stored.start + start, stored.start + stop, what)
 
-        place, what = self._values.find(key), f"tensor {name!r}, chunk {key!r}"
-        size = len(self._inline[key]) if place is None else place.size
+        stored, what = self._values.find(key), f"tensor {name!r}, chunk {key!r}"
+        size = len(self._inline[key]) if stored is None else stored.size
         packing.require_bounded(read, size, f"{self._item}: {what}")
         self._bounded.add(key)
 

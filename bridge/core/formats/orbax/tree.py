@@ -10,20 +10,118 @@ Values that are no arrays ride in `_METADATA` under custom_metadata["twinshard"]
     {"objects": {"optimizer/param_groups/0/betas": {"__tuple__": [0.9, 0.95]}},
      "paths": {"optimizer/param_groups/0/betas": ["optimizer", "param_groups", 0, "betas"]}}
 
+What JSON lacks is an object with one key: {"__tuple__": [0.9, 0.95]}, {"__bytes__": ...}, {"__float__": ...}.
 There "positions" gives the paths of leaves in lists that also hold other things: Orbax has only lists of leaves.
 """
 
 from __future__ import annotations
 
+import base64
+import math
 import re
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeAlias
 
-from bridge.core.formats.orbax.objects import decode_object, require_unicode
 from bridge.core.formats.tensors.base import CheckpointError, TreePath
-from bridge.core.formats.tensors.leaf_kinds import EMPTY, SCALAR, STRING, implied_kinds, is_kind_of
-from bridge.core.formats.tensors.leaf_names import MAX_NAME, TREE_PATH_KEYS, is_tree_path, is_unicode
+from bridge.core.formats.tensors.leaves import (
+    EMPTY,
+    MAX_NAME,
+    SCALAR,
+    STRING,
+    TREE_PATH_KEYS,
+    implied_kinds,
+    is_kind_of,
+    is_tree_path,
+    is_unicode,
+)
+
+Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
+
+_TUPLE = "__tuple__"
+_BYTES = "__bytes__"
+_FLOAT = "__float__"
+_MAX_DEPTH = 64
+_EXACT = frozenset({bool, int, float, str, list, tuple, dict})
+
+
+def encode_object(value: object, what: str, depth: int = 0) -> Json:
+    """JSON for None, bool, int, float, str, bytes, and lists, tuples and str-keyed dicts of them, at most 64 deep.
+
+    CheckpointError, naming `what`, for anything else: nothing is converted silently.
+    """
+    if depth > _MAX_DEPTH:
+        raise CheckpointError(f"{what}: expected at most {_MAX_DEPTH} levels of nesting, got more")
+    # Exact types: a NumPy float or a named tuple is a subclass that would come back as something else.
+    exact = type(value) in _EXACT
+    if type(value) is float and not math.isfinite(value):
+        # JSON has no such numbers, and would not tell one NaN from another.
+        return {_FLOAT: struct.pack(">d", value).hex()}
+    if value is None or (exact and isinstance(value, bool | int | float | str)):
+        return value
+    if type(value) is bytes:
+        return {_BYTES: base64.b64encode(value).decode()}
+    if exact and isinstance(value, list | tuple):
+        items: list[Json] = [encode_object(item, what, depth + 1) for item in value]
+        return {_TUPLE: items} if isinstance(value, tuple) else items
+    if (
+        exact
+        and isinstance(value, dict)
+        and value.keys().isdisjoint((_TUPLE, _BYTES, _FLOAT))
+        and all(type(key) is str for key in value)
+    ):
+        return {key: encode_object(item, what, depth + 1) for key, item in value.items()}
+    raise CheckpointError(
+        f"{what}: expected None, bool, int, float, str, bytes, or a list, tuple or dict with str keys of these, "
+        f"got {type(value).__name__} {value!r:.80}"
+    )
+
+
+def decode_object(value: object, what: str, depth: int = 0) -> object:
+    """The inverse of `encode_object`. CheckpointError, beginning with `what`, for what it cannot have made."""
+    if depth > _MAX_DEPTH:
+        raise CheckpointError(f"{what}: expected at most {_MAX_DEPTH} levels of nesting, got more")
+    if isinstance(value, list):
+        return [decode_object(item, what, depth + 1) for item in value]
+    if isinstance(value, dict):
+        items = value.get(_TUPLE)
+        if len(value) == 1 and isinstance(items, list):
+            return tuple(decode_object(item, what, depth + 1) for item in items)
+        if len(value) == 1 and isinstance(value.get(_BYTES), str):
+            return _decode_bytes(value[_BYTES], what)
+        if len(value) == 1 and isinstance(value.get(_FLOAT), str):
+            return _decode_float(value[_FLOAT], what)
+        return {
+            require_unicode(key, what): decode_object(item, what, depth + 1) for key, item in value.items()
+        }
+    return require_unicode(value, what) if isinstance(value, str) else value
+
+
+def require_unicode(value: str, what: str) -> str:
+    """The text itself; CheckpointError, beginning with `what`, for text that is not Unicode."""
+    # JSON may escape half a character alone, which no file can be given.
+    if not is_unicode(value):
+        raise CheckpointError(f"{what}: expected Unicode text, got {value!r:.80}")
+    return value
+
+
+def _decode_bytes(text: str, what: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise CheckpointError(f"{what}: expected bytes in base 64, got something else: {error}") from error
+
+
+def _decode_float(text: str, what: str) -> float:
+    try:
+        return float(struct.unpack(">d", bytes.fromhex(text))[0])
+    except (ValueError, struct.error) as error:
+        raise CheckpointError(
+            f"{what}: expected a float as 16 hexadecimal digits, got {text[:80]!r}"
+        ) from error
+
 
 SEQUENCE, MAPPING = 1, 2
 """What a key of a path is in `_METADATA`."""
@@ -44,7 +142,7 @@ class Tree:
     """`_METADATA`, checked. Each leaf of the checkpoint is in exactly one of `arrays`, `strings`, `objects`.
 
     strings: the values are in `_strings.json`. objects: empty containers, None, and this package's own objects.
-    kinds: what leaves are beyond that, see `leaf_kinds.py`. use_ocdbt: None where `_METADATA` does not say.
+    kinds: what leaves are beyond that, see `tensors/leaves.py`. use_ocdbt: None where `_METADATA` does not say.
     """
 
     arrays: tuple[TreePath, ...]
@@ -68,21 +166,21 @@ def parse_tree(data: object, what: str) -> Tree:
         value = fields.get("value_metadata")
         if not isinstance(value, dict):
             value = _mapping(value, f"{what}: leaf {leaf_name(path)!r}")
-        kind = value.get("value_type")
+        value_type = value.get("value_type")
         if value.get("skip_deserialize"):
-            if not isinstance(kind, str) or kind not in EMPTY:
+            if not isinstance(value_type, str) or value_type not in EMPTY:
                 raise CheckpointError(
                     f"{what}: leaf {leaf_name(path)!r}: expected a value without data to be one of "
-                    f"{', '.join(EMPTY)}, got {str(kind)[:80]!r}"
+                    f"{', '.join(EMPTY)}, got {str(value_type)[:80]!r}"
                 )
-            objects[path] = EMPTY[kind]
-            kinds[path] = kind
-        elif kind == STRING:
+            objects[path] = EMPTY[value_type]
+            kinds[path] = value_type
+        elif value_type == STRING:
             strings.append(path)
             kinds[path] = STRING
         else:
             arrays.append(path)
-            if kind == SCALAR:
+            if value_type == SCALAR:
                 kinds[path] = SCALAR
     custom = root.get("custom_metadata")
     if isinstance(custom, dict) and "twinshard" in custom:
@@ -90,7 +188,7 @@ def parse_tree(data: object, what: str) -> Tree:
         at = _own_positions((*arrays, *strings, *objects), custom["twinshard"], own)
         arrays, strings = [at[path] for path in arrays], [at[path] for path in strings]
         objects = {at[path]: value for path, value in objects.items()}
-        kinds = {at[path]: kind for path, kind in kinds.items()}
+        kinds = {at[path]: value_type for path, value_type in kinds.items()}
         objects |= _parse_objects(custom["twinshard"], own)
     leaves = (*arrays, *strings, *objects)
     # One by one takes four times as long, and is only needed to say which leaf is refused.
@@ -115,7 +213,7 @@ def leaves_of(
 ) -> dict[TreePath, str]:
     """Those of the objects that are leaves of the tree, and what stock Orbax calls them.
 
-    kinds: see `leaf_kinds.py`.
+    kinds: see `tensors/leaves.py`.
     """
     told = {path: kinds[path] for path, value in objects.items() if is_kind_of(kinds.get(path), value)}
     return implied_kinds(arrays, objects) | told
@@ -185,27 +283,27 @@ def can_claim_all(paths: Sequence[TreePath]) -> bool:
 def _own_positions(leaves: Iterable[TreePath], data: object, what: str) -> dict[TreePath, TreePath]:
     """Leaves of lists that are dicts in the tree, since something in them is no leaf, with their list positions."""
     positions = _mapping(_mapping(data, what).get("positions", {}), f"{what}: positions")
-    found: dict[TreePath, TreePath] = {}
+    own_paths: dict[TreePath, TreePath] = {}
     for path in leaves:
         own = positions.get(leaf_name(path), list(path))
         if not isinstance(own, list) or list(map(str, own)) != list(map(str, path)):
             raise CheckpointError(
                 f"{what}: leaf {leaf_name(path)!r}: expected the positions of {path}, got {own!r:.80}"
             )
-        found[path] = tuple(own)
-    return found
+        own_paths[path] = tuple(own)
+    return own_paths
 
 
 def _parse_objects(data: object, what: str) -> dict[TreePath, object]:
     root = _mapping(data, what)
     paths = _mapping(root.get("paths", {}), f"{what}: paths")
-    found: dict[TreePath, object] = {}
+    values: dict[TreePath, object] = {}
     for name, value in _mapping(root.get("objects", {}), f"{what}: objects").items():
         path = paths.get(name, name.split("/"))
         if not isinstance(path, list) or not all(type(key) in (str, int) for key in path):
             raise CheckpointError(f"{what}: object {name!r}: expected a path of keys, got {path!r:.80}")
-        found[tuple(path)] = decode_object(value, f"{what}: object {name!r}")
-    return found
+        values[tuple(path)] = decode_object(value, f"{what}: object {name!r}")
+    return values
 
 
 def _parse_path(entry: Mapping[str, object], what: str) -> TreePath:
@@ -215,11 +313,11 @@ def _parse_path(entry: Mapping[str, object], what: str) -> TreePath:
     path: list[str | int] = []
     for key in keys:
         fields = _mapping(key, what, "key_metadata")
-        text, kind = fields.get("key"), fields.get("key_type")
-        if isinstance(text, str) and kind == MAPPING:
+        text, key_type = fields.get("key"), fields.get("key_type")
+        if isinstance(text, str) and key_type == MAPPING:
             path.append(text)
             continue
-        if not isinstance(text, str) or kind not in (SEQUENCE, MAPPING):
+        if not isinstance(text, str) or key_type not in (SEQUENCE, MAPPING):
             raise CheckpointError(f"{what}: expected a key with key_type 1 or 2, got {key!r:.80}")
         if not re.fullmatch("0|[1-9][0-9]{0,17}", text):
             raise CheckpointError(f"{what}: expected a list position to be a number, got {text[:80]!r}")

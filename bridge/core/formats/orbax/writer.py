@@ -30,7 +30,7 @@ import numpy as np
 import tensorstore as ts
 
 from bridge.core.formats.files.atomic import CommitOrAbort
-from bridge.core.formats.files.journal import JOURNAL_FILE, Journal
+from bridge.core.formats.files.journal import JOURNAL_FILE, Attempt, Journal, working_place
 from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -39,10 +39,10 @@ from bridge.core.formats.files.manifest import (
     parse_manifest,
     render_manifest,
 )
+from bridge.core.formats.files.part_files import PARTS_FOLDER, Share
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.files.recorded_chunks import RecordedChunks
-from bridge.core.formats.files.working import Attempt, working_place
-from bridge.core.formats.orbax.metadata_writer import (
+from bridge.core.formats.orbax.item_files import (
     HANDLERS,
     item_entry,
     mark_item,
@@ -50,18 +50,15 @@ from bridge.core.formats.orbax.metadata_writer import (
     write_step,
     write_tree,
 )
-from bridge.core.formats.orbax.objects import encode_object
-from bridge.core.formats.orbax.row_slabs import array_layout
-from bridge.core.formats.orbax.tree import Claims, as_path, leaf_name, leaves_of, storage_key
+from bridge.core.formats.orbax.tree import Claims, as_path, encode_object, leaf_name, leaves_of, storage_key
 from bridge.core.formats.orbax.zarr.arrays import ArrayLayout, explain, metadata_key, new_context, store_spec
-from bridge.core.formats.orbax.zarr.chunks import ChunkStore, join_stores, process_store
-from bridge.core.formats.reading.companion_names import is_companion
+from bridge.core.formats.orbax.zarr.chunks import ChunkStore, array_layout, join_stores, process_store
+from bridge.core.formats.reading.model_files import is_companion
 from bridge.core.formats.stores.folder import StoredJournal
 from bridge.core.formats.stores.upload_path import UploadPath
 from bridge.core.formats.tensors.base import CheckpointError, TensorInfo, TreePath, dtype_name
-from bridge.core.formats.tensors.chunk_grid import grid_of_chunks
-from bridge.core.formats.tensors.garbage import collection_paused
-from bridge.core.formats.tensors.share import PARTS_FOLDER, Share
+from bridge.core.formats.tensors.boxes import grid_of_chunks
+from bridge.core.formats.tensors.gc_pause import collection_paused
 
 
 class OrbaxPart(RecordedChunks):
@@ -88,6 +85,8 @@ class OrbaxPart(RecordedChunks):
         self._record = ChunkRecord(path, journal)
         directory = item if process is None else process_store(item, process)
         self._sink = ChunkStore(directory, self._record.open, complete=process is None or share is not None)
+        # Tensors may be declared by several threads; claims, record and store have to agree on the
+        # order.
         self._lock = threading.Lock()
         self._claims = Claims(str(self.path))
         self._layouts: dict[str, ArrayLayout] = {}
@@ -215,10 +214,10 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
     def add_kinds(self, kinds: Mapping[str, str]) -> None:
         """Say what leaves are to stock Orbax; see `CheckpointWriter.add_kinds`."""
         self._require_open()
-        for name, kind in kinds.items():
+        for name, leaf_kind in kinds.items():
             info = self._record.infos.get(name)
             if info is not None:
-                require_key_data(f"{self.path}: tensor {name!r}", kind, info.dtype, info.shape)
+                require_key_data(f"{self.path}: tensor {name!r}", leaf_kind, info.dtype, info.shape)
         self._kinds.update(kinds)
 
     @collection_paused()
@@ -291,7 +290,7 @@ class OrbaxWriter(OrbaxPart, CommitOrAbort):
     def _kinds_by_path(self) -> dict[TreePath, str]:
         paths = {info.name: info.path for info in self._record.infos.values()}
         paths |= {leaf_name(path): path for path in self._objects}
-        return {paths[name]: kind for name, kind in self._kinds.items() if name in paths}
+        return {paths[name]: leaf_kind for name, leaf_kind in self._kinds.items() if name in paths}
 
     def _leaves(self) -> Mapping[TreePath, str]:
         arrays = [info.path for info in self._record.infos.values()]

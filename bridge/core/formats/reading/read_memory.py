@@ -1,4 +1,4 @@
-"""Memory that the bytes of files are read into, used again from read to read."""
+"""Memory that the bytes of files are read into: arrays of the caller, and buffers that are used again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import threading
 from typing import Final
 
 import numpy as np
+
+from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo
 
 BLOCK = 8 << 20
 """Bytes of a file that are looked at in one go, so that little of the file is in memory."""
@@ -37,6 +39,7 @@ def memory_for(nbytes: int, alignment: int = 64) -> np.ndarray:
     return memory[start : start + nbytes]
 
 
+# Of each thread: a shared buffer would need a lock around all that is done with it.
 class Scratch(threading.local):
     """Memory of each thread for what is looked at or copied on."""
 
@@ -60,6 +63,7 @@ class LoanBuffers:
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
+        # Loans come back from whichever thread has written them.
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, offset: int) -> tuple[np.ndarray, np.ndarray]:
@@ -91,3 +95,14 @@ class LoanBuffers:
     def clear(self) -> None:
         with self._lock:
             self._free.clear()
+
+
+def array_for(info: TensorInfo, box: Box, what: object) -> np.ndarray:
+    """Memory for a box of a tensor. CheckpointError, beginning with `what`, when there is not enough."""
+    try:
+        nbytes = box.numel * info.dtype.itemsize
+        return memory_for(nbytes).view(info.dtype).reshape(box.sizes)
+    except (MemoryError, ValueError) as error:
+        raise CheckpointError(
+            f"{what}: no memory for {box.numel} elements of tensor {info.name!r}, shape {info.shape}: {error}"
+        ) from error

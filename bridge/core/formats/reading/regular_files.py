@@ -1,4 +1,4 @@
-"""Which files of a checkpoint may be read, and small ones read whole."""
+"""Which files of a checkpoint may be read, small ones read whole, and whether a file changed while it was read."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.tensors.base import CheckpointError
@@ -126,3 +127,43 @@ def walk(directory: str | os.PathLike[str]) -> Iterator[tuple[str, list[str], li
         raise error
 
     return os.walk(directory, onerror=fail)
+
+
+class Stamp(NamedTuple):
+    """What tells that a file was not changed: its bytes, and when it was last written to, in nanoseconds."""
+
+    size: int
+    written: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Stamp:
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+def stamps(files: Iterable[Path]) -> Mapping[Path, Stamp]:
+    """Of files of this machine that are there."""
+    by_file = {}
+    for file in files:
+        with suppress(OSError):
+            if not isinstance(file, StorePath):
+                by_file[file] = Stamp.of(file.stat())
+    return by_file
+
+
+def changed(before: Mapping[Path, Stamp]) -> Iterator[tuple[Path, str]]:
+    """Files that are not as their stamps say, and a sentence about each."""
+    for file, stamp in before.items():
+        try:
+            now = Stamp.of(file.stat())
+        except OSError as error:
+            yield file, f"{file} cannot be found any more: {error.strerror}"
+            continue
+        if now != stamp:
+            yield file, change(file, stamp, now)
+
+
+def change(path: object, before: Stamp, now: Stamp) -> str:
+    sizes = (
+        f"it had {before.size} bytes, and has {now.size}" if before.size != now.size else "it was written to"
+    )
+    return f"{path} was changed while it was read: {sizes}; try again when nothing writes to the checkpoint"

@@ -14,8 +14,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from bridge.core.formats.reading.boxes import array_for, box_of
 from bridge.core.formats.reading.model_files import FileKind
+from bridge.core.formats.reading.read_memory import array_for
 from bridge.core.formats.reading.regular_files import regular_file
 from bridge.core.formats.reading.source_files import FileArray, SourceFiles
 from bridge.core.formats.stores.listing import StorePath
@@ -29,6 +29,7 @@ from bridge.core.formats.tensors.base import (
     Wanted,
     require_tensor,
 )
+from bridge.core.formats.tensors.boxes import box_of
 from bridge.core.formats.tensors.wrapping import ClosedAtEnd
 
 
@@ -41,9 +42,9 @@ class SingleChunkReader(ClosedAtEnd):
 
     format: str
 
-    def __init__(self, path: str | os.PathLike[str], kind: FileKind) -> None:
+    def __init__(self, path: str | os.PathLike[str], file_kind: FileKind) -> None:
         self.path = path if isinstance(path, StorePath) else Path(path)
-        self._fileset = kind.find(self.path)
+        self._fileset = file_kind.find(self.path)
         self._files = SourceFiles(self._fileset.directory)
         self._tensors: dict[str, TensorInfo] = {}
         self._object_paths: dict[str, TreePath] = {}

@@ -2,7 +2,7 @@
 
     FileView     metadata: bytes by their place, fetched in pages
     FileArray    elements: where they lie. `copy` writes them into an array, `lend` into a buffer that is used again
-    Piece        small tensors: several at once, into memory that is there
+    Span        small tensors: several at once, into memory that is there
 
 No file is mapped. A mapped file that another process shortens, or whose disk fails, ends this process with SIGBUS; here
 it is a CheckpointError with file, tensor and byte. So is a file that changes between its first and its last read.
@@ -25,9 +25,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from bridge.core.formats.reading.file_stamps import Stamp, change
 from bridge.core.formats.reading.read_memory import BLOCK, SCAN, SCRATCH, LoanBuffers
-from bridge.core.formats.reading.regular_files import open_regular, require_content
+from bridge.core.formats.reading.regular_files import Stamp, change, open_regular, require_content
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.tensors.arrays import row_major
 from bridge.core.formats.tensors.base import COPY_AGAIN, Box, CheckpointError, Loan
@@ -50,7 +49,7 @@ _MOST_PARTS = 1000
 _BETWEEN = memoryview(bytearray(_GAP))
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Bytes of a file from `start` on, and the memory that they are to fill, one part after the other."""
 
     file: str
@@ -118,7 +117,9 @@ class SourceFiles:
         self.directory = directory
         self._opened: OrderedDict[str, OpenFile] = OrderedDict()
         self._stamps: dict[str, Stamp] = {}
-        self._buffers = LoanBuffers()
+        # Made at the first loan: most files are of small tensors, which are read into memory of the writer.
+        self._buffers: LoanBuffers | None = None
+        # For the table of open files; reading is outside of it.
         self._lock = threading.Lock()
         self._closed = False
 
@@ -142,6 +143,7 @@ class SourceFiles:
             return data
         file = self.open(name, what)
         data = self.read_from(file, name, start, stop, what)
+        # After the read: a file that was written to meanwhile has given a mixture of two contents.
         self._require_same(name, file, what)
         return data
 
@@ -175,6 +177,8 @@ class SourceFiles:
         parts: list[bytes] = []
         while start < stop:
             try:
+                # pread has no position that threads share, and reads as it is told. A mapped file
+                # would end the process by SIGBUS where somebody shortens it meanwhile.
                 part = os.pread(file.number, stop - start, start)
             except OSError as error:
                 raise self._failed(name, start, what, error) from error
@@ -194,6 +198,8 @@ class SourceFiles:
         done = 0
         while done < len(target):
             try:
+                # Into the memory of the caller, without bytes between; the call lets go of Python's
+                # lock.
                 count = os.preadv(file.number, [target[done:]], start + done)
             except OSError as error:
                 raise self._failed(name, start + done, what, error) from error
@@ -242,8 +248,10 @@ class SourceFiles:
         if not (source.nbytes and source.row_major):
             return None
         nbytes = source.nbytes
+        with self._lock:
+            buffers = self._buffers = self._buffers or LoanBuffers()
         try:
-            buffer, memory = self._buffers.take(nbytes, offset)
+            buffer, memory = buffers.take(nbytes, offset)
         except MemoryError as error:
             raise CheckpointError(
                 f"{self._path(source.file, source.what)}: no memory for {nbytes} bytes"
@@ -251,17 +259,17 @@ class SourceFiles:
         self.fill(source.file, source.start, memory.data, source.what)
         array = memory.view(source.dtype).reshape(source.shape)
         array.flags.writeable = False
-        return Loan(array, partial(self._buffers.give_back, buffer))
+        return Loan(array, partial(buffers.give_back, buffer))
 
-    def read_into(self, pieces: Sequence[Piece | None]) -> list[bool]:
+    def read_into(self, pieces: Sequence[Span | None]) -> list[bool]:
         """Read pieces of files into memory; whether each is there as a whole.
 
         Neighbours come by one read: each read lets go of Python's lock, and a thread waits longer to get it back than
         the read of a small piece takes. None of them in a store.
         """
-        found = [False] * len(pieces)
+        read = [False] * len(pieces)
         if isinstance(self.directory, StorePath):
-            return found
+            return read
         run: list[tuple[int, int]] = []
         vector: list[memoryview] = []
         name, start, stop = "", 0, 0
@@ -270,7 +278,7 @@ class SourceFiles:
                 continue
             gap = piece.start - stop
             if run and not (piece.file == name and 0 <= gap <= _GAP and len(vector) < _MOST_PARTS):
-                self._read_run(name, start, vector, run, found)
+                self._read_run(name, start, vector, run, read)
                 run, vector = [], []
             if not run:
                 name, start = piece.file, piece.start
@@ -280,21 +288,24 @@ class SourceFiles:
             stop = piece.start + sum(map(len, piece.targets))
             run.append((index, stop))
         if run:
-            self._read_run(name, start, vector, run, found)
-        return found
+            self._read_run(name, start, vector, run, read)
+        return read
 
     def close(self) -> None:
         """Release the files; arrays copied out stay valid."""
         with self._lock:
             self._closed = True
             self._opened.clear()
-        self._buffers.clear()
+        if self._buffers is not None:
+            self._buffers.clear()
 
     def _read_run(
         self, name: str, start: int, vector: list[memoryview], run: list[tuple[int, int]], whole: list[bool]
     ) -> None:
         file = self.open(name, "")
         try:
+            # One read for neighbours and what is between them: a call for each small tensor costs
+            # more than its bytes.
             end = start + os.preadv(file.number, vector, start)
         except OSError as error:
             raise self._failed(name, start, "", error) from error

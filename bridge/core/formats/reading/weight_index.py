@@ -41,13 +41,13 @@ def check_index(directory: Path, weight_map: Mapping[str, str], stored: Iterable
 
     stored: (tensor, file) of all that is in the files.
     """
-    found = set(stored)
+    there = set(stored)
     listed = set(weight_map.items())
     problems = []
-    for wrong, place in ((listed - found, "not in that file"), (found - listed, "not in the index")):
+    for wrong, where in ((listed - there, "not in that file"), (there - listed, "not in the index")):
         if wrong:
             shown = first_of([f"{name!r:.200} of {file}" for name, file in sorted(wrong)])
-            problems.append(f"{len(wrong)} {'is' if len(wrong) == 1 else 'are'} {place}: {shown}")
+            problems.append(f"{len(wrong)} {'is' if len(wrong) == 1 else 'are'} {where}: {shown}")
     if problems:
         raise CheckpointError(
             f"{directory}: expected index and files to name the same tensors, but {'; '.join(problems)}"
@@ -55,7 +55,7 @@ def check_index(directory: Path, weight_map: Mapping[str, str], stored: Iterable
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("a name is given twice")
-    return found
+    return entries

@@ -51,8 +51,8 @@ class Member:
     limit: int
 
 
-def read_directory(files: SourceFiles, name: str, kind: str) -> dict[str, Member]:
-    """All members by name, folders left out. kind: what errors say that the file should be.
+def read_directory(files: SourceFiles, name: str, noun: str) -> dict[str, Member]:
+    """All members by name, folders left out. noun: what errors say that the file should be.
 
     CheckpointError when the directory is damaged, names a member twice, or has members that overlap, are encrypted or
     compressed by another method than deflate.
@@ -61,7 +61,7 @@ def read_directory(files: SourceFiles, name: str, kind: str) -> dict[str, Member
     size = files.size(name)
 
     def refuse(why: str) -> Never:
-        raise CheckpointError(f"{path}: expected {kind}, but {why}")
+        raise CheckpointError(f"{path}: expected {noun}, but {why}")
 
     if size < _END.size:
         refuse(f"the file has {size} bytes: {COPY_AGAIN}")
@@ -162,13 +162,13 @@ def _find_end(
 def _wide(values: list[int], extra: bytes, refuse: Callable[[str], Never]) -> list[int]:
     """The values, those above 32 bits taken from the extra field."""
     while len(extra) >= 4:
-        kind, size = struct.unpack_from("<2H", extra)
-        if kind == _ZIP64_FIELD:
+        field_id, size = struct.unpack_from("<2H", extra)
+        if field_id == _ZIP64_FIELD:
             places = [k for k, value in enumerate(values) if value == _MAX32]
             if size < 8 * len(places) or len(extra) < 4 + 8 * len(places):
                 refuse(f"its directory is damaged: {COPY_AGAIN}")
-            for number, place in enumerate(places):
-                values[place] = struct.unpack_from("<Q", extra, 4 + 8 * number)[0]
+            for number, position in enumerate(places):
+                values[position] = struct.unpack_from("<Q", extra, 4 + 8 * number)[0]
             break
         extra = extra[4 + size :]
     return values

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bridge.core.formats.tensors.base import CheckpointError, TreePath
-from bridge.core.formats.tensors.leaf_names import TREE_PATH_KEYS, is_tree_path
+from bridge.core.formats.tensors.leaves import TREE_PATH_KEYS, is_tree_path
 from bridge.core.formats.tensors.plain import plain_value
 
 EXTRAS_KEY: Final = "twinshard"
@@ -96,16 +96,16 @@ def _decode(value: Any) -> object:
     if not isinstance(value, dict):
         return value
     if len(value) == 1 and next(iter(value)).startswith("$"):
-        ((kind, content),) = value.items()
-        if kind == "$tuple":
+        ((tag, content),) = value.items()
+        if tag == "$tuple":
             return tuple([_decode(item) for item in content])
-        if kind == "$bytes":
+        if tag == "$bytes":
             return base64.b64decode(content, validate=True)
-        if kind == "$float":
+        if tag == "$float":
             return struct.unpack(">d", bytes.fromhex(content))[0]
-        if kind == "$dict":
+        if tag == "$dict":
             return {key: _decode(item) for key, item in content}
-        raise ValueError(f"unknown kind {kind!r:.80}")
+        raise ValueError(f"unknown kind {tag!r:.80}")
     return {key: _decode(item) for key, item in value.items()}
 
 

@@ -17,18 +17,19 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Never
+from typing import Any, Final, Never
 
 import ml_dtypes
 import numpy as np
 
 from bridge.core.formats.reading.source_files import FileView
 from bridge.core.formats.tensors.base import DTYPES, CheckpointError
-from bridge.core.formats.tensors.leaf_names import MAX_NAME
+from bridge.core.formats.tensors.leaves import MAX_NAME
 
 MAX_HEADER: Final = 100_000_000
 """Bytes of a header that every reader of the format accepts."""
 
+SHARDING_KEY: Final = "DCP_SHARDING_INFO"
 METADATA_KEY: Final = "__metadata__"
 LENGTH_BYTES: Final = 8
 _ZIP: Final = b"PK\3\4"
@@ -132,13 +133,6 @@ def dtype_code(dtype: np.dtype) -> str:
     return code
 
 
-def looks_like_header(file: FileView | bytes, start: int) -> bool:
-    """Whether a safetensors file may begin at this byte of a file."""
-    length = int.from_bytes(file[start : start + LENGTH_BYTES], "little")
-    begin = start + LENGTH_BYTES
-    return length <= min(MAX_HEADER, len(file) - begin) and file[begin : begin + 1] == b"{"
-
-
 def header_length(file: FileView | bytes, start: int = 0) -> int:
     """Bytes of the header of a safetensors file, as its first bytes say, and at most MAX_HEADER."""
     return min(MAX_HEADER, int.from_bytes(file[start : start + LENGTH_BYTES], "little"))
@@ -170,8 +164,8 @@ def read_header(file: FileView | bytes, what: str, start: int = 0) -> Header:
     end = base
     for name, array in sorted(arrays.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if array.start != end:
-            kind = "overlaps the one before" if array.start < end else "leaves a gap before it"
-            _refuse(what, f"tensor {name!r} {kind}: it begins at {array.start - base}, not {end - base}")
+            fault = "overlaps the one before" if array.start < end else "leaves a gap before it"
+            _refuse(what, f"tensor {name!r} {fault}: it begins at {array.start - base}, not {end - base}")
         end += array.nbytes
     if end != size:
         _refuse(
@@ -226,8 +220,8 @@ class _Parser:
         more = self.opened()
         alike: dict[tuple[str, str], StoredArray] = {}
         while more:
-            if (found := self.usual(arrays, alike)) is not None:
-                more = found
+            if (count := self.usual(arrays, alike)) is not None:
+                more = count
                 continue
             name = self.key()
             if name == METADATA_KEY:
@@ -248,10 +242,10 @@ class _Parser:
 
         None for any other, and where anything is wrong: nothing is taken then.
         """
-        found = _USUAL.match(self.text, self.position)
-        if found is None:
+        match = _USUAL.match(self.text, self.position)
+        if match is None:
             return None
-        name, code, sizes, begin, end, last = found.groups()
+        name, code, sizes, begin, end, last = match.groups()
         if "\\" in name or len(name) > MAX_NAME or name == METADATA_KEY or name in arrays:
             return None
         like = alike.get((code, sizes))
@@ -264,18 +258,18 @@ class _Parser:
         if int(end) - start != like.nbytes:
             return None
         arrays[name] = StoredArray(like.dtype, like.shape, self.base + start, like.bits)
-        self.position = found.end()
+        self.position = match.end()
         return last == ","
 
     def refuse(self, why: str) -> Never:
         _refuse(self.what, why)
 
     def match(self, pattern: re.Pattern[str], expected: str) -> str:
-        found = pattern.match(self.text, self.position)
-        if found is None:
+        matched = pattern.match(self.text, self.position)
+        if matched is None:
             self.refuse(f"its header is malformed: expected {expected} at character {self.position}")
-        self.position = found.end()
-        return found[found.lastindex or 0]
+        self.position = matched.end()
+        return matched[matched.lastindex or 0]
 
     def opened(self) -> bool:
         return not self.match(_OPEN, "'{'")
@@ -298,18 +292,18 @@ class _Parser:
         return raw
 
     def texts(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+        content: dict[str, str] = {}
         if (nothing := _NULL.match(self.text, self.position)) is not None:
             self.position = nothing.end()
-            return found
+            return content
         more = self.opened()
         while more:
             key = self.key()
-            if key in found:
+            if key in content:
                 self.refuse(f"{METADATA_KEY} has {key!r} twice")
-            found[key] = self.unquoted(self.match(_TEXT, "text"), MAX_HEADER)
+            content[key] = self.unquoted(self.match(_TEXT, "text"), MAX_HEADER)
             more = self.another()
-        return found
+        return content
 
     def array(self, name: str) -> StoredArray:
         fields: dict[str | None, re.Match[str]] = {}
@@ -341,3 +335,25 @@ class _Parser:
                 f"tensor {name!r}, {code} of shape {shape}, has {end - begin} bytes, not {array.nbytes}"
             )
         return array
+
+
+def saved_offsets(header: Header, what: str) -> Mapping[str, tuple[int, ...]]:
+    """Where in the global tensors the arrays of a file belong, as PyTorch notes it; empty if it does not.
+
+    CheckpointError, beginning with `what`, when it is malformed or lacks one of the arrays.
+    """
+    text = header.metadata.get(SHARDING_KEY)
+    if text is None:
+        return {}
+    try:
+        content: Any = json.loads(text)
+        offsets = {name: tuple(content[name]["saved_offsets"]) for name in header.arrays}
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise CheckpointError(f"{what}: malformed {SHARDING_KEY}: {error!r:.200}") from error
+    for name, offset in offsets.items():
+        rank = len(header.arrays[name].shape)
+        if len(offset) != rank or not all(type(n) is int and 0 <= n < 1 << 62 for n in offset):
+            raise CheckpointError(
+                f"{what}: tensor {name!r}: expected {rank} offsets of at least 0 in {SHARDING_KEY}, got {offset!r:.80}"
+            )
+    return offsets

@@ -6,30 +6,31 @@ file says otherwise (see `extras.py`).
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from bridge.core.formats.reading.boxes import ChunkIndex, array_for, box_of
 from bridge.core.formats.reading.model_files import ModelFiles
+from bridge.core.formats.reading.read_memory import array_for
 from bridge.core.formats.reading.regular_files import regular_file
-from bridge.core.formats.reading.source_files import FileArray, Piece, SourceFiles
+from bridge.core.formats.reading.source_files import FileArray, SourceFiles, Span
 from bridge.core.formats.reading.weight_index import check_index
 from bridge.core.formats.safetensors.extras import EXTRAS_KEY, Extras, parse_extras
 from bridge.core.formats.safetensors.files import find_files
 from bridge.core.formats.safetensors.header import (
     LENGTH_BYTES,
     METADATA_KEY,
+    SHARDING_KEY,
     Header,
     StoredArray,
     header_length,
     read_header,
+    saved_offsets,
 )
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.tensors.arrays import as_integers, strides_of
@@ -43,14 +44,12 @@ from bridge.core.formats.tensors.base import (
     Wanted,
     require_tensor,
 )
-from bridge.core.formats.tensors.coverage import check_coverage
-from bridge.core.formats.tensors.damaged_parts import one_part
-from bridge.core.formats.tensors.wrapping import ClosedAtEnd
+from bridge.core.formats.tensors.boxes import ChunkIndex, box_of, check_coverage
+from bridge.core.formats.tensors.wrapping import ClosedAtEnd, one_part
 
 FORMAT_KEY: Final = "format"
 FORMAT_VALUE: Final = "pt"
-_SHARDING_KEY: Final = "DCP_SHARDING_INFO"
-HIDDEN_KEYS: Final = frozenset({EXTRAS_KEY, _SHARDING_KEY, "DCP_VERSION"})
+HIDDEN_KEYS: Final = frozenset({EXTRAS_KEY, SHARDING_KEY, "DCP_VERSION"})
 """Texts in a header that are about the file, and are no objects."""
 
 
@@ -157,14 +156,14 @@ class SafetensorsReader(ClosedAtEnd):
         pieces = [self._whole_piece(name, target) for name, target in wanted]
         return [Checksums() if read else None for read in self._files.read_into(pieces)]
 
-    def _whole_piece(self, name: str, target: memoryview) -> Piece | None:
+    def _whole_piece(self, name: str, target: memoryview) -> Span | None:
         pieces = self._pieces[name]
         if len(pieces) != 1 or name in self.unreadable:
             return None
         (piece,) = pieces
         array = piece.array
         whole = piece.box.sizes == self._tensors[name].shape and array.nbytes == target.nbytes
-        return Piece(piece.file, array.start, (target,)) if whole else None
+        return Span(piece.file, array.start, (target,)) if whole else None
 
     def _part(self, piece: _Piece, common: Box, name: str) -> FileArray:
         """Where elements of a piece are in the file."""
@@ -220,12 +219,12 @@ class SafetensorsReader(ClosedAtEnd):
             path = paths.get(name, (name,))
             first = pieces[0]
             # Most tensors are in one piece each, and of such a shape and dtype thousands may be.
-            one = len(pieces) == 1 and not any(first.box.offsets)
-            like = alike.get((first.array.shape, first.array.dtype)) if one else None
+            is_whole = len(pieces) == 1 and not any(first.box.offsets)
+            like = alike.get((first.array.shape, first.array.dtype)) if is_whole else None
             if like is None:
                 with one_part(name):
                     infos[name] = self._info(name, path)
-                    if one:
+                    if is_whole:
                         alike[first.array.shape, first.array.dtype] = infos[name]
             else:
                 infos[name] = like.named(name, path)
@@ -276,25 +275,3 @@ class SafetensorsReader(ClosedAtEnd):
                 for file, text in by_file.items():
                     add(f"{METADATA_KEY}.{file}.{key}", (METADATA_KEY, file, key), text)
         return values, paths
-
-
-def saved_offsets(header: Header, what: str) -> Mapping[str, tuple[int, ...]]:
-    """Where in the global tensors the arrays of a file belong, as PyTorch notes it; empty if it does not.
-
-    CheckpointError, beginning with `what`, when it is malformed or lacks one of the arrays.
-    """
-    text = header.metadata.get(_SHARDING_KEY)
-    if text is None:
-        return {}
-    try:
-        content: Any = json.loads(text)
-        offsets = {name: tuple(content[name]["saved_offsets"]) for name in header.arrays}
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise CheckpointError(f"{what}: malformed {_SHARDING_KEY}: {error!r:.200}") from error
-    for name, offset in offsets.items():
-        rank = len(header.arrays[name].shape)
-        if len(offset) != rank or not all(type(n) is int and 0 <= n < 1 << 62 for n in offset):
-            raise CheckpointError(
-                f"{what}: tensor {name!r}: expected {rank} offsets of at least 0 in {_SHARDING_KEY}, got {offset!r:.80}"
-            )
-    return offsets

@@ -21,6 +21,7 @@ import numpy as np
 
 from bridge.core.formats.files.atomic import sidecar_of
 from bridge.core.formats.files.data_file import DataFile
+from bridge.core.formats.files.journal import Attempt, working_place
 from bridge.core.formats.files.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -31,18 +32,17 @@ from bridge.core.formats.files.manifest import (
     require_own,
     rest_checksum,
 )
+from bridge.core.formats.files.part_files import Share, move_up, part_manifest, write_joint_manifest
 from bridge.core.formats.files.record import ChunkRecord
 from bridge.core.formats.files.recorded_chunks import FlatWriter
 from bridge.core.formats.files.sink import Place
-from bridge.core.formats.files.working import Attempt, working_place
 from bridge.core.formats.safetensors.extras import EXTRAS_KEY, Extras, encode_value, format_extras
 from bridge.core.formats.safetensors.files import INDEX_FILE, SINGLE_FILE, SUFFIX
 from bridge.core.formats.safetensors.header import METADATA_KEY, dtype_code, format_header
 from bridge.core.formats.safetensors.reader import FORMAT_KEY, FORMAT_VALUE, HIDDEN_KEYS
 from bridge.core.formats.stores.upload import UploadFile
 from bridge.core.formats.tensors.base import CheckpointError, Checksums, TensorInfo, TreePath
-from bridge.core.formats.tensors.leaf_names import flat_name
-from bridge.core.formats.tensors.share import Share
+from bridge.core.formats.tensors.leaves import flat_name
 
 SHARD_BYTES: Final = 5_000_000_000
 """Largest shard, as Hugging Face cuts them; a larger tensor has one of its own."""
@@ -88,6 +88,7 @@ class SafetensorsWriter(FlatWriter):
         self._places: dict[str, Place] | None = None
         self._sink = _Rows(self._laid_out)
         self._names: list[str] = []
+        # Offsets in the header follow from the order of declarations: one at a time.
         self._lock = threading.Lock()
 
     def add_tensor(
@@ -206,9 +207,9 @@ class SafetensorsWriter(FlatWriter):
         files = {}
         for file in self._names:
             ranges = [
-                (place.offset, place.offset + place.length)
-                for place in places
-                if str(place.file.path).rpartition("/")[2] == file
+                (where.offset, where.offset + where.length)
+                for where in places
+                if str(where.file.path).rpartition("/")[2] == file
             ]
             rest = rest_checksum(folder / file, ranges)
             files[file] = ManifestFile((folder / file).stat().st_size, None, rest)
@@ -279,3 +280,37 @@ class _Rows:
 
     def recall(self, info: TensorInfo, number: int, remembered: int) -> None:
         pass
+
+
+def join(folder: Path, parts: Sequence[Path], conversion: str) -> None:
+    """Make `folder` a checkpoint of these parts, in their order; the same again after a kill at any moment.
+
+    CheckpointError when a file of a part is missing.
+    """
+    manifests = [part_manifest(part) for part in parts]
+    indexes = [json.loads((part / INDEX_FILE).read_text()) for part in parts]
+    shards = [
+        (number, name)
+        for number, index in enumerate(indexes)
+        for name in dict.fromkeys(index["weight_map"].values())
+    ]
+    # Without any tensor, the first part has the objects.
+    shards = shards or [(0, SINGLE_FILE)]
+    files: dict[str, ManifestFile] = {}
+    renamed: dict[tuple[int, str], str] = {}
+    for position, (number, name) in enumerate(shards):
+        new = f"model-{position + 1:05}-of-{len(shards):05}{SUFFIX}" if len(shards) > 1 else SINGLE_FILE
+        renamed[number, name] = new
+        files[new] = manifests[number].files[name]
+        move_up(parts[number] / name, folder / new, files[new].size)
+    if len(shards) > 1:
+        weight_map = {
+            tensor: renamed[number, name]
+            for number, index in enumerate(indexes)
+            for tensor, name in index["weight_map"].items()
+        }
+        total = sum(index["metadata"]["total_size"] for index in indexes)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        files[INDEX_FILE] = file_entry(folder / INDEX_FILE)
+    write_joint_manifest(folder, "safetensors", manifests, files, conversion)

@@ -24,8 +24,14 @@ from bridge.core.formats.files.atomic import fsync_directory, is_temporary
 from bridge.core.formats.files.journal import JOURNAL_FILE
 from bridge.core.formats.saving import pending
 from bridge.core.formats.saving.extras import SaveExtras
-from bridge.core.formats.saving.retention import METRICS_FILE, Retention, read_metrics, render_metrics
-from bridge.core.formats.saving.steps import choose_step, complete_steps
+from bridge.core.formats.saving.steps import (
+    METRICS_FILE,
+    Retention,
+    choose_step,
+    complete_steps,
+    read_metrics,
+    render_metrics,
+)
 from bridge.core.formats.stores.store import path_here
 from bridge.core.formats.tensors.base import CheckpointError
 
@@ -102,7 +108,7 @@ class StepManager:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
             self.close()
@@ -138,14 +144,14 @@ class StepManager:
 
     def _metrics(self) -> tuple[dict[int, dict[str, float]], dict[int, CheckpointError]]:
         """The metrics of each complete step, and why those of others cannot be read."""
-        found: dict[int, dict[str, float]] = {}
+        by_step: dict[int, dict[str, float]] = {}
         damaged: dict[int, CheckpointError] = {}
         for step, places in complete_steps(self.directory).items() if self._retention.best_metric else ():
             try:
-                found[step] = read_metrics(places[0])
+                by_step[step] = read_metrics(places[0])
             except CheckpointError as error:
                 damaged[step] = error
-        return found, damaged
+        return by_step, damaged
 
     def _clean(self) -> None:
         """Remove what killed saves left; by one process, before the first save."""
@@ -183,6 +189,7 @@ def _renamed(step: Path) -> Path:
     """Under a temporary name, so that no reader finds half of a step."""
     temporary = step.with_name(f"{step.name}.tmp-{secrets.token_hex(4)}")
     os.rename(step, temporary)
+    # Before anything is removed, else a power cut could bring the name back with half of its files.
     fsync_directory(step.parent)
     return temporary
 

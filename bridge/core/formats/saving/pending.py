@@ -40,6 +40,8 @@ class PendingSave:
         self._told = False
         self._thread = None
         if work is not None:
+            # No daemon: the interpreter waits for it at its end, so that the save of the last step
+            # is complete.
             self._thread = threading.Thread(target=self._run, args=(work,), name=f"save of {path.name}")
             self._thread.start()
 
@@ -93,6 +95,7 @@ def start(path: Path, work: Callable[[], None]) -> PendingSave:
         _telling = os.getpid()
         atexit.register(_report)
         # Forked processes of multiprocessing end without exit functions.
+        # Found with a process of multiprocessing whose last save failed: it ended with status 0.
         if multiprocessing.parent_process() is not None:
             Finalize(None, _report_of_child, exitpriority=1000)
     _latest = PendingSave(path, work)

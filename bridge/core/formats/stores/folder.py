@@ -22,14 +22,19 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from bridge.core.formats.stores.composed import (
+from bridge.core.formats.stores.numbered_parts import (
     ComposedParts,
+    FinishedParts,
+    OrderedParts,
+    Parts,
+    S3Parts,
     composes,
     objects_from,
     put_object,
     remove_objects,
+    retried,
+    s3_uploads,
 )
-from bridge.core.formats.stores.parts import FinishedParts, OrderedParts, Parts, S3Parts, retried, s3_uploads
 from bridge.core.formats.stores.store import (
     cannot_be_reached,
     open_store,
@@ -253,31 +258,31 @@ class StoreFolder:
             if not self._exists(claim):
                 return {}
             try:
-                found = json.loads(retried(lambda: self._system.cat_file(claim)))
-                process = dict(found["process"])
-                found["key"], found["data"], found["files"]  # KeyError for one that is not ours
+                claimed = json.loads(retried(lambda: self._system.cat_file(claim)))
+                process = dict(claimed["process"])
+                claimed["key"], claimed["data"], claimed["files"]  # KeyError for one that is not ours
             except (ValueError, LookupError, TypeError):
                 return {}
         if lives(process, self._root):
             raise CheckpointError(f"{self.url} is being written by another process: wait for it, or stop it")
-        return dict(found)
+        return dict(claimed)
 
     def _require_free(self, earlier: Mapping[str, Any]) -> None:
         """FileExistsError when anything but parts of an earlier attempt is there, or when that one had ended."""
         with store_errors(f"cannot look at {self.url}"):
             if self._single:
                 names = (self._root, self._name("twinshard_manifest.json"))
-                found = {name for name in names if self._exists(name)}
+                taken = {name for name in names if self._exists(name)}
             else:
                 there = retried(lambda: self._system.find(self._root)) if self._exists(self._root) else []
-                found = {name for name in there if not name.startswith(self._name(CLAIM))}
+                taken = {name for name in there if not name.startswith(self._name(CLAIM))}
         files = [self._name(name) for name in earlier.get("files", ())]
         known = {*files, *(self._name(name) for name in earlier.get("data", ()))}
-        complete = bool(files) and found == known
+        complete = bool(files) and taken == known
         if complete:
             # Its process was killed before it removed these.
             self._forget()
-        if found and (complete or not found <= known):
+        if taken and (complete or not taken <= known):
             raise FileExistsError(
                 f"expected nothing at {self.url}, found something: remove it first or choose another name"
             )
@@ -373,11 +378,11 @@ def _names(protocol: str | Sequence[str]) -> Sequence[str]:
     return (protocol,) if isinstance(protocol, str) else protocol
 
 
-def _differences(key: Mapping[str, str], found: Mapping[str, str]) -> str:
+def _differences(key: Mapping[str, str], noted: Mapping[str, str]) -> str:
     return "; ".join(
-        f"{name}: expected {key.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
-        for name in dict.fromkeys((*key, *found))
-        if key.get(name) != found.get(name)
+        f"{name}: expected {key.get(name, 'nothing')}, found {noted.get(name, 'nothing')}"
+        for name in dict.fromkeys((*key, *noted))
+        if key.get(name) != noted.get(name)
     )
 
 

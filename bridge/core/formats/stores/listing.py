@@ -4,7 +4,8 @@
     s3://bucket/runs/step_40/d/3f2a  StorePath, a file of it
 
 Readers of formats take such a path as they take one of this machine: they ask it for its name, parent, children, size
-and, of small files, bytes. Nothing is asked of the store but what `FileRanges` fetches.
+and, of small files, bytes. `StoredReader` is the checkpoint as the reader of its format has opened
+it. Nothing is asked of the store but what `FileRanges` fetches.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import fnmatch
 import hashlib
 import io
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike, stat_result
 from pathlib import Path
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from bridge.core.formats.stores.ranges import FileRanges
 from bridge.core.formats.stores.store import FileSystem, open_store, store_errors, without_end
-from bridge.core.formats.tensors.base import CheckpointError
+from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader
+from bridge.core.formats.tensors.wrapping import WrappingReader
 
 _INDEX_SUFFIX: Final = ".index.json"
 _MAX_METADATA: Final = 1 << 30
@@ -39,18 +41,18 @@ class Listing:
     def __init__(self, url: str) -> None:
         self.url = without_end(url)
         system, root = open_store(url)
-        found, home = self._list(system, root)
+        infos, home = self._list(system, root)
         self.fingerprint = hashlib.sha256(
-            repr(sorted((name, _version(info)) for name, info in found.items())).encode()
+            repr(sorted((name, _version(info)) for name, info in infos.items())).encode()
         ).hexdigest()[:16]
         # The root's own name is a part of all paths, so that the files beside a single one are its siblings.
         name = root.rpartition("/")[2]
-        above = () if root in found else (name,)
+        above = () if root in infos else (name,)
         self._above_url = self.url.rpartition("/")[0] if name else self.url
         self.files: dict[tuple[str, ...], str] = {}
         self.sizes: dict[tuple[str, ...], int] = {}
         self.children: dict[tuple[str, ...], set[str]] = {(): set()}
-        for stored, info in found.items():
+        for stored, info in infos.items():
             parts = (*above, *self._parts(stored, home))
             self.files[parts], self.sizes[parts] = stored, info["size"]
             for end in range(len(parts)):
@@ -83,24 +85,24 @@ class Listing:
     def _list(self, system: FileSystem, root: str) -> tuple[Mapping[str, Mapping[str, Any]], str]:
         """Files by their name in the store, and the directory there that they are below."""
         parent = root.rpartition("/")[0]
-        found: dict[str, Mapping[str, Any]] = {}
+        infos: dict[str, Mapping[str, Any]] = {}
         refused = ""
         with store_errors(f"cannot list {self.url}"):
             # What another process wrote meanwhile is not in the listing that the file system remembers.
             system.invalidate_cache()
             try:
-                found = dict(system.find(root, detail=True))
+                infos = dict(system.find(root, detail=True))
             except FileNotFoundError as error:
                 # The bucket or repository is not: a directory that is not there is an empty listing.
                 refused = str(error).partition("\n")[0].rstrip(".")
             if root.endswith(_INDEX_SUFFIX):
                 # An index lists files beside it.
-                found |= system.find(parent, maxdepth=1, detail=True)
-            elif set(found) == {root}:
+                infos |= system.find(parent, maxdepth=1, detail=True)
+            elif set(infos) == {root}:
                 for beside in (f"{root}.manifest.json", f"{parent}/config.json"):
                     with suppress(FileNotFoundError):
-                        found[beside] = system.info(beside)
-        files = {n: i for n, i in found.items() if i["type"] == "file" and not n.endswith("/")}
+                        infos[beside] = system.info(beside)
+        files = {n: i for n, i in infos.items() if i["type"] == "file" and not n.endswith("/")}
         if not files:
             raise FileNotFoundError(
                 f"{self.url} does not exist: expected a checkpoint there{f'; {refused}' if refused else ''}"
@@ -200,9 +202,9 @@ class StorePath(_Path):
         """Kind and size, and a number that tells files apart."""
         if not self.exists():
             raise FileNotFoundError(f"{self} does not exist")
-        kind = stat.S_IFREG if self.is_file() else stat.S_IFDIR
+        mode = stat.S_IFREG if self.is_file() else stat.S_IFDIR
         return stat_result(
-            (kind, hash(self._path), 0, 1, 0, 0, self.listing.sizes.get(self._path, 0), 0, 0, 0)
+            (mode, hash(self._path), 0, 1, 0, 0, self.listing.sizes.get(self._path, 0), 0, 0, 0)
         )
 
     def iterdir(self) -> Iterator[Self]:  # type: ignore[override] # an iterator, as pathlib's before Python 3.13
@@ -251,3 +253,35 @@ class StorePath(_Path):
         if not self.is_file():
             raise FileNotFoundError(f"{self} does not exist: expected a file of the checkpoint")
         return self.listing.files[self._path]
+
+
+class StoredReader(WrappingReader):
+    """The checkpoint at `url`; see `CheckpointReader`. `open_path` opens it. OSError when the store fails."""
+
+    def __init__(self, url: str, open_path: Callable[[StorePath], CheckpointReader]) -> None:
+        self._listing = Listing(url)
+        try:
+            super().__init__(open_path(self._listing.root))
+        except BaseException:
+            self._listing.close()
+            raise
+        self.path: str = self._listing.url
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the files' names, sizes and versions in the store."""
+        return self._listing.fingerprint
+
+    @property
+    def opened(self) -> CheckpointReader:
+        """The reader of its format, whose path is one in the store; of one item or folder, where that is."""
+        return self._reader
+
+    def files(self) -> Sequence[Path]:
+        """None: they are in the store."""
+        return ()
+
+    def close(self) -> None:
+        """Let go of what was fetched. Arrays already read stay valid."""
+        super().close()
+        self._listing.close()

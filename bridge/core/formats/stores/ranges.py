@@ -50,6 +50,7 @@ class FileRanges:
         self._held = 0
         self._ends: deque[tuple[str, int]] = deque(maxlen=_READERS)
         self._small: dict[str, bytes] = {}
+        # Readers of one block wait for the thread that fetches it.
         self._ready = threading.Condition()
 
     def close(self) -> None:
@@ -65,9 +66,9 @@ class FileRanges:
             if name in self._small:
                 return self._small[name]
             wanted = [n for n in dict.fromkeys((name, *together)) if n not in self._small]
-            found = self._fetch([(n, 0, self._sizes[n]) for n in wanted])
-            self._small.update((n, d) for n, d in zip(wanted, found, strict=True) if len(d) <= self.block)
-            return found[0]
+            fetched = self._fetch([(n, 0, self._sizes[n]) for n in wanted])
+            self._small.update((n, d) for n, d in zip(wanted, fetched, strict=True) if len(d) <= self.block)
+            return fetched[0]
 
     def read_into(self, name: str, start: int, target: memoryview) -> None:
         """Fill memory with the bytes from `start` on. OSError when the store does not give them."""
@@ -111,7 +112,7 @@ class FileRanges:
             self._pending.update((name, block) for block in claimed)
         try:
             size = self._sizes[name]
-            found = self._fetch([(name, b * self.block, min((b + 1) * self.block, size)) for b in claimed])
+            fetched = self._fetch([(name, b * self.block, min((b + 1) * self.block, size)) for b in claimed])
         except BaseException:
             # Absent again, so that a waiting thread tries, and gets an error of its own if the store still fails.
             with self._ready:
@@ -119,8 +120,8 @@ class FileRanges:
                 self._ready.notify_all()
             raise
         with self._ready:
-            self._keep(name, dict(zip(claimed, found, strict=True)))
-        return [(b, data) for b, data in zip(claimed, found, strict=True) if b < last]
+            self._keep(name, dict(zip(claimed, fetched, strict=True)))
+        return [(b, data) for b, data in zip(claimed, fetched, strict=True) if b < last]
 
     def _keep(self, name: str, blocks: Mapping[int, bytes]) -> None:
         for number, data in blocks.items():
@@ -133,9 +134,9 @@ class FileRanges:
 
     def _fetch(self, wanted: Sequence[tuple[str, int, int]]) -> list[bytes]:
         """Ranges of files, all at once; those that fail again, with a pause that grows."""
-        found: dict[int, bytes] = {n: b"" for n, (_, start, stop) in enumerate(wanted) if start == stop}
+        fetched: dict[int, bytes] = {n: b"" for n, (_, start, stop) in enumerate(wanted) if start == stop}
         for attempt in range(ATTEMPTS):
-            left = [n for n in range(len(wanted)) if n not in found]
+            left = [n for n in range(len(wanted)) if n not in fetched]
             if not left:
                 break
             names, starts, stops = zip(*(wanted[n] for n in left), strict=True)
@@ -144,8 +145,8 @@ class FileRanges:
                 name, start, stop = wanted[n]
                 what = f"cannot read {self._urls[name]}"
                 if isinstance(got, BaseException):
-                    kind = FileNotFoundError if isinstance(got, FileNotFoundError) else OSError
-                    error = kind(f"{what}: {type(got).__name__}: {got}")
+                    error_type = FileNotFoundError if isinstance(got, FileNotFoundError) else OSError
+                    error = error_type(f"{what}: {type(got).__name__}: {got}")
                     error.__cause__ = got
                     if isinstance(got, _FINAL) or not isinstance(got, Exception):
                         raise error
@@ -155,12 +156,14 @@ class FileRanges:
                         "meanwhile?"
                     )
                 else:
-                    found[n] = got
+                    fetched[n] = got
             if error is not None:
                 if attempt == ATTEMPTS - 1:
                     raise error
+                # A store that throttles is left alone for longer each time: 0.1, 0.2 and 0.4
+                # seconds.
                 time.sleep(_PAUSE * 2**attempt)
-        return [found[n] for n in range(len(wanted))]
+        return [fetched[n] for n in range(len(wanted))]
 
     def _ask(
         self, names: Sequence[str], starts: Sequence[int], stops: Sequence[int]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-from bridge.core.formats.stores.parts import Parts
+from bridge.core.formats.stores.numbered_parts import Parts
 from bridge.core.formats.tensors.base import CheckpointError
 
 PART: Final = 16 << 20
@@ -46,7 +46,10 @@ class UploadFile:
         self._filling: dict[int, tuple[bytearray, int]] = {}
         self._sent: set[int] = set()
         self._notes: list[tuple[int, int, Note]] = []
+        # Chunks of one part come from several threads; whoever fills it up sends it.
         self._lock = threading.Lock()
+        # Writers wait here while so many parts are on their way: memory does not grow with the
+        # file.
         self._room = threading.BoundedSemaphore(SENDING)
         self._pool = ThreadPoolExecutor(SENDING, thread_name_prefix="upload")
         self._futures: list[Future[None]] = []

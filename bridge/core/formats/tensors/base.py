@@ -272,14 +272,14 @@ class CheckpointReader(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
 
 def unreadable(reader: CheckpointReader) -> Mapping[str, str]:
     """Why a tensor is listed but cannot be read, by its name: only some formats say so, see `SafetensorsReader`."""
-    found: Mapping[str, str] = getattr(reader, "unreadable", {})
-    return found
+    reasons: Mapping[str, str] = getattr(reader, "unreadable", {})
+    return reasons
 
 
 def drop_options(names: Sequence[str], most: int = 40) -> str:
@@ -359,7 +359,7 @@ class CheckpointWriter(Protocol):
         """Store a value that is not a tensor: None, bool, int, float, str, or list, tuple, dict of these."""
 
     def add_kinds(self, kinds: Mapping[str, str]) -> None:
-        """Say what leaves of a JAX tree are beyond tensors and objects, by the names of these; see `leaf_kinds.py`.
+        """Say what leaves of a JAX tree are beyond tensors and objects, by the names of these; see `leaves.py`.
 
         After the tensors and objects, and before the first `write`. CheckpointError for a typed key whose tensor is
         not uint32 in Orbax.
@@ -374,5 +374,5 @@ class CheckpointWriter(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.leaf_names import is_unicode
+from bridge.core.formats.tensors.leaves import is_unicode
 
 MAX_NODES = 1 << 20
 PLAIN_VALUE = "expected None, bool, int, float, str, or list, tuple, dict of these"
@@ -61,20 +61,20 @@ def plain_value(
             raise CheckpointError(
                 f"{what}: expected at most {MAX_NODES} values, nested {_MAX_DEPTH} deep, got more"
             )
-        kind = type(node)
-        if node is None or kind in (bool, float):
+        node_type = type(node)
+        if node is None or node_type in (bool, float):
             return node
-        if isinstance(node, int) and kind is int and node.bit_length() < 8 * _MAX_INT_BYTES:
+        if isinstance(node, int) and node_type is int and node.bit_length() < 8 * _MAX_INT_BYTES:
             return node
-        if isinstance(node, str) and kind is str and is_unicode(node):
+        if isinstance(node, str) and node_type is str and is_unicode(node):
             return counted(node)
-        if binary and isinstance(node, bytes) and kind is bytes:
+        if binary and isinstance(node, bytes) and node_type is bytes:
             return counted(node)
-        if isinstance(node, list) and kind is list:
+        if isinstance(node, list) and node_type is list:
             return [copy(item, depth + 1) for item in node]
-        if isinstance(node, tuple) and kind is tuple:
+        if isinstance(node, tuple) and node_type is tuple:
             return tuple([copy(item, depth + 1) for item in node])
-        if isinstance(node, dict) and kind is dict:
+        if isinstance(node, dict) and node_type is dict:
             for key in node:
                 if type(key) not in (str, int, bool, type(None)):
                     raise CheckpointError(
@@ -82,11 +82,11 @@ def plain_value(
                     )
             return {copy(key, depth + 1): copy(item, depth + 1) for key, item in node.items()}
         # Decoded once for all places that refer to the object: there may be a million of them.
-        found = described[id(node)] = described.get(id(node)) or foreign(node)
-        if isinstance(found, bytes):
-            return counted(found)
-        if isinstance(found, Described):
-            return copy(found.value, depth + 1)
-        raise CheckpointError(f"{what}: {PLAIN_VALUE}, got {found}")
+        description = described[id(node)] = described.get(id(node)) or foreign(node)
+        if isinstance(description, bytes):
+            return counted(description)
+        if isinstance(description, Described):
+            return copy(description.value, depth + 1)
+        raise CheckpointError(f"{what}: {PLAIN_VALUE}, got {description}")
 
     return copy(value, 0)

@@ -1,12 +1,20 @@
 """What readers have in common: they close at the end of a `with` block, read values when asked, and wrap each other.
 
-SelectedReader -> CheckedReader -> reader of a format <- StoredReader, which was opened and is closed
+    SelectedReader -> CheckedReader -> reader of a format <- StoredReader, which was opened and is closed
+
+A reader stops at the first damaged part of a checkpoint. `verify` goes on with the others:
+
+    with damage_noted() as damage:                `verify`: the reader has what could be opened, `damage` the rest
+        reader = open_checkpoint(path)
+    with one_part("model-00002.safetensors"):     a reader, around what concerns that part alone
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -37,7 +45,7 @@ class ClosedAtEnd(ABC):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -135,3 +143,45 @@ class AlteredReader(WrappingReader):
             )
         )
         return [None if own is None else next(checksums) for own in owns]
+
+
+_DAMAGE: ContextVar[dict[str, CheckpointError] | None] = ContextVar("damage", default=None)
+
+
+@contextmanager
+def damage_noted() -> Iterator[dict[str, CheckpointError]]:
+    """Checkpoints that this thread opens inside leave damaged parts out; what is wrong, by the parts' names."""
+    damage: dict[str, CheckpointError] = {}
+    token = _DAMAGE.set(damage)
+    try:
+        yield damage
+    finally:
+        _DAMAGE.reset(token)
+
+
+class one_part:  # named as a function is, as those of contextlib are
+    """What concerns one file, array or member of a checkpoint, whose CheckpointError may leave the others whole.
+
+    A class, since readers enter it for each array: a generator costs twice the calls.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, CheckpointError) or (damage := _DAMAGE.get()) is None:
+            return False
+        damage[self.name] = error
+        return True
+
+
+def home_of(reader: CheckpointReader) -> Path:
+    """Where a checkpoint that was opened is, here or in a store; of one item or folder, where that is."""
+    # A reader of a store has opened one of the format there, whose path is in the store's listing.
+    opened: CheckpointReader = getattr(reader, "opened", reader)
+    return Path(opened.path) if isinstance(opened.path, str) else opened.path

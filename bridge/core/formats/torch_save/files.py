@@ -50,8 +50,8 @@ def members_of(files: SourceFiles, name: str) -> dict[str, Member]:
             f"{path}: expected {_KIND}, found the format before PyTorch 1.6, which has no parts: {_SAVE_AGAIN}"
         )
     if not head.startswith(ZIP_MAGIC):
-        found = "a pickle" if head.startswith(_PICKLE) else "a file of another kind"
-        raise CheckpointError(f"{path}: expected {_KIND}, found {found}: {_SAVE_AGAIN}")
+        description = "a pickle" if head.startswith(_PICKLE) else "a file of another kind"
+        raise CheckpointError(f"{path}: expected {_KIND}, found {description}: {_SAVE_AGAIN}")
     members: dict[str, Member] = {}
     for full, member in read_directory(files, name, _KIND).items():
         short = full.partition("/")[2]

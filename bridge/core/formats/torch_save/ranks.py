@@ -15,7 +15,7 @@ from bridge.core.formats.files.manifest import object_checksum
 from bridge.core.formats.reading.single_chunk import SingleChunkReader
 from bridge.core.formats.reading.source_files import FileArray
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo, UnreadableValue
-from bridge.core.formats.tensors.coverage import check_coverage
+from bridge.core.formats.tensors.boxes import check_coverage
 from bridge.core.formats.tensors.wrapping import ReadWhenAsked
 from bridge.core.formats.torch_save.files import TORCH_FILES
 from bridge.core.formats.torch_save.reader import PIECE, TorchSaveReader

@@ -35,12 +35,10 @@ from bridge.core.formats.reading.weight_index import check_index
 from bridge.core.formats.reading.zip_directory import Member, data_start
 from bridge.core.formats.tensors.arrays import as_integers
 from bridge.core.formats.tensors.base import Box, CheckpointError, TensorInfo
-from bridge.core.formats.tensors.damaged_parts import one_part
-from bridge.core.formats.tensors.leaf_names import flat_name
-from bridge.core.formats.tensors.wrapping import ReadWhenAsked
-from bridge.core.formats.torch_save.dtensors import LocalPiece, local_piece
+from bridge.core.formats.tensors.leaves import flat_name
+from bridge.core.formats.tensors.wrapping import ReadWhenAsked, one_part
 from bridge.core.formats.torch_save.files import TORCH_FILES, members_of
-from bridge.core.formats.torch_save.tree import is_tensor, leaves, value_of
+from bridge.core.formats.torch_save.tree import LocalPiece, is_tensor, leaves, local_piece, value_of
 
 PIECE: Final = (
     "a piece of a DTensor, of which other ranks' files have the rest: give the folder with all of them"
@@ -190,8 +188,8 @@ class TorchSaveReader(SingleChunkReader):
         listed = list(members.values())
         # The start is the place in the list until it is looked up; torch.save can be told to skip checksums: 0.
         records = {
-            name: Record(place, m.size, m.crc if m.crc or not m.size else None)
-            for place, (name, m) in enumerate(members.items())
+            name: Record(position, m.size, m.crc if m.crc or not m.size else None)
+            for position, (name, m) in enumerate(members.items())
         }
         root = read_pickle(self._small(file, members["data.pkl"], _VOCABULARY.max_bytes), _VOCABULARY, what)
         for path_in_tree, node in leaves(root, what):

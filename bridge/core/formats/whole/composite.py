@@ -1,14 +1,201 @@
-"""The parts of a checkpoint that is several: items of an Orbax step, folders of a pipeline."""
+"""Several checkpoints read as one tree: items of an Orbax step, or folders of a pipeline of diffusers.
+
+step_10/params/_METADATA       kernel, bias         params/kernel, params/bias
+step_10/opt_state/_METADATA    0/mu/kernel          opt_state/0/mu/kernel
+
+model_index.json                                    "unet": ["diffusers", "UNet2DConditionModel"], ...
+unet/config.json, diffusion_pytorch_model.safetensors        unet.conv_in.weight
+tokenizer/vocab.json, scheduler/scheduler_config.json        no weights: go along as they are
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
-from bridge.core.formats.orbax.items import has_items, items_of_one_state, named_items
-from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.whole.joined import require_one_tree
-from bridge.core.formats.whole.pipeline import pipeline_parts
+import numpy as np
+
+from bridge.core.formats.dcp.metadata import metadata_files
+from bridge.core.formats.files.manifest import MANIFEST_FILE
+from bridge.core.formats.orbax.item import TREE_FILE, has_items, items_of_one_state, named_items
+from bridge.core.formats.reading.regular_files import MAX_SMALL_FILE, is_plain_name, regular_file, small_file
+from bridge.core.formats.reading.weight_index import INDEX_END
+from bridge.core.formats.safetensors.files import holds_safetensors
+from bridge.core.formats.tensors.base import (
+    Box,
+    CheckpointError,
+    CheckpointReader,
+    Checksums,
+    Loan,
+    TensorInfo,
+    TreePath,
+    Wanted,
+    unreadable,
+)
+from bridge.core.formats.tensors.leaves import kinds_of, separator_of
+from bridge.core.formats.tensors.wrapping import ClosedAtEnd, ReadWhenAsked
+from bridge.core.formats.whole.read_only import directory_format
+
+
+class JoinedReader(ClosedAtEnd):
+    """The checkpoints of one directory, by the key that each is below; see `CheckpointReader`. Closing it closes them.
+
+    Names are keys and names of parts, joined as in the format.
+    """
+
+    def __init__(self, path: Path | str, format: str, parts: Mapping[str, CheckpointReader]) -> None:
+        self.path, self.format = path, format
+        self.parts = parts
+        separator = separator_of(format)
+        places: dict[str, tuple[CheckpointReader, str]] = {}
+        tensors: dict[str, TensorInfo] = {}
+        object_paths: dict[str, TreePath] = {}
+        kinds: dict[str, str] = {}
+        closed: dict[str, str] = {}
+        for key, part in parts.items():
+            for name, info in part.tensors.items():
+                joined = f"{key}{separator}{name}"
+                places[joined] = part, name
+                tensors[joined] = TensorInfo(joined, (key, *info.path), info.shape, info.dtype, info.chunks)
+            for name, below in part.object_paths.items():
+                places[f"{key}{separator}{name}"] = part, name
+                object_paths[f"{key}{separator}{name}"] = (key, *below)
+            kinds |= {f"{key}{separator}{name}": leaf_kind for name, leaf_kind in kinds_of(part).items()}
+            closed |= {f"{key}{separator}{name}": why for name, why in unreadable(part).items()}
+        self._places = places
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
+        self.object_paths: Mapping[str, TreePath] = MappingProxyType(object_paths)
+        self.kinds: Mapping[str, str] = MappingProxyType(kinds)
+        self.unreadable: Mapping[str, str] = MappingProxyType(closed)
+        self.objects: Mapping[str, object] = ReadWhenAsked(object_paths, self._object)
+
+    def replaced(self, change: Callable[[CheckpointReader], CheckpointReader]) -> JoinedReader:
+        """The same tree of parts that ``change`` makes of these."""
+        return JoinedReader(self.path, self.format, {key: change(part) for key, part in self.parts.items()})
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        """One block of a tensor; see `CheckpointReader.read`."""
+        part, own = self._places[name]
+        return part.read(own, box)
+
+    def lend(self, name: str, box: Box, offset: int = 0) -> Loan | None:
+        """One block where it is in the file; see `CheckpointReader.lend`."""
+        part, own = self._places[name]
+        return part.lend(own, box, offset)
+
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[Checksums | None]:
+        """All of each of these small tensors into memory; see `CheckpointReader.read_into`."""
+        sums: list[Checksums | None] = []
+        places = [(*self._places[name], target) for name, target in wanted]
+        for part, run in itertools.groupby(places, itemgetter(0)):
+            sums += part.read_into([(own, target) for _, own, target in run])
+        return sums
+
+    def files(self) -> Sequence[Path]:
+        """Those of all parts."""
+        return tuple(file for part in self.parts.values() for file in part.files())
+
+    def checksummed(self, name: str) -> bool:
+        """Whether every chunk of a tensor has a checksum that reading verifies."""
+        part, own = self._places[name]
+        says: Callable[[str], bool] | None = getattr(part, "checksummed", None)
+        return says is not None and says(own)
+
+    def close(self) -> None:
+        """Release the files. Arrays already read stay valid."""
+        for part in self.parts.values():
+            part.close()
+
+    def _object(self, name: str) -> object:
+        part, own = self._places[name]
+        return part.objects[own]
+
+
+def require_one_tree(path: Path | str, keys: Sequence[str]) -> None:
+    """CheckpointError for keys that are there twice: they could not be told apart."""
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise CheckpointError(f"{path}: expected each item once, got {', '.join(twice)} twice (--item)")
+
+
+PIPELINE_FILE: Final = "model_index.json"
+_BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".spm", ".tiktoken")
+_OF_WEIGHTS: Final = (INDEX_END, MANIFEST_FILE, ".manifest.json")
+
+
+def pipeline_parts(path: Path) -> dict[str, Path]:
+    """The folders with weights of the pipeline at `path`, by name, in the order of its index; none if it is none.
+
+    CheckpointError for an index that is malformed, or that names a folder which is not there.
+    """
+    if not (path / PIPELINE_FILE).is_file():
+        return {}
+    # A converted pipeline has the index beside its weights.
+    if metadata_files(path) or any((path / name).exists() for name in (TREE_FILE, "_CHECKPOINT_METADATA")):
+        return {}
+    if holds_safetensors(path) or directory_format(path) is not None:
+        return {}
+    return {name: path / name for name in _folders(path) if _has_weights(path / name)}
+
+
+def pipeline_companions(path: Path) -> Mapping[str, Path]:
+    """The files of the pipeline at `path` that are no weights, by their name below `path`.
+
+    Of a converted pipeline, too, which has no folders but those with such files.
+    """
+    files = {PIPELINE_FILE: regular_file(path, PIPELINE_FILE, "the index")[0]}
+    for folder in filter(lambda name: (path / name).is_dir(), _named(path)):
+        for file in sorted((path / folder).iterdir()):
+            if file.name.endswith(_BESIDE) and not file.name.endswith(_OF_WEIGHTS) and file.is_file():
+                beside, size = regular_file(file.parent, file.name, f"{folder}/{file.name}")
+                if size > MAX_SMALL_FILE:
+                    raise CheckpointError(f"{beside}: expected at most {MAX_SMALL_FILE} bytes, got {size}")
+                files[f"{folder}/{file.name}"] = beside
+    return files
+
+
+def _folders(path: Path) -> list[str]:
+    """The folders that the index names. CheckpointError where one is not there."""
+    named = _named(path)
+    for name in named:
+        if not (path / name).is_dir():
+            raise CheckpointError(
+                f"{path / PIPELINE_FILE}: expected a folder {name!r:.200} beside it, found none: fetch all of it"
+            )
+    return named
+
+
+def _named(path: Path) -> list[str]:
+    data = small_file(path, PIPELINE_FILE, "the index", most=1 << 20)
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path / PIPELINE_FILE}: malformed or truncated JSON: {error!s:.200}"
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path / PIPELINE_FILE}: expected names of folders, found another document")
+    # Parts that a pipeline goes without are [null, null]; other entries are settings.
+    named = [
+        name
+        for name, value in content.items()
+        if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
+    ]
+    for name in named:
+        if not is_plain_name(name):
+            raise CheckpointError(
+                f"{path / PIPELINE_FILE}: expected names of folders beside it, found {name!r:.200}"
+            )
+    return named
+
+
+def _has_weights(folder: Path) -> bool:
+    return holds_safetensors(folder) or directory_format(folder) is not None
 
 
 def parts_of(path: Path, items: Sequence[str] = ()) -> dict[str, Path]:
@@ -20,6 +207,8 @@ def parts_of(path: Path, items: Sequence[str] = ()) -> dict[str, Path]:
     if not path.is_dir():
         if items:
             raise CheckpointError(f"{path}: expected a checkpoint of several items (--item), found one file")
+        return {}
+    if metadata_files(path) and not items:
         return {}
     folders = pipeline_parts(path)
     if not folders:

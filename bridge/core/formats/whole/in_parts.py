@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.core.formats.files.working import Attempt, WorkingDirectory
+from bridge.core.formats.files.journal import Attempt, WorkingDirectory
+from bridge.core.formats.files.part_files import Share
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointWriter, TreePath
-from bridge.core.formats.tensors.leaf_names import flat_name
-from bridge.core.formats.tensors.regions import default_chunk_shape
-from bridge.core.formats.tensors.share import Share
+from bridge.core.formats.tensors.boxes import default_chunk_shape
+from bridge.core.formats.tensors.leaves import flat_name
 
 
 def create_part(path: Path, format: str, share: Share, attempt: Attempt) -> CheckpointWriter:
@@ -30,7 +30,7 @@ def create_part(path: Path, format: str, share: Share, attempt: Attempt) -> Chec
 
         return DcpWriter(path, attempt, share=share)
     if format == "orbax":
-        from bridge.core.formats.orbax.parts import OrbaxShare
+        from bridge.core.formats.orbax.part_writer import OrbaxShare
 
         return OrbaxShare(path, attempt, share)
     from bridge.core.formats.safetensors.writer import SafetensorsWriter
@@ -55,15 +55,15 @@ def join_parts(
     at `path`, and the attempt does not replace it). Everything stays to be joined again then.
     """
     if format == "orbax":
-        from bridge.core.formats.orbax.parts import OrbaxJoin
+        from bridge.core.formats.orbax.part_writer import OrbaxJoin
 
         with OrbaxJoin(path, attempt, parts, conversion) as writer:
             declare(writer)
         return
     if format == "dcp":
-        from bridge.core.formats.dcp.parts import join
+        from bridge.core.formats.dcp.writer import join
     else:
-        from bridge.core.formats.safetensors.parts import join
+        from bridge.core.formats.safetensors.writer import join
     with WorkingDirectory(path, attempt) as directory:
         join(directory.temporary, parts, conversion)
 
@@ -71,7 +71,7 @@ def join_parts(
 def chunk_count(format: str, shape: tuple[int, ...], dtype: np.dtype) -> int:
     """How many chunks a tensor has that no chunk shape was wished for."""
     if format == "orbax":
-        from bridge.core.formats.orbax.row_slabs import default_chunk
+        from bridge.core.formats.orbax.zarr.chunks import default_chunk
 
         block = default_chunk(shape, dtype)
     else:

@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from bridge.core.formats.reading.boxes import box_of
 from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TensorInfo
+from bridge.core.formats.tensors.boxes import box_of
 from bridge.core.formats.tensors.scaled import decode, scale_box
 from bridge.core.formats.tensors.wrapping import AlteredReader
 from bridge.core.formats.whole.companions import QUANTIZATION, config_beside
@@ -58,9 +58,9 @@ _READ = frozenset({_BLOCKS, _SCALES, ".weight_scale_inv"})
 def quantized(names: Iterable[str]) -> tuple[str, str, bool] | None:
     """A tensor of quantized weights among these names: its name, the kind, whether `DequantizedReader` reads it."""
     for name in names:
-        for ending, kind in _KINDS.items():
+        for ending, encoding in _KINDS.items():
             if name.endswith(ending):
-                return name, kind, ending in _READ
+                return name, encoding, ending in _READ
     return None
 
 
@@ -73,19 +73,19 @@ class DequantizedReader(AlteredReader):
     def __init__(self, reader: CheckpointReader) -> None:
         super().__init__(reader)
         self._weights: dict[str, _Mxfp4 | _Float8] = {}
-        given = reader.tensors
-        tensors = dict(given)
+        stored = reader.tensors
+        tensors = dict(stored)
         block = _block_size(reader)
-        for name, info in given.items():
-            if name.endswith(_BLOCKS) and f"{name.removesuffix(_BLOCKS)}{_SCALES}" in given:
+        for name, info in stored.items():
+            if name.endswith(_BLOCKS) and f"{name.removesuffix(_BLOCKS)}{_SCALES}" in stored:
                 plain = name.removesuffix(_BLOCKS)
-                scales = given[plain + _SCALES]
+                scales = stored[plain + _SCALES]
                 self._weights[plain] = weights = _Mxfp4.of(info, scales, self.path)
                 del tensors[info.name], tensors[scales.name]
                 path = (*info.path[:-1], str(info.path[-1]).removesuffix(_BLOCKS))
                 tensors[plain] = _plain(info, plain, path, weights.shape)
-            elif name.endswith(_SCALE_INV) and name.removesuffix(_SCALE_INV) in given:
-                weight = given[name.removesuffix(_SCALE_INV)]
+            elif name.endswith(_SCALE_INV) and name.removesuffix(_SCALE_INV) in stored:
+                weight = stored[name.removesuffix(_SCALE_INV)]
                 self._weights[weight.name] = _Float8.of(weight, info, self.path, block)
                 del tensors[name]
                 tensors[weight.name] = _plain(weight, weight.name, weight.path, weight.shape)
@@ -157,8 +157,8 @@ class _Float8:
         """``block``: the sizes that the configuration gives, of the last dimensions."""
         if len(weight.shape) == len(scales.shape) and weight.dtype.name.startswith("float8"):
             axes = len(weight.shape)
-            given = ((1,) * (axes - len(block)) + block)[-axes:] if block and axes else (None,) * axes
-            runs = [_run(*one) for one in zip(weight.shape, scales.shape, given, strict=True)]
+            per_axis = ((1,) * (axes - len(block)) + block)[-axes:] if block and axes else (None,) * axes
+            runs = [_run(*sizes) for sizes in zip(weight.shape, scales.shape, per_axis, strict=True)]
             if None not in runs:
                 return cls(weight.name, scales.name, tuple(run for run in runs if run is not None))
         expected = " x ".join(map(str, block)) if block else "one size that the shapes tell"
@@ -173,10 +173,10 @@ class _Float8:
         return decode(reader.read(self.weight, box), box, scales, self.runs)
 
 
-def _run(numbers: int, scales: int, given: int | None) -> int | None:
+def _run(numbers: int, scales: int, wanted: int | None) -> int | None:
     """How many numbers along an axis share a scale; None where that cannot be, or cannot be told."""
-    if given is not None:
-        return given if -(-numbers // given) == scales else None
+    if wanted is not None:
+        return wanted if -(-numbers // wanted) == scales else None
     if scales < 2:
         return numbers if scales == 1 else None
     least, most = -(-numbers // scales), (numbers - 1) // (scales - 1)
@@ -187,13 +187,13 @@ def _run(numbers: int, scales: int, given: int | None) -> int | None:
 
 def _block_size(reader: CheckpointReader) -> tuple[int, ...] | None:
     """What `config.json` says of a block's sizes; None where it says nothing."""
-    found = config_beside(reader)
-    quantization = found[0].get(QUANTIZATION) if found else None
+    config = config_beside(reader)
+    quantization = config[0].get(QUANTIZATION) if config else None
     sizes = quantization.get(_BLOCK_SIZE) if isinstance(quantization, dict) else None
-    if found is None or sizes is None:
+    if config is None or sizes is None:
         return None
     if not (isinstance(sizes, list) and sizes and all(type(size) is int and size > 0 for size in sizes)):
         raise CheckpointError(
-            f"{found[1]}: {_BLOCK_SIZE}: expected sizes of at least 1 such as [128, 128], found {sizes!r:.80}"
+            f"{config[1]}: {_BLOCK_SIZE}: expected sizes of at least 1 such as [128, 128], found {sizes!r:.80}"
         )
     return tuple(sizes)

@@ -27,14 +27,14 @@ _MAPS: Final = frozenset((*range(0x81, 0x90), 0xDE, 0xDF))
 
 def directory_format(path: Path) -> str | None:
     """The format of a directory's files, by their names; None if it has none of these."""
-    return next((format for format, kind in _KINDS.items() if kind.is_one(path)), None)
+    return next((format for format, file_kind in _KINDS.items() if file_kind.is_one(path)), None)
 
 
 def single_file_format(path: Path) -> str | None:
     """The format of one file; None if it is none of these, or no regular file."""
-    found = next((format for format, kind in _KINDS.items() if kind.is_one(path)), None)
-    if found is not None or not path.is_file() or not path.stat().st_size:
-        return found
+    by_name = next((format for format, file_kind in _KINDS.items() if file_kind.is_one(path)), None)
+    if by_name is not None or not path.is_file() or not path.stat().st_size:
+        return by_name
     files = SourceFiles(path.parent)
     try:
         head = files.view(path.name)[0:4]

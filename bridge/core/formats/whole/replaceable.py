@@ -17,14 +17,14 @@ from typing import Final
 from bridge.core.formats.dcp.metadata import metadata_files
 from bridge.core.formats.files.journal import JOURNAL_FILE
 from bridge.core.formats.files.manifest import MANIFEST_FILE
+from bridge.core.formats.files.part_files import PARTS_FOLDER
 from bridge.core.formats.orbax.item import COMMIT_FILE, TREE_FILE
-from bridge.core.formats.reading.companion_names import is_companion
+from bridge.core.formats.reading.model_files import is_companion
 from bridge.core.formats.safetensors.files import INDEX_SUFFIX, SUFFIX, find_files
-from bridge.core.formats.saving.retention import METRICS_FILE
+from bridge.core.formats.saving.steps import METRICS_FILE
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.share import PARTS_FOLDER
 from bridge.core.formats.whole.companions import Companions
-from bridge.core.formats.whole.pipeline import PIPELINE_FILE
+from bridge.core.formats.whole.composite import PIPELINE_FILE
 from bridge.core.text import first_of
 
 _OURS: Final = (MANIFEST_FILE, JOURNAL_FILE, PARTS_FOLDER, METRICS_FILE)

@@ -65,11 +65,11 @@ def at_step(path: str | os.PathLike[str], step: Step | None) -> str | os.PathLik
             raise NoStepsError(f"{url}: expected a directory of steps (--step), found nothing there")
         chosen = _choose(url, step, names, lambda name: _files_of(name, below))
         return f"{url}/{chosen}"
-    place = Path(path)
-    if not place.is_dir():
-        raise NoStepsError(f"{place}: expected a directory of steps (--step), found {_what(place)}")
-    names = {child.name for child in place.iterdir()}
-    return place / _choose(str(place), step, names, lambda name: _local_files(place / name))
+    directory = Path(path)
+    if not directory.is_dir():
+        raise NoStepsError(f"{directory}: expected a directory of steps (--step), found {_what(directory)}")
+    names = {child.name for child in directory.iterdir()}
+    return directory / _choose(str(directory), step, names, lambda name: _local_files(directory / name))
 
 
 def each_at_step(paths: Sequence[str | os.PathLike[str]], step: Step | None) -> list[str | os.PathLike[str]]:
@@ -77,16 +77,16 @@ def each_at_step(paths: Sequence[str | os.PathLike[str]], step: Step | None) -> 
 
     CheckpointError where all of them are.
     """
-    found, refusals = [], []
+    chosen, refusals = [], []
     for path in paths:
         try:
-            found.append(at_step(path, step))
+            chosen.append(at_step(path, step))
         except NoStepsError as error:
-            found.append(path)
+            chosen.append(path)
             refusals.append(error)
     if len(refusals) == len(paths):
         raise refusals[0]
-    return found
+    return chosen
 
 
 def has_steps(names: Collection[str]) -> bool:
@@ -100,9 +100,9 @@ def _choose(where: str, step: Step, names: Collection[str], files: Callable[[str
             f"{where}: expected a directory of steps (--step), found one checkpoint: leave the step out"
         )
     numbers = {
-        name: _step_in(name, found)
+        name: _step_in(name, match)
         for name in names
-        if (found := _NAME.fullmatch(name)) and not _SHARD.fullmatch(name) and not _UNFINISHED.fullmatch(name)
+        if (match := _NAME.fullmatch(name)) and not _SHARD.fullmatch(name) and not _UNFINISHED.fullmatch(name)
     }
     content = {name: files(name) for name in numbers}
     whole = [name for name in numbers if any(file.endswith(_ENDS) or file == "" for file in content[name])]
@@ -138,9 +138,9 @@ def _require_one_number(where: str, names: Sequence[str]) -> None:
     """CheckpointError where names differ in several numbers, and no word says which one is the step."""
     starts: dict[str, str] = {}
     for name in sorted(names):
-        found = _NAME.fullmatch(name)
-        if found and len(_SAID.findall(name)) != 1 and len(_NUMBERS.findall(name[: found.end(1)])) > 1:
-            starts.setdefault(name[: found.start(1)], name)
+        match = _NAME.fullmatch(name)
+        if match and len(_SAID.findall(name)) != 1 and len(_NUMBERS.findall(name[: match.end(1)])) > 1:
+            starts.setdefault(name[: match.start(1)], name)
     if len(starts) > 1:
         raise CheckpointError(
             f"{where}: expected names with one number, or with the step behind the word step (--step), found "
@@ -153,15 +153,17 @@ def _has(files: Collection[str], name: str) -> bool:
 
 
 def _files_of(name: str, below: Collection[str]) -> list[str]:
-    return [one[len(name) :].removeprefix("/") for one in below if one == name or one.startswith(f"{name}/")]
+    return [
+        file[len(name) :].removeprefix("/") for file in below if file == name or file.startswith(f"{name}/")
+    ]
 
 
-def _local_files(place: Path) -> list[str]:
+def _local_files(where: Path) -> list[str]:
     """Files at a place and up to two directories below it; "" for a place that is a file."""
-    if not place.is_dir():
+    if not where.is_dir():
         return [""]
-    return [str(file.relative_to(place)) for pattern in ("*", "*/*", "*/*/*") for file in place.glob(pattern)]
+    return [str(file.relative_to(where)) for pattern in ("*", "*/*", "*/*/*") for file in where.glob(pattern)]
 
 
-def _what(place: Path) -> str:
-    return "a file" if place.exists() else "nothing there"
+def _what(where: Path) -> str:
+    return "a file" if where.exists() else "nothing there"

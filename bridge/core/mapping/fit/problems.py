@@ -43,8 +43,8 @@ class Problems:
 
     def texts(self, mapping: str) -> list[str]:
         """A text for each kind; ``mapping`` is the name of the mapping."""
-        found = [text.replace(NAMES, first_of(names)) for text, names in self._kinds.items()]
-        return [*found, *([together(mapping, self._open)] if self._open else [])]
+        texts = [text.replace(NAMES, first_of(names)) for text, names in self._kinds.items()]
+        return [*texts, *([together(mapping, self._open)] if self._open else [])]
 
 
 def misfit(
@@ -57,11 +57,11 @@ def misfit(
 ) -> str:
     """What does not fit: of ``count`` tensors those that match no rule, and the rules of ``side`` without a tensor."""
     rules = [rule for rule in mapping.rules if rule.entries(side)]
-    if (found := quantized(unmatched)) is not None:
-        name, kind, readable = found
+    if (encoded := quantized(unmatched)) is not None:
+        name, encoding, readable = encoded
         remedy = DECODE if readable else DECODE_ELSEWHERE
         return (
-            f"{name} of {reader.path} is of quantized weights ({kind}), and {len(unmatched)} of "
+            f"{name} of {reader.path} is of quantized weights ({encoding}), and {len(unmatched)} of "
             f"{count} tensors match no rule of mapping {mapping.name}, whose rules are for plain "
             f"weights: {remedy}, or leave the mapping out to keep names and bytes"
         )

@@ -94,17 +94,17 @@ class Convention:
                 f"expected places of {', '.join(SECTIONS)} in convention {self.name}, got {', '.join(unknown)}"
             )
         places = {**self._usual(), **self.places}
-        for section, place in (
+        for section, prefix in (
             item for p in (places, *(s.places for s in self.states)) for item in p.items()
         ):
-            if place.count(WEIGHT) != 1 and (section != "step" or WEIGHT in place):
+            if prefix.count(WEIGHT) != 1 and (section != "step" or WEIGHT in prefix):
                 raise MappingError(
-                    f"expected {WEIGHT} once in the place of {section} of convention {self.name}, got {place!r}"
+                    f"expected {WEIGHT} once in the place of {section} of convention {self.name}, got {prefix!r}"
                 )
         object.__setattr__(self, "places", MappingProxyType(places))
         if not self.states:
             usual: dict[Section, str] = {
-                section: place for section, place in places.items() if section != "weights"
+                section: prefix for section, prefix in places.items() if section != "weights"
             }
             object.__setattr__(self, "states", (State(MappingProxyType(usual)),))
 
@@ -132,8 +132,8 @@ class Convention:
 
     def path_of(self, section: Section, weight: str = "", state: int = 0) -> TreePath:
         """The tree path. Numbers outside of a weight's name are positions in a list, as in ("opt_state", 0, "mu")."""
-        place = self.places["weights"] if section == "weights" else self.states[state].places[section]
-        before, _, after = place.partition(WEIGHT)
+        prefix = self.places["weights"] if section == "weights" else self.states[state].places[section]
+        before, _, after = prefix.partition(WEIGHT)
         middle = tuple(weight.split("/")) if self.is_tree else (weight,)
         return (*self._keys(before), *(middle if weight else ()), *self._keys(after))
 
@@ -183,8 +183,8 @@ def path_of_scales(path: TreePath) -> TreePath | None:
         if last == moment:
             return (*path[:-1], f"{before}{dot}{SCALES[moment]}")
         if word in path[:-1]:
-            place = len(path) - 1 - path[::-1].index(word)
-            return (*path[:place], WORDS[SCALES[moment]], *path[place + 1 :])
+            position = len(path) - 1 - path[::-1].index(word)
+            return (*path[:position], WORDS[SCALES[moment]], *path[position + 1 :])
     return None
 
 

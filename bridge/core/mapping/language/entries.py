@@ -10,13 +10,11 @@ from functools import cached_property
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.expression import Axis, Concatenation, Expression
 from bridge.core.mapping.language.numbers import Numbering
-from bridge.core.mapping.language.operations import Operation
+from bridge.core.mapping.language.operations import ZEROS, Operation
 
 HALF, PAIR = ".half", ".pair"
 """The two factors of a rotary axis: the elements of a pair, and the pairs."""
 
-ZEROS = ".zeros"
-"""An axis of padding, which one convention has and another one may lack (`padding.py`)."""
 
 _CHOICE = re.compile(r"interleaved\(\s*(\w+)\s*,\s*([A-Za-z_]\w*)\s*\)")
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -151,7 +149,7 @@ class Rule:
     """Tensors of several conventions that hold the same elements, by the name of the convention.
 
     part: a part of the model that the rule belongs to; the rules of a part have all their tensors, or none of the part.
-    With an index of the paths in it, ``"experts of layer {i}"``, it is a part of each layer (`parts.py`).
+    With an index of the paths in it, ``"experts of layer {i}"``, it is a part of each layer (`required_rules.py`).
     tied_to: a path of the rule whose tensors these may be the same as (`tied.py`). A rule of one convention alone has
     second names for tensors of that rule. moments: by convention, the entries of what the optimizer keeps, where they
     are not those of the weights. cases: by convention and numbering, the entries of one that counts in another way; its
@@ -205,8 +203,8 @@ class Rule:
         for name, sets in others:
             if set(sets) != set(expected):
                 only, lacking = (
-                    ", ".join(sorted(" ".join(sorted(axes)) for axes in one))
-                    for one in (set(expected) - set(sets), set(sets) - set(expected))
+                    ", ".join(sorted(" ".join(sorted(axes)) for axes in difference))
+                    for difference in (set(expected) - set(sets), set(sets) - set(expected))
                 )
                 raise MappingError(
                     f"expected the same axes on both sides of rule {self}; only {first} has {only or 'none'}; "

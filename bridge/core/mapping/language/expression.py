@@ -8,7 +8,7 @@ An expression is written in einops notation, one word per tensor axis, with two 
     (kv (r d + d2)) m  concatenations nest: for every kv, r*d rows of one kind, then d2 of another
 
 `1` is an axis of size one. `(v + zeros(p)) m`, with the axis `p.zeros` here, has p rows of padding behind the others,
-which other expressions of the same data need not name (`padding.py`). A concatenation splits a tensor into
+which other expressions of the same data need not name (`operations.py`). A concatenation splits a tensor into
 *alternatives*: blocks that each name a set of elementary axes, and place them in the tensor by an affine index
 function. `(gate + up) m` has two::
 
@@ -138,9 +138,9 @@ class Expression:
                 sizes[name] = sizes[alias.get(name, name)]
         for axis, (dim, size) in enumerate(zip(self.dims, shape, strict=True)):
             if all(name in sizes for name in _axes_of(dim)) and _size(dim, sizes) != size:
-                given = ", ".join(f"{name}={sizes[name]}" for name in sorted(set(_axes_of(dim))))
+                known_sizes = ", ".join(f"{name}={sizes[name]}" for name in sorted(set(_axes_of(dim))))
                 raise MappingError(
-                    f"expected size {_size(dim, sizes)} on axis {axis} of {self.text!r} ({given}), got {size}"
+                    f"expected size {_size(dim, sizes)} on axis {axis} of {self.text!r} ({known_sizes}), got {size}"
                 )
         return sizes
 

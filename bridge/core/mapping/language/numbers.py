@@ -60,7 +60,7 @@ class Numbering:
             raise MappingError(
                 f"expected numbers {name} such as '{{i}} = 6 * {{block}} + {{turn}}, {{turn}} < 6', got {text!r}"
             )
-        found = Numbering(
+        numbering = Numbering(
             name,
             text,
             match["index"],
@@ -68,8 +68,8 @@ class Numbering:
             tuple(term for term in terms if not str(term[1]).startswith("{")),
             tuple((m["index"], _size(m["size"])) for m in bounds if m is not None),
         )
-        found._require_one_way()
-        return found
+        numbering._require_one_way()
+        return numbering
 
     @property
     def indices(self) -> tuple[str, ...]:

@@ -114,9 +114,11 @@ class TensorView:
     blocks: tuple[Block, ...]
 
     def __post_init__(self) -> None:
-        found = sum([block.numel for block in self.blocks])
-        if found != math.prod(self.shape):
-            raise ValueError(f"expected {math.prod(self.shape)} elements for shape {self.shape}, got {found}")
+        covered = sum([block.numel for block in self.blocks])
+        if covered != math.prod(self.shape):
+            raise ValueError(
+                f"expected {math.prod(self.shape)} elements for shape {self.shape}, got {covered}"
+            )
 
     def read(self, reader: CheckpointReader, box: Box) -> np.ndarray:
         """The elements of ``box``: C-contiguous, of ``dtype``, bit for bit those of the sources."""

@@ -5,7 +5,7 @@ A mapping file::
     name = "llama"
     drop = ["model.rope.inv_freq"]                # full names that may be left behind; `{i}` and `*` allowed
 
-    [models.llama]                                # the models that it is for, see `model_types.py`
+    [models.llama]                                # the models that it is for, see `table.py`
     attention_bias = [false, "absent"]
 
     [convention.hf]                               # conventions, if they are not just torch and jax
@@ -28,7 +28,7 @@ A mapping file::
     optional = true                               # a model without it is fine
 
 ``optional = "decoder"`` names a part of the model: a model has the tensors of all rules of a part, or of none. A layer
-has all tensors of ``optional = "experts of layer {i}"``, or none (`parts.py`).
+has all tensors of ``optional = "experts of layer {i}"``, or none (`required_rules.py`).
 
 A convention may be like another one (``like = "torchtitan"`` in its table): it has the entries of the other one in
 rules that name none of its own. With ``without = "bert."`` with it, it has those that begin so, without the
@@ -74,9 +74,8 @@ from typing import Any
 
 from bridge.core.mapping.language.entries import Entry, Rule
 from bridge.core.mapping.language.errors import MappingError
-from bridge.core.mapping.language.model_types import parse_models
 from bridge.core.mapping.language.numbers import Numbering, parse_numbers
-from bridge.core.mapping.language.table import MappingTable, Tied, convention_of_rules
+from bridge.core.mapping.language.table import MappingTable, Tied, convention_of_rules, parse_models
 from bridge.core.text import did_you_mean
 from bridge.core.text_files import MAX_TOML, parse_toml, read_text
 
@@ -188,25 +187,25 @@ def mapping_of(table: Mapping[str, Any], origin: str) -> MappingTable:
         raise MappingError(
             f"expected a table [config] of lists of fields in mapping {origin}, got {config!r:.200}"
         )
-    given = table.get("convention", {"torch": {}, "jax": {}})
-    if not isinstance(given, dict) or not all(_is_text_table(data) for data in given.values()):
+    tables = table.get("convention", {"torch": {}, "jax": {}})
+    if not isinstance(tables, dict) or not all(_is_text_table(data) for data in tables.values()):
         raise MappingError(
-            f"expected tables [convention.NAME] of texts in mapping {origin}, got {given!r:.200}"
+            f"expected tables [convention.NAME] of texts in mapping {origin}, got {tables!r:.200}"
         )
-    like = {name: data["like"] for name, data in given.items() if "like" in data}
+    like = {name: data["like"] for name, data in tables.items() if "like" in data}
     for name, other in like.items():
-        if other not in given or other in like:
-            known = ", ".join(known for known in given if known not in like)
+        if other not in tables or other in like:
+            known = ", ".join(known for known in tables if known not in like)
             raise MappingError(
                 f"expected another convention of mapping {origin} ({known}) that convention {name} is like, "
                 f"got {other!r}"
             )
-    conventions = {name: (like.get(name, ""), data.get("without", "")) for name, data in given.items()}
+    conventions = {name: (like.get(name, ""), data.get("without", "")) for name, data in tables.items()}
     alone = [name for name, (other, without) in conventions.items() if without and not other]
     if alone:
         raise MappingError(
             f"expected a convention that convention {alone[0]} of mapping {origin} is like, but for the beginning "
-            f"{given[alone[0]]['without']!r} of its names, got none"
+            f"{tables[alone[0]]['without']!r} of its names, got none"
         )
     models = parse_models(table.get("models", {}), f"mapping {origin}")
     numbers = parse_numbers(table.get("numbers", {}), f"mapping {origin}")
@@ -214,10 +213,10 @@ def mapping_of(table: Mapping[str, Any], origin: str) -> MappingTable:
         _parse_rule(rule, conventions, numbers, number, origin) for number, rule in enumerate(rules, 1)
     )
     try:
-        found = {name: convention_of_rules(name, data, parsed) for name, data in given.items()}
+        made = {name: convention_of_rules(name, data, parsed) for name, data in tables.items()}
         name = str(table.get("name", Path(origin).stem))
         fields = {axis: tuple(texts) for axis, texts in config.items()}
-        return MappingTable(name, parsed, axes, tuple(drop), found, table.get("tied"), fields, models)
+        return MappingTable(name, parsed, axes, tuple(drop), made, table.get("tied"), fields, models)
     except MappingError as error:
         raise MappingError(f"mapping {origin}: {error}") from error
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from bridge.core.formats.tensors.base import TensorInfo
 from bridge.core.mapping.language.entries import Entry, Rule
 from bridge.core.mapping.language.errors import MappingError
-from bridge.core.mapping.language.padding import LeftOut
+from bridge.core.mapping.language.operations import LeftOut
 from bridge.core.mapping.one_rule.instance import Axes, Instance, Plain, Values, View
 from bridge.core.mapping.one_rule.open_axes import OpenAxes
 

@@ -12,8 +12,7 @@ from bridge.core.formats.tensors.base import TensorInfo, is_whole
 from bridge.core.mapping.language.entries import PAIR, Entry
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.expression import Affine, Alternative
-from bridge.core.mapping.language.operations import Change, ChangedView, change
-from bridge.core.mapping.language.padding import LeftOut, PaddedView
+from bridge.core.mapping.language.operations import Change, ChangedView, LeftOut, PaddedView, change
 from bridge.core.mapping.language.relation import Block, TensorView, identity
 from bridge.core.mapping.one_rule.open_axes import OpenAxes, equations_of, named
 from bridge.core.mapping.one_rule.scales import scale_view

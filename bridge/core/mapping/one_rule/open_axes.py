@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bridge.core.mapping.language.entries import HALF, PAIR, ZEROS
+from bridge.core.mapping.language.entries import HALF, PAIR
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.expression import Axis, Concatenation, Expression, Node, Product
+from bridge.core.mapping.language.operations import ZEROS
 from bridge.core.text import first_of
 
 _USUAL = (128, 64, 256, 96, 80, 32, 192, 512, 16)
@@ -57,7 +58,7 @@ def equations_of(
     expression: Expression, shape: Sequence[int], sizes: Mapping[str, int], alias: Mapping[str, str]
 ) -> list[Equation]:
     """The equations of a tensor's axes in which something is unknown."""
-    found = []
+    equations = []
     for node, size in zip(expression.dims, shape, strict=False):
         axes = [axis for axis in _axes(node) if axis not in sizes]
         if not axes:
@@ -69,8 +70,8 @@ def equations_of(
             number = size * (1 if not axis.endswith(PAIR) else 2)
             if known and number % known == 0:
                 multiples[named(axis, alias)] = number // known
-        found.append(Equation(frozenset(named(axis, alias) for axis in axes), multiples))
-    return found
+        equations.append(Equation(frozenset(named(axis, alias) for axis in axes), multiples))
+    return equations
 
 
 def together(mapping: str, errors: Sequence[OpenAxes]) -> str:
@@ -107,11 +108,11 @@ def _to_ask(errors: Sequence[OpenAxes]) -> list[str]:
         asked.append(min(set(left), key=lambda axis: (axis not in first, -left.count(axis), axis)))
 
 
-def _settled(error: OpenAxes, given: Sequence[str]) -> set[str]:
-    known = set(given)
+def _settled(error: OpenAxes, known_axes: Sequence[str]) -> set[str]:
+    known = set(known_axes)
     while True:
         # An equation with one unknown from the beginning has no solution: something in it is 0, or multiplies itself.
-        solvable = (one.unknown for one in error.equations if len(one.unknown) > 1)
+        solvable = (equation.unknown for equation in error.equations if len(equation.unknown) > 1)
         solved = {axis for unknown in solvable if len(unknown - known) == 1 for axis in unknown} - known
         if not solved:
             return known

@@ -9,7 +9,7 @@ The first text that `config.json` can answer gives the size: a number, a field, 
 or a number, with "//" rounded down; with "if", where that field is true or a text, with "if not", where the field is
 there and false, and with "if ... is", where it is one of these texts. "unclear" ends the search without a size. The
 size counts only where the mapping's [axes] gives none, and the caller's must be the same. A mapping that is for some
-models (`model_types.py`) refuses the others. What the file says of tied embeddings is held against the weights
+models (`table.py`) refuses the others. What the file says of tied embeddings is held against the weights
 (`tied.py`).
 """
 
@@ -20,16 +20,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from bridge.core.formats.reading.companion_names import CONFIG_FILE
+from bridge.core.formats.reading.model_files import CONFIG_FILE
 from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo
-from bridge.core.formats.tensors.leaf_names import separator_of
+from bridge.core.formats.tensors.leaves import separator_of
 from bridge.core.formats.whole.companions import config_beside
 from bridge.core.mapping.language.arithmetic import QUOTIENT, evaluate, names_in
-from bridge.core.mapping.language.entries import HALF, PAIR, ZEROS
+from bridge.core.mapping.language.entries import HALF, PAIR
 from bridge.core.mapping.language.errors import MappingError
-from bridge.core.mapping.language.model_types import field_of, mismatch
+from bridge.core.mapping.language.operations import ZEROS
 from bridge.core.mapping.language.rules import family_names, load_mapping
-from bridge.core.mapping.language.table import MappingTable, Told
+from bridge.core.mapping.language.table import MappingTable, Told, field_of, mismatch
 from bridge.core.mapping.one_rule.instance import Axes
 
 _TIES = "tie_word_embeddings"
@@ -118,10 +118,10 @@ def with_config(table: MappingTable, reader: CheckpointReader) -> MappingTable:
     wanted = (table.config.keys() - table.axes.keys()) | (table.config.keys() & table.asked)
     if not (table.models or wanted or any(rule.tied_to for rule in table.rules)):
         return table
-    found = config_beside(reader)
-    if found is None:
+    config = config_beside(reader)
+    if config is None:
         return table
-    fields, file = found
+    fields, file = config
     require_model(table, fields, str(file))
     return with_config_fields(table, fields, str(file))
 
@@ -155,8 +155,8 @@ def with_config_fields(table: MappingTable, fields: Mapping[str, object], where:
     for axis in table.config:
         if axis in table.axes and axis not in checked:
             continue
-        found = ((text, _config_value(text, fields, where, axis)) for text in table.config[axis])
-        text, size_ = next((pair for pair in found if pair[1] is not None), ("", _UNCLEAR))
+        values = ((text, _config_value(text, fields, where, axis)) for text in table.config[axis])
+        text, size_ = next((pair for pair in values if pair[1] is not None), ("", _UNCLEAR))
         if size_ is None or size_ == _UNCLEAR:
             continue
         if axis in checked and size_ != table.axes[axis]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from bridge.core.mapping.language.conventions import Convention
 from bridge.core.mapping.language.rules import family_names, load_mapping
-from bridge.core.mapping.states.found import NameIndex
+from bridge.core.mapping.states.source_tree import NameIndex
 
 _SAMPLE = 60
 _MOST = 0.9
@@ -16,7 +16,7 @@ _MOST = 0.9
 
 def fitting(a: Sequence[str], b: Sequence[str]) -> list[tuple[str, str]]:
     """The families that may translate names ``a`` to names ``b``, and the convention of ``b``; from names alone."""
-    found = []
+    fitting_names = []
     left, right = _sample(a), _sample(b)
     for name in family_names() if left and right else ():
         table = load_mapping(name)
@@ -24,8 +24,8 @@ def fitting(a: Sequence[str], b: Sequence[str]) -> list[tuple[str, str]]:
         sides = {c: [_fits(names, known[c], table.conventions[c]) for names in (left, right)] for c in known}
         into = [c for c, (_, of_b) in sides.items() if of_b]
         if into and any(of_a for c, (of_a, _) in sides.items() if c != into[0]):
-            found.append((name, into[0]))
-    return found
+            fitting_names.append((name, into[0]))
+    return fitting_names
 
 
 def _sample(names: Sequence[str]) -> list[str]:
@@ -41,6 +41,9 @@ def _fits(names: Iterable[str], index: NameIndex, convention: Convention) -> boo
             index.knows(name[start:])
             for start in (0, *(m.end() for m in re.finditer(re.escape(separator), name)))
         )
-        for name in (one if separator in one else one.replace(other, separator) for one in names)
+        for name in (
+            candidate if separator in candidate else candidate.replace(other, separator)
+            for candidate in names
+        )
     ]
     return sum(answers) >= _MOST * len(answers)

@@ -9,10 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from bridge.core.formats.tensors.base import Box, CheckpointError, CheckpointReader, TreePath
-from bridge.core.formats.tensors.leaf_names import separator_of
-from bridge.core.mapping.language.operations import ChangedView
-from bridge.core.mapping.language.padding import PaddedView
-from bridge.core.mapping.language.relation import TensorView
+from bridge.core.formats.tensors.leaves import separator_of
+from bridge.core.mapping.language.operations import ChangedView, PaddedView
+from bridge.core.mapping.language.relation import TensorView, identity
 from bridge.core.mapping.one_rule.instance import View
 from bridge.core.mapping.one_rule.scales import DecodedView
 
@@ -58,7 +57,7 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TranslationPlan:
     """The planned content of a checkpoint.
 
     objects: (tree path, name in the source) by name in the destination. notes: (path, value) of further objects by
@@ -88,6 +87,22 @@ class Plan:
         )
 
 
+def carried_over(reader: CheckpointReader, to: str) -> TranslationPlan:
+    """The plan of a checkpoint that goes to format `to` as it is: tensors and objects keep their tree paths.
+
+    Errors as `collect`.
+    """
+    planned = [
+        PlannedTensor(
+            name if reader.format == to else joined_name(info.path, to),
+            info.path,
+            identity(name, info.shape, info.dtype),
+        )
+        for name, info in reader.tensors.items()
+    ]
+    return collect(reader, to, planned, reader.object_paths, (), {})
+
+
 def collect(
     reader: CheckpointReader,
     to: str,
@@ -95,7 +110,7 @@ def collect(
     object_paths: Mapping[str, TreePath],
     dropped: tuple[str, ...],
     notes: Mapping[TreePath, object],
-) -> Plan:
+) -> TranslationPlan:
     """The plan of these tensors. CheckpointError where two tensors, or two objects, would get one name in format
     `to`."""
     tensors: dict[str, PlannedTensor] = {}
@@ -109,7 +124,7 @@ def collect(
             raise CheckpointError(f"two objects of {reader.path} would both be named {joined} in {to}")
         objects[joined] = (path, name)
     further = {joined_name(path, to): (path, value) for path, value in notes.items()}
-    return Plan(tensors, objects, dropped, further)
+    return TranslationPlan(tensors, objects, dropped, further)
 
 
 def joined_name(path: TreePath, to: str) -> str:

@@ -29,16 +29,15 @@ from bridge.core.formats.tensors.base import (
     TreePath,
     Wanted,
 )
-from bridge.core.mapping.language.operations import Change, ChangedView
-from bridge.core.mapping.language.padding import PaddedView
+from bridge.core.mapping.language.operations import Change, ChangedView, PaddedView
 from bridge.core.mapping.language.relation import Block, Ranges, TensorView, dense_pieces, elements
 from bridge.core.mapping.language.rules import mapping_table
 from bridge.core.mapping.language.table import MappingTable
 from bridge.core.mapping.one_rule.sizes import require_model, with_config, with_config_fields
-from bridge.core.mapping.plan.plan import Plan, PlannedTensor
+from bridge.core.mapping.plan.plan import PlannedTensor, TranslationPlan
 from bridge.core.mapping.plan.translation import make_plan
-from bridge.core.mapping.states.found import find
 from bridge.core.mapping.states.numbered_states import with_named_states
+from bridge.core.mapping.states.source_tree import find
 from bridge.core.mapping.states.step_values import with_step_tensors
 
 AnyMapping = str | os.PathLike[str] | MappingTable
@@ -94,7 +93,7 @@ class RunState:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         pass
 
@@ -228,7 +227,9 @@ class LoadedAs:
         reader = with_named_states(with_step_tensors(reader), table)
         run = find(state.tensors.values(), table, None, state.where)
         self._reader = reader
-        self._plan: Plan = make_plan(reader, state.format, table, into=run.convention, wanted=run.weights)
+        self._plan: TranslationPlan = make_plan(
+            reader, state.format, table, into=run.convention, wanted=run.weights
+        )
         self.format, self.path = state.format, reader.path
         self.tensors = {
             name: TensorInfo(name, tensor.path, tensor.shape, tensor.dtype, (Box.whole(tensor.shape),))
@@ -261,6 +262,6 @@ class LoadedAs:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()

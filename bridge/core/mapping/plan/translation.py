@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 
 from bridge.core.formats.tensors.base import CheckpointReader, TensorInfo, TreePath
-from bridge.core.mapping.fit.parts import idle, num_layers, uneven
 from bridge.core.mapping.fit.problems import NAMES, Problems, misfit
+from bridge.core.mapping.fit.required_rules import idle, num_layers, uneven
 from bridge.core.mapping.language.conventions import (
     BY_WEIGHT,
     MODEL_WEIGHTS,
@@ -29,17 +29,16 @@ from bridge.core.mapping.language.conventions import (
 )
 from bridge.core.mapping.language.entries import Rule
 from bridge.core.mapping.language.errors import MappingError
-from bridge.core.mapping.language.padding import require_zeros
+from bridge.core.mapping.language.operations import require_zeros
 from bridge.core.mapping.language.relation import identity
 from bridge.core.mapping.language.table import MappingTable
 from bridge.core.mapping.one_rule.apply import AppliedRule
 from bridge.core.mapping.one_rule.instance import Axes, Plain, View
 from bridge.core.mapping.one_rule.scales import of_whole_rows
 from bridge.core.mapping.one_rule.sizes import known_sizes
-from bridge.core.mapping.plan.plan import Plan, PlannedTensor, collect, joined_name
+from bridge.core.mapping.plan.plan import PlannedTensor, TranslationPlan, carried_over, collect, joined_name
 from bridge.core.mapping.states import beside_weights
 from bridge.core.mapping.states.chains import completed
-from bridge.core.mapping.states.found import NameIndex, Tensors, find
 from bridge.core.mapping.states.hyperparameters import followed
 from bridge.core.mapping.states.notes import (
     PLACES,
@@ -52,6 +51,7 @@ from bridge.core.mapping.states.notes import (
 )
 from bridge.core.mapping.states.numbered_states import is_numbered, unnamed
 from bridge.core.mapping.states.optimizers import refused, remarks
+from bridge.core.mapping.states.source_tree import NameIndex, Tensors, find
 from bridge.core.mapping.states.states import StatePlan, like_source, merged, of_other_shapes, require_whole
 from bridge.core.mapping.states.tied import one_of_two, require_ties, second_of_two, under_first_names
 from bridge.core.text import did_you_mean
@@ -69,8 +69,8 @@ def make_plan(
     into: str | Convention | None = None,
     from_: str | None = None,
     wanted: Tensors | None = None,
-) -> Plan:
-    """Plan the translation of an open checkpoint to format ``to``.
+) -> TranslationPlan:
+    """TranslationPlan the translation of an open checkpoint to format ``to``.
 
     Without a mapping tensors keep their tree paths. With a mapping, every source tensor must be matched by exactly one
     rule, be optimizer or train state, or be listed as dropped. into, from_: the mapping's conventions of target and
@@ -82,15 +82,7 @@ def make_plan(
     if mapping is None:
         if into is not None or from_ is not None:
             raise ValueError(f"expected a mapping for the conventions {from_} and {into}, got none")
-        planned = [
-            PlannedTensor(
-                name if reader.format == to else joined_name(info.path, to),
-                info.path,
-                identity(name, info.shape, info.dtype),
-            )
-            for name, info in reader.tensors.items()
-        ]
-        return collect(reader, to, planned, reader.object_paths, (), {})
+        return carried_over(reader, to)
     return _Planner(reader, to, mapping, into, from_, wanted or {}).plan()
 
 
@@ -114,8 +106,8 @@ class _Planner:
         earlier = {axis: n for axis, n in noted_axes(self.notes).items() if axis in known}
         self.mapping = mapping = mapping.with_axes(earlier)
         self.asked = {axis: n for axis in sorted(mapping.asked) if isinstance(n := mapping.axes[axis], int)}
-        self.found = find(self.tensors.values(), mapping, from_, str(reader.path))
-        self.source = self.found.convention
+        self.tree = find(self.tensors.values(), mapping, from_, str(reader.path))
+        self.source = self.tree.convention
         self.kept, self.wanted = False, wanted
         if isinstance(into, Convention):
             self.target = into
@@ -128,28 +120,28 @@ class _Planner:
             NameIndex(mapping.rules, self.source.name, moments=moments) for moments in (False, True)
         )
 
-    def plan(self) -> Plan:
-        found = self.found
-        unequal = refused(self.reader, self.object_paths, found, self.target, self.moments_index)
+    def plan(self) -> TranslationPlan:
+        tree = self.tree
+        unequal = refused(self.reader, self.object_paths, tree, self.target, self.moments_index)
         for text in unequal.problems:
             self.problems.append(text)
         carried, unmatched = self._others(unequal.names)
-        under_first_names(self.mapping, found)
-        sections = merged(found, self.problems)
-        twice = self._try(lambda: one_of_two(self.reader, self.mapping, found, self.target, self._axes)) or []
-        dropped = (*self.dropped, *(found.weights.pop(weight).name for weight in twice))
-        owners = self._owners("weights", found.weights)
+        under_first_names(self.mapping, tree)
+        sections = merged(tree, self.problems)
+        twice = self._try(lambda: one_of_two(self.reader, self.mapping, tree, self.target, self._axes)) or []
+        dropped = (*self.dropped, *(tree.weights.pop(weight).name for weight in twice))
+        owners = self._owners("weights", tree.weights)
         parts = {rule.part for rule in owners.values() if rule.part}
-        self._try(lambda: require_ties(self.reader, self.mapping, found, self._axes, parts))
+        self._try(lambda: require_ties(self.reader, self.mapping, tree, self._axes, parts))
         self._require_fit(owners, unmatched)
         outputs = self._moments(sections)
         weights = self._weights(owners, parts)
         if not unequal.problems:
             require_whole(
-                found, self.mapping.conventions[self.source.name], str(self.reader.path), self.problems
+                tree, self.mapping.conventions[self.source.name], str(self.reader.path), self.problems
             )
         planned = [*carried, *(self._tensor("weights", weight, view) for weight, view in weights.items())]
-        states = StatePlan(self.reader, found, self.target, outputs, self.kept)
+        states = StatePlan(self.reader, tree, self.target, outputs, self.kept)
         planned += [self._tensor(s, w, content, k) for s, w, k, content in states.tensors(self.problems)]
         paths, values = self._objects(weights)
         empty, chain = self._chain(outputs, [*(tensor.path for tensor in planned), *paths.values()])
@@ -160,7 +152,7 @@ class _Planner:
         told: Iterable[str] = ()
         if self.target.name not in self.notes:
             names = ["/".join(map(str, tensor.path)) for tensor in carried]
-            told = remarks(self.reader, self.object_paths, found, self.target, names)
+            told = remarks(self.reader, self.object_paths, tree, self.target, names)
         said = (*told, *([chain] if chain else []), *self._fewer_layers(owners))
         return replace(plan, conventions=(self.source.name, self.target.name), remarks=said)
 
@@ -171,7 +163,7 @@ class _Planner:
         """
         between_trees = self.source.is_tree and self.target.is_tree
         carried, unmatched, numbered = [], [], set[TreePath]()
-        for info in self.found.others.values():
+        for info in self.tree.others.values():
             if info.name in refused_names:
                 continue
             if beside_weights.is_carried(info, between_trees=between_trees):
@@ -197,7 +189,7 @@ class _Planner:
 
     def _moments(self, sections: Mapping[Section, Tensors]) -> dict[Section, dict[str, View]]:
         """The target's moments and their scales, by section and weight."""
-        cut = of_other_shapes(self.found, str(self.reader.path), self.problems)
+        cut = of_other_shapes(self.tree, str(self.reader.path), self.problems)
         outputs: dict[Section, dict[str, View]] = {section: {} for section in BY_WEIGHT}
         for moment in MOMENTS:
             mapped = {w: info for w, info in sections[moment].items() if info.name not in cut}
@@ -209,7 +201,7 @@ class _Planner:
 
     def _weights(self, owners: Mapping[str, Rule], parts: Collection[str]) -> dict[str, View]:
         """The target's weights, those with a second name included. parts: of the model, that the source has."""
-        weights, _ = self._outputs("weights", self.found.weights, owners, {})
+        weights, _ = self._outputs("weights", self.tree.weights, owners, {})
         if any(self.source.name in rule.cases for rule in owners.values()):
             # Numbers of cases and heights of stacks can be compared only where all layers have one name.
             theirs = NameIndex(self.mapping.rules, self.target.name)
@@ -219,7 +211,7 @@ class _Planner:
         # A state dict of PyTorch has all names of its tensors.
         every = self.to == "dcp"
         named = partial(
-            second_of_two, self.mapping, self.found, self.target.name, self._axes, parts, every=every
+            second_of_two, self.mapping, self.tree, self.target.name, self._axes, parts, every=every
         )
         return weights | (self._try(lambda: dict(named())) or {})
 
@@ -364,15 +356,15 @@ class _Planner:
                 own,
                 self._axes,
                 POWERS[section],
-                self.found.weights,
+                self.tree.weights,
                 {weight: info for weight, info in scales.items() if weight in own},
                 moments=section != "weights",
             )
-            found: list[_Made] = self._try(partial(list[_Made], applied.outputs())) or []
-            if found and any(entry.zeros for entry in rule.entries(self.source.name)):
+            made: list[_Made] = self._try(partial(list[_Made], applied.outputs())) or []
+            if made and any(entry.zeros for entry in rule.entries(self.source.name)):
                 left_out = applied.padding_left_out()
                 self._try(partial(require_zeros, self.reader, left_out, self.target.name))
-            for weight, view, scale in found:
+            for weight, view, scale in made:
                 if weight in makers:
                     self.problems.add(
                         f"{self.target.name} {NAMES} is made by two rules, and only one can be written: "

@@ -49,7 +49,7 @@ def one_step(reader: CheckpointReader, infos: Sequence[TensorInfo], name: str, *
     """
     values = {info.name: (_count if whole else _step)(reader, info) for info in infos}
     first = infos[0].name
-    other = next((found for found in values if values[found] != values[first]), None)
+    other = next((step for step in values if values[step] != values[first]), None)
     if other is not None:
         raise MappingError(
             f"expected the same step for every parameter, since {name} is one number, got "

@@ -56,11 +56,11 @@ def followed(
     known = _places(mapping, written, named | candidates)
     there = _places(mapping, target.name, _optimized(mapping, target.name, weights))
     by_rule: dict[int, list[tuple[str, _Place]]] = {}
-    for w, place in there.items():
-        by_rule.setdefault(place.rule, []).append((w, place))
+    for w, group in there.items():
+        by_rule.setdefault(group.rule, []).append((w, group))
     renamed = {
-        weight: [w for w, other in by_rule.get(place.rule, []) if _same(place, other)]
-        for weight, place in known.items()
+        weight: [w for w, other in by_rule.get(group.rule, []) if _same(group, other)]
+        for weight, group in known.items()
     }
     result = {name: path for name, path in paths.items() if name not in lists and name not in values}
     new: dict[TreePath, object] = {}
@@ -107,10 +107,10 @@ def _convention(mapping: MappingTable, weights: Iterable[str]) -> str | None:
 
 def _optimized(mapping: MappingTable, convention: str, weights: Iterable[str]) -> Iterator[str]:
     """The names that an optimizer has for these weights: a rule's moments may have some of their own."""
-    for weight, place in _places(mapping, convention, weights, moments=False).items():
-        rule = mapping.rules[place.rule]
+    for weight, group in _places(mapping, convention, weights, moments=False).items():
+        rule = mapping.rules[group.rule]
         own = rule.moments.get(convention)
-        yield from (entry.path.format(place.values) for entry in own) if own else (weight,)
+        yield from (entry.path.format(group.values) for entry in own) if own else (weight,)
 
 
 def _places(
@@ -119,14 +119,14 @@ def _places(
     entries = [
         (k, e) for k, rule in enumerate(mapping.rules) for e in rule.entries(convention, moments=moments)
     ]
-    found = {}
+    groups = {}
     for weight in weights:
         for number, entry in entries:
             values = entry.path.match(weight)
             if values is not None:
-                found[weight] = _Place(number, values, frozenset(entry.axis_sets()))
+                groups[weight] = _Place(number, values, frozenset(entry.axis_sets()))
                 break
-    return found
+    return groups
 
 
 def _same(a: _Place, b: _Place) -> bool:

@@ -85,8 +85,8 @@ def noted_axes(notes: Mapping[str, object]) -> dict[str, int]:
 def read_notes(reader: CheckpointReader, paths: Mapping[str, TreePath]) -> dict[str, object]:
     """The notes in a checkpoint by convention, unchecked; empty where the checkpoint has no table of notes."""
     name = next((name for name, path in paths.items() if path == PLACES), None)
-    found = reader.objects[name] if name is not None else None
-    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+    note = reader.objects[name] if name is not None else None
+    return {str(key): value for key, value in note.items()} if isinstance(note, dict) else {}
 
 
 def noted(convention: Convention, data: object) -> Convention:

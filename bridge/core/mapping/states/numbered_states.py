@@ -60,9 +60,9 @@ def with_named_states(
         return NamedStates(reader, _listed(reader, prefixes, _lines(Path(order or ""))))
     names: dict[TreePath, dict[int, str]] = {}
     for prefix in prefixes:
-        found = _names(reader, prefix, mapping, order == MODEL_ORDER)
-        if found is not None:
-            names[prefix] = found
+        by_number = _names(reader, prefix, mapping, order == MODEL_ORDER)
+        if by_number is not None:
+            names[prefix] = by_number
     return NamedStates(reader, names) if names else reader
 
 
@@ -161,7 +161,7 @@ def _in_order(groups: _Groups, weights: _Weights) -> dict[int, str] | None:
         places = _only_way([shape for _, shape in group], [shape for _, shape in weights])
         if places is None:
             return None
-        names |= {number: weights[place][0] for (number, _), place in zip(group, places, strict=True)}
+        names |= {number: weights[path][0] for (number, _), path in zip(group, places, strict=True)}
     return names if len(set(names.values())) == len(names) else None
 
 
@@ -288,15 +288,15 @@ def _weights(reader: CheckpointReader, prefix: TreePath) -> list[list[tuple[str,
         if is_numbered(info.path) or info.dtype.kind in "biu" or last.endswith(_BUFFERS):
             continue
         places.setdefault(info.path[:-1], []).append((last, info.shape))
-    order = sorted(places, key=lambda place: (not place or place[-1] not in _WEIGHTS, len(place)))
-    return [places[place] for place in order]
+    order = sorted(places, key=lambda path: (not path or path[-1] not in _WEIGHTS, len(path)))
+    return [places[path] for path in order]
 
 
 def _only_way(wanted: Sequence[_Shape | None], there: Sequence[_Shape]) -> list[int] | None:
     """Where in ``there`` each shape of ``wanted`` is, in order; None unless there is exactly one way. None fits all."""
     first = _leftmost(wanted, there)
     last = _leftmost(wanted[::-1], there[::-1])
-    if first is None or last is None or first != [len(there) - 1 - place for place in last[::-1]]:
+    if first is None or last is None or first != [len(there) - 1 - position for position in last[::-1]]:
         return None
     return first
 
@@ -304,9 +304,9 @@ def _only_way(wanted: Sequence[_Shape | None], there: Sequence[_Shape]) -> list[
 def _leftmost(wanted: Sequence[_Shape | None], there: Sequence[_Shape]) -> list[int] | None:
     places, start = [], 0
     for shape in wanted:
-        place = next((k for k in range(start, len(there)) if shape is None or there[k] == shape), None)
-        if place is None:
+        position = next((k for k in range(start, len(there)) if shape is None or there[k] == shape), None)
+        if position is None:
             return None
-        places.append(place)
-        start = place + 1
+        places.append(position)
+        start = position + 1
     return places

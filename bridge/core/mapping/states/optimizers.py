@@ -19,7 +19,7 @@ from bridge.core.formats.tensors.base import CheckpointReader, TreePath
 from bridge.core.formats.tensors.wrapping import value_of
 from bridge.core.mapping.language.conventions import SECTIONS, Convention, Section
 from bridge.core.mapping.states.beside_weights import OPTIMIZER_KEYS, WORDS_OF_MOMENTS
-from bridge.core.mapping.states.found import Found, NameIndex
+from bridge.core.mapping.states.source_tree import NameIndex, SourceTree
 from bridge.core.text import first_of
 
 
@@ -152,30 +152,30 @@ class Refused:
 def refused(
     reader: CheckpointReader,
     paths: Mapping[str, TreePath],
-    found: Found,
+    source: SourceTree,
     target: Convention,
     index: NameIndex,
 ) -> Refused:
-    """The states in ``found`` that mean something else in ``target``, or nothing.
+    """The states in ``source`` that mean something else in ``target``, or nothing.
 
     paths: of the source's objects. index: knows the weights' names.
     """
-    tree = found.convention.is_tree
+    tree = source.convention.is_tree
     crossing = tree != target.is_tree
-    if megatron := [info.name for info in found.others.values() if _OF_MEGATRON.search(info.name)]:
+    if megatron := [info.name for info in source.others.values() if _OF_MEGATRON.search(info.name)]:
         text = (
             f"{reader.path} has the state of Megatron's distributed optimizer ({first_of(megatron)}), which is cut "
             "into buckets, or has all layers in one tensor, and is not translated. Leave it out (--drop '*optimizer.*')"
         )
         return Refused((text,), frozenset(megatron))
-    kept = [*_from_sections(found, crossing)]
-    others = ((info.name, info.path) for info in found.others.values())
+    kept = [*_from_sections(source, crossing)]
+    others = ((info.name, info.path) for info in source.others.values())
     if tree:
         kept += _from_tree(others, index)
     else:
         kept += _from_state_dict((*others, *paths.items()), index, paths.values())
         if crossing and not kept:
-            alone = (s.sections.get("exp_avg", ()) for s in found.states if not s.sections.get("exp_avg_sq"))
+            alone = (s.sections.get("exp_avg", ()) for s in source.states if not s.sections.get("exp_avg_sq"))
             kept = [(_ALONE["exp_avg"], "exp_avg", weight, "") for weights in alone for weight in weights]
     weights: dict[Optimizer, dict[str, None]] = {}
     words: dict[Optimizer, dict[str, None]] = {}
@@ -190,14 +190,16 @@ def refused(
         for optimizer, names in weights.items()
     ]
     if crossing and not tree:
-        problems += _of_groups(reader, paths, found, own=len(target.path_of("momentum_buffer")) == _OWN_DEPTH)
+        problems += _of_groups(
+            reader, paths, source, own=len(target.path_of("momentum_buffer")) == _OWN_DEPTH
+        )
     return Refused(tuple(problems), frozenset(name for *_, name in kept if name))
 
 
 def remarks(
     reader: CheckpointReader,
     paths: Mapping[str, TreePath],
-    found: Found,
+    tree: SourceTree,
     target: Convention,
     kept: Iterable[str],
 ) -> Iterator[str]:
@@ -205,18 +207,18 @@ def remarks(
 
     paths: of the source's objects. kept: names of tensors that go along under their own names.
     """
-    source = found.convention
+    source = tree.convention
     if source.is_tree == target.is_tree:
         return
     if not source.is_tree:
-        if found.states and (shown := [f"{name} = {value!r:.20}" for name, value in _unusual(reader, paths)]):
+        if tree.states and (shown := [f"{name} = {value!r:.20}" for name, value in _unusual(reader, paths)]):
             yield (
                 "the optimizer has options that torch's Adam, AdamW, RAdam and SGD do not have by default "
                 f"({first_of(shown)}): its state is read as theirs"
             )
         return
     for section, words, meaning in _READ_AS:
-        nodes = [n for n, state in enumerate(found.states) if section in state.sections]
+        nodes = [n for n, state in enumerate(tree.states) if section in state.sections]
         if nodes:
             named = first_of([source.name_of(section, "*", node) for node in nodes], 1)
             yield f"{words} ({named}) read as {meaning}"
@@ -236,10 +238,10 @@ _Kept = tuple[Optimizer, str, str, str]
 """An optimizer, a word of its state, the weight, and the tensor's or object's name; "" where that is translated."""
 
 
-def _from_sections(found: Found, crossing: bool) -> Iterator[_Kept]:
+def _from_sections(source: SourceTree, crossing: bool) -> Iterator[_Kept]:
     """The optimizers of states that have the names of translated ones."""
-    tree = found.convention.is_tree
-    for state in found.states:
+    tree = source.convention.is_tree
+    for state in source.states:
         if crossing:
             optimizer, word = (OPTAX[0], "nu_max") if tree else (TORCH[0], "max_exp_avg_sq")
             yield from ((optimizer, word, weight, "") for weight in state.sections.get("max_exp_avg_sq", ()))
@@ -302,7 +304,7 @@ def _in_groups(paths: Mapping[str, TreePath]) -> Iterator[tuple[str, str]]:
 
 
 def _of_groups(
-    reader: CheckpointReader, paths: Mapping[str, TreePath], found: Found, own: bool
+    reader: CheckpointReader, paths: Mapping[str, TreePath], tree: SourceTree, own: bool
 ) -> Iterator[str]:
     """Problems of groups of weights whose moments are others than those of optax under these names.
 
@@ -311,7 +313,7 @@ def _of_groups(
     reasons = {
         key: reason
         for section, reasons in _OTHERWISE.items()
-        if any(section in state.sections for state in found.states)
+        if any(section in state.sections for state in tree.states)
         for key, reason in reasons.items()
         if not (own and reason == _MUON)
     }

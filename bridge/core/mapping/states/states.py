@@ -30,17 +30,17 @@ from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.relation import identity
 from bridge.core.mapping.one_rule.instance import View
 from bridge.core.mapping.states import beside_weights
-from bridge.core.mapping.states.found import Found, Tensors
+from bridge.core.mapping.states.source_tree import SourceTree, Tensors
 from bridge.core.text import first_of
 
 Content = View | np.ndarray
 Outputs = Mapping[Section, Mapping[str, View]]
 
 
-def merged(found: Found, problems: Problems) -> dict[Section, Tensors]:
+def merged(tree: SourceTree, problems: Problems) -> dict[Section, Tensors]:
     """Moments and scales of all states by section and weight. Two of a kind for a weight are added to the problems."""
     sections: dict[Section, Tensors] = {section: {} for section in (*BY_WEIGHT, "step")}
-    for state in found.states:
+    for state in tree.states:
         for section, tensors in state.sections.items():
             for weight, info in tensors.items():
                 other = sections[section].setdefault(weight, info)
@@ -52,14 +52,14 @@ def merged(found: Found, problems: Problems) -> dict[Section, Tensors]:
     return sections
 
 
-def of_other_shapes(found: Found, where: str, problems: Problems) -> frozenset[str]:
+def of_other_shapes(tree: SourceTree, where: str, problems: Problems) -> frozenset[str]:
     """The names of moments that are no array of a number for each element of their weight, which is a problem."""
     names = [
         info.name
-        for state in found.states
+        for state in tree.states
         for moment in MOMENTS
         for weight, info in state.sections.get(moment, {}).items()
-        if weight in found.weights and found.weights[weight].shape != info.shape
+        if weight in tree.weights and tree.weights[weight].shape != info.shape
     ]
     if names:
         problems.append(
@@ -70,14 +70,14 @@ def of_other_shapes(found: Found, where: str, problems: Problems) -> frozenset[s
     return frozenset(names)
 
 
-def require_whole(found: Found, usual: Convention, where: str, problems: Problems) -> None:
+def require_whole(tree: SourceTree, usual: Convention, where: str, problems: Problems) -> None:
     """Check that each state is whole: scales with their moment, and Adam's with both and, where steps are kept, a step.
 
     usual: the convention with its usual places, where a step count without moments may be.
     """
-    source = found.convention
+    source = tree.convention
     missing = []
-    for number, state in enumerate(found.states):
+    for number, state in enumerate(tree.states):
         for section, scale in SCALES.items():
             missing += [
                 source.name_of(section, weight, number)
@@ -104,7 +104,7 @@ def require_whole(found: Found, usual: Convention, where: str, problems: Problem
             f"expected the whole optimizer state of each weight in {where}, but {first_of(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing"
         )
-    if source.one_step and not found.states and (count := usual.name_of("step")) in found.others:
+    if source.one_step and not tree.states and (count := usual.name_of("step")) in tree.others:
         moments = " and ".join(usual.name_of(section, "*") for section in ADAM)
         problems.append(
             f"expected moments ({moments}) with the {count} in {where}, found none. If that counts something else, "
@@ -131,7 +131,7 @@ class StatePlan:
     """
 
     reader: CheckpointReader
-    found: Found
+    tree: SourceTree
     target: Convention
     outputs: Outputs
     kept: bool
@@ -139,17 +139,17 @@ class StatePlan:
     def tensors(self, problems: Problems) -> Iterator[tuple[Section, str, int, Content]]:
         """Each as (section, weight, number of the state, content). A step count for a whole state has no weight."""
         origin: dict[str, tuple[int, str]] = {}
-        for number, state in enumerate(self.found.states):
+        for number, state in enumerate(self.tree.states):
             for section in BY_WEIGHT:
                 for weight, info in state.sections.get(section, {}).items():
                     origin[info.name] = number, weight
         sources: dict[str, dict[tuple[int, str], None]] = {}
         for section in BY_WEIGHT:
             for weight, view in self.outputs.get(section, {}).items():
-                found = [origin[name] for name in dict.fromkeys(block.source for block in view.blocks)]
+                origins = [origin[name] for name in dict.fromkeys(block.source for block in view.blocks)]
                 if section in (*ADAM, "momentum_buffer"):
-                    sources.setdefault(weight, {}).update(dict.fromkeys(found))
-                yield section, weight, self._state(weight, found, problems), view
+                    sources.setdefault(weight, {}).update(dict.fromkeys(origins))
+                yield section, weight, self._state(weight, origins, problems), view
         yield from self._steps(sources, problems)
 
     def _state(self, weight: str, sources: Sequence[tuple[int, str]], problems: Problems) -> int:
@@ -157,7 +157,7 @@ class StatePlan:
             return self.target.state_of(weight)
         numbers = sorted({number for number, _ in sources})
         if len(numbers) > 1:
-            names = " and ".join(self.found.convention.name_of("exp_avg", "*", number) for number in numbers)
+            names = " and ".join(self.tree.convention.name_of("exp_avg", "*", number) for number in numbers)
             problems.add(
                 f"expected the moments of {NAMES} from one optimizer state, got them from {names}", weight
             )
@@ -167,11 +167,11 @@ class StatePlan:
         self, sources: Mapping[str, Mapping[tuple[int, str], None]], problems: Problems
     ) -> Iterator[tuple[Section, str, int, Content]]:
         due: dict[tuple[int, str], dict[str, TensorInfo]] = {}
-        for weight, found in sources.items():
-            number = self._state(weight, list(found), Problems())
+        for weight, of_weight in sources.items():
+            number = self._state(weight, list(of_weight), Problems())
             key = (number, "" if self.target.one_step else weight)
             infos = due.setdefault(key, {})
-            for state, source in found:
+            for state, source in of_weight:
                 info = self._step(state, source)
                 if info is not None:
                     infos[info.name] = info
@@ -184,12 +184,14 @@ class StatePlan:
                 problems.raised(error)
 
     def _step(self, state: int, weight: str) -> TensorInfo | None:
-        found = self.found.states[state]
-        return found.count if self.found.convention.one_step else found.sections.get("step", {}).get(weight)
+        section = self.tree.states[state]
+        return (
+            section.count if self.tree.convention.one_step else section.sections.get("step", {}).get(weight)
+        )
 
     def _content(self, infos: Sequence[TensorInfo], number: int, weight: str) -> Content:
         name = self.target.name_of("step", weight, number)
-        if self.found.convention.one_step == self.target.one_step and len(infos) == 1:
+        if self.tree.convention.one_step == self.target.one_step and len(infos) == 1:
             return identity(infos[0].name, infos[0].shape, infos[0].dtype)
-        step = beside_weights.one_step(self.reader, infos, name, whole=self.found.convention.one_step)
+        step = beside_weights.one_step(self.reader, infos, name, whole=self.tree.convention.one_step)
         return np.asarray(step, np.int32 if self.target.one_step else np.float32)

@@ -31,35 +31,35 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from bridge.core.formats.tensors.base import Box, CheckpointReader, TensorInfo
-from bridge.core.formats.tensors.regions import split_box
+from bridge.core.formats.tensors.boxes import split_box
 from bridge.core.mapping.language.conventions import Convention
 from bridge.core.mapping.language.entries import Rule
 from bridge.core.mapping.language.errors import MappingError
 from bridge.core.mapping.language.table import MappingTable
 from bridge.core.mapping.one_rule.apply import apply_rule
 from bridge.core.mapping.one_rule.instance import Axes, View
-from bridge.core.mapping.states.found import Found, Tensors
+from bridge.core.mapping.states.source_tree import SourceTree, Tensors
 
 _BETWEEN = "other"
 
 
 def one_of_two(
-    reader: CheckpointReader, mapping: MappingTable, found: Found, target: Convention, axes: Axes
+    reader: CheckpointReader, mapping: MappingTable, tree: SourceTree, target: Convention, axes: Axes
 ) -> list[str]:
     """Weights that the source has twice and the target gets once, after a comparison of all their bits.
 
     Raises MappingError when the two differ, or when the second one has optimizer state of its own.
     """
     twice: list[str] = []
-    source = found.convention.name
+    source = tree.convention.name
     for rule, other in _pairs(mapping, source):
         if mapping.tied != "once" and not (rule.is_second_name or _has_one(target, rule)):
             continue
-        own = _weights(rule, source, found.weights)
-        if not own or not _weights(other, source, found.weights):
+        own = _weights(rule, source, tree.weights)
+        if not own or not _weights(other, source, tree.weights):
             continue
         joint = Rule({source: other.entries(source), _BETWEEN: rule.entries(source)})
-        members = _weights(other, source, found.weights)
+        members = _weights(other, source, tree.weights)
         for weight, view in apply_rule(joint, source, _BETWEEN, members, axes):
             info = own.get(weight)
             if info is None:
@@ -79,7 +79,7 @@ def one_of_two(
             twice.append(weight)
         with_state = [
             tensors[weight].name
-            for state in found.states
+            for state in tree.states
             for tensors in state.sections.values()
             for weight in twice
             if weight in tensors
@@ -94,17 +94,17 @@ def one_of_two(
 
 
 def require_ties(
-    reader: CheckpointReader, mapping: MappingTable, found: Found, axes: Axes, parts: Collection[str]
+    reader: CheckpointReader, mapping: MappingTable, tree: SourceTree, axes: Axes, parts: Collection[str]
 ) -> None:
     """Raise MappingError where the output layer is not what the model's configuration says of it.
 
     parts: the parts of the model that the source has.
     """
-    source = found.convention
+    source = tree.convention
     if mapping.ties is None or mapping.tied is not None or source.without:
         return
     for rule, other in _pairs(mapping, source.name):
-        own, first = (_weights(r, source.name, found.weights) for r in (rule, other))
+        own, first = (_weights(r, source.name, tree.weights) for r in (rule, other))
         if rule.is_second_name or not first or (rule.part and rule.part not in parts):
             continue
         if not mapping.ties and not own:
@@ -127,36 +127,36 @@ def require_ties(
 
 
 def second_of_two(
-    mapping: MappingTable, found: Found, target: str, axes: Axes, parts: Collection[str], *, every: bool
+    mapping: MappingTable, tree: SourceTree, target: str, axes: Axes, parts: Collection[str], *, every: bool
 ) -> Iterator[tuple[str, View]]:
     """Target tensors, by weight, that the source lacks and that share another tensor. Raises as `apply_rule` does.
 
     parts: the parts of the model that the source has. every: the second names of a convention are written where
     nothing else is said.
     """
-    source = found.convention.name
+    source = tree.convention.name
     pairs = [*_pairs(mapping, source)] if mapping.tied == "both" else []
     if mapping.tied == "both" or (mapping.tied is None and every):
         pairs += [
             (rule, other)
             for rule, other in _pairs(mapping, target)
-            if rule.is_second_name or _has_one(found.convention, rule)
+            if rule.is_second_name or _has_one(tree.convention, rule)
         ]
     for rule, other in pairs:
-        missing = not _weights(rule, source, found.weights) and (not rule.part or rule.part in parts)
+        missing = not _weights(rule, source, tree.weights) and (not rule.part or rule.part in parts)
         if rule.entries(target) and other.entries(source) and missing:
             joint = Rule({source: other.entries(source), target: rule.entries(target)})
-            yield from apply_rule(joint, source, target, _weights(other, source, found.weights), axes)
+            yield from apply_rule(joint, source, target, _weights(other, source, tree.weights), axes)
 
 
-def under_first_names(mapping: MappingTable, found: Found) -> None:
+def under_first_names(mapping: MappingTable, tree: SourceTree) -> None:
     """Give tensors that the source has under a second name only, and their optimizer state, the first one."""
-    source = found.convention.name
+    source = tree.convention.name
     for rule, other in _pairs(mapping, source):
-        if not rule.is_second_name or not other.entries(source) or _weights(other, source, found.weights):
+        if not rule.is_second_name or not other.entries(source) or _weights(other, source, tree.weights):
             continue
         (second,), (first, *_) = rule.entries(source), other.entries(source)
-        for tensors in (found.weights, *(t for state in found.states for t in state.sections.values())):
+        for tensors in (tree.weights, *(t for state in tree.states for t in state.sections.values())):
             for weight in [weight for weight in tensors if second.path.match(weight) is not None]:
                 values = second.path.match(weight) or {}
                 tensors[first.path.format(values)] = tensors.pop(weight)

@@ -1,6 +1,6 @@
-"""The one-buffer packing of shards that are a multiple of all units: what the planner must never be worse than.
+"""The one-buffer packing of shards that are a multiple of all blocks: what the planner must never be worse than.
 
-Every boundary is a multiple of the common multiple C of all units, and of ``align``, so no offset needs care. Tensors
+Every boundary is a multiple of the common multiple C of all blocks, and of ``align``, so no offset needs care. Tensors
 of at least C elements start on multiples of C, except that two may share one, and small tensors fill what that leaves.
 Rows of 6 in a and e, of 4 in b and c, of 2 in d; C = 12::
 
@@ -31,8 +31,8 @@ def pack_aligned(
     """
     lowest = -(-sum(tensor.numel for tensor in tensors) // num_shards)
     multiple = align
-    for unit in dict.fromkeys(tensor.unit for tensor in tensors):
-        multiple = math.lcm(multiple, unit)
+    for block in dict.fromkeys(tensor.block for tensor in tensors):
+        multiple = math.lcm(multiple, block)
         if round_up(lowest, multiple) >= limit:
             return None
     large = [i for i, tensor in enumerate(tensors) if tensor.numel >= multiple]
@@ -64,18 +64,18 @@ def pack_aligned(
             end = stop + tensors[partner].numel
         for queue in queues if gap < stop else ():
             while (
-                queue and (offset := round_up(gap, tensors[queue[0]].unit)) + tensors[queue[0]].numel <= stop
+                queue and (offset := round_up(gap, tensors[queue[0]].block)) + tensors[queue[0]].numel <= stop
             ):
                 gap = offset + tensors[queue[0]].numel
                 offsets[queue.popleft()] = offset
     for queue in queues:
         for i in queue:
-            offsets[i] = round_up(end, tensors[i].unit)
+            offsets[i] = round_up(end, tensors[i].block)
             end = offsets[i] + tensors[i].numel
     size = round_up(end, multiple * num_shards) // num_shards
     return (size, offsets) if size < limit else None
 
 
 def _remainder(tensor: Kind, multiple: int) -> int:
-    """Elements after the last multiple; 0 for a tensor with a short last unit, which must start on a multiple."""
-    return 0 if tensor.numel % tensor.unit else tensor.numel % multiple
+    """Elements after the last multiple; 0 for a tensor with a short last block, which must start on a multiple."""
+    return 0 if tensor.numel % tensor.block else tensor.numel % multiple

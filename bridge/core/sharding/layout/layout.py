@@ -2,7 +2,7 @@
 
 A parameter group is stored in one to three flat buffers, each cut into ``num_shards`` equal shards; rank k holds
 shard k of every buffer, so all ranks hold equally much. Every parameter is one contiguous range of one buffer, and a
-shard boundary never cuts one of its *units*: a row, a block of rows or the whole tensor. So what a rank holds of a
+shard boundary never cuts one of its *blocks*: a row, several rows or the whole tensor. So what a rank holds of a
 parameter is a range of whole rows, uneven by design and possibly empty.
 
 ``print(plan_layout({"wq": (7, 6), "wo": (6, 7), "up": (9, 6), "down": (6, 9), "norm": (6,)}, 4, align=1))``::
@@ -61,7 +61,7 @@ class Layout:
         align: elements, >= 1, of which every shard size is a multiple.
 
     Raises:
-        ValueError: a field is out of range, slots overlap or leave their buffer, or a boundary cuts a unit.
+        ValueError: a field is out of range, slots overlap or leave their buffer, or a boundary cuts a block.
     """
 
     num_shards: int
@@ -310,16 +310,16 @@ def _slot(number: int, value: object) -> Slot:
     shape = tuple(_size(f"shape of {name!r}", n) for n in _list(f"shape of {name!r}", fields["shape"]))
     if math.prod(shape) > _MOST:
         raise ValueError(f"{name!r}: expected at most 2**63 - 1 elements, got shape {_short(list(shape))}")
-    place = (_size(f"{key} of {name!r}", fields[key]) for key in ("block", "buffer", "offset"))
-    return Slot(name, shape, *place)
+    field = (_size(f"{key} of {name!r}", fields[key]) for key in ("block", "buffer", "offset"))
+    return Slot(name, shape, *field)
 
 
 def _check_fields(what: str, value: object, fields: Sequence[str]) -> dict[str, object]:
     if isinstance(value, dict) and sorted(value) == list(fields):
         return value
     keys = ", ".join(map(_short, sorted(value)[:8])) or "none" if isinstance(value, dict) else ""
-    found = f"one with {keys}" if keys else _short(value)
-    raise ValueError(f"{what}expected an object with {', '.join(fields)}, got {found}")
+    description = f"one with {keys}" if keys else _short(value)
+    raise ValueError(f"{what}expected an object with {', '.join(fields)}, got {description}")
 
 
 def _list(what: str, value: object) -> list[object]:

@@ -1,13 +1,13 @@
 """Packing tensors into one buffer of equal shards: which shard sizes are possible, and where each tensor goes.
 
-A tensor of a *kind* ``(numel, unit)`` is one contiguous range, and a shard boundary inside it must lie a multiple of
-``unit`` elements from its start. That leaves three cases for shard size S::
+A tensor of a *kind* ``(numel, block)`` is one contiguous range, and a shard boundary inside it must lie a multiple of
+``block`` elements from its start. That leaves three cases for shard size S::
 
     boundaries inside    none                one                  two or more
     shards               |..wwww.|.......|   |....www|www....|    |...www|wwwwww|ww....|
-    needs                room                a shifted offset     unit divides S
+    needs                room                a shifted offset     block divides S
 
-So a tensor fits somewhere exactly when its unit divides S or its *half*, the larger part of its most even cut, is at
+So a tensor fits somewhere exactly when its block divides S or its *half*, the larger part of its most even cut, is at
 most S. Sizes for which that holds for every tensor are *admissible*; no other size can work, and on an admissible one
 ``earliest`` always finds an offset. The package's README has the rules and the proofs.
 """
@@ -23,16 +23,16 @@ _SMALL_STEPS = 48
 
 
 class Kind(NamedTuple):
-    """Tensors that pack alike: elements, and elements that no boundary may separate (1 <= unit <= numel)."""
+    """Tensors that pack alike: elements, and elements that no boundary may separate (1 <= block <= numel)."""
 
     numel: int
-    unit: int
+    block: int
 
     @property
     def half(self) -> int:
-        """The larger part of the most even cut between two units; ``numel`` when it is one unit."""
-        units = -(-self.numel // self.unit)
-        left = units // 2 * self.unit
+        """The larger part of the most even cut between two blocks; ``numel`` when it is one block."""
+        blocks = -(-self.numel // self.block)
+        left = blocks // 2 * self.block
         return max(left, self.numel - left)
 
 
@@ -59,18 +59,18 @@ def round_up(value: int, multiple: int) -> int:
 def admissible_steps(kinds: Sequence[Kind], align: int = 1) -> list[tuple[int, int]]:
     """The admissible sizes of tensors of these kinds, given in order of falling halves, for ``admissible``.
 
-    S, a multiple of ``align``, is admissible exactly when, for some j, the units of the first j kinds divide it and
+    S, a multiple of ``align``, is admissible exactly when, for some j, the blocks of the first j kinds divide it and
     the halves of the others are at most S. The list has (largest half left out, common multiple of ``align`` and the
-    units before it) for each j that matters.
+    blocks before it) for each j that matters.
     """
     steps: list[tuple[int, int]] = []
     multiple = align
     for kind in kinds:
-        if multiple % kind.unit:
+        if multiple % kind.block:
             steps.append((kind.half, multiple))
-            multiple = math.lcm(multiple, kind.unit)
+            multiple = math.lcm(multiple, kind.block)
             if multiple > kinds[0].half:
-                return steps  # a size that large is admissible without any unit dividing it
+                return steps  # a size that large is admissible without any block dividing it
     return [*steps, (0, multiple)]
 
 
@@ -80,15 +80,15 @@ def admissible(steps: Sequence[tuple[int, int]], size: int) -> int:
 
 
 def earliest(start: int, kind: Kind, size: int) -> int:
-    """The first offset at or after ``start`` where no boundary cuts a unit; ``size`` must be admissible."""
-    numel, unit = kind
+    """The first offset at or after ``start`` where no boundary cuts a block; ``size`` must be admissible."""
+    numel, block = kind
     boundary = (start // size + 1) * size
     if start + numel <= boundary:
         return start
-    if size % unit == 0:
-        return round_up(start, unit)
-    shifted = start + (boundary - start) % unit
-    return shifted if shifted + numel <= boundary + size else boundary + size % unit
+    if size % block == 0:
+        return round_up(start, block)
+    shifted = start + (boundary - start) % block
+    return shifted if shifted + numel <= boundary + size else boundary + size % block
 
 
 def pack(kinds: Sequence[Kind], counts: Sequence[int], size: int) -> tuple[list[tuple[int, int, int]], int]:
@@ -125,12 +125,12 @@ def pack(kinds: Sequence[Kind], counts: Sequence[int], size: int) -> tuple[list[
 
 def _fill(start: int, stop: int | None, kind: Kind, count: int, size: int) -> Iterator[tuple[int, int]]:
     """``(offset, how many)`` of up to ``count`` tensors placed one after another in ``[start, stop)``."""
-    numel, unit = kind
-    regular = size % unit == 0 and numel % unit == 0
+    numel, block = kind
+    regular = size % block == 0 and numel % block == 0
     while count:
         many = (size - start % size) // numel  # so many fit before the next boundary, starting here
         offset = start if many else earliest(start, kind, size)
-        if many > count or (regular and offset % unit == 0):
+        if many > count or (regular and offset % block == 0):
             many = count
         if stop is not None:
             many = min(many or 1, (stop - offset) // numel)
@@ -176,10 +176,10 @@ def ideal_size(total: int, num_shards: int, align: int) -> int:
 
 
 def common_multiple(kinds: Sequence[Kind], most: int, align: int = 1) -> int:
-    """The least common multiple of ``align`` and all units; ``most`` up to ``align``, when that is smaller."""
+    """The least common multiple of ``align`` and all blocks; ``most`` up to ``align``, when that is smaller."""
     multiple, most = align, round_up(most, align)
     for kind in kinds:
-        multiple = math.lcm(multiple, kind.unit)
+        multiple = math.lcm(multiple, kind.block)
         if multiple > most:
             return most
     return multiple

@@ -1,8 +1,8 @@
 """Which tensors share a buffer: a search over the ways to split a group over at most three buffers.
 
-A buffer pays for the units of its own tensors only, so units with a large common multiple are better kept apart::
+A buffer pays for the blocks of its own tensors only, so blocks with a large common multiple are better kept apart::
 
-    classes     kinds of one unit            {4096}  {14336}  {1}
+    classes     kinds of one block           {4096}  {14336}  {1}
     starts      classes over k buffers       {4096, 1} {14336}     {4096} {14336, 1}     ...
     improve     tensors of one kind change their buffer, while the estimate falls
     pack        the best estimates first; the fewest buffers within 0.05 % of the least size win
@@ -53,7 +53,7 @@ def plan_buffers(
 
     Shards are multiples of ``align``.
 
-    ``kinds`` are distinct, in order of falling unit, then falling numel; at least one.
+    ``kinds`` are distinct, in order of falling block, then falling numel; at least one.
     """
     return _Search(kinds, tuple(counts), num_shards, align).run(max_buffers)
 
@@ -126,30 +126,30 @@ class _Search:
         return list(dict.fromkeys(tuple(counts for counts, _, _ in split) for split in least))
 
     def _classes(self) -> list[list[int]]:
-        """Kinds by unit. Of many units, those that hold most in tensors longer than two shards; then the rest."""
-        amounts = dict.fromkeys((kind.unit for kind in self.kinds), 0)
+        """Kinds by block. Of many blocks, those that hold most in tensors longer than two shards; then the rest."""
+        amounts = dict.fromkeys((kind.block for kind in self.kinds), 0)
         if len(amounts) > _MAX_CLASSES:
             for kind, count in zip(self.kinds, self.counts, strict=True):
                 if kind.half > self.ideal:
-                    amounts[kind.unit] += kind.numel * count
-            long = [unit for unit, amount in amounts.items() if amount]
-            amounts = dict.fromkeys(sorted(long, key=lambda unit: -amounts[unit])[: _MAX_CLASSES - 1], 0)
+                    amounts[kind.block] += kind.numel * count
+            long = [block for block, amount in amounts.items() if amount]
+            amounts = dict.fromkeys(sorted(long, key=lambda block: -amounts[block])[: _MAX_CLASSES - 1], 0)
         members: dict[int, list[int]] = {}
         for i, kind in enumerate(self.kinds):
-            members.setdefault(kind.unit if kind.unit in amounts else 0, []).append(i)
-        return [members[unit] for unit in sorted(members, reverse=True)]
+            members.setdefault(kind.block if kind.block in amounts else 0, []).append(i)
+        return [members[block] for block in sorted(members, reverse=True)]
 
     def _improve(self, split: Split) -> Split:
         """Move tensors between the buffers, the most profitable move first, until none lowers the estimate."""
-        counts = [list(one) for one in split]
+        counts = [list(shard) for shard in split]
         while (move := self._best_move(counts)) is not None:
             counts[move.source][move.kind] -= move.many
             counts[move.target][move.kind] += move.many
         return tuple(map(tuple, counts))
 
     def _best_move(self, counts: list[list[int]]) -> _Move | None:
-        totals = [self._total(one) for one in counts]
-        used = [_used(one) for one in counts]
+        totals = [self._total(shard) for shard in counts]
+        used = [_used(shard) for shard in counts]
         sizes = [self._least(total, mask) for total, mask in zip(totals, used, strict=True)]
         best, most = None, 0
         for move in self._moves(counts, totals, sizes):

@@ -67,7 +67,7 @@ def plan_layout(
     for name, shape in named:
         key = shape, block_of(name)
         if key not in known:
-            known[key] = _units(*key)
+            known[key] = _blocks_of_shape(*key)
         block, tensor, slices = known[key]
         blocks.append(block)
         if tensor.numel:
@@ -78,9 +78,9 @@ def plan_layout(
     else:
         plan = _plan_aligned(tensors, coarse, num_shards, max_buffers, align)
     sizes, places = plan
-    found = iter(places)
+    starts = iter(places)
     slots = [
-        Slot(name, shape, block, *(next(found) if math.prod(shape) else (0, 0)))
+        Slot(name, shape, block, *(next(starts) if math.prod(shape) else (0, 0)))
         for (name, shape), block in zip(named, blocks, strict=True)
     ]
     return Layout(num_shards, sizes, tuple(slots), align)
@@ -133,7 +133,7 @@ def _plan_aligned(
 def _in_tiles(kind: Kind, align: int) -> Kind:
     """A tensor as whole tiles, between which it starts and is cut."""
     numel = -(-kind.numel // align)
-    return Kind(numel, min(math.lcm(kind.unit, align) // align, numel))
+    return Kind(numel, min(math.lcm(kind.block, align) // align, numel))
 
 
 def _plan(
@@ -143,7 +143,7 @@ def _plan(
     members: dict[Kind, list[int]] = {}
     for i, tensor in enumerate(tensors):
         members.setdefault(tensor, []).append(i)
-    kinds = sorted(members, key=lambda kind: (-kind.unit, -kind.numel))
+    kinds = sorted(members, key=lambda kind: (-kind.block, -kind.numel))
     packings = plan_buffers(kinds, [len(members[kind]) for kind in kinds], num_shards, max_buffers, align)
     size = total_size(packings)
     best = None
@@ -179,7 +179,7 @@ def _named(shapes: Shapes) -> list[tuple[str, tuple[int, ...]]]:
     return named
 
 
-def _units(shape: tuple[int, ...], block: int | None) -> tuple[int, Kind, Kind]:
+def _blocks_of_shape(shape: tuple[int, ...], block: int | None) -> tuple[int, Kind, Kind]:
     """The rows that stay together; the tensor in such blocks; and in blocks of slices of dimension 0.
 
     Planners that know no rows inside a slice see stacks of three dimensions and more in the latter way.

@@ -1,6 +1,6 @@
 """What a row of a tensor is, and a range of rows as boxes in the tensor's own coordinates.
 
-A row is the unit that sharding keeps together:
+A row is the least that sharding keeps together:
 
     ========  ====================  =================
     ndim      elements of a row     number of rows

@@ -74,7 +74,7 @@ class Slot:
             )
 
     @property
-    def unit(self) -> int:
+    def block_numel(self) -> int:
         """Elements that no shard boundary separates; 0 when the parameter has no elements."""
         return self.block * self.row_size
 
@@ -92,9 +92,9 @@ class Slot:
         first = (self.offset // shard_size + 1) * shard_size
         # All later boundaries are one shard further each, so the first two decide.
         for boundary in (first, first + shard_size):
-            if boundary < self.end and (boundary - self.offset) % self.unit:
+            if boundary < self.end and (boundary - self.offset) % self.block_numel:
                 raise ValueError(
-                    f"{self.name!r}: expected shard boundaries at multiples of {self.unit} elements from its "
+                    f"{self.name!r}: expected shard boundaries at multiples of {self.block_numel} elements from its "
                     f"start (blocks of {self.block} rows), got one at {boundary - self.offset}"
                 )
 
@@ -133,7 +133,7 @@ def blocks_of(names: Sequence[str], granularity: Granularity, rows: int) -> Call
         raise ValueError(
             f"granularity: expected names of parameters ({', '.join(names[:5])}, ...), got {unknown[0]!r}"
         )
-    blocks = {name: _block_of(one, rows) for name, one in granularity.items()}
+    blocks = {name: _block_of(asked, rows) for name, asked in granularity.items()}
     return lambda name: blocks.get(name, 1)
 
 

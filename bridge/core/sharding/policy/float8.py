@@ -95,9 +95,9 @@ def scale_parts(layout: Layout, rank: int) -> Iterator[ScalePart]:
         for part in layout.parts(rank, buffer):
             row_size = layout.slots[part.number].row_size
             start = (held.start + part.start) // BLOCK if alike else start
-            one = ScalePart(part.number, start, (part.stop - part.start) // row_size, blocks_of(row_size))
-            start += one.rows * one.blocks
-            yield one
+            scales = ScalePart(part.number, start, (part.stop - part.start) // row_size, blocks_of(row_size))
+            start += scales.rows * scales.blocks
+            yield scales
 
 
 def scale_bytes(layout: Layout, gather: str) -> int:

@@ -61,19 +61,19 @@ class AskedDtypes:
     remainders: bool = False
     narrowest: bool = False
 
-    def of_group(self, given: str, *, trainable: bool, quantized: bool = False) -> GroupDtypes[str]:
-        """Dtypes of a group whose parameters were given as ``given``, and are all ``quantized`` or none.
+    def of_group(self, stored: str, *, trainable: bool, quantized: bool = False) -> GroupDtypes[str]:
+        """Dtypes of a group whose parameters have dtype ``stored``, and are all ``quantized`` or none.
 
         Parameters that are no floating-point numbers, or float8 whose scale only the model knows, keep their dtype
         throughout. quantized: they are matrices, which cross the network in the format that was asked for.
         """
-        if given not in FLOATING:
-            return GroupDtypes(given, given, given, given, given)
+        if stored not in FLOATING:
+            return GroupDtypes(stored, stored, stored, stored, stored)
         # An update smaller than the last bit of a half-precision weight would be lost.
-        kept = self.main is None or (self.main, given) == ("float32", "float64")
-        trained = given if self.main is None or kept else self.main
-        main = trained if trainable else given
-        own = min(trained, given, key=BYTES.__getitem__) if self.narrowest else main
+        kept = self.main is None or (self.main, stored) == ("float32", "float64")
+        trained = stored if self.main is None or kept else self.main
+        main = trained if trainable else stored
+        own = min(trained, stored, key=BYTES.__getitem__) if self.narrowest else main
         compute = self.compute or own
         gather = self.gather if quantized else None
         # Weights that keep fewer bits have no remainders.

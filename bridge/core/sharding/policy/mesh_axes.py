@@ -11,10 +11,7 @@ TENSOR_AXES = ("tp", "tensor", "model", "mp")
 EXPERT_AXES = ("ep", "expert")
 MODEL_AXES = (*TENSOR_AXES, *EXPERT_AXES)
 """Axes over which parameters are cut by ``[[parallel]]`` entries of a policy, or by the model itself."""
-REFUSED_AXES = (
-    *("cp", "context", "sp", "seq", "sequence"),
-    *("pp", "pipe", "pipeline", "stage"),
-)
+REFUSED_AXES = (*("cp", "context", "sp", "seq", "sequence"), *("pp", "pipe", "pipeline", "stage"))
 """Axes of context and pipeline parallelism, which neither runtime has."""
 
 

@@ -49,8 +49,8 @@ class ParallelPolicy:
         object.__setattr__(self, "match", tuple(listed))
         require(isinstance(self.axis, str), "axis", "the name of a model axis", self.axis)
         if (self.style is None) == (self.dimension is None):
-            given = f"both, style {self.style!r}" if self.style is not None else "none of them"
-            raise PolicyError(f"expected style or dimension, got {given}")
+            description = f"both, style {self.style!r}" if self.style is not None else "none of them"
+            raise PolicyError(f"expected style or dimension, got {description}")
         require(self.style in (None, *STYLES), "style", f"one of {', '.join(STYLES)}", self.style)
         legal = self.dimension is None or (type(self.dimension) is int and self.dimension >= 0)
         require(legal, "dimension", "a number >= 0", self.dimension)
@@ -110,7 +110,7 @@ class Cut:
     def parts(self, size: int) -> tuple[int, ...]:
         """The sizes of the tensors that the dimension of ``size`` holds."""
         total = sum(self.fused)
-        return tuple(size * one // total for one in self.fused) if self.fused else (size,)
+        return tuple(size * share // total for share in self.fused) if self.fused else (size,)
 
 
 def check_cuts(name: str, shape: Sequence[int], cuts: Sequence[Cut], sizes: Mapping[str, int]) -> None:
@@ -152,19 +152,19 @@ def _check_size(described: str, size: int, cut: Cut, ranks: int) -> None:
 
 def local_shape(shape: Sequence[int], cuts: Iterable[Cut], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of one rank's part of a parameter of ``shape``."""
-    found = list(shape)
+    local = list(shape)
     for cut in cuts:
-        found[cut.dimension] //= sizes[cut.axis]
-    return tuple(found)
+        local[cut.dimension] //= sizes[cut.axis]
+    return tuple(local)
 
 
 def local_ranges(size: int, cut: Cut, ranks: int, rank: int) -> list[tuple[int, int]]:
     """What rank ``rank`` of the axis has of the cut dimension of ``size``: ranges ``[start, stop)``, in order."""
-    found, start = [], 0
+    ranges, start = [], 0
     for part in cut.parts(size):
-        found.append((start + part // ranks * rank, start + part // ranks * (rank + 1)))
+        ranges.append((start + part // ranks * rank, start + part // ranks * (rank + 1)))
         start += part
-    return found
+    return ranges
 
 
 def cut_dimension(shape: Sequence[int], shards: int) -> int | None:

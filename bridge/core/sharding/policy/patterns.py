@@ -20,5 +20,5 @@ def matches(pattern: str, path: str) -> bool:
 
 def near(pattern: str, paths: Collection[str]) -> str:
     """Some of ``paths``, the most similar to ``pattern`` first, for an error."""
-    found = difflib.get_close_matches(pattern, paths, n=4, cutoff=0.3) or list(paths)[:4]
-    return ", ".join(found) or "no modules"
+    close = difflib.get_close_matches(pattern, paths, n=4, cutoff=0.3) or list(paths)[:4]
+    return ", ".join(close) or "no modules"

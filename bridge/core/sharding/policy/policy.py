@@ -20,8 +20,7 @@ from bridge.core.sharding.policy.mesh_axes import is_model_axis
 from bridge.core.sharding.policy.parallel import ParallelPolicy, entries_of
 from bridge.core.sharding.policy.patterns import matches, near
 from bridge.core.sharding.policy.policy_error import PolicyError, at, require
-from bridge.core.sharding.policy.policy_file import parallel_lines, read_tables, unit_lines
-from bridge.core.sharding.policy.policy_mesh import check_mesh
+from bridge.core.sharding.policy.policy_file import check_mesh, parallel_lines, read_tables, unit_lines
 from bridge.core.sharding.policy.precision_policy import PrecisionPolicy
 from bridge.core.sharding.policy.unit_policy import ALIGN_WORDS, UnitPolicy
 from bridge.core.text_files import MAX_TOML, parse_toml, read_text
@@ -85,10 +84,10 @@ class ShardingPolicy:
         for number, entry in enumerate(self.parallel, 1):
             if entry.axis not in self.model_axes:
                 known = ", ".join(self.model_axes) or "none"
-                kind = "a data-parallel axis" if entry.axis in self.data_axes else "no axis of [mesh]"
+                description = "a data-parallel axis" if entry.axis in self.data_axes else "no axis of [mesh]"
                 raise PolicyError(
                     f"[[parallel]] {number}: axis: expected a model axis of [mesh] ({known}), got {entry.axis!r}, "
-                    f"{kind}"
+                    f"{description}"
                 )
 
     def _check_units(self) -> None:
@@ -127,16 +126,16 @@ class ShardingPolicy:
             item.name.removesuffix(".toml"): item
             for item in (files("bridge.core.sharding") / "policies").iterdir()
         }
-        given = os.fspath(path_or_name)
-        if given in shipped:
-            return cls.parse(shipped[given].read_text(encoding="utf-8"), f"{given}.toml")
+        path = os.fspath(path_or_name)
+        if path in shipped:
+            return cls.parse(shipped[path].read_text(encoding="utf-8"), f"{path}.toml")
         try:
-            text = read_text(Path(given), PolicyError, most=MAX_TOML, expected="a TOML file")
+            text = read_text(Path(path), PolicyError, most=MAX_TOML, expected="a TOML file")
         except OSError as error:
             names = ", ".join(sorted(shipped))
             reason = error.strerror
-            raise PolicyError(f"{given}: expected a TOML file or one of {names}, got: {reason}") from error
-        return cls.parse(text, given)
+            raise PolicyError(f"{path}: expected a TOML file or one of {names}, got: {reason}") from error
+        return cls.parse(text, path)
 
     @classmethod
     def parse(cls, text: str, source: str = "policy") -> Self:

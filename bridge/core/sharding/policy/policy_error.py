@@ -12,12 +12,12 @@ class PolicyError(ValueError):
 
 
 @contextmanager
-def at(place: str) -> Iterator[None]:
-    """Put ``place`` in front of errors."""
+def at(where: str) -> Iterator[None]:
+    """Put ``where`` in front of errors."""
     try:
         yield
     except PolicyError as error:
-        raise PolicyError(f"{place}: {error}") from None
+        raise PolicyError(f"{where}: {error}") from None
 
 
 def require(holds: object, key: str, expected: str, got: object) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from bridge.core.sharding.policy.mesh_axes import is_model_axis, why_refused
 from bridge.core.sharding.policy.parallel import ParallelPolicy
 from bridge.core.sharding.policy.policy_error import PolicyError, at, require, require_only
 from bridge.core.sharding.policy.precision_policy import PrecisionPolicy
@@ -32,7 +34,7 @@ def read_tables(content: dict[str, Any]) -> dict[str, Any]:
     if "precision" in content:
         with at("[precision]"):
             table = _table(content["precision"])
-            require_only(table, [one.name for one in fields(PrecisionPolicy)])
+            require_only(table, [field.name for field in fields(PrecisionPolicy)])
             options["precision"] = PrecisionPolicy(**table)
     for key, read in (("unit", _unit), ("parallel", _parallel)):
         listed = content.get(key, [])
@@ -56,25 +58,27 @@ def _unit(entry: Mapping[str, Any]) -> UnitPolicy:
     if "match" not in entry:
         raise PolicyError('match: expected a dotted path as in "layers.*", or "", got none')
     options = {key: value for key, value in entry.items() if key not in KINDS}
-    given = [kind for kind in KINDS if kind in entry]
-    if given:
-        if given != list(KINDS):
-            raise PolicyError(f"expected {', '.join(KINDS)} together, got {', '.join(given)} only")
-        for kind in KINDS:
-            words = ("partial" if kind == "gradients" else "replicate", "shard")
+    named = [state for state in KINDS if state in entry]
+    if named:
+        if named != list(KINDS):
+            raise PolicyError(f"expected {', '.join(KINDS)} together, got {', '.join(named)} only")
+        for state in KINDS:
+            words = ("partial" if state == "gradients" else "replicate", "shard")
             legal = (
-                isinstance(entry[kind], list) and entry[kind] and all(word in words for word in entry[kind])
+                isinstance(entry[state], list)
+                and entry[state]
+                and all(word in words for word in entry[state])
             )
-            require(legal, kind, f"a list of {' or '.join(words)} for each mesh axis", entry[kind])
+            require(legal, state, f"a list of {' or '.join(words)} for each mesh axis", entry[state])
         try:
-            options["placements"] = Placements(*(entry[kind] for kind in KINDS))
+            options["placements"] = Placements(*(entry[state] for state in KINDS))
         except ValueError as error:
             raise PolicyError(str(error)) from None
     return UnitPolicy(**options)
 
 
 def _parallel(entry: Mapping[str, Any]) -> ParallelPolicy:
-    require_only(entry, [one.name for one in fields(ParallelPolicy)])
+    require_only(entry, [field.name for field in fields(ParallelPolicy)])
     for key, what in (("match", "dotted paths"), ("axis", "the name of a model axis")):
         if key not in entry:
             raise PolicyError(f"{key}: expected {what}, got none")
@@ -87,7 +91,7 @@ def unit_lines(unit: UnitPolicy) -> list[str]:
     if unit.strategy is not None:
         lines.append(f"strategy = {json.dumps(unit.strategy)}")
     if unit.placements is not None:
-        lines += [f"{kind} = {json.dumps(getattr(unit.placements, kind))}" for kind in KINDS]
+        lines += [f"{state} = {json.dumps(getattr(unit.placements, state))}" for state in KINDS]
     lines.append(f"granularity = {json.dumps(unit.granularity)}")
     lines.append(f"recompute = {json.dumps(unit.recompute)}")
     if unit.align is not None:
@@ -106,3 +110,29 @@ def parallel_lines(entry: ParallelPolicy) -> list[str]:
     if entry.fused:
         lines.append(f"fused = {json.dumps(entry.fused)}")
     return lines
+
+
+def check_mesh(mesh: object) -> None:
+    """PolicyError unless ``mesh`` maps the names of legal axes to sizes."""
+    if not isinstance(mesh, Mapping):
+        raise PolicyError(f"[mesh]: expected a table of axes, got {mesh!r}")
+    for name, size in mesh.items():
+        require(name not in OPTIONS, "[mesh]", f"axes of other names than {' and '.join(OPTIONS)}", name)
+        legal = isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
+        require(legal, "[mesh]", "axis names of letters, digits and _", name)
+        require(
+            size == "all" or (type(size) is int and size >= 1), f"[mesh] {name}", 'a size >= 1 or "all"', size
+        )
+    names = ", ".join(mesh)
+    refusal = why_refused(mesh)
+    if refusal is not None:
+        raise PolicyError(f"[mesh]: {refusal}")
+    kinds = [is_model_axis(name) for name in mesh]
+    if kinds.count(False) not in (1, 2) or kinds.count(True) > 2:
+        raise PolicyError(
+            f"[mesh]: expected one or two data-parallel axes, then at most two model axes, got {names or 'none'}"
+        )
+    if kinds != sorted(kinds):
+        raise PolicyError(f"[mesh]: expected data-parallel axes before model axes, got {names}")
+    if list(mesh.values()).count("all") > 1:
+        raise PolicyError(f'[mesh]: expected "all" for one axis at most, got it for {names}')

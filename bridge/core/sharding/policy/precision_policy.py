@@ -45,7 +45,7 @@ class PrecisionPolicy:
         for key, value in vars(self).items():
             if isinstance(value, str):
                 object.__setattr__(self, key, full_name(value, choices.get(key, FLOATING)))
-        given = (self.main, self.compute, self.gather)
+        dtypes = (self.main, self.compute, self.gather)
         for key, value in vars(self).items():
             if key == "store_param_remainders":
                 require(isinstance(value, bool), key, "true or false", value)
@@ -62,10 +62,10 @@ class PrecisionPolicy:
         )
 
         require(
-            not self.store_param_remainders or given == ("float32", "bfloat16", None),
+            not self.store_param_remainders or dtypes == ("float32", "bfloat16", None),
             "store_param_remainders",
             'main = "float32", compute = "bfloat16" and no gather with it',
-            dict(zip(("main", "compute", "gather"), given, strict=True)),
+            dict(zip(("main", "compute", "gather"), dtypes, strict=True)),
         )
 
     def asked(self, runtime: str) -> AskedDtypes:

@@ -77,23 +77,23 @@ class Placements:
 
     def __post_init__(self) -> None:
         depths = []
-        for kind, words in _WORDS.items():
-            given = getattr(self, kind)
-            axes = (given,) if isinstance(given, str) else tuple(given)
+        for state, words in _WORDS.items():
+            chosen = getattr(self, state)
+            axes = (chosen,) if isinstance(chosen, str) else tuple(chosen)
             if not axes or any(word not in words for word in axes):
                 raise ValueError(
-                    f"Placements.{kind}: expected {' or '.join(map(repr, words))} for each mesh axis, got {given!r}"
+                    f"Placements.{state}: expected {' or '.join(map(repr, words))} for each mesh axis, got {chosen!r}"
                 )
-            object.__setattr__(self, kind, axes)
+            object.__setattr__(self, state, axes)
             if sorted(axes, key="shard".__eq__) != list(axes):
                 raise ValueError(
-                    f"Placements.{kind}: expected the sharded axes to be the innermost ones, so that a rank's part is "
+                    f"Placements.{state}: expected the sharded axes to be the innermost ones, so that a rank's part is "
                     f"one range, got {axes}"
                 )
-            depths.append((kind, axes.count("shard"), len(axes)))
+            depths.append((state, axes.count("shard"), len(axes)))
         if len({ndim for _, _, ndim in depths}) > 1:
-            found = ", ".join(f"{kind} {ndim}" for kind, _, ndim in depths)
-            raise ValueError(f"Placements: expected one entry for each mesh axis in all three, got {found}")
+            listed = ", ".join(f"{state} {ndim}" for state, _, ndim in depths)
+            raise ValueError(f"Placements: expected one entry for each mesh axis in all three, got {listed}")
         for (less, few, _), (more, many, _) in itertools.pairwise(depths):
             if few > many:
                 raise ValueError(
@@ -103,7 +103,7 @@ class Placements:
 
     @property
     def strategy(self) -> Strategy:
-        depths = [getattr(self, kind).count("shard") for kind in _WORDS]
+        depths = [getattr(self, state).count("shard") for state in _WORDS]
         known = [s.name for s in STRATEGIES.values() if [s.parameters, s.gradients, s.optimizer] == depths]
         name = known[0] if known and len(self.parameters) == 1 else f"placements{tuple(depths)}"
         return Strategy(name, *depths)

@@ -14,6 +14,7 @@ the item's own B-tree refers to the files of the stores, by relative paths.
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ import tensorstore as ts
 
 from bridge.core.formats.files.data_file import DataFile
 from bridge.core.formats.files.sink import Place
+from bridge.core.formats.orbax.tree import leaf_name, storage_key
 from bridge.core.formats.orbax.zarr.arrays import (
     MANIFEST,
     ArrayLayout,
@@ -38,7 +40,7 @@ from bridge.core.formats.orbax.zarr.ocdbt import ALIGNMENT, OcdbtWriter
 from bridge.core.formats.stores.upload import UploadFile
 from bridge.core.formats.stores.upload_path import UploadPath
 from bridge.core.formats.tensors.arrays import array_checksum, as_integers, raw_bytes
-from bridge.core.formats.tensors.base import Box, CheckpointError, Checksums, TensorInfo
+from bridge.core.formats.tensors.base import Box, CheckpointError, Checksums, TensorInfo, TreePath
 
 _NUMBERS = struct.Struct("<QQ")
 _CRC = struct.Struct("<I")
@@ -63,6 +65,7 @@ class ChunkStore:
         self._store = OcdbtWriter(directory, open_file)
         self.placed, self._sent = complete, isinstance(directory, UploadPath)
         self._layouts: dict[str, ArrayLayout] = {}
+        # Where places are not known before, two threads reserve theirs at once.
         self._lock = threading.Lock()
 
     def declare(self, name: str, layout: ArrayLayout, own: Sequence[Box] | None = None) -> None:
@@ -176,3 +179,45 @@ def _padded(parts: list[np.ndarray], box: Box, layout: ArrayLayout) -> np.ndarra
     values = np.concatenate(parts).view(layout.dtype).reshape(box.sizes)
     as_integers(whole)[tuple(map(slice, box.sizes))] = as_integers(values)
     return raw_bytes(whole)
+
+
+_CHUNK = 8 << 20
+_MAX_CHUNK = 32 << 20
+
+
+# 8 MiB, since readers decode whole chunks; a row above 32 MiB is cut along the next axis in turn.
+def array_layout(
+    leaf: TreePath, shape: tuple[int, ...], dtype: np.dtype, chunk_shape: Sequence[int] | None
+) -> ArrayLayout:
+    """How a new array of an item is stored. CheckpointError for a wished-for chunk shape that is none."""
+    if any(n < 0 for n in shape):
+        raise CheckpointError(
+            f"tensor {leaf_name(leaf)!r}: expected no negative dimension, got shape {shape}"
+        )
+    if chunk_shape is None:
+        chunk = default_chunk(shape, dtype)
+    else:
+        if len(chunk_shape) != len(shape) or any(n < 1 for n in chunk_shape):
+            raise CheckpointError(
+                f"tensor {leaf_name(leaf)!r}: expected a chunk shape of {len(shape)} positive sizes, got "
+                f"{tuple(chunk_shape)}"
+            )
+        chunk = _row_slab(tuple(map(min, chunk_shape, shape)), dtype.itemsize, _MAX_CHUNK)
+    return ArrayLayout(storage_key(leaf), shape, dtype, chunk, chunk, zarr3=True, raw="shard", checksum=True)
+
+
+def default_chunk(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
+    """The chunk shape of a tensor for which nothing else is wished."""
+    return _row_slab(shape, dtype.itemsize, _CHUNK)
+
+
+@lru_cache(maxsize=4096)
+def _row_slab(shape: tuple[int, ...], itemsize: int, target: int) -> tuple[int, ...]:
+    """A chunk shape of about `target` bytes or less: leading axes cut to one index, the next cut, the others whole."""
+    for axis, size in enumerate(shape):
+        row = itemsize * math.prod(max(1, n) for n in shape[axis + 1 :])
+        if row <= _MAX_CHUNK:
+            # Equal slabs, rather than full ones and a small rest.
+            slabs = max(1, -(-size * row // max(target, row)))
+            return (1,) * axis + (max(1, -(-size // slabs)), *(max(1, n) for n in shape[axis + 1 :]))
+    return ()

@@ -247,10 +247,10 @@ def entries_and_keys(node: bytes, most: int, what: str) -> tuple[int, int]:
         raise CheckpointError(f"{what}: malformed or truncated B-tree node: {error}") from error
 
 
-def _counted(numbers: _Numbers, most: int, kind: str) -> int:
+def _counted(numbers: _Numbers, most: int, noun: str) -> int:
     count = numbers.next(1)
     if count > most:
-        raise ValueError(f"expected at most {most} {kind} more, got {count}")
+        raise ValueError(f"expected at most {most} {noun} more, got {count}")
     return count
 
 

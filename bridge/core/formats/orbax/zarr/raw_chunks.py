@@ -17,10 +17,9 @@ import numpy as np
 
 from bridge.core.formats.orbax.zarr.arrays import ArrayLayout
 from bridge.core.formats.orbax.zarr.values import StoredValues
-from bridge.core.formats.reading.source_files import FileArray, Piece, SourceFiles
-from bridge.core.formats.tensors.arrays import raw_bytes, strides_of
+from bridge.core.formats.reading.source_files import FileArray, SourceFiles, Span
+from bridge.core.formats.tensors.arrays import extend, raw_bytes, strides_of
 from bridge.core.formats.tensors.base import Box, CheckpointError, Checksums
-from bridge.core.formats.tensors.crc32c import extend
 
 _SHARD_INDEX: Final = struct.Struct("<QQI")
 
@@ -48,20 +47,20 @@ class RawChunks:
         """
         layout = self._layouts[name]
         key = layout.chunk_key(index)
-        place = self._values.place(key)
-        start = place.start + self._start(name, key)
+        stored = self._values.place(key)
+        start = stored.start + self._start(name, key)
         stop = start + layout.chunk_bytes
         chunk = Box(tuple(map(mul, index, layout.chunk)), layout.chunk)
         strides = strides_of(layout.chunk, layout.dtype)
         what = f"tensor {name!r}, chunk {key!r}"
-        source = FileArray(place.file, start, layout.chunk, strides, layout.dtype, what).within(part, chunk)
+        source = FileArray(stored.file, start, layout.chunk, strides, layout.dtype, what).within(part, chunk)
         if not (layout.checksum and self._verify):
             return source, lambda elements: None
         if part == chunk and in_one_piece:
             return source, lambda elements: self._compare(key, stop, extend(0, raw_bytes(elements)), what)
         if key not in self._verified:
             crc = 0
-            for block in self.files.scan(place.file, start, stop, what):
+            for block in self.files.scan(stored.file, start, stop, what):
                 crc = extend(crc, block)
             self._compare(key, stop, crc, what)
         return source, lambda elements: None
@@ -82,14 +81,14 @@ class RawChunks:
             )
         ]
 
-    def _whole_shard(self, layout: ArrayLayout, target: memoryview) -> Piece | None:
+    def _whole_shard(self, layout: ArrayLayout, target: memoryview) -> Span | None:
         if layout.raw != "shard" or layout.shape != layout.chunk:
             return None
-        place = self._values.find(layout.chunk_key((0,) * len(layout.shape)))
+        stored = self._values.find(layout.chunk_key((0,) * len(layout.shape)))
         behind = 4 * layout.checksum + _SHARD_INDEX.size
-        if place is None or not target.nbytes == layout.chunk_bytes == place.size - behind:
+        if stored is None or not target.nbytes == layout.chunk_bytes == stored.size - behind:
             return None
-        return Piece(place.file, place.start, (target, memoryview(bytearray(behind))))
+        return Span(stored.file, stored.start, (target, memoryview(bytearray(behind))))
 
     def _compared(self, layout: ArrayLayout, target: memoryview, behind: memoryview) -> Checksums | None:
         index = behind[-_SHARD_INDEX.size :]
@@ -106,20 +105,20 @@ class RawChunks:
     def _start(self, name: str, key: str) -> int:
         """Where the data of a raw chunk begins in its value, once sizes and the index are found right."""
         if key not in self._starts:
-            layout, place = self._layouts[name], self._values.place(key)
-            what = f"{self._item / place.file}: tensor {name!r}, chunk {key!r}"
+            layout, value = self._layouts[name], self._values.place(key)
+            what = f"{self._item / value.file}: tensor {name!r}, chunk {key!r}"
             start, size = 0, layout.chunk_bytes + 4 * layout.checksum
             expected = size + (_SHARD_INDEX.size if layout.raw == "shard" else 0)
-            if layout.raw == "shard" and place.size >= _SHARD_INDEX.size:
-                position = place.start + place.size - _SHARD_INDEX.size
+            if layout.raw == "shard" and value.size >= _SHARD_INDEX.size:
+                position = value.start + value.size - _SHARD_INDEX.size
                 file = self._values.view(key, position, position + _SHARD_INDEX.size)
                 start, stored, crc = file.unpack(_SHARD_INDEX, position)
                 if google_crc32c.value(file[position : position + 16]) != crc:
                     raise CheckpointError(f"{what}: damaged shard index")
                 if stored != size:
                     raise CheckpointError(f"{what}: expected {size} bytes of data, found {stored}")
-            if place.size < expected or start + size > place.size:
-                raise CheckpointError(f"{what}: expected {expected} bytes, found {place.size}")
+            if value.size < expected or start + size > value.size:
+                raise CheckpointError(f"{what}: expected {expected} bytes, found {value.size}")
             self._starts[key] = start
         return self._starts[key]
 

@@ -20,10 +20,10 @@ import tensorstore as ts
 
 from bridge.core.formats.orbax.zarr.ocdbt import MANIFEST, NodeBudget, require_bounded_manifest
 from bridge.core.formats.reading.regular_files import is_kept_by_content
-from bridge.core.formats.reading.source_files import FileView, Piece, SourceFiles
+from bridge.core.formats.reading.source_files import FileView, SourceFiles, Span
 from bridge.core.formats.stores.listing import StorePath
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.damaged_parts import one_part
+from bridge.core.formats.tensors.wrapping import one_part
 
 _MAX_DEPTH = 16
 _MAX_DECODED_MANIFEST = 16 << 20  # 16 versions, of some 100 bytes each, in stores of Orbax
@@ -46,16 +46,16 @@ class StoredValues:
         self.files = SourceFiles(item)
         sizes: dict[str, int] = {}
         home = item.resolve()
-        for key, place in places.items():
-            if place.file not in sizes:
-                with one_part(place.file):
-                    sizes[place.file] = _size_of(item, home, place.file, key)
-            end = place.start + place.size
-            if end > sizes.setdefault(place.file, end):
-                with one_part(place.file):
+        for key, value in places.items():
+            if value.file not in sizes:
+                with one_part(value.file):
+                    sizes[value.file] = _size_of(item, home, value.file, key)
+            end = value.start + value.size
+            if end > sizes.setdefault(value.file, end):
+                with one_part(value.file):
                     raise CheckpointError(
-                        f"{item / place.file} is truncated: expected at least {end} bytes (for {key!r}), got "
-                        f"{sizes[place.file]}"
+                        f"{item / value.file} is truncated: expected at least {end} bytes (for {key!r}), got "
+                        f"{sizes[value.file]}"
                     )
 
     def __contains__(self, key: str) -> bool:
@@ -69,7 +69,7 @@ class StoredValues:
         """Where a value is; None for one that is in no file."""
         return self._places.get(key)
 
-    def read_into(self, pieces: Sequence[Piece | None]) -> list[bool]:
+    def read_into(self, pieces: Sequence[Span | None]) -> list[bool]:
         """Read values into memory; see `SourceFiles.read_into`."""
         return self.files.read_into(pieces)
 
@@ -79,8 +79,8 @@ class StoredValues:
 
     def read(self, key: str) -> bytes:
         """A whole value."""
-        place = self._places[key]
-        return self.files.read(place.file, place.start, place.start + place.size)
+        value = self._places[key]
+        return self.files.read(value.file, value.start, value.start + value.size)
 
     def close(self) -> None:
         """Release the files."""
@@ -125,20 +125,20 @@ def values_in_ocdbt(item: Path, what: str) -> tuple[dict[str, Place], dict[str, 
     budget, home = NodeBudget(what), item.resolve()
 
     def node_at(location: str, prefix: bytes) -> Mapping[str, Any]:
-        place = _parse(location, what, "btreenode")
-        length = _size_of(item, home, place.file, "the index")
-        if place.start + place.size > length:
+        span = _parse(location, what, "btreenode")
+        length = _size_of(item, home, span.file, "the index")
+        if span.start + span.size > length:
             raise CheckpointError(
-                f"{item / place.file} is truncated: expected at least {place.start + place.size} bytes (for a node of "
+                f"{item / span.file} is truncated: expected at least {span.start + span.size} bytes (for a node of "
                 f"the index), got {length}"
             )
         # Of the file itself: it may go by several names.
-        status = (item / place.file).stat()
-        identity = status.st_dev, status.st_ino, place.start
+        status = (item / span.file).stat()
+        identity = status.st_dev, status.st_ino, span.start
         if identity in seen:
             raise CheckpointError(f"{what}: expected a B-tree, found two ways to its node {location[:200]!r}")
         seen.add(identity)
-        data = _read(item / place.file, place)
+        data = _read(item / span.file, span)
         budget.take(data, len(prefix))
         # What the node refers to is relative to its folder.
         folder = location.split(":")[1]
@@ -157,7 +157,7 @@ def unmerged_processes(item: Path, places: Mapping[str, Place], inline: Collecti
 
     places, inline: what `values_in_ocdbt` finds in the whole.
     """
-    used = {place.file.partition("/")[0] for place in places.values()}
+    used = {value.file.partition("/")[0] for value in places.values()}
     reasons = {}
     for folder in sorted(item.glob("ocdbt.process_*")):
         if folder.name in used or not (folder / MANIFEST).is_file():
@@ -174,11 +174,11 @@ def unmerged_processes(item: Path, places: Mapping[str, Place], inline: Collecti
     return reasons
 
 
-def _read(file: Path, place: Place) -> bytes:
+def _read(file: Path, span: Place) -> bytes:
     if isinstance(file, StorePath):
-        return file.read_range(place.start, place.start + place.size)
+        return file.read_range(span.start, span.start + span.size)
     with open(file, "rb") as opened:
-        return os.pread(opened.fileno(), place.size, place.start)
+        return os.pread(opened.fileno(), span.size, span.start)
 
 
 def _walk(
@@ -214,11 +214,11 @@ def _walk(
                 places[key] = Place(file, int(start), int(size))
 
 
-def _parse(reference: str, what: str, kind: str) -> Place:
+def _parse(reference: str, what: str, role: str) -> Place:
     """A reference `<kind>:<folder>:<file>:<offset>:<length>`, its names percent-encoded."""
     parts = reference.split(":")
-    if len(parts) != 5 or parts[0] != kind or not (parts[3].isdecimal() and parts[4].isdecimal()):
-        raise CheckpointError(f"{what}: expected a reference to a {kind}, got {reference[:80]!r}")
+    if len(parts) != 5 or parts[0] != role or not (parts[3].isdecimal() and parts[4].isdecimal()):
+        raise CheckpointError(f"{what}: expected a reference to a {role}, got {reference[:80]!r}")
     file = unquote(parts[1]) + unquote(parts[2])
     if file.startswith("/") or ".." in file.split("/"):
         raise CheckpointError(

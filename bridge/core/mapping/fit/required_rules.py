@@ -23,11 +23,11 @@ from bridge.core.text import first_of
 
 def needed(rules: Sequence[Rule], convention: str) -> dict[str, set[int]]:
     """The rules of a convention that are needed, by id, for each part of the model that needs them; "": any model."""
-    found: dict[str, set[int]] = {"": set()}
+    by_part: dict[str, set[int]] = {"": set()}
     for rule in rules:
         if rule.entries(convention) and not rule.is_second_name and (rule.part or not rule.optional):
-            found.setdefault(rule.part, set()).add(id(rule))
-    return found
+            by_part.setdefault(rule.part, set()).add(id(rule))
+    return by_part
 
 
 def complete(used: set[int], needs: Mapping[str, set[int]]) -> bool:
@@ -75,14 +75,14 @@ def uneven(rules: Sequence[Rule], convention: str, owners: Mapping[str, Rule]) -
             for index, value in values.items():
                 if index not in rule.part:
                     before = entry.path.text.partition(index)[0]
-                    place = PathPattern(before).format(values) + index if before else index
-                    seen.setdefault(place, {}).setdefault(id(rule), set()).add(value)
-    for place, numbers in seen.items():
+                    layer_part = PathPattern(before).format(values) + index if before else index
+                    seen.setdefault(layer_part, {}).setdefault(id(rule), set()).add(value)
+    for layer_part, numbers in seen.items():
         everything = set().union(*numbers.values())
         for key, there in numbers.items():
             if missing := sorted(everything - there):
                 yield (
-                    f"rule {NAMES}: expected a tensor for each {place} that other rules have, found none for "
+                    f"rule {NAMES}: expected a tensor for each {layer_part} that other rules have, found none for "
                     f"{first_of(missing)}; if the model is like that, mark the rule optional",
                     str(by_id[key]),
                 )

@@ -1,4 +1,4 @@
-"""Casts asked for by name: nothing is rounded otherwise."""
+"""Tensors of a destination: casts asked for by name, dtypes that its format has, and the kinds of its leaves."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from bridge.core.dtype_names import full_name, hint
+from bridge.core.formats.safetensors.header import DTYPE_NAMES
 from bridge.core.formats.tensors.base import (
     DTYPES,
+    ORBAX_DTYPES,
     Box,
     CheckpointError,
     CheckpointReader,
     TreePath,
+    drop_options,
     is_whole,
+    unreadable,
 )
+from bridge.core.formats.tensors.leaves import implied_kinds, key_implementation, kinds_of
 from bridge.core.formats.whole.quantized import DECODE, DECODE_ELSEWHERE, quantized
 from bridge.core.mapping.language.conventions import path_of_scales
 from bridge.core.mapping.language.operations import ChangedView, as_dtype
 from bridge.core.mapping.language.relation import TensorView
 from bridge.core.mapping.one_rule.scales import DecodedView
 from bridge.core.mapping.plan.plan import PlannedTensor
+from bridge.core.text import first_of
 
 _KINDS = {
     "f": "floating-point",
@@ -112,7 +118,9 @@ def parse_casts(options: Iterable[str]) -> dict[str, np.dtype]:
         casts.pop(pattern, None)
         dtype = full_name(name, DTYPES)
         if dtype not in DTYPES:
-            floating = ", ".join(known for known, one in DTYPES.items() if kind_of(one) == "floating-point")
+            floating = ", ".join(
+                known for known, known_dtype in DTYPES.items() if kind_of(known_dtype) == "floating-point"
+            )
             raise CheckpointError(
                 f"cast {option[:80]!r}: expected a floating-point dtype ({floating}; bf16, fp16, fp32, fp64 and the "
                 f"like mean the same) or a complex one, got {name[:80]!r}{hint(name, DTYPES)}"
@@ -156,11 +164,11 @@ def apply_casts(tensors: Iterable[PlannedTensor], casts: Mapping[str, np.dtype])
             del outputs[scale.name]
     for pattern, wanted in casts.items():
         if not used[pattern]:
-            found = sorted({t.planned.dtype.name for t in outputs.values() if fnmatchcase(t.name, pattern)})
+            dtypes = sorted({t.planned.dtype.name for t in outputs.values() if fnmatchcase(t.name, pattern)})
             such = ", ".join(list(outputs)[:3])
             if any(fnmatchcase(name, pattern) for name in are_scales):
-                found.append("scales of moments, which stay as they are")
-            got = f"dtypes {', '.join(found)}" if found else f"no tensor of {len(outputs)}, such as {such}"
+                dtypes.append("scales of moments, which stay as they are")
+            got = f"dtypes {', '.join(dtypes)}" if dtypes else f"no tensor of {len(outputs)}, such as {such}"
             raise CheckpointError(
                 f"cast {pattern}={wanted.name}: expected floating-point tensors (complex ones to a complex dtype) with "
                 f"a name of this form, got {got}"
@@ -203,3 +211,89 @@ def _can_cast(dtype: np.dtype, wanted: np.dtype) -> bool:
 def kind_of(dtype: np.dtype) -> str:
     """ "floating-point", "complex", "integer" or "boolean"."""
     return "integer" if dtype.kind == "V" and is_whole(dtype) else _KINDS[dtype.kind]
+
+
+_KNOWN: Mapping[str, frozenset[str]] = {
+    "dcp": frozenset(DTYPES),
+    "orbax": frozenset(ORBAX_DTYPES),
+    "safetensors": frozenset(DTYPE_NAMES.values()),
+}
+
+
+def require_readable(reader: CheckpointReader, names: Iterable[str]) -> None:
+    """Refuse tensors that cannot be read, all in one CheckpointError."""
+    reasons = unreadable(reader)
+    if not reasons:
+        return
+    closed = {name: reasons[name] for name in names if name in reasons}
+    if closed:
+        raise CheckpointError(
+            f"{reader.path}: expected tensors that can be read, found {some_with_reasons(closed)}: leave them out "
+            f"({drop_options([*closed])})"
+        )
+
+
+def require_dtypes(reader: CheckpointReader, outputs: Iterable[Output], target: str) -> None:
+    """Refuse tensors that cannot be read, and dtypes that the format ``target`` does not have. CheckpointError."""
+    outputs = list(outputs)
+    require_readable(reader, (name for output in outputs for name in output.sources))
+    # There are few dtypes, and NumPy makes a dtype's name anew at each look.
+    unknown = {dtype for dtype in {output.dtype for output in outputs} if dtype.name not in _KNOWN[target]}
+    if unknown:
+        lacking = {o.name: o.dtype.name for o in outputs if o.dtype in unknown}
+        sources = [name for output in outputs if output.name in lacking for name in output.sources]
+        able = [format for format, known in _KNOWN.items() if known >= set(lacking.values())]
+        other = f", or write another format (--to {' or '.join(able)})" if able else ""
+        raise CheckpointError(
+            f"{reader.path}: expected dtypes that {target} has, found {some_with_reasons(lacking)}: leave these "
+            f"tensors out ({drop_options(sources)}){other}"
+        )
+
+
+def some_with_reasons(reasons: Mapping[str, str]) -> str:
+    """The first of these names, each with why, and how many more there are."""
+    return first_of([f"{name!r:.200} ({why})" for name, why in reasons.items()])
+
+
+def carried_kinds(
+    reader: CheckpointReader,
+    outputs: Iterable[Output],
+    objects: Mapping[str, tuple[TreePath, object]],
+    origins: Mapping[str, str],
+) -> dict[str, str]:
+    """The kinds to be told to a conversion's writer, by name in the destination: all but those that are implied.
+
+    outputs, objects: of the destination. origins: the names in the source of those objects that are there.
+
+    CheckpointError where elements of a typed PRNG key would be rearranged: that would be another key.
+    """
+    known = kinds_of(reader)
+    outputs = tuple(outputs)
+    # In most checkpoints no tensor is of any kind.
+    noted = outputs if known else ()
+    told = {
+        output.name: leaf_kind
+        for output in noted
+        if (leaf_kind := _kind(reader, output.planned, known)) is not None
+    }
+    implied = implied_kinds((output.path for output in outputs), dict(objects.values()))
+    for name, old in origins.items():
+        leaf_kind, path = known.get(old), objects[name][0]
+        if leaf_kind is not None and implied.get(path) != leaf_kind:
+            told[name] = leaf_kind
+    return told
+
+
+def _kind(reader: CheckpointReader, tensor: PlannedTensor, known: Mapping[str, str]) -> str | None:
+    sources = tensor.sources
+    whole = tensor.unchanged and reader.tensors[sources[0]].shape == tensor.shape
+    if whole:
+        return known.get(sources[0])
+    for name in sources:
+        if key_implementation(known.get(name)) is not None:
+            raise CheckpointError(
+                f"{reader.path}: tensor {name!r}: expected a mapping that leaves typed PRNG keys as they are, got one "
+                f"that rearranges the data of {known[name]}: change its rule, or leave the tensor out (--drop "
+                f"{name!r}) and make the keys anew"
+            )
+    return None

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from bridge.core.formats.tensors.base import TensorInfo
-from bridge.core.mapping.fit.parts import complete, needed
+from bridge.core.mapping.fit.required_rules import complete, needed
 from bridge.core.mapping.language.conventions import (
     BY_WEIGHT,
     WEIGHT,
@@ -47,7 +47,7 @@ Tensors = dict[str, TensorInfo]
 
 
 @dataclass(frozen=True)
-class FoundState:
+class SourceState:
     """One optimizer state: for each section the tensor of each weight. count: the one step count of all weights."""
 
     sections: Mapping[Section, Tensors]
@@ -55,7 +55,7 @@ class FoundState:
 
 
 @dataclass(frozen=True)
-class Found:
+class SourceTree:
     """A checkpoint's tensors. ``convention``: has the places where they were found; its states are as in ``states``.
 
     others: the tensors that belong to no weight, by name in the convention. elsewhere: other places that could as well
@@ -64,7 +64,7 @@ class Found:
 
     convention: Convention
     weights: Tensors
-    states: tuple[FoundState, ...]
+    states: tuple[SourceState, ...]
     others: Mapping[str, TensorInfo]
     elsewhere: tuple[str, ...] = ()
 
@@ -109,7 +109,7 @@ class NameIndex:
         return self._owners[weight]
 
 
-def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None, where: str) -> Found:
+def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None, where: str) -> SourceTree:
     """Read the tensors as the convention whose required rules all find tensors; of several, the one that finds most.
 
     only: the convention, if it is known. Where no convention fits, the one that finds most is returned, so that an
@@ -128,7 +128,7 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
                 f"{did_you_mean(only, mapping.conventions)}"
             )
         names = [known]
-    found = {name: _as(tensors, mapping, mapping.conventions[name], where) for name in names}
+    trees = {name: _as(tensors, mapping, mapping.conventions[name], where) for name in names}
     # Where names tell nothing, such as "w", the usual place decides. Then the convention wins whose names are longer
     # and leave less to a root, as with "transformer.wte" and "wte". Some differ in their optimizer state alone.
     ranks = {
@@ -139,22 +139,22 @@ def find(tensors: Iterable[TensorInfo], mapping: MappingTable, only: str | None,
             -len(f.convention.places["weights"]),
             sum(len(tensors) for state in f.states for tensors in state.sections.values()),
         )
-        for name, f in found.items()
+        for name, f in trees.items()
     }
     best = max(ranks.values())
     chosen = [name for name, rank in ranks.items() if rank == best]
-    if len(chosen) > 1 and best[1] and not _alike(chosen, mapping.rules, found[chosen[0]].weights):
+    if len(chosen) > 1 and best[1] and not _alike(chosen, mapping.rules, trees[chosen[0]].weights):
         raise MappingError(
             f"mapping {mapping.name}: the names in {where} fit the conventions {' and '.join(chosen)} equally "
             "well; choose one (--from)"
         )
-    if elsewhere := found[chosen[0]].elsewhere:
-        shown = " and ".join(map(repr, (found[chosen[0]].convention.places["weights"], *elsewhere)))
+    if elsewhere := trees[chosen[0]].elsewhere:
+        shown = " and ".join(map(repr, (trees[chosen[0]].convention.places["weights"], *elsewhere)))
         raise MappingError(
             f"mapping {mapping.name}: expected the weights of one model in {where}, found them at {shown}: leave the "
             "others out (--select, --drop), or give the place in the mapping's [convention] table"
         )
-    return found[chosen[0]]
+    return trees[chosen[0]]
 
 
 def _alike(conventions: Sequence[str], rules: Iterable[Rule], weights: Iterable[str]) -> bool:
@@ -165,10 +165,10 @@ def _alike(conventions: Sequence[str], rules: Iterable[Rule], weights: Iterable[
     return all(rule.entries(other) == rule.entries(first) for rule in used.values() for other in others)
 
 
-def _fits(found: Found, mapping: MappingTable) -> bool:
+def _fits(tree: SourceTree, mapping: MappingTable) -> bool:
     """Whether every rule that the convention requires has a tensor."""
-    index = NameIndex(mapping.rules, found.convention.name)
-    return complete(_used(found.weights, index, mapping), needed(mapping.rules, found.convention.name))
+    index = NameIndex(mapping.rules, tree.convention.name)
+    return complete(_used(tree.weights, index, mapping), needed(mapping.rules, tree.convention.name))
 
 
 def _used(weights: Iterable[str], index: NameIndex, mapping: MappingTable) -> set[int]:
@@ -178,7 +178,9 @@ def _used(weights: Iterable[str], index: NameIndex, mapping: MappingTable) -> se
     return {id(rule) for rule in (*rules, *firsts)}
 
 
-def _as(tensors: Sequence[TensorInfo], mapping: MappingTable, convention: Convention, where: str) -> Found:
+def _as(
+    tensors: Sequence[TensorInfo], mapping: MappingTable, convention: Convention, where: str
+) -> SourceTree:
     index = NameIndex(mapping.rules, convention.name)
     kept_index = NameIndex(mapping.rules, convention.name, moments=True)
     named = {convention.joined(info.path): info for info in tensors}
@@ -197,22 +199,22 @@ def _as(tensors: Sequence[TensorInfo], mapping: MappingTable, convention: Conven
     usual = cast(tuple[str, str], tuple(convention.places["weights"].split(WEIGHT)))
     (before, after), *elsewhere = _places(weights, usual, index, needs, mapping)
     places, states = [], []
-    for place, sections in _states(kept, convention):
+    for prefix, sections in _states(kept, convention):
         paths = (info.path for tensors in sections.values() for info in tensors.values())
-        texts = _texts(place, next(paths), convention)
-        count = named.get(place[0] + "count" + place[2]) if convention.one_step else None
+        texts = _texts(prefix, next(paths), convention)
+        count = named.get(prefix[0] + "count" + prefix[2]) if convention.one_step else None
         members = frozenset(w for tensors in sections.values() for w in tensors)
         places.append(State(texts, members))
-        states.append(FoundState(sections, count))
+        states.append(SourceState(sections, count))
     if len(places) == 1:
         places = [State(places[0].places)]
-    found = weights.get((before, after), {})
-    taken = {info.name for info in found.values()}
+    of_weights = weights.get((before, after), {})
+    taken = {info.name for info in of_weights.values()}
     taken |= {info.name for s in states for tensors in s.sections.values() for info in tensors.values()}
     taken |= {s.count.name for s in states if s.count is not None}
     others = {name: info for name, info in named.items() if info.name not in taken}
     at = convention.at(f"{before}{WEIGHT}{after}", tuple(places))
-    return Found(at, found, tuple(states), others, tuple(f"{b}{WEIGHT}{a}" for b, a in elsewhere))
+    return SourceTree(at, of_weights, tuple(states), others, tuple(f"{b}{WEIGHT}{a}" for b, a in elsewhere))
 
 
 def _candidates(name: str, convention: Convention) -> Iterator[_Seen]:
@@ -248,16 +250,16 @@ def _states(
     for (_, inner, after), sections in kept.items():
         counts[inner, after] += sum(map(len, sections.values()))
     most = max(counts.values(), default=0)
-    for place, sections in kept.items():
-        if not convention.is_tree or counts[place[1:]] == most:
-            yield place, sections
+    for prefix, sections in kept.items():
+        if not convention.is_tree or counts[prefix[1:]] == most:
+            yield prefix, sections
 
 
 def _texts(
-    place: tuple[str, str, str], path: Sequence[str | int], convention: Convention
+    prefix: tuple[str, str, str], path: Sequence[str | int], convention: Convention
 ) -> dict[Section, str]:
     """The places of a state, from the path of one of its tensors, which tells lists from keys."""
-    node, inner, after = place
+    node, inner, after = prefix
     if not convention.is_tree:
         return {section: f"{node}{WEIGHT}.{section}" for section in (*BY_WEIGHT, "step")}
     depth, within = node.count("/"), inner.count("/")
@@ -278,12 +280,12 @@ def _places(
     It is where all required rules find a tensor; else the usual place, or the fullest. Of a part of a model, which no
     rule requires, it is the fullest: one name of a few letters is found in many places.
     """
-    whole = [place for place, weights in places.items() if complete(_used(weights, index, mapping), needs)]
+    whole = [prefix for prefix, weights in places.items() if complete(_used(weights, index, mapping), needs)]
     if not any(needs.values()):
         most = max((len(weights) for weights in places.values()), default=0)
-        whole = [place for place, weights in places.items() if len(weights) == most]
+        whole = [prefix for prefix, weights in places.items() if len(weights) == most]
     if usual in whole:
         return [usual]
     if whole:
         return whole
-    return [max(places, key=lambda place: len(places[place])) if places and usual not in places else usual]
+    return [max(places, key=lambda prefix: len(places[prefix])) if places and usual not in places else usual]

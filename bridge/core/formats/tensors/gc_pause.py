@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# The switch belongs to the process: the last of several users turns it on again.
 _lock = threading.Lock()
 _users = 0
 _resume = False

@@ -17,24 +17,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.checkpoints.convert.conversion import (
+    ConvertReport,
+    naming,
+    require_place,
+    require_space,
+    require_untouched,
+    went_along,
+)
+from bridge.checkpoints.convert.engine import Copier, runs
+from bridge.checkpoints.convert.plan import (
     Conversion,
     ConvertOptions,
     conversion_key,
     planned,
     require_unchanged,
 )
-from bridge.checkpoints.convert.convert_report import ConvertReport, went_along
-from bridge.checkpoints.convert.destination import naming, require_place, require_space, require_untouched
-from bridge.checkpoints.convert.engine import Copier, runs
 from bridge.checkpoints.ground.workers import default_workers, large_buffers_returned
 from bridge.checkpoints.jobs.pieces import PartPlan, make_part_plan
 from bridge.checkpoints.jobs.stage import Stage, stages_at
-from bridge.core.formats.files.journal import InUse
-from bridge.core.formats.files.working import Attempt
+from bridge.core.formats.files.journal import Attempt, InUse
 from bridge.core.formats.safetensors.files import SUFFIX
 from bridge.core.formats.stores.store import is_url, local_path, place_of
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, CheckpointWriter
-from bridge.core.formats.tensors.regions import Progress
+from bridge.core.formats.tensors.boxes import Progress
 from bridge.core.formats.whole.in_parts import create_part, join_parts, require_names
 from bridge.core.formats.whole.replaceable import require_replaceable
 from bridge.core.text import first_of
@@ -100,7 +105,7 @@ def convert_part(
             planned_bytes(conversion.nbytes)
         plan = make_part_plan(conversion.format, conversion.outputs, parts)
         stage = _stage(source, destination, conversion, parts)
-        resumed, overflowed, found = 0, {}, True
+        resumed, overflowed, was_there = 0, {}, True
         if not stage.committed():
             require_place(source, destination, replace)
             require_untouched(conversion.files, destination)
@@ -108,13 +113,15 @@ def convert_part(
             stage.create(plan)
             if not stage.part(part).is_dir():
                 copy = _PartCopy(reader, conversion, stage, plan, part, options.verify)
-                found, resumed = copy.run(resume, default_workers() if workers is None else workers, progress)
+                was_there, resumed = copy.run(
+                    resume, default_workers() if workers is None else workers, progress
+                )
                 overflowed = copy.overflowed
         missing = () if stage.committed() else stage.missing
         whole = None
         if commit and not missing and not stage.committed():
             notes = _commit(conversion, stage, replace)
-            written = 0 if found else plan.sizes[part - 1] - resumed
+            written = 0 if was_there else plan.sizes[part - 1] - resumed
             whole = _whole(source, destination, conversion, options, notes, started, written)
         committed = stage.committed()
         if committed:
@@ -127,7 +134,7 @@ def convert_part(
             len(plan.parts[part - 1]),
             plan.sizes[part - 1],
             resumed,
-            found,
+            was_there,
             overflowed,
             missing,
             committed,
@@ -269,8 +276,10 @@ def _commit(conversion: Conversion, stage: Stage, replace: bool) -> Sequence[Map
             writer.add_tensor(output.path, output.shape, output.dtype)
         writer.add_kinds(conversion.kinds)
 
-    place = conversion.companions.place
-    attempt = Attempt(require_replaceable if replace else None, stage.key, resume=True, accompany=place)
+    place_companions = conversion.companions.place
+    attempt = Attempt(
+        require_replaceable if replace else None, stage.key, resume=True, accompany=place_companions
+    )
     parts = [stage.part(number) for number in range(1, stage.count + 1)]
     notes: Sequence[Mapping[str, object]] = ()
     while not stage.committed():
@@ -282,6 +291,8 @@ def _commit(conversion: Conversion, stage: Stage, replace: bool) -> Sequence[Map
         except InUse as error:
             if error.directory != stage.path:
                 raise
+            # Another job joins the parts: looked at again until the destination is there, or until
+            # that job has ended without it.
             time.sleep(_WAIT_SECONDS)
         except (CheckpointError, OSError):
             if not stage.committed():
@@ -295,20 +306,20 @@ def _stage(source: Path | str, destination: Path, conversion: Conversion, parts:
 
 def _found_stage(source: Path | str, destination: Path, conversion: Conversion, parts: int | None) -> Stage:
     """The stage of this conversion, of so many parts; of any number, the one of which the fewest parts are missing."""
-    found = stages_at(destination)
-    counts = [int(key["parts"]) for key in found.values() if str(key.get("parts", "")).isdecimal()]
+    candidates = stages_at(destination)
+    counts = [int(key["parts"]) for key in candidates.values() if str(key.get("parts", "")).isdecimal()]
     # With any number of parts a destination that is there already shows itself.
     stages = [
         _stage(source, destination, conversion, count)
         for count in (counts if parts is None else [parts]) or [1]
     ]
-    own = [stage for stage in stages if stage.path in found or stage.committed()]
+    own = [stage for stage in stages if stage.path in candidates or stage.committed()]
     if own:
         return min(own, key=lambda stage: len(stage.missing))
     wanted = conversion_key(source, conversion)
     others = [
         f"{directory} ({'; '.join(_differences(wanted, key)) or 'other parts'})"
-        for directory, key in found.items()
+        for directory, key in candidates.items()
     ]
     raise CheckpointError(
         f"no parts of this conversion to {destination}: expected those that --part K/N with the same source and "
@@ -316,11 +327,11 @@ def _found_stage(source: Path | str, destination: Path, conversion: Conversion, 
     )
 
 
-def _differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def _differences(wanted: Mapping[str, str], noted: Mapping[str, str]) -> list[str]:
     return [
-        f"{name}: expected {value}, found {found.get(name, 'nothing')}"
+        f"{name}: expected {value}, found {noted.get(name, 'nothing')}"
         for name, value in wanted.items()
-        if found.get(name) != value
+        if noted.get(name) != value
     ]
 
 

@@ -1,4 +1,8 @@
-"""What leaves of a JAX tree are beyond arrays and values, which other formats have no place for.
+"""Leaves of a tree: their names and paths, and what they are beyond arrays and values.
+
+"model.layers.0.w"   DCP, safetensors, torch.save      "model/layers/0/w"   Orbax, NumPy, flax
+
+What leaves of a JAX tree are, which other formats have no place for:
 
     key<rbg>                               a typed PRNG key; stored is the uint32 data of `jax.random.key_data`
     scalar                                 a number of Python, stored as an array without dimensions
@@ -16,12 +20,66 @@ None and empty containers below a top-level key that also has arrays are leaves 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Final
 
 from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TreePath
+
+MAX_NAME = 4096
+"""Characters of a tensor's or object's name, in all formats."""
+
+_MAX_DEPTH = 256
+TREE_PATH_KEYS = f"1 to {_MAX_DEPTH} keys, text or list positions from 0 to 2**63 - 1"
+"""How errors describe the paths that `is_tree_path` accepts."""
+
+
+def is_tree_path(keys: Sequence[object]) -> bool:
+    """Whether these can be a leaf's path in all formats: see `TREE_PATH_KEYS`."""
+    if not 0 < len(keys) <= _MAX_DEPTH:
+        return False
+    return set(map(type, keys)) == {str} or all(
+        type(key) is str or (type(key) is int and 0 <= key < 1 << 63) for key in keys
+    )
+
+
+def is_unicode(text: str) -> bool:
+    """Whether files can hold this text: a lone surrogate, which JSON and Python can express, is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+TREE_FORMATS = frozenset({"orbax", "npz", "msgpack"})
+"""Formats whose names join the keys of a path by "/"; the others join them by "."."""
+
+
+def separator_of(format: str) -> str:
+    """What joins the keys of a path in the names of a format."""
+    return "/" if format in TREE_FORMATS else "."
+
+
+def flat_name(path: str | Sequence[str | int]) -> tuple[str, TreePath]:
+    """The name of a tree path in formats whose names join it by ".", and the path.
+
+    CheckpointError for an empty path, keys that are neither text nor list positions, text that is not Unicode,
+    and names above MAX_NAME characters.
+    """
+    parts: TreePath = (path,) if isinstance(path, str) else tuple(path)
+    if not is_tree_path(parts):
+        raise CheckpointError(f"expected a name or a path of {TREE_PATH_KEYS}, got {parts!r:.80}")
+    name = ".".join(map(str, parts))
+    if not is_unicode(name):
+        raise CheckpointError(f"expected a name of Unicode characters, got {name!r}")
+    if len(name) > MAX_NAME:
+        raise CheckpointError(
+            f"expected a name of at most {MAX_NAME} characters, got one of {len(name)}: {name[:80]!r}..."
+        )
+    return name, parts
+
 
 LEAVES: Final[TreePath] = ("twinshard", "leaves")
 SCALAR: Final = "scalar"
@@ -39,10 +97,10 @@ def key_kind(implementation: str) -> str:
     return f"key<{implementation}>"
 
 
-def key_implementation(kind: str | None) -> str | None:
+def key_implementation(leaf_kind: str | None) -> str | None:
     """The inverse of `key_kind`; None for another kind, or none."""
-    found = _KEY.fullmatch(kind or "")
-    return found and found[1]
+    match = _KEY.fullmatch(leaf_kind or "")
+    return match and match[1]
 
 
 def empty_kind(value: object) -> str | None:
@@ -53,11 +111,13 @@ def empty_kind(value: object) -> str | None:
     return names.get(type(value)) if not value else None
 
 
-def is_kind_of(kind: str | None, value: object) -> bool:
+def is_kind_of(leaf_kind: str | None, value: object) -> bool:
     """Whether an object may be a leaf of this kind in a tree."""
-    if kind == STRING:
+    if leaf_kind == STRING:
         return type(value) is str
-    return kind is not None and kind in EMPTY and type(value) is type(EMPTY[kind]) and not value
+    return (
+        leaf_kind is not None and leaf_kind in EMPTY and type(value) is type(EMPTY[leaf_kind]) and not value
+    )
 
 
 def implied_kinds(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]) -> dict[TreePath, str]:
@@ -67,9 +127,9 @@ def implied_kinds(arrays: Iterable[TreePath], objects: Mapping[TreePath, object]
     """
     roots = {path[0] for path in arrays}
     return {
-        path: kind
+        path: leaf_kind
         for path, value in objects.items()
-        if path[0] in roots and path != LEAVES and (kind := empty_kind(value)) is not None
+        if path[0] in roots and path != LEAVES and (leaf_kind := empty_kind(value)) is not None
     }
 
 
@@ -82,13 +142,17 @@ def kinds_of(reader: CheckpointReader) -> Mapping[str, str]:
     noted = None if name is None else reader.objects[name]
     if not isinstance(noted, dict):
         return {}
-    return {str(name): kind for name, kind in noted.items() if isinstance(kind, str)}
+    return {str(name): leaf_kind for name, leaf_kind in noted.items() if isinstance(leaf_kind, str)}
 
 
 def key_types(reader: CheckpointReader) -> dict[str, str]:
     """The implementations of typed PRNG keys by the names of the tensors of uint32 that hold their data."""
-    found = {name: key_implementation(kind) for name, kind in kinds_of(reader).items()}
-    return {name: kind for name, kind in found.items() if kind is not None and name in reader.tensors}
+    implementations = {name: key_implementation(leaf_kind) for name, leaf_kind in kinds_of(reader).items()}
+    return {
+        name: leaf_kind
+        for name, leaf_kind in implementations.items()
+        if leaf_kind is not None and name in reader.tensors
+    }
 
 
 def tree_kinds(reader: CheckpointReader) -> dict[str, str]:
@@ -100,4 +164,4 @@ def tree_kinds(reader: CheckpointReader) -> dict[str, str]:
         with suppress(CheckpointError):
             values[path] = reader.objects[name]
     implied = implied_kinds((info.path for info in reader.tensors.values()), values)
-    return {paths[path]: kind for path, kind in implied.items()} | dict(kinds_of(reader))
+    return {paths[path]: leaf_kind for path, leaf_kind in implied.items()} | dict(kinds_of(reader))

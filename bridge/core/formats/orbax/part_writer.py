@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bridge.core.formats.files.atomic import CommitOrAbort
+from bridge.core.formats.files.journal import Attempt, WorkingDirectory
 from bridge.core.formats.files.manifest import MANIFEST_FILE
-from bridge.core.formats.files.working import Attempt, WorkingDirectory
+from bridge.core.formats.files.part_files import Share
 from bridge.core.formats.orbax.writer import OrbaxPart, OrbaxWriter, manifest_part
 from bridge.core.formats.orbax.zarr.arrays import MANIFEST
 from bridge.core.formats.orbax.zarr.chunks import process_store
 from bridge.core.formats.tensors.base import CheckpointError
-from bridge.core.formats.tensors.share import Share
 
 
 class OrbaxShare(OrbaxPart, CommitOrAbort):
@@ -30,11 +30,7 @@ class OrbaxShare(OrbaxPart, CommitOrAbort):
         self._directory = WorkingDirectory(path, attempt)
         try:
             super().__init__(
-                self._directory.path,
-                self._directory.temporary,
-                share.number,
-                self._directory.journal,
-                share,
+                self._directory.path, self._directory.temporary, share.number, self._directory.journal, share
             )
         except BaseException:
             self._directory.abort()
@@ -86,10 +82,12 @@ class OrbaxJoin(OrbaxWriter):
             (self._item / MANIFEST_FILE).unlink(missing_ok=True)
             shutil.rmtree(self._item / "d", ignore_errors=True)
             for number, part in enumerate(self._parts, 1):
-                store, place = process_store(part, number), process_store(self._item, number)
+                store, target = process_store(part, number), process_store(self._item, number)
                 if store.exists():
-                    os.rename(store, place)
-                elif not place.exists():
+                    # A rename, not a copy: the joined index refers to the stores by paths, and
+                    # bytes stay where they are.
+                    os.rename(store, target)
+                elif not target.exists():
                     raise CheckpointError(
                         f"{store}: expected the store of a part, found none: remove {part}, and write this part again"
                     )

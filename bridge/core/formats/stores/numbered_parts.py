@@ -1,15 +1,22 @@
 """One object of a store, sent in numbered parts; it appears when it is finished, whole.
 
 S3 (s3fs)       a multipart upload: parts in any order, several at once; those that are there can be listed
-GCS (gcsfs)     parts are objects, of which one is composed: `composed.py`
+GCS (gcsfs)     parts are objects, of which one is composed, by the service, without moving bytes
 other stores    fsspec's file for writing: parts one after the other
+
+On Google's storage parts stay until the folder removes them, so composing can be repeated:
+
+    step_40/twinshard.uploading.__0_0.distcp.00001      parts 1, 2, ...: in any order, several at once; can be listed
+    step_40/twinshard.uploading.__0_0.distcp.1-00000    32 parts as one, where there are more than 32, and so on
+    step_40/__0_0.distcp                                appears composed of the last of these, whole
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar
 
@@ -48,6 +55,8 @@ class Parts(Protocol):
 
 def retried(call: Callable[[], Result]) -> Result:
     """The result of a call that may be made again, after a pause that grows. The last error, if all fail."""
+    # Stores answer now and then with errors that pass (throttling, lost connections). The libraries
+    # retry some of them only.
     for attempt in range(ATTEMPTS - 1):
         try:
             return call()
@@ -70,6 +79,7 @@ class S3Parts:
         self._upload = resumed
         self._tags: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
+        # The upload is created once, by the first part; sending itself is outside of the lock.
         self._lock = threading.Lock()
         if resumed is not None:
             for part in _pages(self._call, "list_parts", "Parts", "PartNumberMarker", UploadId=resumed):
@@ -117,23 +127,23 @@ def s3_uploads(system: FileSystem, root: str) -> dict[str, list[str]]:
     def call(method: str, **arguments: Any) -> Any:
         return retried(lambda: system.call_s3(method, Bucket=bucket, Prefix=key, **arguments))
 
-    found: dict[str, list[tuple[Any, str]]] = {}
+    by_key: dict[str, list[tuple[Any, str]]] = {}
     for upload in _pages(call, "list_multipart_uploads", "Uploads", "KeyMarker", "UploadIdMarker"):
         if upload["Key"] == key or upload["Key"].startswith(f"{key}/"):
             entry = upload.get("Initiated"), upload["UploadId"]
-            found.setdefault(f"{bucket}/{upload['Key']}", []).append(entry)
-    return {name: [upload for _, upload in sorted(entries, key=str)] for name, entries in found.items()}
+            by_key.setdefault(f"{bucket}/{upload['Key']}", []).append(entry)
+    return {name: [upload for _, upload in sorted(entries, key=str)] for name, entries in by_key.items()}
 
 
-def _pages(call: Callable[..., Any], method: str, kind: str, *markers: str, **arguments: Any) -> list[Any]:
+def _pages(call: Callable[..., Any], method: str, field: str, *markers: str, **arguments: Any) -> list[Any]:
     """All entries of an answer that comes in pages."""
-    found: list[Any] = []
+    entries: list[Any] = []
     while True:
         page = call(method, **arguments)
-        found += page.get(kind, ())
+        entries += page.get(field, ())
         following = {marker: page.get(f"Next{marker}") for marker in markers}
         if not page.get("IsTruncated") or not any(following.values()):
-            return found
+            return entries
         arguments |= {marker: value for marker, value in following.items() if value}
 
 
@@ -152,10 +162,12 @@ class OrderedParts:
         self._next = 1
         self._early: dict[int, bytes | bytearray] = {}
         self._failed = False
+        # Parts come from several threads, and fsspec's file takes them in order.
         self._ready = threading.Condition()
 
     def put(self, number: int, data: bytes | bytearray) -> None:
         with self._ready:
+            # Memory stays bounded: with 8 parts waiting, only the next one is let in.
             while number != self._next and len(self._early) >= _WAITING and not self._failed:
                 self._ready.wait()
             if self._failed:
@@ -204,3 +216,92 @@ class FinishedParts:
 
     def abort(self) -> None:
         """Nothing: the folder removes it."""
+
+
+MOST_SOURCES: Final = 32
+"""Objects that the service composes at once."""
+
+_CALLS: Final = 8
+_BOUNDARY: Final = b"\n--==0=="
+
+
+class ComposedParts:
+    """Parts whose names begin with `start`; `found` are objects that an earlier attempt has left, with their sizes."""
+
+    in_order = False
+
+    def __init__(self, system: FileSystem, name: str, start: str, sizes_there: Mapping[str, int]) -> None:
+        self._system, self._name, self._start = system, name, start
+        numbers = {
+            part.removeprefix(start): size for part, size in sizes_there.items() if part.startswith(start)
+        }
+        self.sizes = {int(number): size for number, size in numbers.items() if number.isdecimal()}
+
+    def put(self, number: int, data: bytes | bytearray) -> None:
+        put_object(self._system, self._part(number), data)
+
+    def finish(self, count: int) -> None:
+        names = [self._part(number) for number in range(1, count + 1)]
+        level = 0
+        with ThreadPoolExecutor(_CALLS, thread_name_prefix="compose") as pool:
+            while len(names) > MOST_SOURCES:
+                level += 1
+                groups = [names[k : k + MOST_SOURCES] for k in range(0, len(names), MOST_SOURCES)]
+                names = [f"{self._start}{level}-{number:05}" for number in range(len(groups))]
+                for _ in pool.map(self._compose, names, groups):
+                    pass
+        self._compose(self._name, names)
+
+    def abort(self) -> None:
+        """Nothing: the folder removes all parts."""
+
+    def _part(self, number: int) -> str:
+        return f"{self._start}{number:05}"
+
+    def _compose(self, name: str, sources: Sequence[str]) -> None:
+        retried(lambda: self._system.merge(name, list(sources)))
+
+
+def put_object(system: FileSystem, name: str, data: bytes | bytearray) -> None:
+    """Write an object, whole or not at all. Raises the store's error when the store kept fewer bytes than were sent."""
+    options: dict[str, Any] = {}
+    if "gs" in system.protocol:
+        # gcsfs compares the size that the store answers with.
+        options["consistency"] = "size"
+        if data.endswith(b"\r") or _BOUNDARY in data:
+            # gcsfs sends objects of less than `chunksize` as MIME, whose lines it ends with \n: a reader of \r\n takes
+            # the last byte for a part of the line's end. Larger objects travel without MIME.
+            options["chunksize"] = len(data)
+    retried(lambda: system.pipe_file(name, data, **options))
+
+
+def composes(system: FileSystem, name: str) -> bool:
+    """Whether the bucket of this object, which is there, composes: zonal ones do not, as only trying shows."""
+    try:
+        retried(lambda: system.merge(name, [name]))
+    except NotImplementedError:
+        return False
+    return True
+
+
+def objects_from(system: FileSystem, start: str) -> dict[str, int]:
+    """Sizes of all objects whose names begin so."""
+    parent, _, beginning = start.rpartition("/")
+    system.invalidate_cache()
+    listed = retried(lambda: system.find(parent, prefix=beginning, detail=True))
+    return {name: int(entry["size"]) for name, entry in listed.items() if name.startswith(start)}
+
+
+def remove_objects(system: FileSystem, names: Iterable[str]) -> None:
+    """Remove objects, several at once."""
+
+    def remove(name: str) -> None:
+        try:
+            retried(lambda: system.rm_file(name))
+        except FileNotFoundError:
+            # The answer to an earlier call was lost.
+            return
+
+    with ThreadPoolExecutor(_CALLS, thread_name_prefix="remove") as pool:
+        for _ in pool.map(remove, names):
+            pass

@@ -1,9 +1,18 @@
-"""What the parts of a checkpoint have in common, whatever its format: manifests to be merged, files to be moved."""
+"""Several writers of one checkpoint, each with files of its own: which chunks are whose, and what joins the files.
+
+runs/step_40.tmp-5c0de1f2/              becomes step_40 when all parts are there
+  twinshard.journal                     what is converted from what, into how many parts; locked by who commits
+  twinshard.parts/                      removed once step_40 is there
+    plan.json                           all pieces of all parts
+    part_1/                             a part that is complete, with its manifest
+    part_2.tmp-0b7e99d3/                one that is being written, or whose writer was killed
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.core.formats.files.manifest import (
@@ -15,6 +24,29 @@ from bridge.core.formats.files.manifest import (
     render_manifest,
 )
 from bridge.core.formats.tensors.base import Box, CheckpointError
+
+PARTS_FOLDER = "twinshard.parts"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of several writers writes.
+
+    number: of the writer, from 1. chunks: for each tensor that it has chunks of, by the tensor's name in the writer,
+    the first and the one after the last, counted in row-major order. Objects are written by number 1.
+    """
+
+    number: int
+    chunks: Mapping[str, tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        if self.number < 1:
+            raise ValueError(f"expected a writer's number from 1, got {self.number}")
+
+    def own(self, name: str, chunks: tuple[Box, ...]) -> tuple[Box, ...]:
+        """Those of a tensor's chunks that this writer writes. KeyError for a tensor of others only."""
+        first, stop = self.chunks[name]
+        return chunks[first:stop]
 
 
 def part_manifest(part: Path) -> Manifest:
@@ -28,11 +60,7 @@ def part_manifest(part: Path) -> Manifest:
 
 
 def write_joint_manifest(
-    folder: Path,
-    format: str,
-    parts: Sequence[Manifest],
-    files: Mapping[str, ManifestFile],
-    conversion: str,
+    folder: Path, format: str, parts: Sequence[Manifest], files: Mapping[str, ManifestFile], conversion: str
 ) -> None:
     """Write the manifest of the checkpoint in `folder` that joins these parts. CheckpointError when they contradict."""
     objects = {name: crc for part in parts for name, crc in part.objects.items()}
@@ -46,6 +74,8 @@ def move_up(source: Path, target: Path, size: int) -> None:
     CheckpointError when the file is in neither place, or has another size in bytes.
     """
     try:
+        # A rename within one file system moves no bytes, and is done or not done: a killed attempt
+        # goes on from there.
         os.rename(source, target)
     except FileNotFoundError:
         if not target.exists():
@@ -62,15 +92,17 @@ def move_up(source: Path, target: Path, size: int) -> None:
 
 def _tensors_of(manifests: Iterable[Manifest]) -> dict[str, ManifestTensor]:
     """The tensors of all parts, each with the chunks of all. CheckpointError when parts contradict each other."""
-    found: dict[str, ManifestTensor] = {}
+    tensors: dict[str, ManifestTensor] = {}
     chunks: dict[str, dict[Box, int]] = {}
     for manifest in manifests:
         for name, tensor in manifest.tensors.items():
-            first = found.setdefault(name, tensor)
+            first = tensors.setdefault(name, tensor)
             if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
                 raise CheckpointError(
                     f"tensor {name!r}: expected {first.dtype} {first.shape} in all parts, got {tensor.dtype} "
                     f"{tensor.shape}"
                 )
             chunks.setdefault(name, {}).update(tensor.chunks)
-    return {name: ManifestTensor(tensor.dtype, tensor.shape, chunks[name]) for name, tensor in found.items()}
+    return {
+        name: ManifestTensor(tensor.dtype, tensor.shape, chunks[name]) for name, tensor in tensors.items()
+    }

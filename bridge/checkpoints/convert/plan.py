@@ -1,0 +1,248 @@
+"""What a conversion will write: its choices, and the plan that is made of them before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from bridge.checkpoints.ground.checked import checked
+from bridge.checkpoints.ground.outputs import Output, apply_casts, carried_kinds, parse_casts, require_dtypes
+from bridge.checkpoints.ground.selection import SelectedReader, Selection, readable_values
+from bridge.core.formats import Format, format_named, open_checkpoint
+from bridge.core.formats.stores.listing import StoredReader
+from bridge.core.formats.stores.store import place_of
+from bridge.core.formats.tensors.base import CheckpointError, CheckpointReader, TreePath, name_of
+from bridge.core.formats.tensors.gc_pause import collection_paused
+from bridge.core.formats.tensors.leaves import LEAVES
+from bridge.core.formats.tensors.wrapping import home_of
+from bridge.core.formats.whole.companions import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    Companions,
+    companions_home,
+    left_alone,
+)
+from bridge.core.formats.whole.quantized import DequantizedReader
+from bridge.core.mapping.language.relation import whole_source
+from bridge.core.mapping.language.rules import MappingLike, mapping_table
+from bridge.core.mapping.language.table import MappingTable, Tied
+from bridge.core.mapping.one_rule.sizes import with_config, with_stored_sizes
+from bridge.core.mapping.plan.plan import TranslationPlan, carried_over
+from bridge.core.mapping.plan.translation import make_plan
+from bridge.core.mapping.states.numbered_states import with_named_states
+from bridge.core.mapping.states.step_values import with_step_tensors
+from bridge.core.version import __version__
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """The choices of a conversion.
+
+    to: "dcp", "orbax" or "safetensors"; default: DCP for an Orbax checkpoint, else Orbax (`convert` goes by the
+    destination's name first). mapping: a shipped family's name, a TOML file or a table; without one names pass through
+    as tree paths. into, from_: conventions of the
+    mapping, where names and format do not say which are meant. axes: sizes for the mapping's axes, over its own table.
+    selection: which part of the source. casts: dtypes by patterns of names in the destination. tied: whether a weight
+    that has two names is to be there "once" or under "both"; default: as in the source. verify: hold the source to its
+    manifest and to the checksums of its format, as far as it is read. any_model: use the mapping whatever model the
+    source's `config.json` names. companions: copy `config.json`, tokenizer files and the like along. dequantize: take
+    MXFP4 weights and float8 weights with scales of blocks as the bfloat16 numbers that they stand for, see
+    `formats/whole/quantized.py`. items: of an Orbax source, see `open_checkpoint`. write_items: keys of the tree that
+    become an item each of an Orbax destination. optimizer_order: what torch's numbers in optimizer states stand for:
+    "model", or a file with a weight's name on each line, see `numbered_states.py`.
+    """
+
+    to: Format | None = None
+    mapping: MappingLike | None = None
+    into: str | None = None
+    from_: str | None = None
+    axes: Mapping[str, int] | None = None
+    selection: Selection = field(default_factory=Selection)
+    casts: Sequence[str] = ()
+    tied: Tied | None = None
+    verify: bool = True
+    any_model: bool = False
+    companions: bool = True
+    dequantize: bool = False
+    items: Sequence[str] = ()
+    write_items: Sequence[str] = ()
+    optimizer_order: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.to is not None:
+            format_named(self.to)
+        if self.write_items and self.to not in (None, "orbax"):
+            raise ValueError(f"expected format orbax, which has items, for write_items, got {self.to!r}")
+
+    @property
+    def concern_a_mapping(self) -> bool:
+        """Whether there is a mapping, or a choice that is refused without one."""
+        return bool(
+            self.mapping is not None or self.into is not None or self.from_ is not None or self.axes
+        ) or (self.tied is not None or self.any_model)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion that was planned: what the destination will hold.
+
+    outputs: tensors by their name in the destination. objects: (tree path, value) by name in the destination. kinds:
+    of tensors and objects by name in the destination, see `tensors/leaves.py`, but for implied ones.
+    files: the source's files, empty if they are in a store. digest: of these, by name, size and time. left_out: names
+    in the source that do not go along, dropped or not selected. inexact: names in the destination of tensors that the
+    mapping calculates, with rounding. companions: files that go along, see `bridge.core.formats.whole.companions`.
+    conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: see `bridge.core.formats.whole.companions`.
+    """
+
+    source: Path | str
+    source_format: str
+    files: tuple[Path, ...]
+    digest: str
+    format: Format
+    outputs: Mapping[str, Output]
+    objects: Mapping[str, tuple[TreePath, object]]
+    kinds: Mapping[str, str]
+    left_out: tuple[str, ...]
+    inexact: tuple[str, ...]
+    companions: Companions = field(default_factory=Companions)
+    conventions: tuple[str, str] | None = None
+    remarks: tuple[str, ...] = ()
+    left_alone: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all elements, as written."""
+        return sum(output.nbytes for output in self.outputs.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the plan: two that are equal write the same, given the same source."""
+        lines = []
+        for output in self.outputs.values():
+            planned, content = output.planned, output.planned.content
+            # Of a tensor that goes along as it is, the whole text would take longer than small elements.
+            source = whole_source(content)
+            text = (
+                f"all of {source} {content.shape} {name_of(content.dtype)}"
+                if source is not None
+                else repr(content)
+            )
+            lines.append(f"{planned.name} {planned.path} {name_of(output.dtype)} {text}\n")
+        lines += [f"{name} {path} {value!r}\n" for name, (path, value) in self.objects.items()]
+        lines.append(f"{sorted(self.kinds.items())}")
+        return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def planned(
+    source: str | os.PathLike[str], options: ConvertOptions
+) -> Iterator[tuple[Conversion, CheckpointReader]]:
+    """TranslationPlan a conversion, with the source open meanwhile. Nothing is written.
+
+    Raises what `convert` raises about source, mapping, selection and casts.
+    """
+    table = None
+    if options.concern_a_mapping:
+        table = mapping_table(options.mapping, options.axes, options.tied, any_model=options.any_model)
+    casts = parse_casts(options.casts)
+    with (
+        ExitStack() as planning,
+        open_checkpoint(source, verify=options.verify, items=options.items) as whole,
+    ):
+        planning.enter_context(collection_paused())
+        reader = held = checked(whole) if options.verify else whole
+        if options.dequantize:
+            reader = held = DequantizedReader(held)
+        left_out: Sequence[str] = ()
+        if table is not None:
+            table = with_config(table, whole)
+            reader = held = with_named_states(with_step_tensors(held), table, options.optimizer_order)
+        if not options.selection.everything:
+            reader = selected = SelectedReader(held, options.selection)
+            left_out = selected.left_out
+            if table is not None:
+                # A part of a model does not have what the rules of the whole require, or all that tells sizes.
+                table = with_stored_sizes(table, held).part()
+        files = () if isinstance(whole, StoredReader) else tuple(whole.files())
+        target = options.to or ("dcp" if reader.format == "orbax" else "orbax")
+        plan = _translation(reader, target, table, options)
+        outputs = apply_casts(plan.tensors.values(), casts)
+        require_dtypes(whole, outputs.values(), target)
+        kept = {name: entry for name, entry in plan.objects.items() if entry[0] != LEAVES}
+        values = readable_values(reader, [old for _, old in kept.values()])
+        objects = {name: (path, values[old]) for name, (path, old) in kept.items()} | dict(plan.notes)
+        origins = {name: old for name, (_, old) in kept.items()}
+        kinds = carried_kinds(held, outputs.values(), objects, origins)
+        unread = left_alone(whole)
+        conversion = Conversion(
+            place_of(source),
+            reader.format,
+            files,
+            whole.fingerprint if isinstance(whole, StoredReader) else digest_of(files),
+            target,
+            outputs,
+            objects,
+            kinds,
+            (*left_out, *plan.dropped),
+            plan.inexact,
+            _companions(whole, unread, options),
+            conventions=plan.conventions,
+            remarks=plan.remarks,
+            left_alone=unread,
+        )
+        planning.close()
+        yield conversion, reader
+
+
+def _translation(
+    reader: CheckpointReader, target: Format, table: MappingTable | None, options: ConvertOptions
+) -> TranslationPlan:
+    if options.concern_a_mapping:
+        return make_plan(reader, target, table, into=options.into, from_=options.from_)
+    return carried_over(reader, target)
+
+
+def _companions(whole: CheckpointReader, unread: Mapping[str, str], options: ConvertOptions) -> Companions:
+    """The files that go along. unread: what is left alone beside the source, by name."""
+    beside = Companions.beside(companions_home(home_of(whole))) if options.companions else Companions()
+    adapter = {ADAPTER_CONFIG: "the adapter that it describes is not read"}
+    without = adapter if any(name.startswith(ADAPTER) for name in unread) else {}
+    return dataclasses.replace(beside, dequantized=options.dequantize).without(without)
+
+
+def conversion_key(
+    source: Path | str, conversion: Conversion, write_items: Sequence[str] = ()
+) -> dict[str, str]:
+    """What identifies a conversion: two that agree in it write the same bytes."""
+    return {
+        "source": source if isinstance(source, str) else os.path.abspath(source),
+        "files": conversion.digest,
+        "format": conversion.format,
+        "plan": conversion.fingerprint,
+        "items": ",".join(write_items),
+        "twinshard": __version__,
+    }
+
+
+def require_unchanged(conversion: Conversion) -> None:
+    """CheckpointError when the source is not what it was when the conversion was planned."""
+    if conversion.files and digest_of(conversion.files) != conversion.digest:
+        raise CheckpointError(
+            f"{conversion.source} was changed while it was being converted: expected one checkpoint, found parts of "
+            "two; convert it again when its writer has finished"
+        )
+
+
+def digest_of(files: Sequence[Path]) -> str:
+    """A digest of files by name, size and time, so that a changed checkpoint is not mixed with its past."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        status = path.stat()
+        digest.update(os.fsencode(path) + f" {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
