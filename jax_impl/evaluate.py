@@ -23,7 +23,6 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_impl.batch import Batch, pad_batch, place_shared, shard_batch
 from jax_impl.modules.device_values import mark_after, mark_before, variables_after
 from jax_impl.modules.seal import check_seals
 from jax_impl.modules.uneven_means import check_means
@@ -38,12 +37,18 @@ from jax_impl.runtime.groups.variables import (
     of_this_device,
 )
 from jax_impl.runtime.program.pipeline import pipelined
-from jax_impl.runtime.step.divisors import Divisors
 from jax_impl.runtime.step.forward import call_model, collectors, hold, ways_of
 from jax_impl.runtime.step.gradients import Shared
-from jax_impl.runtime.step.losses import LossParts, as_parts, is_loss, sum_over_devices, twice_as_many
+from jax_impl.runtime.step.losses import (
+    Divisors,
+    LossParts,
+    as_parts,
+    is_loss,
+    sum_over_devices,
+    twice_as_many,
+)
 from jax_impl.train import settled
-from jax_impl.train_state import TrainState, check_state
+from jax_impl.train_state import Batch, TrainState, check_state, pad_batch, place_shared, shard_batch
 
 # Of a batch: its loss, or what it has for each row; and the variables after it.
 Evaluated = tuple[LossParts | None, Any, Variables]

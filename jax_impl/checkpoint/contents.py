@@ -18,9 +18,9 @@ from bridge.core.formats.orbax.writer import OrbaxPart
 from jax_impl.checkpoint.chunks import Chunks
 from jax_impl.checkpoint.names import as_stored, kinds, optimizer_tensors
 from jax_impl.comm.mesh import is_simulated
-from jax_impl.runtime.groups.buffer import Piece
 from jax_impl.runtime.groups.logical_group import LogicalArray
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.unit_plan import Piece
 from jax_impl.train_state import TrainState, whole_variables
 
 # Bytes above which chunks are chosen here: each of the writer's may need boxes of all devices.

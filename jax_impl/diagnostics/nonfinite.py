@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_impl.runtime.groups.memory_kinds import check_not_donated
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
-from jax_impl.runtime.program.donation import check_not_donated
 
 Index = tuple[int, ...]
 

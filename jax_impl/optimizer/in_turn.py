@@ -4,22 +4,36 @@ A state that lies there as a whole, step counts included, is updated there (``on
 
 An optimizer's update is traced once. What each key's new weights and moments need is then a program of its own, where
 the optimizer treats elements alike; what several keys need (step counts, a global norm of gradients) comes first. A
-fence stands between two keys, so that the temporary arrays of an update are those of one key.
+fence stands between two keys, so that the temporary arrays of an update are those of one key. Arrays in the host's
+memory travel while others are computed::
+
+    in        | key 0 | key 1 | key 2         | key 3
+    update            | 0     | 1             | 2
+    out                       | key 0         | key 1
+
+Key i + 1 is fetched, and key i updated, when key i - 1 is back in the host's memory: of at most two keys there are
+arrays on the device, and of one a second time, while the parts in which an array travels are joined.
+
+XLA's schedulers drop barriers, move transfers to the front and wait for none of them before the end. So the order is
+one of values. An element is read from what was sent; where the parts of the next array begin depends on the element,
+though XLA cannot see that any element gives the same place (``_landed``, ``memory_kinds.fetched``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl.comm.collectives import fence
 from jax_impl.optimizer.on_host import computed_on_host, is_local
-from jax_impl.optimizer.streaming import Stream
-from jax_impl.runtime.groups.memory_kinds import as_before, is_on_device, on_device
+from jax_impl.runtime.groups.memory_kinds import as_before, fetched, in_host, is_on_device, on_device
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.program.traced import Env, Values, evaluate, inlined, operands, read, variables
 
@@ -158,8 +172,8 @@ class _Turns:
         numbers = {key: [n for n, one in enumerate(self.keys) if one == key] for key in self.own}
         homes = [{n: leaves[n] for n in own if not is_on_device(leaves[n])} for own in numbers.values()]
         last: dict[int, Any] = {}
-        for (key, own), fetched in zip(numbers.items(), stream.fetched(homes), strict=True):
-            arrays = {n: fetched.get(n, leaves[n]) for n in own}
+        for (key, own), copies in zip(numbers.items(), stream.fetched(homes), strict=True):
+            arrays = {n: copies.get(n, leaves[n]) for n in own}
             # What leaves a fence and is not used is dropped, so the results of the key before go on from here.
             arrays, last = fence((arrays, last))
             found.update(last)
@@ -167,8 +181,8 @@ class _Turns:
             evaluate(jaxpr, self.own[key], inner, [outputs[n] for n in own])
             # All of them: what is sent says by one element that the key is done.
             results = fence(dict(zip(own, read(inner, [outputs[n] for n in own]), strict=True)))
-            found.update(stream.sent({n: results[n] for n in fetched}))
-            last = {n: array for n, array in results.items() if n not in fetched}
+            found.update(stream.sent({n: results[n] for n in copies}))
+            last = {n: array for n, array in results.items() if n not in copies}
         return [{**found, **last}[n] for n in range(len(leaves))]
 
     def run_on_host(self, others: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
@@ -209,3 +223,84 @@ class _Turns:
     def _taken(self, outputs: Sequence[Any]) -> list[Any]:
         """What keys take of the shared part."""
         return [v for equations in self.own.values() for one in equations for v in operands(one.invars)]
+
+
+# By the number of an array.
+Arrays = dict[int, jax.Array]
+
+
+class Stream:
+    """Of one update, whose keys come one after the other; ``specs``: how each array is cut over ``mesh``."""
+
+    def __init__(self, mesh: Mesh, specs: Sequence[PartitionSpec]) -> None:
+        self._mesh, self._specs = mesh, specs
+        # An element of each array that was sent last.
+        self._landed: Arrays = {}
+
+    def fetched(self, homes: Sequence[Arrays]) -> Iterator[Arrays]:
+        """For each key, in turn, copies on the device of its arrays in the host's memory, of which it may have none.
+
+        What becomes of them is given to ``sent`` before the next key is asked for.
+        """
+        travelling = [arrays for arrays in homes if arrays]
+        ahead = [on_device(arrays) for arrays in travelling[:1]]
+        turn = 0
+        for arrays in homes:
+            if not arrays:
+                yield {}
+                continue
+            (present,) = ahead
+            turn += 1
+            ahead = [self._fetch(following) for following in travelling[turn : turn + 1]]
+            yield self._gated(present)
+
+    def sent(self, arrays: Arrays) -> Arrays:
+        """These results in the host's memory."""
+        if not arrays:
+            return {}
+        lying = {n: NamedSharding(self._mesh, self._specs[n]) for n in arrays}
+        found = in_host(lax.with_sharding_constraint(arrays, lying))
+        self._landed = self._by_shard(_elements, found)
+        return found
+
+    def _fetch(self, arrays: Arrays) -> Arrays:
+        if not self._landed:
+            return on_device(arrays)
+        return self._by_shard(_parts_after, arrays, self._landed)
+
+    def _gated(self, arrays: Arrays) -> Arrays:
+        return self._by_shard(_after, arrays, self._landed) if self._landed else arrays
+
+    def _by_shard(self, function: Any, *given: Arrays) -> Arrays:
+        """``function`` of each device's shards; its results are cut as the arrays of the same number."""
+        specs = tuple({n: self._specs[n] for n in arrays} for arrays in given)
+        run: Any = jax.shard_map(
+            function, mesh=self._mesh, in_specs=specs, out_specs=specs[0], check_vma=False
+        )
+        found: Arrays = run(*given)
+        return found
+
+
+def _elements(arrays: Arrays) -> Arrays:
+    """The first of each, which is there when all of the array is."""
+    return on_device({n: lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for n, x in arrays.items()})
+
+
+def _after(arrays: Arrays, landed: Arrays) -> Arrays:
+    there = _are_there(landed)
+    return {n: jnp.where(there, x, jnp.zeros_like(x)) for n, x in arrays.items()}
+
+
+def _parts_after(arrays: Arrays, landed: Arrays) -> Arrays:
+    """The same arrays, on the device."""
+    return dict(zip(arrays, fetched(list(arrays.values()), _are_there(landed)), strict=True))
+
+
+def _are_there(landed: Mapping[int, jax.Array]) -> jax.Array:
+    """True, when all of them are there."""
+    found = jnp.array(True)
+    for element in landed.values():
+        number = element.reshape(()).astype(jnp.float32)
+        # One of the two holds for each number, and for none.
+        found &= (number >= 0) | ~(number >= 1)
+    return found

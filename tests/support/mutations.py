@@ -267,7 +267,7 @@ TORCH = [
     ),
     M(
         "functions of jax.tree by another name count a unit's arrays",
-        "jax_impl/modules/unit_leaves.py",
+        "jax_impl/modules/unit_methods.py",
         "(*_NAMES, *_SHORT) if _is_installed(module) else tuple(entries)",
         "(*_NAMES, *_SHORT)",
         "jax_impl/modules/test_unit_readings.py",
@@ -936,7 +936,7 @@ JAX = [
     ),
     M(
         "the second part of an array is the first again",
-        "jax_impl/runtime/groups/fetching.py",
+        "jax_impl/runtime/groups/memory_kinds.py",
         "start + middle, x.shape[axis]",
         "start, x.shape[axis]",
         "jax_impl/optimizer/test_offload.py",
@@ -1069,21 +1069,21 @@ JAX = [
     ),
     M(
         "weights of all units kept from a recomputation to its backward",
-        "jax_impl/runtime/program/kept.py",
+        "jax_impl/runtime/unit/order.py",
         "room = 0 if again else self.limit - 1",
         "room = len(self._held)",
         "jax_impl/runtime/test_kept.py",
     ),
     M(
         "weights of the last forward taken for any backward",
-        "jax_impl/runtime/program/kept.py",
+        "jax_impl/runtime/unit/order.py",
         "self._held[-1][0] is use and ",
         "",
         "jax_impl/runtime/test_kept.py",
     ),
     M(
         "all weights come from the host's memory at once",
-        "jax_impl/runtime/groups/fetching.py",
+        "jax_impl/runtime/groups/memory_kinds.py",
         "start = jnp.where(there, 0, 1).astype(jnp.int32)",
         "start = jnp.int32(0)",
         "jax_impl/runtime/test_fetching.py",
@@ -1174,7 +1174,7 @@ JAX = [
     ),
     M(
         "rows of a matrix alone are cut at its padded end",
-        "jax_impl/runtime/groups/buffer.py",
+        "jax_impl/runtime/groups/flat_group.py",
         "rows[: slot.end // rows.shape[1]]",
         "rows[-(slot.end // rows.shape[1]) :]",
         "jax_impl/runtime/test_rows.py",
@@ -1245,7 +1245,7 @@ JAX = [
     ),
     M(
         "constants of a unit held by a barrier",
-        "jax_impl/runtime/program/residuals.py",
+        "jax_impl/runtime/program/derived.py",
         "inner = inner_program(equation) if any(given) else None",
         "inner, given = None, [True]",
         "jax_impl/runtime/test_residuals.py",
@@ -1329,14 +1329,14 @@ JAX = [
     ),
     M(
         "filled rows counted",
-        "jax_impl/batch.py",
+        "jax_impl/train_state.py",
         "(np.arange(target) < have)",
         "(np.arange(target) <= have)",
         "jax_impl/test_evaluate.py",
     ),
     M(
         "a loader's buffer remembered",
-        "jax_impl/batch.py",
+        "jax_impl/train_state.py",
         "leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype)) if isinstance(leaf, np.ndarray) else leaf",
         "leaf",
         "jax_impl/test_evaluate.py",

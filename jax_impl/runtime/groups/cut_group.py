@@ -25,8 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bridge.core.sharding.policy.parallel import Cut
 from jax_impl.comm.model_axes import ModelAxes
-from jax_impl.runtime.groups.buffer import pack, unpack
-from jax_impl.runtime.groups.flat_group import Boxes, FlatGroup, Index
+from jax_impl.runtime.groups.flat_group import Boxes, FlatGroup, Index, pack, unpack
 
 
 @dataclass(frozen=True)

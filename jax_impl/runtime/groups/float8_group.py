@@ -23,9 +23,8 @@ from jax import lax
 
 from bridge.core.sharding.policy.float8 import piece_bytes
 from jax_impl.comm.collectives import LANES
-from jax_impl.runtime.groups.buffer import unpack
 from jax_impl.runtime.groups.cut_group import CutGroup
-from jax_impl.runtime.groups.flat_group import FlatGroup
+from jax_impl.runtime.groups.flat_group import FlatGroup, unpack
 from jax_impl.runtime.groups.float8 import decode, each_in_row, scales_of
 from jax_impl.runtime.groups.float8_shards import (
     amax_of_tensors,

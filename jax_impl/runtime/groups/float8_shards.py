@@ -23,7 +23,7 @@ import numpy as np
 from bridge.core.sharding import Layout
 from bridge.core.sharding.layout.slot import Slot
 from bridge.core.sharding.policy.float8 import BLOCK, blocks_of, in_blocks, scale_bytes, scale_parts
-from jax_impl.runtime.groups.buffer import pack, unpack
+from jax_impl.runtime.groups.flat_group import pack, unpack
 from jax_impl.runtime.groups.float8 import each_in_row, encode, in_rows, magnitudes, scales_of
 
 # The number of a device's shard; None where there is one.

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from bridge.core.sharding import Strategy
 from bridge.core.sharding.policy.parallel import Cut, cut_dimension, local_shape
 from jax_impl.comm.collectives import Wire, round_to
-from jax_impl.runtime.groups.buffer import Piece, Read
+from jax_impl.runtime.groups.unit_plan import Piece, Read
 
 Index = tuple[slice, ...]
 

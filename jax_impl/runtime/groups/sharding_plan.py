@@ -35,14 +35,12 @@ from jax_impl.comm.mesh import DataParallelMesh, is_simulated
 from jax_impl.comm.model_axes import ModelAxes, data_spec
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
-from jax_impl.runtime.groups.buffer import Piece, Read
 from jax_impl.runtime.groups.layout_report import layout_report
 from jax_impl.runtime.groups.logical_group import LogicalArray, logical_array
-from jax_impl.runtime.groups.memory_kinds import in_memory
+from jax_impl.runtime.groups.memory_kinds import check_not_donated, in_memory
 from jax_impl.runtime.groups.row_arrays import SCALED, SCALES, UNSCALED, is_scaled, row_arrays, scales_of
-from jax_impl.runtime.groups.unit_plan import Stored, UnitPlan
+from jax_impl.runtime.groups.unit_plan import Piece, Read, Stored, UnitPlan
 from jax_impl.runtime.groups.variables import spec_of
-from jax_impl.runtime.program.donation import check_not_donated
 
 # Arrays by key: weights, gradients, and each kind of moments.
 Buffers = dict[str, jax.Array]
@@ -111,6 +109,10 @@ class ShardingPlan:
         XLA:TPU copies no pieces of logical arrays between memories, nor of what it cuts over model axes.
         """
         return self.engine == "shard_map" and not self.model_axes.names
+
+    @cached_property
+    def _seen(self) -> dict[str, tuple[tuple[int, ...], NamedSharding]]:
+        return {}
 
     @cached_property
     def axes(self) -> DataParallelMesh:
@@ -280,22 +282,28 @@ class ShardingPlan:
 
         return jax.make_array_from_callback(stored.shape, self.sharding(key), values)
 
+    def _at_rest(self, key: str) -> tuple[tuple[int, ...], NamedSharding]:
+        """Shape and sharding of the array ``key``, remembered, since every step checks every array."""
+        if key not in self._seen:
+            self._seen[key] = self.stored(key).shape, self.sharding(key)
+        return self._seen[key]
+
     def check_array(self, key: str, array: jax.Array) -> None:
         """Raises ``ValueError`` unless ``array`` has the shape and sharding of the array ``key``, and its values.
 
         It may lie in any kind of memory.
         """
-        stored, sharding = self.stored(key), self.sharding(key)
+        shape, sharding = self._at_rest(key)
         check_not_donated(f"array {key!r}", array)
         # While a program is traced, arrays have no places yet.
         traced = isinstance(array, jax.core.Tracer)
-        if array.shape != stored.shape or not (
+        if array.shape != shape or not (
             traced
             or array.sharding.is_equivalent_to(in_memory(sharding, array.sharding.memory_kind), array.ndim)
         ):
             found = "" if traced else f" with {array.sharding}"
             raise ValueError(
-                f"array {key!r}: expected shape {stored.shape} with sharding {sharding.spec} over {self.num_devices} "
+                f"array {key!r}: expected shape {shape} with sharding {sharding.spec} over {self.num_devices} "
                 f"devices {dict(self.mesh.shape)}, got {array.shape}{found}"
             )
 

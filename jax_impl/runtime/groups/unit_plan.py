@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -15,9 +15,22 @@ from bridge.core.sharding.policy.parallel import Cut
 from bridge.core.sharding.policy.recompute import Recompute
 from jax_impl.comm.collectives import Wire
 from jax_impl.modules.module_tree import UnitModule
-from jax_impl.runtime.groups.buffer import Piece, Read
 
 Arrays = Sequence[jax.Array]
+Read = Callable[[str, tuple[int, ...], tuple[int, ...]], np.ndarray]
+
+
+class Piece(NamedTuple):
+    """A box of one parameter, in its global coordinates, with its values (shape ``sizes``).
+
+    ``repeated``: whether another device has the same, in a shard that is no replica.
+    """
+
+    path: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    values: np.ndarray
+    repeated: bool = False
 
 
 class Stored(Protocol):

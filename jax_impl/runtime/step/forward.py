@@ -22,7 +22,7 @@ from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.groups.unit_plan import Group
 from jax_impl.runtime.program.level import Ways
 from jax_impl.runtime.step.foreign_errors import explained
-from jax_impl.runtime.step.outputs import layer_numbers, look_at_output, watching
+from jax_impl.runtime.step.outputs import WATCHING, layer_numbers, look_at_output
 from jax_impl.runtime.unit.order import Order
 from jax_impl.runtime.unit.unit import Collectors, Sources, UnitCall
 
@@ -60,7 +60,7 @@ def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
                 last = group.hold(arrays)
             held.append(last)
         sources[path] = seal(path, tuple(held))
-        if watching() and unit.module.layers is not None:
+        if WATCHING.value and unit.module.layers is not None:
             sources[path] = (*sources[path], (layer_numbers(unit.module.layers),))
     return sources
 
@@ -159,7 +159,7 @@ def _call_unit(
         # Here, since backward may come back to it when the model is done.
         with caught_calls({plan.units[below].module.cls for below in _units_inside(plan, ROOT)}):
             output, after = run(unit.module.values(own, runs), given)
-        if watching():
+        if WATCHING.value:
             look_at_output(plan, path, layer, _split_arrays(given[1:])[0], output)
         changed[:] = [i for i, value in enumerate(after) if value is not given[0][i]]
         # Outside of the model everything is an array.

@@ -31,7 +31,6 @@ from jax_impl.runtime.groups.variables import (
     of_this_device,
 )
 from jax_impl.runtime.program.pipeline import pipelined
-from jax_impl.runtime.step.divisors import Divisors
 from jax_impl.runtime.step.forward import (
     AllCollectors,
     AllSources,
@@ -41,7 +40,7 @@ from jax_impl.runtime.step.forward import (
     hold,
     ways_of,
 )
-from jax_impl.runtime.step.losses import LossParts, as_parts, sum_over_devices, twice_as_many
+from jax_impl.runtime.step.losses import Divisors, LossParts, as_parts, sum_over_devices, twice_as_many
 
 # Of an nnx model, or a pytree of parameters, and rows, and then inputs that every device has whole: a mean, or
 # (sum, weight); with ``has_aux`` a pair with aux.
@@ -82,7 +81,7 @@ def make_gradients(
     ``grad_divisor``: what the sum over all parts (devices x microbatches; in the pjit engine microbatches) is divided
     by, loss and gradients, instead of their number. With 1 they are sums: ``loss_fn`` then returns a sum over its rows,
     which means the same in both engines. A mapping has divisors of the gradients of some units, by patterns of their
-    paths, ``{"layers/*/experts": 4.0}``; all else is divided as without it. See ``divisors.py``.
+    paths, ``{"layers/*/experts": 4.0}``; all else is divided as without it. See ``losses.py``.
 
     ``loss_fn`` is traced twice, once to check it. Raises ``ValueError`` there for such a quotient, for a weight that
     depends on the model, and for weights of a unit that are used outside of its calls; at once for a ``grad_divisor``

@@ -139,7 +139,9 @@ def _stack(unit: str) -> str:
     return unit.partition("/")[0]
 
 
-_watching = jax.make_user_context(default_value=False)
+# Whether programs that are traced are to be watched. A context of JAX's own is a part of the key of jit's caches, a
+# variable of Python would not be: the first program of a step would serve with and without a watch.
+WATCHING = jax.make_user_context(default_value=False)
 _open: list[_Watch] = []
 _lock = threading.Lock()
 _orders = itertools.count()
@@ -168,7 +170,7 @@ def watch_nonfinite_outputs(plan: Plan) -> Iterator[list[NonFiniteOutput]]:
     with _lock:
         _open.append(watch)
     try:
-        with _watching(True):
+        with WATCHING(True):
             yield watch.found
         jax.effects_barrier()
         if not watch.calls:
@@ -180,11 +182,6 @@ def watch_nonfinite_outputs(plan: Plan) -> Iterator[list[NonFiniteOutput]]:
     finally:
         with _lock:
             _open.remove(watch)
-
-
-def watching() -> bool:
-    """Whether a program that is traced now is to be watched."""
-    return bool(_watching.value)
 
 
 def layer_numbers(layers: int) -> jax.Array:

@@ -13,16 +13,32 @@ Of three units A, B, C; what stands in one column may run at the same time, and 
 
 With ``prefetch = 1`` a gather waits for the *input* of the unit before it, its use for that unit's output. A reduction
 is waited for by the next reduction, and by the computation of the unit after the next. So at most two units' whole
-weights and two units' whole gradients exist at once. Weights that are there already are not gathered: ``kept.py``.
+weights and two units' whole gradients exist at once.
 
 The order is that of the traced program. A place in it is known only in the trace that it belongs to: in the body of a
 loop, and in each function that JAX traces apart, the first unit waits for its own input. In loops ``pipeline.py`` then
 moves its gather into the pass before.
+
+Nothing here frees memory: XLA does, when the last operation that reads an array has run. Fences and
+gates see to it that this operation comes before the next gather. Whole weights stay only from a
+unit's second forward to its backward, inside of a unit R that recomputes, since the last units of a
+recomputation are the first of the backward that follows. With ``prefetch = 0``, and with
+``prefetch = 1``, where two units' whole weights may exist at once::
+
+    recompute R    gather A, apply A, drop A | gather B, apply B, drop B | gather C, apply C
+    backward R     backward C, drop C | gather B, backward B, drop B | gather A, backward A, drop A
+
+    recompute R    gather A, apply A, drop A | gather B, apply B | gather C, apply C
+    backward R     backward C, drop C | backward B, drop B | gather A, backward A, drop A
+
+A unit whose forward and backward are traced apart, as in a loop or inside of a unit that does not
+recompute, is gathered again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,12 +47,56 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 from jax_impl.comm.collectives import fence, gate_after, gated
-from jax_impl.runtime.groups.fetching import fetched
-from jax_impl.runtime.groups.memory_kinds import is_on_device
+from jax_impl.runtime.groups.memory_kinds import fetched, is_on_device
 from jax_impl.runtime.groups.unit_plan import Group
-from jax_impl.runtime.program.kept import Held, Kept, Use
 from jax_impl.runtime.program.loop_parts import GATHER, GATHER_AHEAD, KEPT, REDUCE
 from jax_impl.runtime.program.traced import marked
+
+Held = Sequence[Sequence[jax.Array]]
+
+
+@jax.tree_util.register_static
+class Use:
+    """One forward of a unit, equal to itself alone. What the unit saves for backward has it."""
+
+
+@dataclass
+class Kept:
+    """Of one trace of a model. ``limit``: of how many units there may be whole weights at once."""
+
+    limit: int
+    _recomputed: Any = None
+    _held: list[tuple[Use, Any, Held]] = field(default_factory=list)
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Inside, units that are traced in the present trace run again, and their backward follows in it."""
+        before, self._recomputed = self._recomputed, get_opaque_trace_state()
+        try:
+            yield
+        finally:
+            self._recomputed = before
+
+    def make_room(self, *, again: bool) -> None:
+        """For one more unit's weights. ``again``: in backward, where those of the unit before are there as well."""
+        room = 0 if again else self.limit - 1
+        del self._held[: max(0, len(self._held) - room)]
+
+    def keep(self, held: Held) -> Use | None:
+        """After a unit's forward: its use, by which backward asks for its weights; None where backward gathers them."""
+        trace = get_opaque_trace_state()
+        if self._recomputed != trace:
+            return None
+        use = Use()
+        self._held.append((use, trace, held))
+        return use
+
+    def take(self, use: Use | None) -> Held | None:
+        """In backward, of the unit whose forward was the last; None where its weights did not stay."""
+        if self._held and self._held[-1][0] is use and self._held[-1][1] == get_opaque_trace_state():
+            return self._held.pop()[2]
+        return None
+
 
 Tree = TypeVar("Tree")
 # Of each group.

@@ -5,7 +5,8 @@ The order of one training step over two units A and B inside the root R, under `
     forward    gather R | gather A, apply A, drop A | gather B, apply B, drop B | loss, drop R
     backward   gather R | gather B, backward B, scatter dB | gather A, backward A, scatter dA | scatter dR
 
-Three fences make XLA keep that order:
+``UnitCall`` says what happens in which phase, and ``order.py`` when its transfers run. Three fences make XLA keep that
+order:
 
 1. a gather waits for the unit's input, or the gathers of all units and microbatches are issued at the start;
 2. a unit's output and what it saves leave together, or XLA recomputes a small residual from the gathered weights
@@ -14,8 +15,15 @@ Three fences make XLA keep that order:
 
 A unit whose weights are whole during the step needs no gather, but its gradients still leave it here, as one array.
 With ``recompute`` a unit saves its inputs alone, and backward applies it again with the weights that it has gathered
-anyway; units inside are gathered for it once more, but for the last ones (``kept.py``). With a name instead
+anyway; units inside are gathered for it once more, but for the last ones (``order.py``). With a name instead
 (``bridge.core.sharding.policy.recompute``) it saves the results of products as well.
+
+Under ``jax.vmap``, as a model for one row is called on many, a unit is vectorized inside::
+
+    jax.vmap(model)(rows)      for each unit   gather, vmap(apply) over all rows, reduce the sum of their gradients
+
+JAX's own way would vectorize the gather and the backward, too, so that a gradient of every row is kept and reduced.
+The axis has its name inside of the unit, and a result that is one for all rows, such as a mean over the axis, stays so.
 """
 
 from __future__ import annotations
@@ -25,15 +33,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.extend.core import jaxpr_as_fun
 
 from bridge.core.sharding.policy.recompute import Recompute
 from jax_impl.comm.collectives import fence, fence_some
 from jax_impl.modules.seal import open_sealed
 from jax_impl.runtime.groups.unit_plan import Group
-from jax_impl.runtime.program.batched_call import call_batched
-from jax_impl.runtime.program.kept import Held
-from jax_impl.runtime.program.residuals import Saved, with_dependence, with_derived
-from jax_impl.runtime.unit.order import Order
+from jax_impl.runtime.program.derived import Saved, with_dependence, with_derived
+from jax_impl.runtime.unit.order import Held, Order
 
 Leaves = tuple[jax.Array, ...]
 # Of each group: the arrays whose cotangents are its gradients, and the arrays from which its weights come.
@@ -167,3 +176,95 @@ class UnitCall:
 
     def _leaves(self, held: Held) -> tuple[Leaves, ...]:
         return tuple(group.leaves(whole) for group, whole in zip(self.groups, held, strict=True))
+
+
+Apply = Callable[..., Any]
+# Of a name that a unit uses, the index along that axis: only the vmap that has the name maps it.
+Axes = Sequence[tuple[Any, jax.Array]]
+
+
+def call_batched(
+    calling: Callable[[Apply], Callable[..., Any]],
+    apply: Apply,
+    collectors: Any,
+    sources: Any,
+    inner: Any,
+    *inputs: Any,
+    axes: Axes | None = None,
+) -> Any:
+    """``calling(apply)(collectors, sources, inner, *inputs)``; ``apply(leaves, inner, *inputs)`` is vectorized.
+
+    Weights are the same for all of the batch. A loop around the call is vectorized in JAX's way, since it is traced
+    before it is vectorized. ``axes``: those of the vmaps around, where some are done already.
+    """
+    plain = calling(apply)
+    if is_mapped((inputs, [index for _, index in axes or ()])) is None:
+        return plain(collectors, sources, inner, *inputs)
+    program, shapes = jax.make_jaxpr(plain, return_shape=True)(collectors, sources, inner, *inputs)
+    if axes is None:
+        # In the same order in all processes.
+        names = sorted({effect.name for effect in program.effects if hasattr(effect, "name")}, key=str)
+        axes = [(name, jax.lax.axis_index(name)) for name in names]
+
+    @custom_vmap
+    def function(indices: Any, *arrays: Any) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(program)(*jax.tree.leaves(arrays)))
+
+    @function.def_vmap
+    def _(size: int, mapped: list[Any], indices: Any, *arrays: Any) -> Any:
+        if any(jax.tree.leaves(mapped[1:4])):
+            raise ValueError(
+                "unit: expected the same weights for all of a vmap, got some that differ: an ensemble is a stack, "
+                'whose path fully_shard is told (stacked=["members"])'
+            )
+        name = next((name for (name, _), one in zip(axes, mapped[0], strict=True) if one), None)
+        vectorized, flags = _vectorize(apply, size, name, mapped[4:])
+        others = [(other, index) for (other, _), index in zip(axes, indices, strict=True) if other != name]
+        output = call_batched(calling, vectorized, *arrays, axes=others)
+        return output, jax.tree.unflatten(jax.tree.structure(output), flags)
+
+    return function([index for _, index in axes], collectors, sources, inner, *inputs)
+
+
+def _vectorize(apply: Apply, size: int, name: Any, mapped: Sequence[Any]) -> tuple[Apply, list[bool]]:
+    """``apply`` over axis 0 of what is ``mapped`` of its inputs, and, after a call, which results have that axis."""
+    axes = jax.tree.map(lambda one: 0 if one else None, tuple(mapped))
+    flags: list[bool] = []
+
+    def vectorized(*arguments: Any) -> Any:
+        structures = []
+
+        def one(place: jax.Array, *arguments: Any) -> Any:
+            leaves, structure = jax.tree.flatten(apply(*arguments))
+            structures.append(structure)
+            # The place is mapped, so that this vmap is the one that answers.
+            flags[:] = is_mapped((place, leaves))[1]
+            pairs = list(zip(leaves, flags, strict=True))
+            return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
+
+        found = jax.vmap(one, (0, None, None, *axes), (0, None), axis_name=name, axis_size=size)
+        own, shared = map(iter, found(jnp.arange(size), *arguments))
+        return jax.tree.unflatten(structures[0], [next(own) if flag else next(shared) for flag in flags])
+
+    return vectorized, flags
+
+
+def is_mapped(values: Any) -> Any:
+    """Which of ``values`` the innermost ``jax.vmap`` around maps, None where no vmap maps any.
+
+    A custom_vmap alone could not be differentiated where there is none.
+    """
+    found: list[Any] = []
+
+    @custom_vmap
+    def probe(values: Any) -> Any:
+        return values
+
+    @probe.def_vmap
+    def _(size: int, mapped: list[Any], values: Any) -> Any:
+        found.append(mapped[0])
+        return values, mapped[0]
+
+    if jax.tree.leaves(values):
+        probe(jax.lax.stop_gradient(values))
+    return found[0] if found else None
