@@ -98,7 +98,8 @@ def simulate_devices(count: int) -> None:
         raise ValueError(f"expected a device count >= 1, got {count}")
     given = os.environ.get("XLA_FLAGS", "").split()
     missing: list[str] = []
-    if _backend_runs():
+    # JAX has no public way to ask this that does not start the backend.
+    if xla_bridge.backends_are_initialized():
         missing = [flag for flag in _SIMULATOR_FLAGS if flag not in given]
     else:
         ours = (f"--xla_force_host_platform_device_count={count}", *_SIMULATOR_FLAGS)
@@ -112,11 +113,6 @@ def simulate_devices(count: int) -> None:
             f"expected JAX not to be in use before {count} devices are simulated, but it already runs with {found} CPU "
             f"devices{without}: call simulate_devices before anything that touches jax.devices()"
         )
-
-
-def _backend_runs() -> bool:
-    # JAX has no public way to ask this that does not start the backend.
-    return bool(xla_bridge.backends_are_initialized())
 
 
 def _overrides(ours: tuple[str, ...], flag: str) -> bool:

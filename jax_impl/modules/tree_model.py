@@ -177,17 +177,13 @@ def _name(key: Any, path: tuple[str | int, ...]) -> str | int:
 def _check_paths(module: nnx.Module) -> None:
     paths = [_joined(key) for key, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))]
     # A checkpoint has a node for each part of a path, so that none is a parameter and a node.
-    nodes = {path[:end] for path in paths for end in _ends(path)}
+    nodes = {path[:end] for path in paths for end, letter in enumerate(path) if letter == "/"}
     twice = sorted(path for path, count in Counter(paths).items() if count > 1 or path in nodes)
     if twice:
         raise ValueError(
             f"model: expected parameters with paths of their own, none below another, got {twice[:5]} twice: keys with "
             "'/' are read as paths"
         )
-
-
-def _ends(path: str) -> list[int]:
-    return [place for place, letter in enumerate(path) if letter == "/"]
 
 
 def _joined(path: tuple[Any, ...]) -> str:

@@ -215,12 +215,12 @@ class _Turns:
         env = variables(self.program, [*on_device(others), *leaves])
         unowned = [number for number, key in enumerate(self.keys) if key is None]
         wanted = [jaxpr.outvars[n] for n in unowned]
-        evaluate(jaxpr, self.shared, env, [*wanted, *self._taken(jaxpr.outvars)])
+        evaluate(jaxpr, self.shared, env, [*wanted, *self._taken()])
         # The host computes with gradients where they lie.
         env.update(zip(jaxpr.invars, others, strict=False))
         return env, dict(zip(unowned, read(env, wanted), strict=True))
 
-    def _taken(self, outputs: Sequence[Any]) -> list[Any]:
+    def _taken(self) -> list[Any]:
         """What keys take of the shared part."""
         return [v for equations in self.own.values() for one in equations for v in operands(one.invars)]
 

@@ -1153,14 +1153,14 @@ JAX = [
     ),
     M(
         "the gate of a gather is its first operand",
-        "jax_impl/runtime/program/loop_parts.py",
+        "jax_impl/runtime/program/level.py",
         "operands(v for v in gather.invars if not is_gate(v))",
         "operands(gather.invars[1:])",
         "jax_impl/runtime/test_pipeline.py",
     ),
     M(
         "what a loop carries chooses its next weights",
-        "jax_impl/runtime/program/loop_parts.py",
+        "jax_impl/runtime/program/level.py",
         "if not wanted.isdisjoint(carried) or any(",
         "if any(",
         "jax_impl/runtime/test_pipeline.py",

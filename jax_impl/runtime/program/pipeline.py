@@ -33,8 +33,17 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_impl.comm.collectives import fence
 from jax_impl.modules.seal import scan_counts
-from jax_impl.runtime.program.level import Gate, Level, Pass, Scan, Ways
-from jax_impl.runtime.program.loop_parts import TRANSFERS, Parts, sources_of, with_gate
+from jax_impl.runtime.program.level import (
+    TRANSFERS,
+    Gate,
+    Level,
+    Parts,
+    Pass,
+    Scan,
+    Ways,
+    sources_of,
+    with_gate,
+)
 from jax_impl.runtime.program.traced import (
     Split,
     Values,

@@ -18,30 +18,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from bridge.core.callers import warn_caller
-from jax_impl.comm.mesh import DataParallelMesh
-from jax_impl.comm.model_axes import ModelAxes
-
-
-class Plan(Protocol):
-    """What is watched, a ``ShardingPlan``."""
-
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def engine(self) -> str: ...
-    @property
-    def axes(self) -> DataParallelMesh: ...
-    @property
-    def model_axes(self) -> ModelAxes: ...
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -94,7 +80,7 @@ class _Seen:
 
 
 class _Watch:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ShardingPlan) -> None:
         self.plan = plan
         self.found: list[NonFiniteOutput] = []
         self.calls = 0
@@ -148,7 +134,7 @@ _orders = itertools.count()
 
 
 @contextmanager
-def watch_nonfinite_outputs(plan: Plan) -> Iterator[list[NonFiniteOutput]]:
+def watch_nonfinite_outputs(plan: ShardingPlan) -> Iterator[list[NonFiniteOutput]]:
     """Look at the output of every unit of ``plan`` in the steps that run while the context is open.
 
     ::
@@ -189,7 +175,7 @@ def layer_numbers(layers: int) -> jax.Array:
     return jnp.arange(layers, dtype=jnp.int32)
 
 
-def look_at_output(plan: Plan, unit: str, layer: jax.Array, inputs: Any, output: Any) -> None:
+def look_at_output(plan: ShardingPlan, unit: str, layer: jax.Array, inputs: Any, output: Any) -> None:
     """Add a callback to the program that tells of a unit's output. ``layer``: int32, -1 outside of stacks."""
     site = _Site(unit, next(_orders))
     given, held = (
@@ -224,20 +210,16 @@ def look_at_output(plan: Plan, unit: str, layer: jax.Array, inputs: Any, output:
     tell(counts)
 
 
-def _spec(plan: Plan, x: jax.Array) -> PartitionSpec:
+def _spec(plan: ShardingPlan, x: jax.Array) -> PartitionSpec:
     # Rows of a batch lie so already; anything else would be gathered.
-    return plan.axes.batch_spec if x.ndim and x.shape[0] % _parts(plan) == 0 else PartitionSpec()
-
-
-def _parts(plan: Plan) -> int:
-    return plan.axes.shards(plan.axes.ndim)
+    return plan.axes.batch_spec if x.ndim and x.shape[0] % plan.data_ranks == 0 else PartitionSpec()
 
 
 def _may_be_nonfinite(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _record(plan: Plan, site: _Site, counts: Any) -> None:
+def _record(plan: ShardingPlan, site: _Site, counts: Any) -> None:
     device, layer, nan, inf, before = np.asarray(counts)[0].tolist()
     with _lock:
         for watch in _open:

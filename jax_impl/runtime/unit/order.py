@@ -49,7 +49,7 @@ from jax.extend.core import get_opaque_trace_state
 from jax_impl.comm.collectives import fence, gate_after, gated
 from jax_impl.runtime.groups.memory_kinds import fetched, is_on_device
 from jax_impl.runtime.groups.unit_plan import Group
-from jax_impl.runtime.program.loop_parts import GATHER, GATHER_AHEAD, KEPT, REDUCE
+from jax_impl.runtime.program.level import GATHER, GATHER_AHEAD, KEPT, REDUCE
 from jax_impl.runtime.program.traced import marked
 
 Held = Sequence[Sequence[jax.Array]]
