@@ -267,7 +267,7 @@ TORCH = [
     ),
     M(
         "functions of jax.tree by another name count a unit's arrays",
-        "jax_impl/modules/unit_methods.py",
+        "jax_impl/modules/interception.py",
         "(*_NAMES, *_SHORT) if _is_installed(module) else tuple(entries)",
         "(*_NAMES, *_SHORT)",
         "jax_impl/modules/test_unit_readings.py",
@@ -901,7 +901,7 @@ JAX = [
     ),
     M(
         "classes of units keep the methods of a trace",
-        "jax_impl/modules/unit_methods.py",
+        "jax_impl/modules/interception.py",
         "if not _traces[cls]:",
         "if False:",
         "jax_impl/modules/test_unit_readings.py",
@@ -1167,7 +1167,7 @@ JAX = [
     ),
     M(
         "a sum over all layers made anew in backward",
-        "jax_impl/runtime/program/derived.py",
+        "jax_impl/runtime/program/residuals.py",
         "_SAVED, _READ = 1.1, 2.5",
         "_SAVED, _READ = 1.1, 1e9",
         "jax_impl/runtime/test_derived.py",
@@ -1245,7 +1245,7 @@ JAX = [
     ),
     M(
         "constants of a unit held by a barrier",
-        "jax_impl/runtime/program/derived.py",
+        "jax_impl/runtime/program/residuals.py",
         "inner = inner_program(equation) if any(given) else None",
         "inner, given = None, [True]",
         "jax_impl/runtime/test_residuals.py",

@@ -15,7 +15,7 @@ from jax_impl.modules.module_tree import ROOT
 from jax_impl.modules.seal import no_elements, seal, witnessed, witnessed_constants
 from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.uneven_means import mark_rows
-from jax_impl.modules.unit_methods import caught_calls
+from jax_impl.modules.interception import caught_calls
 from jax_impl.modules.unit_parameter import Arguments, Run, UnitRun, Values, origin_of, unit_parameters
 from jax_impl.runtime.groups.memory_kinds import is_on_device, on_device
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
-from jax_impl.runtime.program.derived import Derived, derive
+from jax_impl.runtime.program.residuals import Derived, derive
 from jax_impl.runtime.program.traced import inlined, mark_of, marked
 
 SQUARE = jax.random.normal(jax.random.key(0), (16, 16))

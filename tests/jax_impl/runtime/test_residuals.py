@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jax_impl import data_parallel_mesh, make_gradients, plan_sharding
-from jax_impl.runtime.program.derived import with_dependence
+from jax_impl.runtime.program.residuals import with_dependence
 from tests.support.jax_impl.dependence import flattened
 
 
