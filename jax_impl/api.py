@@ -156,8 +156,8 @@ def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Bu
     values: dict[str, np.ndarray] = {}
     for path, info in plan.parameters.items():
         if path not in parameters or parameters[path].shape != info.shape:
-            found = f"shape {parameters[path].shape}" if path in parameters else "none"
-            raise ValueError(f"parameter {path!r}: expected values of shape {info.shape}, got {found}")
+            shape = f"shape {parameters[path].shape}" if path in parameters else "none"
+            raise ValueError(f"parameter {path!r}: expected values of shape {info.shape}, got {shape}")
         if isinstance(parameters[path], jax.ShapeDtypeStruct):
             raise ValueError(f"parameter {path!r}: expected values, got a shape: plan_sharding needs no more")
         values[path] = np.asarray(parameters[path])

@@ -24,9 +24,9 @@ import optax
 from jax.sharding import NamedSharding
 
 from jax_impl.comm.mesh import check_context
-from jax_impl.optimizer.logical import fitted, warn_of_whole_moments
+from jax_impl.optimizer.logical import fit_to_plan, warn_of_whole_moments
 from jax_impl.optimizer.offload import Offload
-from jax_impl.runtime.groups.memory_kinds import HOST, in_memory, moved, on_device
+from jax_impl.runtime.groups.memory_kinds import HOST, in_memory, move, on_device
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.groups.variables import Variables
 
@@ -73,7 +73,7 @@ def init_state(
     opt_state = initial_moments(plan, weights, optimizer, offload)
     warn_of_whole_moments(plan, opt_state)
     if offload is not None and offload.main_weights:
-        weights = {key: moved(array, HOST) for key, array in weights.items()}
+        weights = {key: move(array, HOST) for key, array in weights.items()}
     return TrainState(weights, opt_state, place_variables(plan, variables))
 
 
@@ -91,41 +91,41 @@ def initial_moments(
     offload: Offload | None = None,
 ) -> Any:
     """The optimizer's state before the first step, born sharded."""
-    init = fitted(plan, optimizer).init
+    init = fit_to_plan(plan, optimizer).init
 
     def on_devices(weights: Buffers) -> Any:
         return init(on_device(weights))
 
-    given = trainable(plan, weights)
-    shapes = jax.eval_shape(init, given)
+    trained = trainable(plan, weights)
+    shapes = jax.eval_shape(init, trained)
     shardings = shardings_of(plan, shapes)
     if offload is None:
-        return jax.jit(on_devices, out_shardings=shardings)(given)
-    leaves, places = jax.tree.leaves(shapes), jax.tree.leaves(shardings)
-    kinds = jax.tree.leaves(offload.kinds(plan, shapes)[1])
-    found: dict[int, jax.Array] = {}
-    for numbers in _batches(leaves, places, kinds):
+        return jax.jit(on_devices, out_shardings=shardings)(trained)
+    leaves, placements = jax.tree.leaves(shapes), jax.tree.leaves(shardings)
+    memory = jax.tree.leaves(offload.kinds(plan, shapes)[1])
+    moments: dict[int, jax.Array] = {}
+    for numbers in _batches(leaves, placements, memory):
 
         def some(weights: Buffers, numbers: Sequence[int] = numbers) -> list[jax.Array]:
             every = jax.tree.leaves(on_devices(weights))
             return [every[number] for number in numbers]
 
-        born = jax.jit(some, out_shardings=[places[number] for number in numbers])(given)
+        born = jax.jit(some, out_shardings=[placements[number] for number in numbers])(trained)
         # Before the next ones are born.
-        found |= jax.block_until_ready(
-            {n: moved(array, kinds[n]) for n, array in zip(numbers, born, strict=True)}
+        moments |= jax.block_until_ready(
+            {n: move(array, memory[n]) for n, array in zip(numbers, born, strict=True)}
         )
-    return jax.tree.unflatten(jax.tree.structure(shapes), [found[number] for number in range(len(leaves))])
+    return jax.tree.unflatten(jax.tree.structure(shapes), [moments[number] for number in range(len(leaves))])
 
 
 def _batches(
-    leaves: Sequence[Any], shardings: Sequence[NamedSharding], kinds: Sequence[str]
+    leaves: Sequence[Any], shardings: Sequence[NamedSharding], memory: Sequence[str]
 ) -> Iterator[list[int]]:
     """Numbers of arrays that are born together: those of the devices, and a few of the host's memory at a time."""
-    yield [number for number, kind in enumerate(kinds) if not kind]
+    yield [number for number, memory_kind in enumerate(memory) if not memory_kind]
     batch: list[int] = []
     size = 0
-    for number in (number for number, kind in enumerate(kinds) if kind):
+    for number in (number for number, memory_kind in enumerate(memory) if memory_kind):
         leaf = leaves[number]
         own = math.prod(shardings[number].shard_shape(leaf.shape)) * leaf.dtype.itemsize
         if batch and size + own > _AT_ONCE:
@@ -153,11 +153,11 @@ def abstract_state(
         key: jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=plan.sharding(key))
         for key, stored in plan.arrays.items()
     }
-    moments = jax.eval_shape(fitted(plan, optimizer).init, trainable(plan, weights))
+    moments = jax.eval_shape(fit_to_plan(plan, optimizer).init, trainable(plan, weights))
     _check(offload)
-    own, kinds = (Offload(0.0) if offload is None else offload).kinds(plan, moments)
+    own, memory = (Offload(0.0) if offload is None else offload).kinds(plan, moments)
     weights = {key: _abstract(array, array.sharding, own[key]) for key, array in weights.items()}
-    opt_state = jax.tree.map(_abstract, moments, shardings_of(plan, moments), kinds)
+    opt_state = jax.tree.map(_abstract, moments, shardings_of(plan, moments), memory)
     variables: Any = {
         path: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=plan.variable_sharding(path))
         for path, info in plan.variables.items()
@@ -165,8 +165,8 @@ def abstract_state(
     return TrainState(weights, opt_state, variables)
 
 
-def _abstract(leaf: Any, sharding: NamedSharding, kind: str) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=in_memory(sharding, kind))
+def _abstract(leaf: Any, sharding: NamedSharding, memory_kind: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=in_memory(sharding, memory_kind))
 
 
 def shardings_of(plan: ShardingPlan, opt_state: Any) -> Any:

@@ -46,7 +46,7 @@ def fence_some(tree: Tree, chosen: Sequence[bool]) -> Tree:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def gated(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array, ...]:
+def hold_until(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array, ...]:
     """The same arrays, not before the scalar ``gate``, which is True.
 
     Not a barrier: XLA drops what leaves a barrier and is not used, and its dependence with it.
@@ -55,7 +55,7 @@ def gated(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array, ...]
 
 
 def gate_after(tree: Tree) -> jax.Array:
-    """True, a scalar that is computed from every array of numbers of ``tree``, for ``gated``.
+    """True, a scalar that is computed from every array of numbers of ``tree``, for ``hold_until``.
 
     A barrier orders what XLA:CPU schedules, but not what it runs at once: after a loop with collectives, a collective
     that reads nothing of the loop's results may start while others are still in the loop.
@@ -64,10 +64,10 @@ def gate_after(tree: Tree) -> jax.Array:
     for leaf in jax.tree.leaves(tree):
         number = leaf.dtype == jnp.bool_ or jnp.issubdtype(leaf.dtype, jnp.number)
         if leaf.size and number:
-            one = lax.slice(leaf.reshape(-1), (0,), (1,))[0]
+            element = lax.slice(leaf.reshape(-1), (0,), (1,))[0]
             # Unknown to the compiler is only that the gate is True.
-            known = jnp.issubdtype(leaf.dtype, jnp.floating)
-            gate = jnp.logical_or(gate, jnp.isfinite(one) if known else one == 1)
+            is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+            gate = jnp.logical_or(gate, jnp.isfinite(element) if is_float else element == 1)
     return gate
 
 

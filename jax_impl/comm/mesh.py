@@ -96,22 +96,23 @@ def simulate_devices(count: int) -> None:
     """
     if count < 1:
         raise ValueError(f"expected a device count >= 1, got {count}")
-    given = os.environ.get("XLA_FLAGS", "").split()
+    flags = os.environ.get("XLA_FLAGS", "").split()
     missing: list[str] = []
     # JAX has no public way to ask this that does not start the backend.
     if xla_bridge.backends_are_initialized():
-        missing = [flag for flag in _SIMULATOR_FLAGS if flag not in given]
+        missing = [flag for flag in _SIMULATOR_FLAGS if flag not in flags]
     else:
         ours = (f"--xla_force_host_platform_device_count={count}", *_SIMULATOR_FLAGS)
-        kept = [flag for flag in given if not _overrides(ours, flag)]
+        kept = [flag for flag in flags if not _overrides(ours, flag)]
         os.environ["XLA_FLAGS"] = " ".join([*kept, *ours])
         jax.config.update("jax_platforms", "cpu")
-    found = sum(device.platform == "cpu" for device in jax.devices())
-    if missing or found < count:
+    cpu_devices = sum(device.platform == "cpu" for device in jax.devices())
+    if missing or cpu_devices < count:
         without = f" and without {' '.join(missing)}" if missing else ""
         raise ValueError(
-            f"expected JAX not to be in use before {count} devices are simulated, but it already runs with {found} CPU "
-            f"devices{without}: call simulate_devices before anything that touches jax.devices()"
+            f"expected JAX not to be in use before {count} devices are simulated, but it already "
+            f"runs with {cpu_devices} CPU devices{without}: call simulate_devices before anything "
+            "that touches jax.devices()"
         )
 
 
@@ -165,8 +166,8 @@ def check_context() -> None:
     context = jax.sharding.get_abstract_mesh()
     explicit = [
         name
-        for name, kind in zip(context.axis_names, context.axis_types, strict=True)
-        if kind == AxisType.Explicit
+        for name, axis_type in zip(context.axis_names, context.axis_types, strict=True)
+        if axis_type == AxisType.Explicit
     ]
     if explicit:
         raise ValueError(

@@ -37,7 +37,7 @@ _replaced: list[Any] = []
 
 
 @contextmanager
-def caught_calls(classes: Iterable[type]) -> Iterator[None]:
+def catch_calls(classes: Iterable[type]) -> Iterator[None]:
     """Methods of ``classes``, called on units or parts of them, run inside of the unit."""
     classes = set(classes)
     with _LOCK:
@@ -48,7 +48,7 @@ def caught_calls(classes: Iterable[type]) -> Iterator[None]:
             if _traces[cls] == 1:
                 _own[cls] = {name: vars(cls).get(name) for name in _methods(cls)}
                 for name, method in _methods(cls).items():
-                    setattr(cls, name, _caught(method))
+                    setattr(cls, name, _catch(method))
     try:
         yield
     finally:
@@ -80,7 +80,7 @@ def _methods(cls: type) -> dict[str, Any]:
     return methods
 
 
-def _caught(method: Any) -> Callable[..., Any]:
+def _catch(method: Any) -> Callable[..., Any]:
     def inside(instance: Any, *args: Any, **kwargs: Any) -> Any:
         return method.__get__(instance, type(instance))(*args, **kwargs)
 
@@ -116,23 +116,23 @@ _KNOWN = {_JAX[name]: name for name in _NAMES} | {getattr(jax.tree, short): _SHO
 
 def replace_functions() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
     """Put the functions of this file in the place of JAX's. Returns what ``restore_functions`` needs."""
-    places = []
+    replaced = []
     for module in [jax.tree, *sys.modules.values()]:
         if module in (jax.tree, jax.tree_util) or _package(getattr(module, "__name__", "")) not in _LIBRARIES:
             entries = getattr(module, "__dict__", {})
             # Users' modules may import a function by any name. To look at all names of all packages takes four times as
             # long, at every trace.
             names = (*_NAMES, *_SHORT) if _is_installed(module) else tuple(entries)
-            places += [(module, name, entries[name]) for name in names if _is_known(entries.get(name))]
-    places = list({(id(module), name): (module, name, own) for module, name, own in places}.values())
-    for module, name, own in places:
+            replaced += [(module, name, entries[name]) for name in names if _is_known(entries.get(name))]
+    replaced = list({(id(module), name): (module, name, own) for module, name, own in replaced}.values())
+    for module, name, own in replaced:
         setattr(module, name, _OURS[_KNOWN[own]])
-    return places
+    return replaced
 
 
-def restore_functions(places: Sequence[tuple[ModuleType, str, Callable[..., Any]]]) -> None:
+def restore_functions(replaced: Sequence[tuple[ModuleType, str, Callable[..., Any]]]) -> None:
     """Put JAX's own functions back."""
-    for module, name, own in places:
+    for module, name, own in replaced:
         setattr(module, name, own)
 
 
@@ -162,8 +162,8 @@ def _leaves(tree: Any, is_leaf: Any = None) -> list[Any]:
 
 
 def _leaves_with_path(tree: Any, is_leaf: Any = None, **options: Any) -> list[tuple[Any, Any]]:
-    found = _JAX["tree_leaves_with_path"](tree, _leaf(is_leaf), **options)
-    return [(path, _shown(leaf)) for path, leaf in found]
+    leaves = _JAX["tree_leaves_with_path"](tree, _leaf(is_leaf), **options)
+    return [(path, _shown(leaf)) for path, leaf in leaves]
 
 
 def _reduce(function: Any, tree: Any, initializer: Any = _NONE, is_leaf: Any = None) -> Any:

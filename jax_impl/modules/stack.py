@@ -30,7 +30,7 @@ def stack_layers(layers: Sequence[M]) -> M:
     states = [first]
     for number, layer in enumerate(layers[1:], 1):
         other, state = nnx.split(layer)
-        shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), one) for one in (first, state)]
+        shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), variables) for variables in (first, state)]
         if other != graphdef or shapes[0] != shapes[1]:
             raise ValueError(f"stack_layers: expected equal layers, but layer {number} differs from layer 0")
         states.append(state)

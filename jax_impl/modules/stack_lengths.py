@@ -97,7 +97,7 @@ def unnamed_stack(error: ValueError, units: Iterable[UnitModule]) -> str | None:
 def _length_seen(module: nnx.Module) -> int | None:
     length = _common(value.shape[0] if value.ndim else None for value in parameter_leaves(module).values())
     made = list(_made_with(module))
-    if length is None or not made or any(found != (length, *shape) for found, shape in made):
+    if length is None or not made or any(shape_seen != (length, *shape) for shape_seen, shape in made):
         return None
     return length
 
@@ -121,8 +121,8 @@ def _made_with(module: nnx.Module) -> Iterator[tuple[tuple[int, ...], tuple[int,
 
 
 def _common(sizes: Iterable[int | None]) -> int | None:
-    found = set(sizes)
-    return None if len(found) != 1 or found & {None, 0} else cast(int, found.pop())
+    different = set(sizes)
+    return None if len(different) != 1 or different & {None, 0} else cast(int, different.pop())
 
 
 def _overlaps(path: str, others: Collection[str]) -> bool:

@@ -89,11 +89,11 @@ def as_given(module: nnx.Module) -> nnx.Module | Tree:
     return _tree(module) if isinstance(module, TreeNode | TreeList) else module
 
 
-def given_node(module: nnx.Module, kind: type) -> Any:
+def given_node(module: nnx.Module, node_type: type) -> Any:
     """The node of the given pytree that became ``module``, its children None; None for nodes of other types."""
     node: _Node | None = getattr(module, _NODE, None)
     data = None if node is None else node.structure.node_data()
-    if node is None or data is None or not issubclass(data[0], kind):
+    if node is None or data is None or not issubclass(data[0], node_type):
         return None
     return node.structure.unflatten([None] * len(node.names))
 

@@ -98,48 +98,48 @@ def _outputs(jaxpr: Any, inputs: Sequence[_Comes], refused: Refused) -> list[_Co
         return _Comes.NOTHING if hasattr(operand, "val") else known.get(operand, _Comes.NOTHING)
 
     for equation in jaxpr.eqns:
-        given = [get(operand) for operand in equation.invars]
-        known.update(zip(equation.outvars, _results(equation, given, refused), strict=True))
+        operands = [get(operand) for operand in equation.invars]
+        known.update(zip(equation.outvars, _results(equation, operands, refused), strict=True))
     return [get(variable) for variable in jaxpr.outvars]
 
 
-def _results(equation: Any, given: list[_Comes], refused: Refused) -> list[_Comes]:
+def _results(equation: Any, operands: list[_Comes], refused: Refused) -> list[_Comes]:
     primitive, label = equation.primitive.name, equation.params.get("name")
-    everything = _union(given)
+    everything = _union(operands)
     source = everything & _SOURCES
     if primitive == "name" and label == _ROWS:
         return [_Comes.ROWS]
     if primitive == "name" and label in refused and refused[label][0] in everything:
         raise ValueError(refused[label][1])
     if primitive == "optimization_barrier":
-        return given
+        return operands
     if primitive in ("scan", "while", "cond"):
-        sources = _of_a_loop(equation, given, refused)
+        sources = _of_a_loop(equation, operands, refused)
     else:
         inner = inner_program(equation)
         if inner is not None:
-            return _outputs(inner, given, refused)
+            return _outputs(inner, operands, refused)
         sources = [source] * len(equation.outvars)
     return [
-        found | _form(equation, primitive, found, given, variable)
-        for found, variable in zip(sources, equation.outvars, strict=True)
+        origin | _form(equation, primitive, origin, operands, variable)
+        for origin, variable in zip(sources, equation.outvars, strict=True)
     ]
 
 
-def _of_a_loop(equation: Any, given: list[_Comes], refused: Refused) -> list[_Comes]:
+def _of_a_loop(equation: Any, operands: list[_Comes], refused: Refused) -> list[_Comes]:
     """Where the results of a loop, or of a choice, come from. A quotient inside of a pass is of that pass only."""
     params = equation.params
     if equation.primitive.name == "cond":
-        branches = [_outputs(jaxpr_of(branch), given[1:], refused) for branch in params["branches"]]
-        return [_union(each) | (given[0] & _SOURCES) for each in zip(*branches, strict=True)]
+        branches = [_outputs(jaxpr_of(branch), operands[1:], refused) for branch in params["branches"]]
+        return [_union(each) | (operands[0] & _SOURCES) for each in zip(*branches, strict=True)]
     if equation.primitive.name == "scan":
         body = jaxpr_of(params["jaxpr"])
         constants, carries = scan_counts(equation, body)
     else:
-        given = given[params["cond_nconsts"] :]
+        operands = operands[params["cond_nconsts"] :]
         body, constants = jaxpr_of(params["body_jaxpr"]), params["body_nconsts"]
-        carries = len(given) - constants
-    inputs = [each & _SOURCES for each in given]
+        carries = len(operands) - constants
+    inputs = [each & _SOURCES for each in operands]
     while True:
         outputs = [each & _SOURCES for each in _outputs(body, inputs, refused)]
         carried = [a | b for a, b in zip(inputs[constants : constants + carries], outputs, strict=False)]
@@ -148,20 +148,20 @@ def _of_a_loop(equation: Any, given: list[_Comes], refused: Refused) -> list[_Co
         inputs[constants : constants + carries] = carried
 
 
-def _form(equation: Any, primitive: str, source: _Comes, given: list[_Comes], variable: Any) -> _Comes:
+def _form(equation: Any, primitive: str, source: _Comes, operands: list[_Comes], variable: Any) -> _Comes:
     """Whether the result is a count or a quotient."""
     if primitive == "div":
-        if _Comes.COUNT in given[1]:
+        if _Comes.COUNT in operands[1]:
             return _Comes.QUOTIENT
         # A mean of a mask, which is its sum by a constant, counts as the sum does.
-        return given[0] & (_Comes.QUOTIENT if given[1] & _SOURCES else _Comes.QUOTIENT | _Comes.COUNT)
-    if primitive in _POWERS and _Comes.COUNT in given[0]:
+        return operands[0] & (_Comes.QUOTIENT if operands[1] & _SOURCES else _Comes.QUOTIENT | _Comes.COUNT)
+    if primitive in _POWERS and _Comes.COUNT in operands[0]:
         exponent = equation.params.get("y", getattr(equation.invars[-1], "val", -1))
         return _Comes.QUOTIENT if exponent < 0 else _Comes.COUNT
     if primitive in _SUMS and source == _Comes.ROWS and variable.aval.shape == ():
         return _Comes.COUNT
     # What a choice is made by does not matter: where(n > 0, n, 1).
-    values = given[1:] if primitive == "select_n" else given
+    values = operands[1:] if primitive == "select_n" else operands
     form = _Comes.NOTHING
     if primitive in _KEEPS or primitive == "reduce_sum":
         form = _union(values) & _Comes.QUOTIENT
@@ -171,10 +171,10 @@ def _form(equation: Any, primitive: str, source: _Comes, given: list[_Comes], va
 
 
 def _union(values: Sequence[_Comes]) -> _Comes:
-    found = _Comes.NOTHING
+    union = _Comes.NOTHING
     for value in values:
-        found |= value
-    return found
+        union |= value
+    return union
 
 
 _SOURCES = _Comes.ROWS | _Comes.MODEL

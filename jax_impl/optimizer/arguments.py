@@ -51,12 +51,12 @@ def numbers_of(name: str, values: Any, count: int, of: str) -> tuple[float, ...]
     """As a tuple. ``TypeError`` unless ``values`` are numbers, ``ValueError`` for more or fewer than ``count``."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(f"{of}: {name}: expected {count} numbers, got {values!r}")
-    found = tuple(values)
-    for value in found:
+    listed = tuple(values)
+    for value in listed:
         check_number(name, value, of)
-    if len(found) != count:
-        raise ValueError(f"{of}: {name}: expected {count} numbers, got {found!r}")
-    return found
+    if len(listed) != count:
+        raise ValueError(f"{of}: {name}: expected {count} numbers, got {listed!r}")
+    return listed
 
 
 def check_flag(name: str, value: Any, of: str) -> None:

@@ -57,9 +57,9 @@ from jax_impl.optimizer.moments import MomentFormat
 from jax_impl.optimizer.update import (
     Constants,
     StepScalars,
+    adamw_update,
     as_stored,
     step_scalars,
-    updated,
     vanishing_step,
 )
 from jax_impl.runtime.groups.precision import update_dtype
@@ -182,74 +182,78 @@ class _AdamW:
         return self.mu, self.nu
 
 
-def _transformation(given: _AdamW, arrays: MomentArrays) -> MainWeightTransformation:
+def _transformation(settings: _AdamW, arrays: MomentArrays) -> MainWeightTransformation:
     def init(weights: Any) -> AdamWState:
         check_weights(weights)
-        zeros = [[rows.zeros(kind) for rows in arrays.rows(kind, weights)] for kind in given.formats]
-        return _state(given, arrays, jnp.zeros((), jnp.int32), weights, zeros)
+        zeros = [
+            [rows.zeros(moment_format) for rows in arrays.rows(moment_format, weights)]
+            for moment_format in settings.formats
+        ]
+        return _state(settings, arrays, jnp.zeros((), jnp.int32), weights, zeros)
 
     def apply(gradients: Any, state: AdamWState, weights: Any) -> tuple[Any, AdamWState]:
-        return _applied(given, arrays, gradients, state, weights)
+        return _apply(settings, arrays, gradients, state, weights)
 
     def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
         # Others do the same to each element wherever the element lies.
-        scaled = any(kind.scaled for kind in given.formats)
-        return _transformation(given, PlanMoments(plan)) if scaled else own
+        scaled = any(moment_format.scaled for moment_format in settings.formats)
+        return _transformation(settings, PlanMoments(plan)) if scaled else own
 
     def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
-        kinds: dict[str, Any] = dict(formats)
-        return _transformation(replace(given, **kinds), arrays)
+        fields: dict[str, Any] = dict(formats)
+        return _transformation(replace(settings, **fields), arrays)
 
-    formats = {"mu": given.mu, "nu": given.nu}
+    formats = {"mu": settings.mu, "nu": settings.nu}
     own = MainWeightTransformation(
         init,
         apply,
-        given.learning_rate,
+        settings.learning_rate,
         on_plan,
         formats,
         with_formats,
-        with_arrays=lambda other: _transformation(given, other),
+        with_arrays=lambda other: _transformation(settings, other),
     )
     return own
 
 
-def _state(given: _AdamW, arrays: MomentArrays, count: jax.Array, weights: Any, parts: Any) -> AdamWState:
+def _state(settings: _AdamW, arrays: MomentArrays, count: jax.Array, weights: Any, parts: Any) -> AdamWState:
     (mu, mu_scale), (nu, nu_scale) = (
-        arrays.joined(kind, weights, own) for kind, own in zip(given.formats, parts, strict=True)
+        arrays.join(moment_format, weights, own)
+        for moment_format, own in zip(settings.formats, parts, strict=True)
     )
     return AdamWState(count, mu, nu, mu_scale, nu_scale)
 
 
-def _applied(
-    given: _AdamW, arrays: MomentArrays, gradients: Any, state: AdamWState, weights: Any
+def _apply(
+    settings: _AdamW, arrays: MomentArrays, gradients: Any, state: AdamWState, weights: Any
 ) -> tuple[Any, AdamWState]:
     check_weights(weights)
     count = state.count + 1
-    rate: Any = given.learning_rate
+    rate: Any = settings.learning_rate
     if callable(rate):
-        rate = scheduled(rate, state.count)
+        rate = rate_after(rate, state.count)
     structure: Any
     paths, structure = jax.tree.flatten_with_path(weights)
     dtypes = {update_dtype(leaf.dtype) for _, leaf in paths}
-    scalars = {dtype: step_scalars(count, dtype, rate, given.constants) for dtype in dtypes}
-    rows = [arrays.rows(kind, weights) for kind in given.formats]
+    scalars = {dtype: step_scalars(count, dtype, rate, settings.constants) for dtype in dtypes}
+    rows = [arrays.rows(moment_format, weights) for moment_format in settings.formats]
     firsts = arrays.parts(rows[0], weights, state.mu, state.mu_scale)
     seconds = arrays.parts(rows[1], weights, state.nu, state.nu_scale)
     slopes = structure.flatten_up_to(gradients)
     done: list[tuple[jax.Array, Parts, Parts]] = []
     for number, (path, weight) in enumerate(paths):
         check_gradient(path, weight, slopes[number])
-        compute = partial(_one, given, (rows[0][number], rows[1][number]))
+        compute = partial(_update_array, settings, (rows[0][number], rows[1][number]))
         held = (weight, firsts[number], seconds[number])
         numbers = (count, scalars[update_dtype(weight.dtype)])
-        done.append(arrays.computed(number, weights, compute, held, slopes[number], numbers))
+        done.append(arrays.compute_on(number, weights, compute, held, slopes[number], numbers))
     new = jax.tree.unflatten(structure, [weight for weight, _, _ in done])
     parts = [first for _, first, _ in done], [second for _, _, second in done]
-    return new, _state(given, arrays, count, weights, parts)
+    return new, _state(settings, arrays, count, weights, parts)
 
 
-def _one(
-    given: _AdamW,
+def _update_array(
+    settings: _AdamW,
     rows: tuple[MomentRows, MomentRows],
     held: tuple[jax.Array, Parts, Parts],
     gradient: jax.Array,
@@ -259,12 +263,12 @@ def _one(
     (weight, first, second), (count, scalars) = held, numbers
     moments = rows[0].decode(first), rows[1].decode(second)
     wide = weight.astype(update_dtype(weight.dtype))
-    wide, m, v = updated(wide, *moments, gradient, scalars, given.constants, given.vector_bytes)
-    new = rows[0].encode(given.formats[0], m, count)
-    if given.formats[1].scaled:
+    wide, m, v = adamw_update(wide, *moments, gradient, scalars, settings.constants, settings.vector_bytes)
+    new = rows[0].encode(settings.formats[0], m, count)
+    if settings.formats[1].scaled:
         # Largest magnitudes of rows that are cut over devices come one after another.
         v, new = fence((v, new))
-    return as_stored(wide, weight.dtype), new, rows[1].encode(given.formats[1], v, count)
+    return as_stored(wide, weight.dtype), new, rows[1].encode(settings.formats[1], v, count)
 
 
 def _check(learning_rate: float | optax.Schedule, constants: Constants, vector_bytes: int | None) -> None:
@@ -299,9 +303,9 @@ def check_weights(weights: Any, of: str = _NAME) -> None:
 def check_gradient(path: Any, weight: Any, gradient: Any, of: str = _NAME) -> None:
     shape = getattr(gradient, "shape", None)
     if shape != weight.shape or not jnp.issubdtype(gradient.dtype, jnp.floating):
-        found = type(gradient).__name__ if shape is None else f"{gradient.dtype} of shape {shape}"
+        got = type(gradient).__name__ if shape is None else f"{gradient.dtype} of shape {shape}"
         raise ValueError(
-            f"{of}: expected a floating-point gradient of shape {weight.shape}, got {found}{_at(path)}"
+            f"{of}: expected a floating-point gradient of shape {weight.shape}, got {got}{_at(path)}"
         )
 
 
@@ -309,7 +313,7 @@ def _at(path: Any) -> str:
     return f" at {jax.tree_util.keystr(path)}" if path else ""
 
 
-def scheduled(schedule: optax.Schedule, done: jax.Array, of: str = _NAME) -> float | jax.Array:
+def rate_after(schedule: optax.Schedule, done: jax.Array, of: str = _NAME) -> float | jax.Array:
     """The learning rate after ``done`` steps; a number where the schedule does not depend on them."""
     rate = schedule(done)
     if np.shape(rate) != () or not jnp.issubdtype(jnp.result_type(rate), jnp.number):

@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from bridge.core.sharding.layout.rows import rows_of
-from jax_impl.optimizer.moments import MomentFormat, Rows, decoded
+from jax_impl.optimizer.moments import MomentFormat, Rows, decode_rows
 from jax_impl.optimizer.shard_rows import ShardRows
 from jax_impl.runtime.groups.flat_group import FlatGroup
 from jax_impl.runtime.groups.precision import update_dtype
@@ -48,9 +48,9 @@ class MomentRows(Protocol):
     def suffixes(self) -> tuple[str, ...]:
         """Of its arrays' keys."""
 
-    def zeros(self, kind: MomentFormat) -> Parts: ...
+    def zeros(self, moment_format: MomentFormat) -> Parts: ...
     def decode(self, parts: Parts) -> jax.Array: ...
-    def encode(self, kind: MomentFormat, values: jax.Array, step: jax.Array) -> Parts: ...
+    def encode(self, moment_format: MomentFormat, values: jax.Array, step: jax.Array) -> Parts: ...
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class Alike:
     dtype: np.dtype
     suffixes = (VALUES,)
 
-    def zeros(self, kind: MomentFormat) -> Parts:
-        return {VALUES: jnp.zeros(self.shape, kind.unscaled_dtype(self.dtype))}
+    def zeros(self, moment_format: MomentFormat) -> Parts:
+        return {VALUES: jnp.zeros(self.shape, moment_format.unscaled_dtype(self.dtype))}
 
     def decode(self, parts: Parts) -> jax.Array:
         return parts[VALUES].astype(update_dtype(self.dtype))
 
-    def encode(self, kind: MomentFormat, values: jax.Array, step: jax.Array) -> Parts:
-        return {VALUES: kind.plain(values)}
+    def encode(self, moment_format: MomentFormat, values: jax.Array, step: jax.Array) -> Parts:
+        return {VALUES: moment_format.plain(values)}
 
 
 @dataclass(frozen=True)
@@ -79,28 +79,28 @@ class ArrayRows:
     dtype: np.dtype
     suffixes = (VALUES, SCALES)
 
-    def zeros(self, kind: MomentFormat) -> Parts:
+    def zeros(self, moment_format: MomentFormat) -> Parts:
         scales = jnp.zeros((*self.shape[:-1], 1), jnp.float32)
-        return {VALUES: jnp.zeros(self.shape, kind.dtype), SCALES: scales}
+        return {VALUES: jnp.zeros(self.shape, moment_format.dtype), SCALES: scales}
 
     def decode(self, parts: Parts) -> jax.Array:
-        return decoded(parts[VALUES], parts[SCALES]).astype(update_dtype(self.dtype))
+        return decode_rows(parts[VALUES], parts[SCALES]).astype(update_dtype(self.dtype))
 
-    def encode(self, kind: MomentFormat, values: jax.Array, step: jax.Array) -> Parts:
+    def encode(self, moment_format: MomentFormat, values: jax.Array, step: jax.Array) -> Parts:
         lead = values.shape[:-1]
         numbers = jnp.zeros(lead, np.int32)
         for dimension in range(len(lead)):
             below = np.int32(math.prod(lead[dimension + 1 :]))
             numbers += lax.broadcasted_iota(np.int32, lead, dimension) * below
-        stored, scale = kind.encode(values.astype(jnp.float32), Rows(numbers), step)
-        return {VALUES: stored.astype(kind.dtype), SCALES: scale}
+        stored, scale = moment_format.encode(values.astype(jnp.float32), Rows(numbers), step)
+        return {VALUES: stored.astype(moment_format.dtype), SCALES: scale}
 
 
 class MomentArrays(ABC):
     """How moments of all weights make an optimizer's state."""
 
     @abstractmethod
-    def rows(self, kind: MomentFormat, weights: Any) -> list[MomentRows]:
+    def rows(self, moment_format: MomentFormat, weights: Any) -> list[MomentRows]:
         """Of each array of the weights."""
 
     @abstractmethod
@@ -108,25 +108,25 @@ class MomentArrays(ABC):
         """Of each array of the weights, from the two trees of the state."""
 
     @abstractmethod
-    def joined(self, kind: MomentFormat, weights: Any, parts: list[Parts]) -> tuple[Any, Any]:
+    def join(self, moment_format: MomentFormat, weights: Any, parts: list[Parts]) -> tuple[Any, Any]:
         """The two trees of the state, the second None where the format has no scales."""
 
     @abstractmethod
-    def computed(
-        self, number: int, weights: Any, compute: Compute, held: Any, given: Any, numbers: Any
+    def compute_on(
+        self, number: int, weights: Any, compute: Compute, held: Any, gradient: Any, numbers: Any
     ) -> Any:
         """``compute(held, given, numbers)`` for an array of the weights, where its rows are known: ``held`` anew.
 
-        ``held`` and ``given`` are trees of arrays that lie as the weights do, ``numbers`` one of scalars.
+        ``held`` and ``gradient`` are trees of arrays that lie as the weights do, ``numbers`` one of scalars.
         """
 
 
 class TreeMoments(MomentArrays):
     """Of any pytree."""
 
-    def rows(self, kind: MomentFormat, weights: Any) -> list[MomentRows]:
+    def rows(self, moment_format: MomentFormat, weights: Any) -> list[MomentRows]:
         def of(leaf: Any) -> MomentRows:
-            scaled = kind.scaled and rows_of(leaf.shape)[0] > 1
+            scaled = moment_format.scaled and rows_of(leaf.shape)[0] > 1
             return (ArrayRows if scaled else Alike)(tuple(leaf.shape), leaf.dtype)
 
         return [of(leaf) for leaf in jax.tree.leaves(weights)]
@@ -136,18 +136,18 @@ class TreeMoments(MomentArrays):
         trees = {VALUES: structure.flatten_up_to(values)}
         if scales is not None:
             trees[SCALES] = structure.flatten_up_to(scales)
-        return [{suffix: trees[suffix][i] for suffix in one.suffixes} for i, one in enumerate(rows)]
+        return [{suffix: trees[suffix][i] for suffix in stored.suffixes} for i, stored in enumerate(rows)]
 
-    def joined(self, kind: MomentFormat, weights: Any, parts: list[Parts]) -> tuple[Any, Any]:
+    def join(self, moment_format: MomentFormat, weights: Any, parts: list[Parts]) -> tuple[Any, Any]:
         structure = jax.tree.structure(weights)
         values = jax.tree.unflatten(structure, [own[VALUES] for own in parts])
         scales = jax.tree.unflatten(structure, [own.get(SCALES) for own in parts])
-        return values, scales if kind.scaled else None
+        return values, scales if moment_format.scaled else None
 
-    def computed(
-        self, number: int, weights: Any, compute: Compute, held: Any, given: Any, numbers: Any
+    def compute_on(
+        self, number: int, weights: Any, compute: Compute, held: Any, gradient: Any, numbers: Any
     ) -> Any:
-        return compute(held, given, numbers)
+        return compute(held, gradient, numbers)
 
 
 class PlanMoments(MomentArrays):
@@ -159,10 +159,10 @@ class PlanMoments(MomentArrays):
             key: group for unit in plan.units.values() for group in unit.groups for key in group.stored
         }
 
-    def rows(self, kind: MomentFormat, weights: Any) -> list[MomentRows]:
+    def rows(self, moment_format: MomentFormat, weights: Any) -> list[MomentRows]:
         def of(key: str, array: Any) -> MomentRows:
             shape, dtype, group = tuple(array.shape), array.dtype, self._groups[key]
-            if not kind.scaled or key + SCALES not in self._plan.row_arrays:
+            if not moment_format.scaled or key + SCALES not in self._plan.row_arrays:
                 return Alike(shape, dtype)
             return ShardRows(group) if isinstance(group, FlatGroup) else ArrayRows(shape, dtype)
 
@@ -170,52 +170,52 @@ class PlanMoments(MomentArrays):
 
     def parts(self, rows: list[MomentRows], weights: Any, values: Any, scales: Any) -> list[Parts]:
         return [
-            {suffix: (scales if suffix == SCALES else values)[key + suffix] for suffix in one.suffixes}
-            for (key, _), one in zip(_items(weights), rows, strict=True)
+            {suffix: (scales if suffix == SCALES else values)[key + suffix] for suffix in stored.suffixes}
+            for (key, _), stored in zip(_items(weights), rows, strict=True)
         ]
 
-    def joined(self, kind: MomentFormat, weights: Any, parts: list[Parts]) -> tuple[Any, Any]:
+    def join(self, moment_format: MomentFormat, weights: Any, parts: list[Parts]) -> tuple[Any, Any]:
         values: dict[str, jax.Array] = {}
         scales: dict[str, jax.Array] = {}
         for (key, _), own in zip(_items(weights), parts, strict=True):
             for suffix, array in own.items():
                 (scales if suffix == SCALES else values)[key + suffix] = array
-        return values, scales if kind.scaled else None
+        return values, scales if moment_format.scaled else None
 
-    def computed(
-        self, number: int, weights: Any, compute: Compute, held: Any, given: Any, numbers: Any
+    def compute_on(
+        self, number: int, weights: Any, compute: Compute, held: Any, gradient: Any, numbers: Any
     ) -> Any:
         key, _ = _items(weights)[number]
         group = self._groups[key]
-        one = compute if group.layers is None else _by_layer(compute, group.layers)
+        run = compute if group.layers is None else _by_layer(compute, group.layers)
         if not isinstance(group, FlatGroup):
-            return one(held, given, numbers)
-        specs = [jax.tree.map(lambda _: group.spec, tree) for tree in (held, given)]
+            return run(held, gradient, numbers)
+        specs = [jax.tree.map(lambda _: group.spec, tree) for tree in (held, gradient)]
         whole = jax.tree.map(lambda _: PartitionSpec(), numbers)
         placed = jax.shard_map(
-            one, mesh=self._plan.mesh, in_specs=(*specs, whole), out_specs=specs[0], check_vma=False
+            run, mesh=self._plan.mesh, in_specs=(*specs, whole), out_specs=specs[0], check_vma=False
         )
-        return placed(held, given, numbers)
+        return placed(held, gradient, numbers)
 
 
 class ParameterMoments(PlanMoments):
     """Of a plan's parameters by path, as an optimizer has them that sees parameters (``optimizer/logical.py``)."""
 
-    def rows(self, kind: MomentFormat, weights: Any) -> list[MomentRows]:
-        scaled = self._plan.row_arrays if kind.scaled else {}
+    def rows(self, moment_format: MomentFormat, weights: Any) -> list[MomentRows]:
+        scaled = self._plan.row_arrays if moment_format.scaled else {}
         return [
             (ArrayRows if path + SCALES in scaled else Alike)(tuple(array.shape), array.dtype)
             for path, array in _items(weights)
         ]
 
-    def computed(
-        self, number: int, weights: Any, compute: Compute, held: Any, given: Any, numbers: Any
+    def compute_on(
+        self, number: int, weights: Any, compute: Compute, held: Any, gradient: Any, numbers: Any
     ) -> Any:
         path, _ = _items(weights)[number]
         unit = self._plan.units[self._plan.parameters[path].unit]
         layers = next(group.layers for group in unit.groups if path in group.paths)
-        one = compute if layers is None else _by_layer(compute, layers)
-        return one(held, given, numbers)
+        run = compute if layers is None else _by_layer(compute, layers)
+        return run(held, gradient, numbers)
 
 
 def _items(weights: Any) -> list[tuple[str, Any]]:
@@ -226,12 +226,12 @@ def _items(weights: Any) -> list[tuple[str, Any]]:
 def _by_layer(compute: Compute, layers: int) -> Compute:
     """``compute`` on one layer after the other, in place: what it needs is as large as one layer."""
 
-    def computed(held: Any, given: Any, numbers: Any) -> Any:
+    def computed(held: Any, gradient: Any, numbers: Any) -> Any:
         def layer(number: Any, held: Any) -> Any:
             def of(x: jax.Array) -> jax.Array:
                 return lax.dynamic_index_in_dim(x, number, keepdims=False)
 
-            new = compute(jax.tree.map(of, held), jax.tree.map(of, given), numbers)
+            new = compute(jax.tree.map(of, held), jax.tree.map(of, gradient), numbers)
             return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, number, 0), held, new)
 
         return lax.fori_loop(0, layers, layer, held)

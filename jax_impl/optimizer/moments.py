@@ -123,7 +123,7 @@ class MomentFormat:
         return jnp.where(number > most, most, jnp.where(number < -most, -most, number)), scale
 
 
-def decoded(stored: jax.Array, scale: jax.Array) -> jax.Array:
+def decode_rows(stored: jax.Array, scale: jax.Array) -> jax.Array:
     """The moment, float32, of numbers in units of their scale."""
     # A product that arrives rounded wherever it is used: see update.py.
     return jnp.where(scale >= 0, stored.astype(jnp.float32) * scale, np.float32(np.nan))

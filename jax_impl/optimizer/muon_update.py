@@ -42,7 +42,7 @@ class Constants:
     outputs: int
 
 
-def accumulated(constants: Constants, m: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def accumulate(constants: Constants, m: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Lines 1 and 2; the direction in bfloat16."""
     number = g.dtype.type
     m = lerp(m, g, number(1 - constants.momentum))
@@ -51,7 +51,7 @@ def accumulated(constants: Constants, m: jax.Array, g: jax.Array) -> tuple[jax.A
     return m, round_to(u.astype(jnp.float32), np.dtype(jnp.bfloat16))
 
 
-def orthogonal(constants: Constants, direction: jax.Array) -> jax.Array:
+def orthogonalize(constants: Constants, direction: jax.Array) -> jax.Array:
     """Line 3, of bfloat16 ``[..., rows, columns]``."""
     a, b, c = (np.float32(number) for number in constants.ns_coefficients)
     half = np.dtype(jnp.bfloat16)
@@ -73,7 +73,7 @@ def _product(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.matmul(x, y, preferred_element_type=jnp.float32)
 
 
-def stepped(
+def apply_step(
     constants: Constants,
     weight: jax.Array,
     direction: jax.Array,

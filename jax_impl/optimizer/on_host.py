@@ -63,7 +63,7 @@ def is_local(equation: Any) -> bool:
     return not runs_any(equation, names)
 
 
-def computed_on_host(
+def compute_on_host(
     function: Callable[[Sequence[Any]], Sequence[Any]], values: Sequence[Any]
 ) -> Sequence[Any]:
     """Inside of a program: ``function(values)``, in the host's memory; values of the device are sent there.
@@ -84,5 +84,5 @@ def computed_on_host(
 
     sent = [in_host(x) if is_on_device(x) else x for x in values]
     on_host = placed(run, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
-    found: Sequence[Any] = on_host(sent)
-    return found
+    results: Sequence[Any] = on_host(sent)
+    return results

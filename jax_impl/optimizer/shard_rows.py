@@ -26,7 +26,7 @@ from jax import lax
 from bridge.core.sharding.layout.slot import Slot
 from bridge.core.sharding.policy.parallel import Cut
 from jax_impl.comm.collectives import fence
-from jax_impl.optimizer.moments import MomentFormat, Rows, decoded
+from jax_impl.optimizer.moments import MomentFormat, Rows, decode_rows
 from jax_impl.runtime.groups.flat_group import FlatGroup
 from jax_impl.runtime.groups.precision import update_dtype
 from jax_impl.runtime.groups.row_arrays import SCALED, SCALES, UNSCALED, RowArray, is_scaled
@@ -92,13 +92,13 @@ class ShardRows:
     def suffixes(self) -> tuple[str, ...]:
         return (SCALED, *self._numbers)
 
-    def zeros(self, kind: MomentFormat) -> dict[str, jax.Array]:
+    def zeros(self, moment_format: MomentFormat) -> dict[str, jax.Array]:
         """Whole arrays."""
         group = self.group
-        found = {SCALED: jnp.zeros(group.shape, kind.dtype)}
+        arrays = {SCALED: jnp.zeros(group.shape, moment_format.dtype)}
         for suffix, array in self._numbers.items():
-            found[suffix] = jnp.zeros(array.shape, array.dtype)
-        return found
+            arrays[suffix] = jnp.zeros(array.shape, array.dtype)
+        return arrays
 
     def decode(self, parts: Parts) -> jax.Array:
         rank, numbers = self._rank, self._padded(parts)
@@ -107,11 +107,11 @@ class ShardRows:
             (old,) = fence((window.read(values, rank),))
             own = window.owned(rank)[:, None]
             number = self._number(window, numbers, rank)[:, None]
-            new = decoded(old, number).astype(old.dtype) if window.scaled else number
+            new = decode_rows(old, number).astype(old.dtype) if window.scaled else number
             values = window.write(values, rank, jnp.where(own, new, old))
         return values
 
-    def encode(self, kind: MomentFormat, values: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
+    def encode(self, moment_format: MomentFormat, values: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
         rank = self._rank
         numbers = self._padded(
             {suffix: jnp.zeros(array.rows, array.dtype) for suffix, array in self._numbers.items()}
@@ -123,7 +123,7 @@ class ShardRows:
             own = window.owned(rank)
             if window.scaled:
                 rows = self._rows(window, rank)
-                new, number = kind.encode(old.astype(jnp.float32), rows, step)
+                new, number = moment_format.encode(old.astype(jnp.float32), rows, step)
                 last = number
             else:
                 new, number = jnp.zeros_like(old), old
@@ -133,11 +133,11 @@ class ShardRows:
                 numbers[suffix], kept, self._place(window, rank), 0
             )
             values = window.write(values, rank, jnp.where(own[:, None], new.astype(old.dtype), old))
-        found = {SCALED: values.astype(kind.dtype)}
+        arrays = {SCALED: values.astype(moment_format.dtype)}
         for suffix, array in self._numbers.items():
             margin = self._margins[suffix]
-            found[suffix] = numbers[suffix][margin : margin + array.rows]
-        return found
+            arrays[suffix] = numbers[suffix][margin : margin + array.rows]
+        return arrays
 
     @property
     def _rank(self) -> Any:
@@ -151,7 +151,7 @@ class ShardRows:
 
     def _place(self, window: _Window, rank: Any) -> Any:
         margin = self._margins[SCALES if window.scaled else UNSCALED]
-        return _on_first(window, rank, *(place + margin for place in window.place))
+        return _on_first(window, rank, *(start + margin for start in window.place))
 
     def _padded(self, parts: Parts) -> dict[str, jax.Array]:
         """Arrays of the rows' numbers with margins, so that every window is inside."""
@@ -200,15 +200,15 @@ class ShardRows:
         first, last = slot.offset // size, (slot.end - 1) // size
         whole = size // slot.row_size
         held = slot.rows_before((first + 1) * size)
-        place = numbers.first_rows[slot.name]
+        number = numbers.first_rows[slot.name]
         if first == last:
             start, rows = slot.offset - first * size, held
         else:
             tail = slot.num_rows - slot.rows_before(last * size)
             rows = max(held, tail, whole if last - first > 1 else 0)
-            start, place = size - rows * slot.row_size, place - (rows - held)
-        starts, places = (base + start, base), (place, numbers.starts[slot.buffer])
-        return _Window(path, scaled, slot, rows, first, last, held, whole, starts, places)
+            start, number = size - rows * slot.row_size, number - (rows - held)
+        starts, number_starts = (base + start, base), (number, numbers.starts[slot.buffer])
+        return _Window(path, scaled, slot, rows, first, last, held, whole, starts, number_starts)
 
 
 def _offset(dimension: int, cuts: tuple[Cut, ...], part: tuple[int, ...]) -> Any:

@@ -52,7 +52,7 @@ class StepScalars:
     decay: Any
 
 
-def updated(
+def adamw_update(
     w: jax.Array,
     m: jax.Array,
     v: jax.Array,

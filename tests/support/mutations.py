@@ -755,8 +755,8 @@ JAX = [
     M(
         "float8 gradients whose smallest numbers are cut off",
         "jax_impl/runtime",
-        "power = dropped + 1 - kind.bias",
-        "power = dropped + 2 - kind.bias",
+        "power = dropped + 1 - float8.bias",
+        "power = dropped + 2 - float8.bias",
         "jax_impl/runtime/test_float8_products.py",
     ),
     M(
@@ -874,7 +874,7 @@ JAX = [
     M(
         "a loss may change a unit's parameters",
         "jax_impl/modules/seal.py",
-        "        _check_witnesses(given)\n",
+        "        _check_witnesses(operands)\n",
         "        pass\n",
         "jax_impl/modules/test_unit_readings.py",
     ),
@@ -958,7 +958,7 @@ JAX = [
     M(
         "the kind of memory is forgotten",
         "jax_impl/runtime",
-        "sharding.with_memory_kind(kind) if kind else sharding",
+        "sharding.with_memory_kind(memory_kind) if memory_kind else sharding",
         "sharding",
         "jax_impl/test_host_memory.py",
     ),
@@ -1133,8 +1133,8 @@ JAX = [
     M(
         "gradients are stacked as those of the layer after",
         "jax_impl/runtime/program/pipeline.py",
-        "self._stacked(stacks, reduced, k - 1, late=True)",
-        "self._stacked(stacks, reduced, k, late=True)",
+        "self._write_stacks(stacks, reduced, k - 1, late=True)",
+        "self._write_stacks(stacks, reduced, k, late=True)",
         "jax_impl/runtime/test_pipeline.py",
     ),
     M(
@@ -1182,8 +1182,8 @@ JAX = [
     M(
         "parts of a parameter joined in another order",
         "jax_impl/runtime/groups/cut_group.py",
-        "else [stack + place, own]",
-        "else [own, stack + place]",
+        "else [stack + axis, own]",
+        "else [own, stack + axis]",
         "jax_impl/runtime/test_model_axes.py",
     ),
     M(
@@ -1197,7 +1197,7 @@ JAX = [
     M(
         "a part of a parameter is saved as the first",
         "jax_impl/runtime/groups/cut_group.py",
-        "+= places[cut.axis] * self._part(path, cut)",
+        "+= coordinates[cut.axis] * self._part(path, cut)",
         "+= 0",
         "jax_impl/checkpoint/test_model_axes.py",
     ),
@@ -1225,7 +1225,7 @@ JAX = [
     M(
         "heads are cut by features",
         "jax_impl/modules/partitioning.py",
-        'return ndim - 1 if kind == "convolution" else 1',
+        'return ndim - 1 if role == "convolution" else 1',
         "return ndim - 1",
         "jax_impl/modules/test_partitioning.py",
     ),
@@ -1246,8 +1246,8 @@ JAX = [
     M(
         "constants of a unit held by a barrier",
         "jax_impl/runtime/program/residuals.py",
-        "inner = inner_program(equation) if any(given) else None",
-        "inner, given = None, [True]",
+        "inner = inner_program(equation) if any(varies) else None",
+        "inner, varies = None, [True]",
         "jax_impl/runtime/test_residuals.py",
     ),
     M(
@@ -1274,7 +1274,7 @@ JAX = [
     M(
         "moments fit whatever their place",
         "jax_impl/checkpoint",
-        "            _common_end(place, other),\n",
+        "            _common_end(node, other),\n",
         "            0,\n",
         "jax_impl/checkpoint/test_moments.py",
     ),
@@ -1358,7 +1358,7 @@ JAX = [
     M(
         "what is one for all rows has a row of its own for each",
         "jax_impl/runtime",
-        "flags[:] = is_mapped((place, leaves))[1]",
+        "flags[:] = is_mapped((row, leaves))[1]",
         "flags[:] = [True] * len(leaves)",
         "jax_impl/modules/test_named_axes.py",
     ),
@@ -1400,14 +1400,14 @@ JAX = [
     M(
         "a layer of a linen stack is called with the whole stack's arrays",
         "jax_impl/modules",
-        "arrays = [one.reshape(array.shape[1:]) for one, array in own]",
+        "arrays = [own_array.reshape(array.shape[1:]) for own_array, array in own]",
         "pass",
         "jax_impl/modules/test_linen_stacks.py",
     ),
     M(
         "a loop over another axis taken for one over axis 0",
         "jax_impl/modules",
-        "fits = [one.shape for one in arrays] == [one.shape[1:] for one in looped]",
+        "fits = [own_array.shape for own_array in arrays] == [own_array.shape[1:] for own_array in looped]",
         "fits = True",
         "jax_impl/modules/test_linen_stacks.py",
     ),
@@ -1428,8 +1428,8 @@ JAX = [
     M(
         "modules of equal leading sizes are taken for stacks",
         "jax_impl/modules",
-        "found != (length, *shape)",
-        "found == (0, *shape)",
+        "shape_seen != (length, *shape)",
+        "shape_seen == (0, *shape)",
         "jax_impl/modules/test_nnx_stacks.py",
     ),
     M(

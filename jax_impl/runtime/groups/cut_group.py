@@ -39,7 +39,7 @@ class CutGroup(FlatGroup):
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The model axes that cut the parameters, outer to inner."""
-        cut = {one.axis for one in self.cuts[0]} if self.cuts else set()
+        cut = {part.axis for part in self.cuts[0]} if self.cuts else set()
         return tuple(name for name in self.model.names if name in cut)
 
     @cached_property
@@ -108,12 +108,12 @@ class CutGroup(FlatGroup):
         return (shards.swapaxes(-3, -2).reshape(self.shape),)
 
     def boxes(self, index: Index) -> Boxes:
-        places = self._places(index)
+        coordinates = self._places(index)
         for path, offsets, sizes, where in super().boxes(index):
             shifted = list(offsets)
             for cut in self.cuts_of(path):
                 dimension = cut.dimension + len(self._stack)
-                shifted[dimension] += places[cut.axis] * self._part(path, cut)
+                shifted[dimension] += coordinates[cut.axis] * self._part(path, cut)
             yield path, tuple(shifted), sizes, where
 
     def _part(self, path: str, cut: Cut) -> int:
@@ -125,10 +125,10 @@ class CutGroup(FlatGroup):
 
     def _places(self, index: Index) -> Mapping[str, int]:
         """Of the row that the shard belongs to: its place on each model axis that cuts the group."""
-        row, places = super()._rank(index) % self.rows, {}
+        row, coordinates = super()._rank(index) % self.rows, {}
         for name, size in zip(reversed(self.axes), reversed(self._sizes), strict=True):
-            row, places[name] = divmod(row, size)
-        return places
+            row, coordinates[name] = divmod(row, size)
+        return coordinates
 
     def _joined(self, parts: jax.Array, cuts: Sequence[Cut]) -> jax.Array:
         """Rows' parts ``[stack, rows, part]`` -> the parameter ``[stack, shape]``."""
@@ -138,26 +138,26 @@ class CutGroup(FlatGroup):
         by_dimension = {cut.dimension: self.axes.index(cut.axis) for cut in cuts}
         for dimension in range(parts.ndim - stack - axes):
             own = stack + axes + dimension
-            place = by_dimension.get(dimension)
-            order += [own] if place is None else [stack + place, own]
-            shape.append(parts.shape[own] * (1 if place is None else self._sizes[place]))
+            axis = by_dimension.get(dimension)
+            order += [own] if axis is None else [stack + axis, own]
+            shape.append(parts.shape[own] * (1 if axis is None else self._sizes[axis]))
         return parts.transpose(order).reshape(shape)
 
     def _split(self, leaf: jax.Array, cuts: Sequence[Cut]) -> jax.Array:
         """The inverse of ``_joined``."""
         stack = len(self._stack)
         by_dimension = {cut.dimension: self.axes.index(cut.axis) for cut in cuts}
-        shape, own, places = list(leaf.shape[:stack]), [], dict[int, int]()
+        shape, own, positions = list(leaf.shape[:stack]), [], dict[int, int]()
         for dimension, size in enumerate(leaf.shape[stack:]):
-            place = by_dimension.get(dimension)
-            if place is not None:
-                places[place] = len(shape)
-                shape.append(self._sizes[place])
-                size //= self._sizes[place]
+            axis = by_dimension.get(dimension)
+            if axis is not None:
+                positions[axis] = len(shape)
+                shape.append(self._sizes[axis])
+                size //= self._sizes[axis]
             own.append(len(shape))
             shape.append(size)
         split = leaf.reshape(shape).transpose(
-            *range(stack), *(places[i] for i in range(len(self.axes))), *own
+            *range(stack), *(positions[i] for i in range(len(self.axes))), *own
         )
         return split.reshape(*leaf.shape[:stack], self.rows, *split.shape[stack + len(self.axes) :])
 
@@ -177,10 +177,10 @@ class CutGroup(FlatGroup):
     @cached_property
     def _leaf_specs(self) -> tuple[PartitionSpec, ...]:
         """How the parameters of one layer are cut."""
-        found = []
+        specs = []
         for slot, cuts in zip(self.layout.slots, self.cuts, strict=True):
             names: list[str | None] = [None] * len(slot.shape)
             for cut in cuts:
                 names[cut.dimension] = cut.axis
-            found.append(PartitionSpec(*names))
-        return tuple(found)
+            specs.append(PartitionSpec(*names))
+        return tuple(specs)

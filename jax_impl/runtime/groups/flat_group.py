@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec
 from bridge.core.sharding import Layout, Strategy, row_boxes
 from bridge.core.sharding.policy.parallel import Cut
 from jax_impl.comm.collectives import LANES, Wire
-from jax_impl.runtime.groups.unit_plan import Piece, Read
+from jax_impl.runtime.groups.unit_plan import BufferSlice, Read
 
 Index = tuple[slice, ...]
 # Path, offsets and sizes of a box of a parameter, and where the box is in the shard.
@@ -160,21 +160,21 @@ class FlatGroup:
             (r1 - r0) * self.layout.slot(name).row_size for name, (r0, r1) in rows.items()
         )
 
-    def pieces(self, index: Index, values: np.ndarray) -> Iterator[Piece]:
+    def pieces(self, index: Index, values: np.ndarray) -> Iterator[BufferSlice]:
         """The parameters' pieces in a shard of the array; ``Piece.values`` are views of ``values``."""
         for path, offsets, sizes, where in self.boxes(index):
-            yield Piece(path, offsets, sizes, values[where].reshape(sizes))
+            yield BufferSlice(path, offsets, sizes, values[where].reshape(sizes))
 
     def shard(self, index: Index, dtype: np.dtype, read: Read) -> np.ndarray:
         """A shard's values from ``read(path, offsets, sizes)``; padding is zero."""
         values = np.zeros((*self._stack, self.layout.shard_size), dtype)
         for path, offsets, sizes, where in self.boxes(index):
-            found = np.asarray(read(path, offsets, sizes))
-            if found.shape != sizes:
+            box = np.asarray(read(path, offsets, sizes))
+            if box.shape != sizes:
                 raise ValueError(
-                    f"parameter {path!r}: expected values of shape {sizes} at {offsets}, got {found.shape}"
+                    f"parameter {path!r}: expected values of shape {sizes} at {offsets}, got {box.shape}"
                 )
-            values[where] = found.reshape(-1)
+            values[where] = box.reshape(-1)
         return values
 
     def boxes(self, index: Index) -> Boxes:

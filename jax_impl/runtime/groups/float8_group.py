@@ -52,8 +52,8 @@ class Float8Group(FlatGroup):
         rank = self.wire.axes.shard_index(levels.optimizer)
         scales: tuple[jax.Array, ...] = ()
         if self._by_tensor:
-            found = self._on_layers(lambda x: amax_of_tensors(layout, x, rank), values)
-            amax = self._of_whole_tensors(lax.bitcast_convert_type(found, jnp.float32))
+            bits = self._on_layers(lambda x: amax_of_tensors(layout, x, rank), values)
+            amax = self._of_whole_tensors(lax.bitcast_convert_type(bits, jnp.float32))
             scales = (scales_of(lax.bitcast_convert_type(amax, jnp.int32)),)
             pieces = self._on_layers(lambda x, s: quantize_tensors(layout, x, s, rank), values, *scales)
         else:
@@ -78,14 +78,14 @@ class Float8Group(FlatGroup):
         payload = pieces[:, :size]
         values = unpack(layout, payload.reshape(-1) if row == 1 else payload)
         if self._by_tensor:
-            found = [decode(leaf, scale) for leaf, scale in zip(values, *scales, strict=True)]
+            decoded = [decode(leaf, scale) for leaf, scale in zip(values, *scales, strict=True)]
         else:
             of_rows = scales_of_leaves(layout, pieces[:, size:].reshape(layout.num_shards, -1))
-            found = [
+            decoded = [
                 decode(leaf, each_in_row(own, leaf.shape[-1]))
                 for leaf, own in zip(values, of_rows, strict=True)
             ]
-        return tuple(leaf.astype(self.wire.compute) for leaf in found)
+        return tuple(leaf.astype(self.wire.compute) for leaf in decoded)
 
     def _of_whole_tensors(self, amax: jax.Array) -> jax.Array:
         return self.wire.largest(amax, self.strategy.optimizer)
@@ -108,5 +108,5 @@ class CutFloat8Group(CutGroup, Float8Group):
     """On a mesh with model axes: rows, and their blocks, are those of parts, a tensor's scale is of all its parts."""
 
     def _of_whole_tensors(self, amax: jax.Array) -> jax.Array:
-        found = super()._of_whole_tensors(amax)
-        return lax.pmax(found, self.axes) if self.axes else found
+        of_part = super()._of_whole_tensors(amax)
+        return lax.pmax(of_part, self.axes) if self.axes else of_part

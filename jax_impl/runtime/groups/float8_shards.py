@@ -39,11 +39,11 @@ def quantize_blocks(layout: Layout, values: jax.Array, rank: Rank) -> jax.Array:
     elif rank is None:
         leaves = unpack(layout, values)
         of_leaves = [scales_of(_largest(in_rows(leaf))) for leaf in leaves]
-        found = [
+        encoded = [
             encode(leaf, each_in_row(own, leaf.shape[-1]))
             for leaf, own in zip(leaves, of_leaves, strict=True)
         ]
-        payload = pack(layout, found)
+        payload = pack(layout, encoded)
         by_name = dict(zip((slot.name for slot in layout.slots), of_leaves, strict=True))
         held = (slot.name for buffer in range(len(layout.shard_sizes)) for slot in layout.occupied(buffer))
         scales = jnp.concatenate([by_name[name].reshape(-1) for name in held])
@@ -129,15 +129,17 @@ def _tiles(layout: Layout) -> Layout:
 @functools.cache
 def _places(layout: Layout) -> list[tuple[np.ndarray, np.ndarray]]:
     """Of each row of each parameter: its shard, and where its scales start there."""
-    found = [(np.zeros(slot.num_rows, np.int32), np.zeros(slot.num_rows, np.int32)) for slot in layout.slots]
+    by_slot = [
+        (np.zeros(slot.num_rows, np.int32), np.zeros(slot.num_rows, np.int32)) for slot in layout.slots
+    ]
     for rank in range(layout.num_shards):
         for part in scale_parts(layout, rank):
             slot = layout.slots[part.number]
             r0, r1 = layout.row_range(slot.name, rank)
-            ranks, starts = found[part.number]
+            ranks, starts = by_slot[part.number]
             ranks[r0:r1] = rank
             starts[r0:r1] = part.start + part.blocks * np.arange(r1 - r0)
-    return found
+    return by_slot
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from bridge.core.sharding import Strategy
 from bridge.core.sharding.policy.parallel import Cut, cut_dimension, local_shape
 from jax_impl.comm.collectives import Wire, round_to
-from jax_impl.runtime.groups.unit_plan import Piece, Read
+from jax_impl.runtime.groups.unit_plan import BufferSlice, Read
 
 Index = tuple[slice, ...]
 
@@ -70,17 +70,17 @@ class LogicalArray:
     def numel(self, index: Index) -> int:
         return int(np.prod(self._sizes(index), dtype=np.int64))
 
-    def pieces(self, index: Index, values: np.ndarray) -> Iterator[Piece]:
-        yield Piece(self.path, tuple(part.start or 0 for part in index), self._sizes(index), values)
+    def pieces(self, index: Index, values: np.ndarray) -> Iterator[BufferSlice]:
+        yield BufferSlice(self.path, tuple(part.start or 0 for part in index), self._sizes(index), values)
 
     def shard(self, index: Index, dtype: np.dtype, read: Read) -> np.ndarray:
         offsets, sizes = tuple(part.start or 0 for part in index), self._sizes(index)
-        found = np.asarray(read(self.path, offsets, sizes))
-        if found.shape != sizes:
+        box = np.asarray(read(self.path, offsets, sizes))
+        if box.shape != sizes:
             raise ValueError(
-                f"parameter {self.path!r}: expected values of shape {sizes} at {offsets}, got {found.shape}"
+                f"parameter {self.path!r}: expected values of shape {sizes} at {offsets}, got {box.shape}"
             )
-        return found.astype(dtype)
+        return box.astype(dtype)
 
     def _sizes(self, index: Index) -> tuple[int, ...]:
         return tuple(len(range(*part.indices(size))) for part, size in zip(index, self.shape, strict=True))
@@ -105,7 +105,7 @@ def logical_array(
         local = local_shape(shape[stack:], cuts, sizes or {})
         cut = cut_dimension(local, wire.axes.shards(strategy.optimizer))
     dimension = None if cut is None else cut + stack
-    over = tuple(Cut(one.axis, one.dimension + stack) for one in cuts)
+    over = tuple(Cut(part.axis, part.dimension + stack) for part in cuts)
     return LogicalArray(path, tuple(shape), wire.main, wire, strategy.optimizer, dimension, over)
 
 

@@ -38,12 +38,10 @@ def is_on_device(x: jax.Array) -> bool:
 
 def as_before(tree: Tree, before: Tree) -> Tree:
     """Inside of a program: each array of ``tree`` in the kind of memory in which its counterpart in ``before`` is."""
-    return jax.tree.map(
-        lambda x, given: x if _space(x) == _space(given) else _put(x, _space(given)), tree, before
-    )
+    return jax.tree.map(lambda x, was: x if _space(x) == _space(was) else _put(x, _space(was)), tree, before)
 
 
-def constrained(tree: Tree, shardings: Any) -> Tree:
+def constrain(tree: Tree, shardings: Any) -> Tree:
     """Inside of a program: arrays on the device lie so; others are as they are."""
     return jax.tree.map(
         lambda x, sharding: jax.lax.with_sharding_constraint(x, sharding) if is_on_device(x) else x,
@@ -57,14 +55,14 @@ def memory_kinds(tree: object) -> tuple[str | None, ...]:
     return tuple(leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree))
 
 
-def in_memory(sharding: Any, kind: str | None) -> Any:
+def in_memory(sharding: Any, memory_kind: str | None) -> Any:
     """``sharding`` in memory of this kind; "" or None: the default."""
-    return sharding.with_memory_kind(kind) if kind else sharding
+    return sharding.with_memory_kind(memory_kind) if memory_kind else sharding
 
 
-def moved(array: jax.Array, kind: str) -> jax.Array:
+def move(array: jax.Array, memory_kind: str) -> jax.Array:
     """Outside of programs: the array in memory of this kind, "" for the device's own."""
-    return jax.device_put(array, in_memory(array.sharding, kind)) if kind else array
+    return jax.device_put(array, in_memory(array.sharding, memory_kind)) if memory_kind else array
 
 
 def kinds_like(example: object, expected: Tree) -> Tree:
@@ -108,18 +106,18 @@ def check_not_donated(name: str, array: jax.Array) -> None:
 _ALONE, _ROWS, _COLUMNS = 1024, 32, 128
 
 
-def fetched(arrays: Sequence[jax.Array], there: jax.Array) -> tuple[jax.Array, ...]:
+def fetch_after(arrays: Sequence[jax.Array], there: jax.Array) -> tuple[jax.Array, ...]:
     """The same arrays, on the device, not before ``there``, which is True. Those on the device stay as they are."""
     start = jnp.where(there, 0, 1).astype(jnp.int32)
-    return tuple(x if is_on_device(x) else _in_parts(x, start) for x in arrays)
+    return tuple(x if is_on_device(x) else _fetch_in_parts(x, start) for x in arrays)
 
 
-def _in_parts(x: jax.Array, start: jax.Array) -> jax.Array:
-    place = _middle(x.shape)
-    if place is None:
+def _fetch_in_parts(x: jax.Array, start: jax.Array) -> jax.Array:
+    cut = _middle(x.shape)
+    if cut is None:
         # A small one may come at any time.
         return on_device(x)
-    axis, middle = place
+    axis, middle = cut
     parts = [
         lax.dynamic_slice_in_dim(x, start, middle, axis),
         lax.dynamic_slice_in_dim(x, start + middle, x.shape[axis] - middle, axis),

@@ -39,7 +39,7 @@ from jax_impl.runtime.groups.layout_report import layout_report
 from jax_impl.runtime.groups.logical_group import LogicalArray, logical_array
 from jax_impl.runtime.groups.memory_kinds import check_not_donated, in_memory
 from jax_impl.runtime.groups.row_arrays import SCALED, SCALES, UNSCALED, is_scaled, row_arrays, scales_of
-from jax_impl.runtime.groups.unit_plan import Piece, Read, Stored, UnitPlan
+from jax_impl.runtime.groups.unit_plan import BufferSlice, Read, Stored, UnitPlan
 from jax_impl.runtime.groups.variables import spec_of
 
 # Arrays by key: weights, gradients, and each kind of moments.
@@ -139,7 +139,7 @@ class ShardingPlan:
             if is_scaled(group, path)
         }
         return MappingProxyType(
-            scales | {key: one for group in groups for key, one in row_arrays(group).items()}
+            scales | {key: stored for group in groups for key, stored in row_arrays(group).items()}
         )
 
     @cached_property
@@ -151,15 +151,15 @@ class ShardingPlan:
     @cached_property
     def parameters(self) -> Mapping[str, ParamInfo]:
         """Every parameter by its path in the model, in the order of the model's own state."""
-        place = {}
+        by_path = {}
         for name, unit in self.units.items():
             for group in unit.groups:
                 keys = list(group.stored) * (len(group.paths) // len(group.stored))
                 for path, key in zip(group.paths, keys, strict=True):
-                    place[path] = (name, key, group.dtype, group.trainable)
+                    by_path[path] = (name, key, group.dtype, group.trainable)
         infos = {}
         for path, shape in zip(self.model.parameters, self.model.shapes, strict=True):
-            unit_path, key, dtype, trainable = place[path]
+            unit_path, key, dtype, trainable = by_path[path]
             infos[path] = ParamInfo(unit_path, key, shape, dtype, trainable)
         return MappingProxyType(infos)
 
@@ -177,16 +177,16 @@ class ShardingPlan:
     @cached_property
     def logical(self) -> Mapping[str, LogicalArray]:
         """How the moments of an optimizer lie that sees parameters, by path (``optimizer/logical.py``)."""
-        found = {}
+        arrays = {}
         for unit in self.units.values():
             for group in unit.groups:
                 for path in group.paths if group.trainable else ():
                     shape = self.parameters[path].shape
                     cuts, sizes = group.cuts_of(path), self.model_axes.by_name
-                    found[path] = logical_array(
+                    arrays[path] = logical_array(
                         path, shape, group.wire, group.strategy, group.layers, cuts, sizes
                     )
-        return MappingProxyType(found)
+        return MappingProxyType(arrays)
 
     def sharding(self, key: str) -> NamedSharding:
         """Of the array ``key`` of weights, gradients and moments, or of a parameter's moments by its path."""
@@ -232,9 +232,9 @@ class ShardingPlan:
         None for what is no such array. Weights are a dictionary by key, and optimizer states keep its keys. The state
         of an optimizer that sees parameters keeps the model's tree: there the key is a parameter's path.
         """
-        places = [i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]
+        key_positions = [i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]
         # The innermost key that is known: an optimizer may label arrays with names of its own, further out or in.
-        for i in reversed(places):
+        for i in reversed(key_positions):
             key = path[i].key
             if any(
                 key in known and leaf.shape == known[key].shape for known in (self.arrays, self.row_arrays)
@@ -250,7 +250,7 @@ class ShardingPlan:
                 return name, (*path[:first], *path[last:])
         return None
 
-    def local_pieces(self, key: str, array: jax.Array) -> Iterator[Piece]:
+    def local_pieces(self, key: str, array: jax.Array) -> Iterator[BufferSlice]:
         """The pieces of parameters that this process holds in the array ``key``, a device at a time.
 
         Nothing is gathered. Over all processes every element comes exactly once (of replicas, the first).
@@ -301,10 +301,10 @@ class ShardingPlan:
             traced
             or array.sharding.is_equivalent_to(in_memory(sharding, array.sharding.memory_kind), array.ndim)
         ):
-            found = "" if traced else f" with {array.sharding}"
+            lies = "" if traced else f" with {array.sharding}"
             raise ValueError(
                 f"array {key!r}: expected shape {shape} with sharding {sharding.spec} over {self.num_devices} "
-                f"devices {dict(self.mesh.shape)}, got {array.shape}{found}"
+                f"devices {dict(self.mesh.shape)}, got {array.shape}{lies}"
             )
 
     def merge(
@@ -324,17 +324,17 @@ class ShardingPlan:
                 self._warn_of_given_variables()
         else:
             others = dict(variables)
-        for kind, expected, given in (
+        for what, expected, values in (
             ("parameters", self.parameters, parameters),
             ("other variables", self.variables, others),
         ):
-            if expected.keys() != given.keys():
+            if expected.keys() != values.keys():
                 missing, unexpected = (
-                    sorted(a.keys() - b.keys())[:5] for a, b in ((expected, given), (given, expected))
+                    sorted(a.keys() - b.keys())[:5] for a, b in ((expected, values), (values, expected))
                 )
                 raise ValueError(
-                    f"expected values for exactly the model's {kind}; missing {missing}, unexpected {unexpected}"
-                    + (": unshard(plan, state) gives all" if kind != "parameters" else "")
+                    f"expected values for exactly the model's {what}; missing {missing}, unexpected {unexpected}"
+                    + (": unshard(plan, state) gives all" if what != "parameters" else "")
                 )
         merged = self.model.merge(
             [parameters[path] for path in self.parameters],
@@ -344,7 +344,7 @@ class ShardingPlan:
         return as_given(merged)
 
     def _warn_of_given_variables(self) -> None:
-        changing = [path for path, info in self.variables.items() if not issubclass(info.kind, nnx.RngState)]
+        changing = [path for path, info in self.variables.items() if not issubclass(info.cls, nnx.RngState)]
         if changing:
             warn_caller(
                 f"plan.merge: {changing[:3]} have the values of the model that was sharded, which training changes: "

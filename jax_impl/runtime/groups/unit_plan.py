@@ -20,7 +20,7 @@ Arrays = Sequence[jax.Array]
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], np.ndarray]
 
 
-class Piece(NamedTuple):
+class BufferSlice(NamedTuple):
     """A box of one parameter, in its global coordinates, with its values (shape ``sizes``).
 
     ``repeated``: whether another device has the same, in a shard that is no replica.
@@ -52,7 +52,7 @@ class Stored(Protocol):
     def numel(self, index: tuple[slice, ...]) -> int:
         """Elements of parameters in a shard."""
 
-    def pieces(self, index: tuple[slice, ...], values: np.ndarray) -> Iterator[Piece]:
+    def pieces(self, index: tuple[slice, ...], values: np.ndarray) -> Iterator[BufferSlice]:
         """A shard's values as boxes of parameters."""
 
     def shard(self, index: tuple[slice, ...], dtype: np.dtype, read: Read) -> np.ndarray:

@@ -68,7 +68,7 @@ def with_rules(infos: Infos, asked: Rules, stacks: Sequence[str], ranks: int) ->
                 f"{list(infos)[:12]}"
             )
         chosen.update(dict.fromkeys(matching, name))
-    found = {}
+    ruled = {}
     for path, info in infos.items():
         rows = int(any(path == stack or path.startswith(f"{stack}/") for stack in stacks))
         divides = len(info.shape) > rows and info.shape[rows] > 0 and info.shape[rows] % ranks == 0
@@ -81,21 +81,21 @@ def with_rules(infos: Infos, asked: Rules, stacks: Sequence[str], ranks: int) ->
                 f"variable {path!r}: rule 'rows': expected rows, as dimension {rows}, that {ranks} devices divide, got "
                 f"shape {info.shape}"
             )
-        found[path] = replace(info, rule=rule, rows=rows)
-    return found
+        ruled[path] = replace(info, rule=rule, rows=rows)
+    return ruled
 
 
 def _matches(path: str, info: VariableInfo, key: str | type) -> bool:
-    return fnmatch.fnmatchcase(path, key) if isinstance(key, str) else issubclass(info.kind, key)
+    return fnmatch.fnmatchcase(path, key) if isinstance(key, str) else issubclass(info.cls, key)
 
 
 def _usual(info: VariableInfo, divides: bool) -> str | None:
-    if issubclass(info.kind, nnx.BatchStat) and jnp.issubdtype(info.dtype, jnp.inexact):
+    if issubclass(info.cls, nnx.BatchStat) and jnp.issubdtype(info.dtype, jnp.inexact):
         return "mean"
-    if issubclass(info.kind, nnx.Cache) and divides:
+    if issubclass(info.cls, nnx.Cache) and divides:
         return "rows"
     # Streams are drawn from as often on all devices, or only some draw from them.
-    return "max" if issubclass(info.kind, nnx.RngState) else None
+    return "max" if issubclass(info.cls, nnx.RngState) else None
 
 
 def spec_of(info: VariableInfo, axes: DataParallelMesh) -> PartitionSpec:
@@ -117,7 +117,7 @@ def check_variables(
         info = infos[path]
         if info.rule is None and value.axes:
             raise ValueError(
-                f"variable {path!r} ({info.kind.__name__}): expected the same value on all devices, or a rule that "
+                f"variable {path!r} ({info.cls.__name__}): expected the same value on all devices, or a rule that "
                 "makes one of theirs, got a value that depends on rows of the batch and no rule: say "
                 f"fully_shard(..., variables={{{path!r}: 'mean'}}), or 'sum' (of what rows add), 'max' or 'rows' (a "
                 f"row for each of the batch); or make it the same in the model (jax.lax.psum(x, {axes.names[::-1]!r}))"
@@ -151,7 +151,7 @@ def _check_row_counts(
     for path in counters:
         if after[path].numbers != later[path].numbers:
             raise ValueError(
-                f"variable {path!r} ({infos[path].kind.__name__}): expected a change that does not depend on the "
+                f"variable {path!r} ({infos[path].cls.__name__}): expected a change that does not depend on the "
                 "number of rows, or that comes from the rows of all devices, got a change that depends on the number "
                 "of rows of one device, which x.shape[0] is inside of a step: count the rows of all devices by "
                 f"jax.lax.psum(jnp.sum(jnp.ones_like(x[:, 0])), {axes.names[::-1]!r}); or use engine='pjit'"
@@ -164,7 +164,7 @@ def check_rows(infos: Infos, read: Collection[str], rows: int) -> None:
         info = infos[path]
         if info.rule == "rows" and info.shape[info.rows] % rows:
             raise ValueError(
-                f"variable {path!r} ({info.kind.__name__}): rule 'rows', by which each device has a part of it: "
+                f"variable {path!r} ({info.cls.__name__}): rule 'rows', by which each device has a part of it: "
                 f"expected rows for the {rows} rows of the batch, got shape {info.shape}: where all rows share it, say "
                 f"fully_shard(..., variables={{{path!r}: 'max'}}), which leaves it whole on each device; or use "
                 "engine='pjit'"

@@ -26,12 +26,12 @@ from jax_impl.runtime.program.traced import (
     Env,
     Split,
     Values,
-    called,
     evaluate,
     holds,
     is_gate,
     mark_of,
     operands,
+    program_of,
     read,
     variables,
     whole,
@@ -174,7 +174,7 @@ class Level:
         return whole(read(env, program.jaxpr.outvars))
 
     def evaluate(self, jaxpr: Any, equations: Sequence[Any], env: Env, wanted: Sequence[Any]) -> None:
-        evaluate(jaxpr, equations, env, wanted, self._is_special, self._special)
+        evaluate(jaxpr, equations, env, wanted, self._is_special, self._run_special)
 
     def _is_special(self, equation: Any, env: Env) -> bool:
         primitive, mark = equation.primitive.name, mark_of(equation)
@@ -183,7 +183,7 @@ class Level:
             return any(v in known or isinstance(env.get(v), Split) for v in operands(equation.invars))
         return mark in TRANSFERS or (primitive == "scan" and holds(equation, TRANSFERS))
 
-    def _special(self, equation: Any, values: Values) -> Values:
+    def _run_special(self, equation: Any, values: Values) -> Values:
         primitive, mark = equation.primitive.name, mark_of(equation)
         if primitive == "optimization_barrier":
             return self._barrier(operands(equation.invars), list(lax.optimization_barrier(values)))
@@ -201,18 +201,18 @@ class Level:
             last = self.reduced if mark == REDUCE else self.gate
             values = values if last is None else with_gate(equation, values, last)
         self.stale -= {REDUCE} if mark == REDUCE else set(GATHERS)
-        return list(jaxpr_as_fun(called(equation))(*whole(values)))
+        return list(jaxpr_as_fun(program_of(equation))(*whole(values)))
 
     def _barrier(self, taken: Sequence[Any], values: Values) -> Values:
         if any(v in self._reduced for v in taken):
             *values, self.reduced = fence([*values, jnp.array(True)])
             self._reduced = ()
         if any(v in self._gathered for v in taken):
-            values = self._opened(values)
+            values = self._open_gate(values)
             self._gathered = ()
         return values
 
-    def _opened(self, values: Values) -> Values:
+    def _open_gate(self, values: Values) -> Values:
         """What a barrier lets through when a gather is done and its unit's input is there."""
         *values, self.gate = fence([*values, jnp.array(True)])
         return values
@@ -240,13 +240,13 @@ class Pass(Level):
         self._left = sum(mark_of(equation) in GATHERS for equation in parts.middle)
         self._gathered = parts.gather.outvars if parts.gather else ()
 
-    def _special(self, equation: Any, values: Values) -> Values:
+    def _run_special(self, equation: Any, values: Values) -> Values:
         self._left -= mark_of(equation) in GATHERS
-        return super()._special(equation, values)
+        return super()._run_special(equation, values)
 
-    def _opened(self, values: Values) -> Values:
+    def _open_gate(self, values: Values) -> Values:
         if self._left:
-            return super()._opened(values)
+            return super()._open_gate(values)
         *values, self.gate = fence([*values, self._done])
         if self._issue is not None:
             self.ahead = self._issue(self.gate)

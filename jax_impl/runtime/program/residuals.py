@@ -22,7 +22,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from jax_impl.modules.seal import WITNESSED, inner_program
-from jax_impl.runtime.program.traced import inlined, operands
+from jax_impl.runtime.program.traced import inline_calls, operands
 
 # In all versions of JAX: later ones have primitives of their own for what earlier ones write out, as 1 - x * x.
 ELEMENTWISE = frozenset([
@@ -49,18 +49,18 @@ class Derived:
     recipe: ClosedJaxpr
 
 
-def derive(program: ClosedJaxpr, results: int, given: int) -> Derived:
-    """``program`` returns so many results, and then what it saves. Backward has its first ``given`` arguments."""
-    program = inlined(program)
+def derive(program: ClosedJaxpr, results: int, inputs: int) -> Derived:
+    """``program`` returns so many results, and then what it saves. Backward has its first ``inputs`` arguments."""
+    program = inline_calls(program)
     jaxpr = program.jaxpr
     wanted = jaxpr.outvars[results:]
-    free = jaxpr.invars[:given]
+    free = jaxpr.invars[:inputs]
     origins = _Origins.of(jaxpr)
     saved: dict[Any, None] = {}
     for variable in sorted(dict.fromkeys(operands(wanted)), key=origins.place):
-        found = origins.find([variable], {*free, *saved})
-        new = [v for v in found.read if v not in saved and v not in free]
-        cheap = _bytes(new) <= _SAVED * _bytes([variable]) and _bytes(found.read) <= _READ * _bytes(
+        origin = origins.find([variable], {*free, *saved})
+        new = [v for v in origin.read if v not in saved and v not in free]
+        cheap = _bytes(new) <= _SAVED * _bytes([variable]) and _bytes(origin.read) <= _READ * _bytes(
             [variable]
         )
         saved.update(dict.fromkeys(new if cheap else [variable]))
@@ -134,14 +134,14 @@ def with_dependence(function: Callable[..., Any], *args: Any) -> tuple[Any, list
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves), depends
 
 
-def with_derived(function: Callable[..., Any], given: int, *args: Any) -> tuple[Any, Saved, list[bool]]:
+def with_derived(function: Callable[..., Any], inputs: int, *args: Any) -> tuple[Any, Saved, list[bool]]:
     """Of ``function(*args)``, a result and what it saves: both, and which leaves of the result depend on ``args``.
 
-    Backward has the first ``given`` arguments: ``derived.py``.
+    Backward has the first ``inputs`` arguments.
     """
     program, (result, saved) = jax.make_jaxpr(function, return_shape=True)(*args)
     results = len(jax.tree.leaves(result))
-    derived = derive(program, results, len(jax.tree.leaves(args[:given])))
+    derived = derive(program, results, len(jax.tree.leaves(args[:inputs])))
     leaves, depends = _run(derived.program, args)
     return (
         jax.tree.unflatten(jax.tree.structure(result), leaves[:results]),
@@ -152,16 +152,16 @@ def with_derived(function: Callable[..., Any], given: int, *args: Any) -> tuple[
 
 def constants_of(program: ClosedJaxpr) -> list[Any]:
     """Variables that depend on no input, and are operands of operations that do. JAX moves those out of loops."""
-    jaxpr = inlined(program).jaxpr
+    jaxpr = inline_calls(program).jaxpr
     known = dict.fromkeys(jaxpr.invars, True)
-    found: dict[Any, None] = {}
+    constants: dict[Any, None] = {}
     for equation in jaxpr.eqns:
-        given = operands(equation.invars)
-        depends = any(known.get(one, False) for one in given)
+        used = operands(equation.invars)
+        depends = any(known.get(variable, False) for variable in used)
         known.update(dict.fromkeys(equation.outvars, depends))
         if depends:
-            found.update(dict.fromkeys(one for one in given if not known.get(one, True)))
-    return list(found)
+            constants.update(dict.fromkeys(variable for variable in used if not known.get(variable, True)))
+    return list(constants)
 
 
 def _run(program: ClosedJaxpr, args: Any) -> tuple[list[Any], list[bool]]:
@@ -177,9 +177,9 @@ def _outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
         return not hasattr(operand, "val") and known.get(operand, False)
 
     for equation in jaxpr.eqns:
-        given = [depends(operand) for operand in equation.invars]
-        inner = inner_program(equation) if any(given) else None
-        results = [any(given)] * len(equation.outvars) if inner is None else _outputs(inner, given)
+        varies = [depends(operand) for operand in equation.invars]
+        inner = inner_program(equation) if any(varies) else None
+        results = [any(varies)] * len(equation.outvars) if inner is None else _outputs(inner, varies)
         known.update(zip(equation.outvars, results, strict=True))
     return [depends(variable) for variable in jaxpr.outvars]
 
@@ -207,14 +207,14 @@ class Saved:
     def of_leaves(
         cls, leaves: Sequence[Any], structure: Any, depends: Sequence[bool], recipe: ClosedJaxpr | None = None
     ) -> Saved:
-        varying = [leaf for leaf, one in zip(leaves, depends, strict=True) if one]
-        constants = [leaf for leaf, one in zip(leaves, depends, strict=True) if not one]
+        varying = [leaf for leaf, varies in zip(leaves, depends, strict=True) if varies]
+        constants = [leaf for leaf, varies in zip(leaves, depends, strict=True) if not varies]
         return cls(varying, constants, structure, tuple(depends), recipe)
 
-    def whole(self, *given: Any) -> Any:
-        """The tree that was saved. ``given``: the arguments that backward has."""
+    def whole(self, *arguments: Any) -> Any:
+        """The tree that was saved. ``arguments``: the arguments that backward has."""
         varying, constants = iter(self.varying), iter(self.constants)
-        leaves = [next(varying if one else constants) for one in self.where]
+        leaves = [next(varying if varies else constants) for varies in self.where]
         if self.recipe is not None:
-            leaves = jaxpr_as_fun(self.recipe)(*leaves, *jax.tree.leaves(given))
+            leaves = jaxpr_as_fun(self.recipe)(*leaves, *jax.tree.leaves(arguments))
         return jax.tree.unflatten(self.tree, leaves)

@@ -22,7 +22,7 @@ Env = dict[Any, Any]
 _NO_CALLS = ("scan", "while", "cond", "remat2", "checkpoint", "shard_map")
 
 
-def marked(name: str, function: Callable[..., T]) -> Callable[..., T]:
+def mark(name: str, function: Callable[..., T]) -> Callable[..., T]:
     """``function``, whose calls have ``name`` in a traced program. Its first argument is a scalar, true or false."""
 
     def call(gate: jax.Array, *args: Any) -> T:
@@ -33,7 +33,7 @@ def marked(name: str, function: Callable[..., T]) -> Callable[..., T]:
 
 
 def mark_of(equation: Any) -> str | None:
-    """The name of a call of a ``marked`` function, or of another one like it."""
+    """The name of a call of a ``mark`` function, or of another one like it."""
     # What JAX moves out of a loop of such a call has its name, too, but no gate.
     if not _is_call(equation) or not any(map(is_gate, equation.invars)):
         return None
@@ -51,14 +51,14 @@ def is_gate(operand: Any) -> bool:
 def holds(equation: Any, marks: Sequence[str]) -> bool:
     """Whether calls of these names are in ``equation``, or in what it runs."""
     return mark_of(equation) in marks or any(
-        holds(one, marks) for inner in _programs(equation) for one in inner.eqns
+        holds(below, marks) for inner in _programs(equation) for below in inner.eqns
     )
 
 
 def runs_any(equation: Any, names: frozenset[str]) -> bool:
     """Whether operations of these names are ``equation``, or in what it runs."""
     return equation.primitive.name in names or any(
-        runs_any(one, names) for inner in _programs(equation) for one in inner.eqns
+        runs_any(below, names) for inner in _programs(equation) for below in inner.eqns
     )
 
 
@@ -67,20 +67,20 @@ def is_call_around(equation: Any, marks: Sequence[str]) -> bool:
     return _is_call(equation) and mark_of(equation) not in marks and holds(equation, marks)
 
 
-def flattened(program: ClosedJaxpr, marks: Sequence[str]) -> ClosedJaxpr:
+def inline_around(program: ClosedJaxpr, marks: Sequence[str]) -> ClosedJaxpr:
     """The program with calls of these names on its own level: calls around them are replaced by what they run."""
     return _without_calls(program, lambda equation: is_call_around(equation, marks))
 
 
-def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with calls of jitted functions replaced by what they run, except ``marked`` and sharded ones."""
+def inline_calls(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with calls of jitted functions replaced by what they run, except ``mark`` and sharded ones."""
 
     def is_plain(equation: Any) -> bool:
         shardings = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
         return (
             equation.primitive.name == "jit"
             and mark_of(equation) is None
-            and not any(isinstance(one, jax.sharding.Sharding) for one in shardings)
+            and not any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
         )
 
     return _without_calls(program, is_plain)
@@ -101,7 +101,7 @@ def _without_calls(program: ClosedJaxpr, chosen: Callable[[Any], bool]) -> Close
             env,
             program.jaxpr.outvars,
             special=lambda equation, env: chosen(equation),
-            run=lambda equation, values: _flat(called(equation), values),
+            run=lambda equation, values: _flat(program_of(equation), values),
         )
         return read(env, program.jaxpr.outvars)
 
@@ -149,7 +149,7 @@ def read(env: Env, atoms: Iterable[Any]) -> Values:
     return [atom.val if hasattr(atom, "val") else env[atom] for atom in atoms]
 
 
-def called(equation: Any) -> ClosedJaxpr:
+def program_of(equation: Any) -> ClosedJaxpr:
     """What a call runs."""
     for value in equation.params.values():
         if jaxpr_of(value) is not None and jaxpr_of(value) is inner_program(equation):
@@ -211,9 +211,9 @@ def _is_call(equation: Any) -> bool:
 
 
 def _programs(equation: Any) -> list[Any]:
-    found = []
+    programs = []
     for value in equation.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if jaxpr_of(one) is not None:
-                found.append(jaxpr_of(one))
-    return found
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if jaxpr_of(item) is not None:
+                programs.append(jaxpr_of(item))
+    return programs

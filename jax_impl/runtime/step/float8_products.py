@@ -107,10 +107,10 @@ def _backward(
 _product.defvjp(_forward, _backward)
 
 
-def _rounded(values: jax.Array, kind: Float8) -> jax.Array:
+def _rounded(values: jax.Array, float8: Float8) -> jax.Array:
     """In the dtype of ``values``: payload cast, times a power of two, as XLA looks for it."""
     wide = values.astype(jnp.float32)
     # The power of the least scale is a subnormal number, which some devices take for zero.
-    scale = jnp.maximum(scales_of(magnitudes(wide).max(initial=0), kind), 1)
-    payload = lax.bitcast_convert_type(encode(wide, scale, kind), kind.dtype)
+    scale = jnp.maximum(scales_of(magnitudes(wide).max(initial=0), float8), 1)
+    payload = lax.bitcast_convert_type(encode(wide, scale, float8), float8.dtype)
     return payload.astype(values.dtype) * power_of(scale).astype(values.dtype)

@@ -11,17 +11,17 @@ from flax import nnx
 
 from jax_impl.comm.collectives import fence
 from jax_impl.comm.mesh import is_gpu, is_simulated
+from jax_impl.modules.interception import catch_calls
 from jax_impl.modules.module_tree import ROOT
 from jax_impl.modules.seal import no_elements, seal, witnessed, witnessed_constants
 from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.uneven_means import mark_rows
-from jax_impl.modules.interception import caught_calls
 from jax_impl.modules.unit_parameter import Arguments, Run, UnitRun, Values, origin_of, unit_parameters
 from jax_impl.runtime.groups.memory_kinds import is_on_device, on_device
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.groups.unit_plan import Group
 from jax_impl.runtime.program.level import Ways
-from jax_impl.runtime.step.foreign_errors import explained
+from jax_impl.runtime.step.foreign_errors import explain
 from jax_impl.runtime.step.outputs import WATCHING, layer_numbers, look_at_output
 from jax_impl.runtime.unit.order import Order
 from jax_impl.runtime.unit.unit import Collectors, Sources, UnitCall
@@ -113,7 +113,7 @@ def call_model(
             output = witnessed_constants(output, own.changed_constants(module))
             return output, root.changed_variables(module)
         except (ValueError, RuntimeError, TypeError) as error:
-            hint = explained(error, plan)
+            hint = explain(error, plan)
             if hint is None:
                 raise
             raise ValueError(hint) from error
@@ -152,16 +152,16 @@ def _call_unit(
     def apply(
         leaves: Sequence[Sequence[jax.Array]], inner: Mapping[str, Any], arrays: Any, layer: Any
     ) -> Any:
-        given = rebuild(arrays)
+        arguments = rebuild(arrays)
         fixed = {below: (mine, _without_gradient(below, its)) for below, (mine, its) in inner.items()}
         runs = {below: _unit_run(plan, order, below, fixed) for below in unit.module.inner}
         own = _in_model_order(unit.groups, leaves, unit.module.parameters)
         # Here, since backward may come back to it when the model is done.
-        with caught_calls({plan.units[below].module.cls for below in _units_inside(plan, ROOT)}):
-            output, after = run(unit.module.values(own, runs), given)
+        with catch_calls({plan.units[below].module.cls for below in _units_inside(plan, ROOT)}):
+            output, after = run(unit.module.values(own, runs), arguments)
         if WATCHING.value:
-            look_at_output(plan, path, layer, _split_arrays(given[1:])[0], output)
-        changed[:] = [i for i, value in enumerate(after) if value is not given[0][i]]
+            look_at_output(plan, path, layer, _split_arrays(arguments[1:])[0], output)
+        changed[:] = [i for i, value in enumerate(after) if value is not arguments[0][i]]
         # Outside of the model everything is an array.
         results, rebuilding[0] = (output, None) if path == ROOT else _split_output(path, output)
         # With their gradients: a loss may add what units leave in variables, such as losses of routers.

@@ -30,7 +30,7 @@ from jax_impl.runtime.groups.variables import (
     of_all_devices,
     of_this_device,
 )
-from jax_impl.runtime.program.pipeline import pipelined
+from jax_impl.runtime.program.pipeline import pipeline
 from jax_impl.runtime.step.forward import (
     AllCollectors,
     AllSources,
@@ -92,20 +92,20 @@ def make_gradients(
     def gradients(
         weights: Buffers, batch: Batch, variables: Variables | None = None, shared: Shared = ()
     ) -> tuple[Any, Buffers, Variables]:
-        given = (weights, batch, variables or {}, shared)
+        arguments = (weights, batch, variables or {}, shared)
 
         def trace(batch: Batch) -> Any:
-            return jax.make_jaxpr(function)(weights, batch, *given[2:])
+            return jax.make_jaxpr(function)(weights, batch, *arguments[2:])
 
-        program, shapes = jax.make_jaxpr(function, return_shape=True)(*given)
+        program, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         check_program(plan, program, trace, batch, microbatches, equal_parts)
 
         def aux_of(batch: Batch) -> Any:
-            return function(weights, batch, *given[2:])[0].aux
+            return function(weights, batch, *arguments[2:])[0].aux
 
         check_aux(plan, aux_of, shapes[0].aux, batch, microbatches)
-        loss, found, variables = function(*given)
-        return (loss.value, loss.aux) if has_aux else loss.value, found, variables
+        loss, grads, variables = function(*arguments)
+        return (loss.value, loss.aux) if has_aux else loss.value, grads, variables
 
     return gradients
 
@@ -133,8 +133,8 @@ def unchecked_gradients(
     def gradients(
         weights: Buffers, batch: Batch, variables: Variables, shared: Shared, to_host: bool = False
     ) -> tuple[LossParts, Buffers, Variables]:
-        loss, found, changed = functions[to_host](weights, batch, on_device(variables), shared)
-        return loss, found, as_before(changed, variables)
+        loss, grads, changed = functions[to_host](weights, batch, on_device(variables), shared)
+        return loss, grads, as_before(changed, variables)
 
     return gradients
 
@@ -193,13 +193,13 @@ def _shard_map(
     plan: ShardingPlan, loss_fn: LossFunction, microbatches: int, divisors: Divisors, to_host: bool
 ) -> StepGradients:
     def local(
-        weights: Buffers, batch: Batch, given: Variables, shared: Shared
+        weights: Buffers, batch: Batch, before: Variables, shared: Shared
     ) -> tuple[LossParts, Buffers, Variables]:
         parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
-        own = mark_before(of_this_device(given, plan.axes))
+        own = mark_before(of_this_device(before, plan.axes))
         if not plan.brings_units:
             weights = on_device(weights)
-        loss, variables, gradients = _accumulated(
+        loss, variables, gradients = _accumulate(
             plan, loss_fn, hold(plan, weights), own, parts, shared, microbatches
         )
         finished = finish(plan, gradients)
@@ -207,8 +207,8 @@ def _shard_map(
             # Each gradient leaves when it is reduced, where nothing waits for all of them.
             loss, finished = fence((loss, finished))
         loss = sum_over_devices(loss, plan.axes.names)
-        variables, loss = of_all_devices(plan.variables, given, mark_after(variables), plan.axes, loss)
-        loss, finished = divisors.divided(loss, finished)
+        variables, loss = of_all_devices(plan.variables, before, mark_after(variables), plan.axes, loss)
+        loss, finished = divisors.divide(loss, finished)
         return loss, in_host(finished) if to_host else finished, variables
 
     specs = plan.data_specs
@@ -225,8 +225,8 @@ def _shard_map(
     if not plan.model_axes.names:
         return step
 
-    def placed(*given: Any) -> tuple[LossParts, Buffers, Variables]:
-        loss, gradients, variables = step(*given)
+    def placed(*arguments: Any) -> tuple[LossParts, Buffers, Variables]:
+        loss, gradients, variables = step(*arguments)
         # What is automatic on model axes would lie as the compiler likes.
         lying = {key: plan.sharding(key) for key in gradients}
         whole = {path: plan.variable_sharding(path) for path in variables}
@@ -248,22 +248,22 @@ def _pjit(
         )
 
     def whole(
-        weights: Buffers, batch: Batch, given: Variables, shared: Shared
+        weights: Buffers, batch: Batch, before: Variables, shared: Shared
     ) -> tuple[LossParts, Buffers, Variables]:
         parts = jax.tree.map(part, batch)
         sources = hold(plan, on_device(weights))
-        loss, variables, gradients = _accumulated(plan, loss_fn, sources, given, parts, shared, microbatches)
+        loss, variables, gradients = _accumulate(plan, loss_fn, sources, before, parts, shared, microbatches)
         # Else XLA may leave statistics cut like the activations that they come from.
         variables = {
             path: lax.with_sharding_constraint(value, plan.variable_sharding(path))
             for path, value in variables.items()
         }
-        return *divisors.divided(loss, finish(plan, gradients)), variables
+        return *divisors.divide(loss, finish(plan, gradients)), variables
 
     return whole
 
 
-def _accumulated(
+def _accumulate(
     plan: ShardingPlan,
     loss_fn: LossFunction,
     sources: AllSources,
@@ -274,26 +274,26 @@ def _accumulated(
 ) -> tuple[LossParts, Variables, AllCollectors]:
     """Loss and gradients summed over the microbatches ``parts [K, ...]``; variables pass from one to the next."""
 
-    def one(rows: Batch, variables: Variables) -> tuple[LossParts, Variables, AllCollectors]:
+    def one_microbatch(rows: Batch, variables: Variables) -> tuple[LossParts, Variables, AllCollectors]:
         def loss(held: AllCollectors) -> tuple[jax.Array, tuple[LossParts, Variables]]:
-            found, changed = call_model(plan, held, sources, variables, loss_fn, rows, shared)
-            return found.value, (found, changed)
+            sums, changed = call_model(plan, held, sources, variables, loss_fn, rows, shared)
+            return sums.value, (sums, changed)
 
         differentiated = jax.value_and_grad(loss, has_aux=True)
         if plan.prefetch and any(unit.module.layers is not None for unit in plan.units.values()):
-            differentiated = pipelined(differentiated, ways_of(plan))
-        (_, (found, variables)), gradients = differentiated(collectors(plan))
-        return found, variables, gradients
+            differentiated = pipeline(differentiated, ways_of(plan))
+        (_, (sums, variables)), gradients = differentiated(collectors(plan))
+        return sums, variables, gradients
 
     first = jax.tree.map(lambda x: x[0], parts)
     if microbatches == 1:
-        return one(first, variables)
-    shapes = jax.eval_shape(one, first, variables)
+        return one_microbatch(first, variables)
+    shapes = jax.eval_shape(one_microbatch, first, variables)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0], shapes[2]))
 
     def add(carried: Any, rows: Batch) -> tuple[Any, None]:
         total, variables = carried
-        loss, variables, gradients = one(rows, variables)
+        loss, variables, gradients = one_microbatch(rows, variables)
         return (jax.tree.map(jnp.add, total, (loss, gradients)), variables), None
 
     ((loss, gradients), variables), _ = lax.scan(add, (zeros, variables), parts)

@@ -167,7 +167,7 @@ class Divisors:
         whole = None if isinstance(grad_divisor, Mapping) else grad_divisor
         return cls(microbatches * (plan.data_ranks if flat else 1), whole, own, averaged)
 
-    def divided(self, parts: LossParts, gradients: Buffers) -> tuple[LossParts, Buffers]:
+    def divide(self, parts: LossParts, gradients: Buffers) -> tuple[LossParts, Buffers]:
         """Loss, floating-point statistics and gradients from their sums over all parts.
 
         Raises ``ValueError`` for a ``(sum, weight)`` with a ``grad_divisor``.

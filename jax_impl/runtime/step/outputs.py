@@ -178,15 +178,15 @@ def layer_numbers(layers: int) -> jax.Array:
 def look_at_output(plan: ShardingPlan, unit: str, layer: jax.Array, inputs: Any, output: Any) -> None:
     """Add a callback to the program that tells of a unit's output. ``layer``: int32, -1 outside of stacks."""
     site = _Site(unit, next(_orders))
-    given, held = (
+    ins, outs = (
         [lax.stop_gradient(x) for x in jax.tree.leaves(tree) if _may_be_nonfinite(x)]
         for tree in (inputs, output)
     )
 
-    def count(layer: jax.Array, given: list[jax.Array], held: list[jax.Array]) -> jax.Array:
-        nan = sum((jnp.isnan(x).sum(dtype=jnp.int32) for x in held), jnp.int32(0))
-        bad = sum(((~jnp.isfinite(x)).sum(dtype=jnp.int32) for x in held), jnp.int32(0))
-        before = sum(((~jnp.isfinite(x)).sum(dtype=jnp.int32) for x in given), jnp.int32(0))
+    def count(layer: jax.Array, ins: list[jax.Array], outs: list[jax.Array]) -> jax.Array:
+        nan = sum((jnp.isnan(x).sum(dtype=jnp.int32) for x in outs), jnp.int32(0))
+        bad = sum(((~jnp.isfinite(x)).sum(dtype=jnp.int32) for x in outs), jnp.int32(0))
+        before = sum(((~jnp.isfinite(x)).sum(dtype=jnp.int32) for x in ins), jnp.int32(0))
         device = lax.axis_index(plan.mesh.axis_names).astype(jnp.int32)
         return jnp.stack([device, layer, nan, bad - nan, before])[None]
 
@@ -197,15 +197,15 @@ def look_at_output(plan: ShardingPlan, unit: str, layer: jax.Array, inputs: Any,
 
     if plan.engine == "shard_map" and plan.model_axes.names:
         # Only where a step is manual on all axes does a device know its number; what model axes cut is gathered.
-        plan.model_axes.on_each(lambda *args: tell(count(*args)), PartitionSpec(), ())(layer, given, held)
+        plan.model_axes.on_each(lambda *args: tell(count(*args)), PartitionSpec(), ())(layer, ins, outs)
         return
     if plan.engine == "shard_map":
-        counts = count(layer, given, held)
+        counts = count(layer, ins, outs)
     else:
-        specs = (PartitionSpec(), [_spec(plan, x) for x in given], [_spec(plan, x) for x in held])
+        specs = (PartitionSpec(), [_spec(plan, x) for x in ins], [_spec(plan, x) for x in outs])
         by_device = PartitionSpec(plan.mesh.axis_names)
         counts = jax.shard_map(count, mesh=plan.mesh, in_specs=specs, out_specs=by_device, check_vma=False)(
-            layer, given, held
+            layer, ins, outs
         )
     tell(counts)
 

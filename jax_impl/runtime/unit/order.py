@@ -46,11 +46,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-from jax_impl.comm.collectives import fence, gate_after, gated
-from jax_impl.runtime.groups.memory_kinds import fetched, is_on_device
+from jax_impl.comm.collectives import fence, gate_after, hold_until
+from jax_impl.runtime.groups.memory_kinds import fetch_after, is_on_device
 from jax_impl.runtime.groups.unit_plan import Group
 from jax_impl.runtime.program.level import GATHER, GATHER_AHEAD, KEPT, REDUCE
-from jax_impl.runtime.program.traced import marked
+from jax_impl.runtime.program.traced import mark
 
 Held = Sequence[Sequence[jax.Array]]
 
@@ -105,7 +105,7 @@ Reduced = list[tuple[jax.Array, ...]]
 
 
 @dataclass
-class _Place:
+class _LastIssued:
     """What a trace has issued last. ``gate``: True, a scalar that exists when the next gather may start. ``reduced``:
     True when a reduction is done, of the last two units."""
 
@@ -131,7 +131,7 @@ class Order:
     gates_reductions: bool
     model_axes: bool = False
     kept: Kept = field(init=False)
-    _places: tuple[_Place, _Place] = field(default_factory=lambda: (_Place(), _Place()))
+    _issued: tuple[_LastIssued, _LastIssued] = field(default_factory=lambda: (_LastIssued(), _LastIssued()))
 
     def __post_init__(self) -> None:
         self.kept = Kept(1 + self.prefetch)
@@ -145,11 +145,11 @@ class Order:
         """
         kept = self.kept.take(use)
         if kept is not None:
-            return self._kept(kept, after)
+            return self._reuse(kept, after)
         if any(group.strategy.shard_parameters for group in groups):
             self.kept.make_room(again=again)
         if not self.prefetch:
-            return self._in_turn(groups, sources, after, again)
+            return self._gather_in_turn(groups, sources, after, again)
         sharded = [i for i, group in enumerate(groups) if group.strategy.shard_parameters]
         held = list(sources)
         if again and len(sharded) < len(groups):
@@ -157,36 +157,36 @@ class Order:
             held, after = fence((held, after))
         if not sharded:
             return held, after
-        place = self._place(again)
+        place = self._last_issued(again)
         name, gate = (GATHER, None) if place.gate is None else (GATHER_AHEAD, place.gate)
         if gate is None:
             after, gate = fence((after, jnp.array(True)))
 
         def gather(gate: jax.Array, *sources: Sequence[jax.Array]) -> list[Sequence[jax.Array]]:
-            found: list[Sequence[jax.Array]] = []
+            gathered: list[Sequence[jax.Array]] = []
             for i, source in zip(sharded, sources, strict=True):
                 # As in _in_turn.
                 with jax.named_scope("gather"):
                     if all(map(is_on_device, source)):
                         # A barrier, too: else XLA makes one gather of two of the same parameter, and keeps its weights.
                         source, gate = fence((source, gate))
-                        source = gated(source, gate)
+                        source = hold_until(source, gate)
                     else:
-                        source = fetched(source, gate)
-                    found.append(groups[i].gather(source))
+                        source = fetch_after(source, gate)
+                    gathered.append(groups[i].gather(source))
                 if self.chained:
-                    found, gate = fence((found, gate))
-            return found
+                    gathered, gate = fence((gathered, gate))
+            return gathered
 
-        for i, whole in zip(sharded, marked(name, gather)(gate, *(held[i] for i in sharded)), strict=True):
+        for i, whole in zip(sharded, mark(name, gather)(gate, *(held[i] for i in sharded)), strict=True):
             held[i] = whole
-        return self._opened(place, held, after, gate)
+        return self._open_gate(place, held, after, gate)
 
-    def _kept(self, held: Held, after: Tree) -> tuple[Held, Tree]:
+    def _reuse(self, held: Held, after: Tree) -> tuple[Held, Tree]:
         if not self.prefetch:
             # Else XLA keeps what forward cut from whole weights until backward, a second copy of them.
             return fence((held, after))
-        place = self._place(True)
+        place = self._last_issued(True)
         gate = place.gate
         if gate is None:
             after, gate = fence((after, jnp.array(True)))
@@ -195,16 +195,16 @@ class Order:
             # What a call returns as it was given is none of its results.
             return fence((held, gate))[0]
 
-        return self._opened(place, marked(KEPT, keep)(gate, held), after, gate)
+        return self._open_gate(place, mark(KEPT, keep)(gate, held), after, gate)
 
-    def _opened(self, place: _Place, held: Held, after: Tree, gate: jax.Array) -> tuple[Held, Tree]:
+    def _open_gate(self, place: _LastIssued, held: Held, after: Tree, gate: jax.Array) -> tuple[Held, Tree]:
         # What leaves a barrier and is not used is dropped, so what compute waits for goes on as the next gate.
         if len(place.reduced) > 1:
             gate = jnp.logical_and(gate, place.reduced[0])
         held, after, place.gate = fence((held, after, gate))
         return held, after
 
-    def _in_turn(
+    def _gather_in_turn(
         self, groups: Sequence[Group], sources: Arrays, after: Tree, again: bool
     ) -> tuple[Held, Tree]:
         held = list(sources)
@@ -216,12 +216,12 @@ class Order:
             if groups[i].strategy.shard_parameters:
                 if not all(map(is_on_device, source)):
                     after, gate = fence((after, jnp.array(True)))
-                    source = fetched(source, gate)
+                    source = fetch_after(source, gate)
                 # From here on: where a sharding alone says "gather", XLA names the operation by what it reads.
                 with jax.named_scope("gather"):
                     source, after = fence((source, after))
                     if several:
-                        source = gated(source, gate_after((after, gathered)))
+                        source = hold_until(source, gate_after((after, gathered)))
                     source = gathered = groups[i].gather(source)
                 # What follows may need nothing of these weights; its collectives must still come after this one.
                 source, after = fence((source, after))
@@ -240,7 +240,7 @@ class Order:
         self, groups: Sequence[Group], gradients: Arrays, inner: Tree, inputs: Arrays
     ) -> tuple[Reduced, Tree, Arrays]:
         """Reduced gradients of each group, and ``inner``, those of units inside, and gradients of the ``inputs``."""
-        place = self._place(True)
+        place = self._last_issued(True)
         beside = self.prefetch and not self.chained
         if beside:
             # Else XLA may put off gradients of weights, and keep activations for them.
@@ -255,13 +255,13 @@ class Order:
             if not group.trainable:
                 reduced.append(())
             elif beside:
-                reduced.append(self._beside(group, done, values))
+                reduced.append(self._reduce_beside(group, done, values))
             else:
                 # No collective during another (see hold): reductions of inner units, this one, the next gather.
                 values, inner, reduced = fence((values, inner, reduced))
                 if self._needs_gates and reduced:
                     # Gradients of vectors alone may need nothing of units inside.
-                    values = gated(values, gate_after((inner, reduced)))
+                    values = hold_until(values, gate_after((inner, reduced)))
                 with jax.named_scope("reduce"):
                     reduced.append(group.reduce(values))
         if beside:
@@ -273,16 +273,18 @@ class Order:
             reduced, inputs, place.gate = fence((reduced, inputs, place.gate))
         return reduced, inner, inputs
 
-    def _beside(self, group: Group, done: jax.Array, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def _reduce_beside(
+        self, group: Group, done: jax.Array, gradients: Sequence[jax.Array]
+    ) -> tuple[jax.Array, ...]:
         def reduce(done: jax.Array, *gradients: jax.Array) -> tuple[jax.Array, ...]:
             with jax.named_scope("reduce"):
-                return group.reduce(gated(gradients, done) if self.gates_reductions else gradients)
+                return group.reduce(hold_until(gradients, done) if self.gates_reductions else gradients)
 
-        return marked(REDUCE, reduce)(done, *gradients)
+        return mark(REDUCE, reduce)(done, *gradients)
 
-    def _place(self, backward: bool) -> _Place:
+    def _last_issued(self, backward: bool) -> _LastIssued:
         """Of the present trace; empty where nothing is known of it."""
-        place = self._places[backward]
+        place = self._issued[backward]
         trace = get_opaque_trace_state()
         if place.trace != trace:
             place.trace, place.gate, place.reduced = trace, None, []

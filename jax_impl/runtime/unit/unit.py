@@ -54,7 +54,7 @@ Sources = tuple[tuple[jax.Array, ...], ...]
 class UnitCall:
     """``apply(leaves of each group, inner, *inputs)`` with the weights of ``groups`` taken from their sources.
 
-    ``order``: of the model's transfers. ``derives``: see ``derived.py``.
+    ``order``: of the model's transfers. ``derives``: see ``residuals.py``.
 
     What profiles show of the unit has ``name`` in its name, and after it "gather", "recompute" or "reduce" where it is
     no plain forward or backward.
@@ -80,45 +80,45 @@ class UnitCall:
         """
         if any(group.layers is not None for group in self.groups):
             # Members of an ensemble differ in their weights, and units may lie inside: JAX's own way is for that.
-            return self._once(collectors, sources, inner, *inputs)
-        return call_batched(self._calling, self.apply, collectors, sources, inner, *inputs)
+            return self._call_once(collectors, sources, inner, *inputs)
+        return call_batched(self._call_with, self.apply, collectors, sources, inner, *inputs)
 
-    def _calling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        return replace(self, apply=apply)._once
+    def _call_with(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        return replace(self, apply=apply)._call_once
 
-    def _once(self, *arrays: Any) -> Any:
+    def _call_once(self, *arrays: Any) -> Any:
         in_scope = jax.named_scope(self.name)
-        call = jax.custom_vjp(in_scope(self._plain))
+        call = jax.custom_vjp(in_scope(self._primal))
         call.defvjp(in_scope(self._forward), in_scope(self._backward))
         return call(*arrays)
 
-    def _plain(self, collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> Any:
+    def _primal(self, collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> Any:
         held, inputs = self.order.gather(self.groups, open_sealed(sources), inputs, again=False)
         return self.apply(self._leaves(held), inner, *inputs)
 
     def _forward(self, collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> tuple[Any, Any]:
         held, inputs = self.order.gather(self.groups, open_sealed(sources), inputs, again=False)
-        output, saved = self._applied(self._leaves(held), inner, inputs)
+        output, saved = self._apply_and_save(self._leaves(held), inner, inputs)
         use = self.order.kept.keep(held) if self._is_sharded else None
         return output, (sources, inner, saved, use)
 
-    def _applied(self, leaves: tuple[Leaves, ...], inner: Any, inputs: Any) -> tuple[Any, Any]:
+    def _apply_and_save(self, leaves: tuple[Leaves, ...], inner: Any, inputs: Any) -> tuple[Any, Any]:
         """The output, and what backward needs besides weights."""
         if self.recompute is True:
             return self.apply(leaves, inner, *inputs), inputs
         if not self._is_sharded:
-            output, vjp = self._differentiated(leaves, inner, *inputs)
+            output, vjp = self._differentiate(leaves, inner, *inputs)
             return output, Saved.of(vjp, [True] * len(jax.tree.leaves(vjp)))
         if self.derives:
-            output, rest, depends = with_derived(self._differentiated, 2, leaves, inner, *inputs)
+            output, rest, depends = with_derived(self._differentiate, 2, leaves, inner, *inputs)
         else:
-            (output, vjp), every = with_dependence(self._differentiated, leaves, inner, *inputs)
+            (output, vjp), every = with_dependence(self._differentiate, leaves, inner, *inputs)
             results = len(jax.tree.leaves(output))
             depends, rest = every[:results], Saved.of(vjp, every[results:])
         output, varying = fence_some((output, rest.varying), [*depends, *[True] * len(rest.varying)])
         return output, replace(rest, varying=varying)
 
-    def _differentiated(self, leaves: Any, inner: Any, *inputs: Any) -> tuple[Any, Any]:
+    def _differentiate(self, leaves: Any, inner: Any, *inputs: Any) -> tuple[Any, Any]:
         vjp: Any
         apply = self.apply
         if isinstance(self.recompute, str):
@@ -142,7 +142,7 @@ class UnitCall:
         leaves = self._leaves(held)
         if whole:
             with jax.named_scope("recompute"):
-                vjp = self._recomputed(leaves, inner, varying)
+                vjp = self._recompute(leaves, inner, varying)
         else:
             vjp = replace(rest, varying=varying).whole(leaves, inner)
             vjp.args_res[:2] = [leaves, inner]
@@ -158,7 +158,7 @@ class UnitCall:
             *input_gradients,
         )
 
-    def _recomputed(self, leaves: tuple[Leaves, ...], inner: Any, inputs: Any) -> Any:
+    def _recompute(self, leaves: tuple[Leaves, ...], inner: Any, inputs: Any) -> Any:
         try:
             with self.order.kept.recomputing():
                 return jax.vjp(self.apply, leaves, inner, *inputs)[1]
@@ -217,7 +217,7 @@ def call_batched(
                 "unit: expected the same weights for all of a vmap, got some that differ: an ensemble is a stack, "
                 'whose path fully_shard is told (stacked=["members"])'
             )
-        name = next((name for (name, _), one in zip(axes, mapped[0], strict=True) if one), None)
+        name = next((name for (name, _), is_named in zip(axes, mapped[0], strict=True) if is_named), None)
         vectorized, flags = _vectorize(apply, size, name, mapped[4:])
         others = [(other, index) for (other, _), index in zip(axes, indices, strict=True) if other != name]
         output = call_batched(calling, vectorized, *arrays, axes=others)
@@ -228,22 +228,22 @@ def call_batched(
 
 def _vectorize(apply: Apply, size: int, name: Any, mapped: Sequence[Any]) -> tuple[Apply, list[bool]]:
     """``apply`` over axis 0 of what is ``mapped`` of its inputs, and, after a call, which results have that axis."""
-    axes = jax.tree.map(lambda one: 0 if one else None, tuple(mapped))
+    axes = jax.tree.map(lambda apply_row: 0 if apply_row else None, tuple(mapped))
     flags: list[bool] = []
 
     def vectorized(*arguments: Any) -> Any:
         structures = []
 
-        def one(place: jax.Array, *arguments: Any) -> Any:
+        def apply_row(row: jax.Array, *arguments: Any) -> Any:
             leaves, structure = jax.tree.flatten(apply(*arguments))
             structures.append(structure)
             # The place is mapped, so that this vmap is the one that answers.
-            flags[:] = is_mapped((place, leaves))[1]
+            flags[:] = is_mapped((row, leaves))[1]
             pairs = list(zip(leaves, flags, strict=True))
             return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
 
-        found = jax.vmap(one, (0, None, None, *axes), (0, None), axis_name=name, axis_size=size)
-        own, shared = map(iter, found(jnp.arange(size), *arguments))
+        mapped_apply = jax.vmap(apply_row, (0, None, None, *axes), (0, None), axis_name=name, axis_size=size)
+        own, shared = map(iter, mapped_apply(jnp.arange(size), *arguments))
         return jax.tree.unflatten(structures[0], [next(own) if flag else next(shared) for flag in flags])
 
     return vectorized, flags
@@ -254,7 +254,7 @@ def is_mapped(values: Any) -> Any:
 
     A custom_vmap alone could not be differentiated where there is none.
     """
-    found: list[Any] = []
+    answers: list[Any] = []
 
     @custom_vmap
     def probe(values: Any) -> Any:
@@ -262,9 +262,9 @@ def is_mapped(values: Any) -> Any:
 
     @probe.def_vmap
     def _(size: int, mapped: list[Any], values: Any) -> Any:
-        found.append(mapped[0])
+        answers.append(mapped[0])
         return values, mapped[0]
 
     if jax.tree.leaves(values):
         probe(jax.lax.stop_gradient(values))
-    return found[0] if found else None
+    return answers[0] if answers else None
