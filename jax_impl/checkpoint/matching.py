@@ -56,9 +56,10 @@ class Match:
 class Wanted:
     """What a load asks of a checkpoint.
 
-    ``tensors``: as ``names.state_tensors`` gives them. ``parameters``: their paths. ``with_weights``, ``with_variables``:
-    whether the caller has values for those that the checkpoint lacks. ``tree``: which one has the weights, "" for
-    whichever has most of them. ``convert``: whether moments may be in another floating dtype.
+    ``tensors``: as ``names.state_tensors`` gives them. ``parameters``: their paths.
+    ``with_weights``, ``with_variables``: whether the caller has values for those that the
+    checkpoint lacks. ``tree``: which one has the weights, "" for whichever has most of them.
+    ``convert``: whether moments may be in another floating dtype.
     """
 
     tensors: Mapping[str, ShapeDtype]

@@ -73,18 +73,18 @@ class Keys:
     def fail(self, key: str, expected: str, got: Any) -> ValueError:
         return ValueError(f"{self._at}: {key!r}: expected {expected}, got {got!r}")
 
-    def take(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
+    def take(self, key: str, expected_type: type, default: Any = _REQUIRED) -> Any:
         """The value of ``key``, which is ``default`` where it is missing or null."""
         self._left.discard(key)
         value = self._config.get(key)
         if value is None:
             if default is _REQUIRED:
-                raise self.fail(key, f"{kind.__name__}", None)
+                raise self.fail(key, f"{expected_type.__name__}", None)
             return default
-        if kind is float and type(value) is int:
+        if expected_type is float and type(value) is int:
             value = float(value)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise self.fail(key, kind.__name__, value)
+        if not isinstance(value, expected_type) or (isinstance(value, bool) and expected_type is not bool):
+            raise self.fail(key, expected_type.__name__, value)
         return value
 
     def has(self, key: str) -> bool:

@@ -1063,7 +1063,7 @@ JAX = [
     M(
         "a gather waits for the output of the unit before",
         "jax_impl/runtime/unit/order.py",
-        "name, gate = (GATHER, None) if place.gate is None else (GATHER_AHEAD, place.gate)",
+        "name, gate = (GATHER, None) if last.gate is None else (GATHER_AHEAD, last.gate)",
         "name, gate = GATHER, None",
         "jax_impl/runtime/test_order.py",
     ),
@@ -1098,15 +1098,15 @@ JAX = [
     M(
         "gathers as early as the first one",
         "jax_impl/runtime/unit/order.py",
-        "held, after, place.gate = fence((held, after, gate))",
-        "held, after = fence((held, after)); place.gate = gate",
+        "held, after, last.gate = fence((held, after, gate))",
+        "held, after = fence((held, after)); last.gate = gate",
         "jax_impl/runtime/test_order.py",
     ),
     M(
         "a reduction waited for by the next unit",
         "jax_impl/runtime/unit/order.py",
-        "if len(place.reduced) > 1:",
-        "if place.reduced:",
+        "if len(last.reduced) > 1:",
+        "if last.reduced:",
         "jax_impl/runtime/test_order.py",
     ),
     M(

@@ -157,8 +157,8 @@ class Order:
             held, after = fence((held, after))
         if not sharded:
             return held, after
-        place = self._last_issued(again)
-        name, gate = (GATHER, None) if place.gate is None else (GATHER_AHEAD, place.gate)
+        last = self._last_issued(again)
+        name, gate = (GATHER, None) if last.gate is None else (GATHER_AHEAD, last.gate)
         if gate is None:
             after, gate = fence((after, jnp.array(True)))
 
@@ -180,14 +180,14 @@ class Order:
 
         for i, whole in zip(sharded, mark(name, gather)(gate, *(held[i] for i in sharded)), strict=True):
             held[i] = whole
-        return self._open_gate(place, held, after, gate)
+        return self._open_gate(last, held, after, gate)
 
     def _reuse(self, held: Held, after: Tree) -> tuple[Held, Tree]:
         if not self.prefetch:
             # Else XLA keeps what forward cut from whole weights until backward, a second copy of them.
             return fence((held, after))
-        place = self._last_issued(True)
-        gate = place.gate
+        last = self._last_issued(True)
+        gate = last.gate
         if gate is None:
             after, gate = fence((after, jnp.array(True)))
 
@@ -195,13 +195,13 @@ class Order:
             # What a call returns as it was given is none of its results.
             return fence((held, gate))[0]
 
-        return self._open_gate(place, mark(KEPT, keep)(gate, held), after, gate)
+        return self._open_gate(last, mark(KEPT, keep)(gate, held), after, gate)
 
-    def _open_gate(self, place: _LastIssued, held: Held, after: Tree, gate: jax.Array) -> tuple[Held, Tree]:
+    def _open_gate(self, last: _LastIssued, held: Held, after: Tree, gate: jax.Array) -> tuple[Held, Tree]:
         # What leaves a barrier and is not used is dropped, so what compute waits for goes on as the next gate.
-        if len(place.reduced) > 1:
-            gate = jnp.logical_and(gate, place.reduced[0])
-        held, after, place.gate = fence((held, after, gate))
+        if len(last.reduced) > 1:
+            gate = jnp.logical_and(gate, last.reduced[0])
+        held, after, last.gate = fence((held, after, gate))
         return held, after
 
     def _gather_in_turn(
@@ -240,16 +240,16 @@ class Order:
         self, groups: Sequence[Group], gradients: Arrays, inner: Tree, inputs: Arrays
     ) -> tuple[Reduced, Tree, Arrays]:
         """Reduced gradients of each group, and ``inner``, those of units inside, and gradients of the ``inputs``."""
-        place = self._last_issued(True)
+        last = self._last_issued(True)
         beside = self.prefetch and not self.chained
         if beside:
             # Else XLA may put off gradients of weights, and keep activations for them.
             gradients, inputs = fence((gradients, inputs))
         done = jnp.array(True)
-        if beside and place.reduced:
+        if beside and last.reduced:
             # A gate that is used nowhere would be dropped, and what this unit's computation waits for with it.
-            done = place.reduced[-1]
-            done = done if place.gate is None else jnp.logical_and(done, place.gate)
+            done = last.reduced[-1]
+            done = done if last.gate is None else jnp.logical_and(done, last.gate)
         reduced: Reduced = []
         for group, values in zip(groups, gradients, strict=True):
             if not group.trainable:
@@ -267,10 +267,10 @@ class Order:
         if beside:
             if any(group.trainable for group in groups):
                 reduced, done = fence((reduced, jnp.array(True)))
-                place.reduced = [*place.reduced[-1:], done]
+                last.reduced = [*last.reduced[-1:], done]
         else:
             # Also without a reduction: see above.
-            reduced, inputs, place.gate = fence((reduced, inputs, place.gate))
+            reduced, inputs, last.gate = fence((reduced, inputs, last.gate))
         return reduced, inner, inputs
 
     def _reduce_beside(
@@ -284,8 +284,8 @@ class Order:
 
     def _last_issued(self, backward: bool) -> _LastIssued:
         """Of the present trace; empty where nothing is known of it."""
-        place = self._issued[backward]
+        last = self._issued[backward]
         trace = get_opaque_trace_state()
-        if place.trace != trace:
-            place.trace, place.gate, place.reduced = trace, None, []
-        return place
+        if last.trace != trace:
+            last.trace, last.gate, last.reduced = trace, None, []
+        return last
