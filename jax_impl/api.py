@@ -185,7 +185,8 @@ def unshard(plan: ShardingPlan, buffers: Buffers | TrainState) -> dict[str, jax.
     for unit in plan.units.values():
         for group in unit.groups:
             if all(key in buffers for key in group.stored):
-                # One group at a time: see forward.hold.
+                # One group at a time: see forward.hold. Each is a program of its own,
+                # so that waiting for one puts its collectives before those of the next.
                 arrays = tuple(buffers[key] for key in group.stored)
                 leaves = jax.block_until_ready(_gathered(arrays, group, plan.replicated))
                 whole.update(zip(group.paths, leaves, strict=True))

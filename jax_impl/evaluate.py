@@ -140,7 +140,7 @@ class EvalStep:
                 plan.variable_specs if self._mutable else PartitionSpec(),
             ),
             axis_names=set(plan.axes.names),
-            # As in training: no reduction happens that is not written.
+            # As in training: no reduction happens that is not written, so nothing is summed twice.
             check_vma=False,
         )
 

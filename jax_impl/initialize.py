@@ -117,7 +117,7 @@ def _op_by_op(function: Callable[[], Any]) -> Callable[[], Any]:
         known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
         def value(operand: Any) -> Any:
-            # A known divisor would become a product with its inverse.
+            # A known divisor would become a product with its inverse, whose last bit may be another.
             return (
                 fence(jnp.asarray(operand.val, operand.aval.dtype))
                 if hasattr(operand, "val")

@@ -89,7 +89,7 @@ class TrainStep:
             static_argnames="to_host",
         )
         self._checked: set[Any] = set()
-        # By the kinds of memory that a state lies in.
+        # By the kinds of memory that a state lies in: out_shardings name them, so each has its program.
         self._updates: dict[Any, Callable[..., tuple[Buffers, Any, Metrics]]] = {}
 
     def gradients(
@@ -124,6 +124,7 @@ class TrainStep:
         All arguments may be shapes (``abstract_state``, ``jax.ShapeDtypeStruct``). The compiled program is called as
         the step is. Its update is a part of the program, so its last bits may be others than the step's own.
         """
+        # The whole state: ``init_state`` copies variables, so that nothing else holds their memory.
         donated = (0,) if self._options.donate else ()
         return jax.jit(self, donate_argnums=donated).lower(state, batch, *shared)
 
@@ -159,6 +160,7 @@ class TrainStep:
 
     def _update(self, state: TrainState) -> Any:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.weights, state.opt_state))
+        # New weights and moments take the memory of the old ones, or both would be there at the end.
         donated = (0, 1) if self._options.donate else ()
         return jax.jit(
             self._update_state, donate_argnums=donated, out_shardings=(*shardings, self._plan.replicated)
@@ -316,7 +318,8 @@ def grad_norm(gradients: Buffers) -> jax.Array:
     squares: Any = jnp.float32(0)
     last: Any = ()
     for array in gradients.values():
-        # Its collectives one after another: see forward.hold.
+        # Its collectives one after another: see forward.hold. With float32 at least, since squares of
+        # float16 gradients overflow from 256 on.
         array, last = fence((array, last))
         wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
         last = jnp.sum(wide * wide)

@@ -33,13 +33,16 @@ LANES = 128
 
 def fence(tree: Tree) -> Tree:
     """Every array of ``tree`` exists before any of the returned ones is used, and XLA moves nothing across."""
+    # XLA's CPU compiler deletes barriers unless told otherwise (simulate_devices), and then merges the
+    # gathers of forward and backward: of 9 in three unrolled layers 5 were left.
     return fence_some(tree, [True] * len(jax.tree.leaves(tree)))
 
 
 def fence_some(tree: Tree, chosen: Sequence[bool]) -> Tree:
     """``fence`` for the leaves that are ``chosen``; the others stay as they are."""
     leaves, treedef = jax.tree.flatten(tree)
-    # Cotangents of integers are NumPy float0 arrays, which no operation accepts.
+    # Cotangents of integers are NumPy float0 arrays, which no operation accepts. Leaves that are not
+    # chosen must not go through: behind a barrier a constant is an array.
     real = [i for i, leaf in enumerate(leaves) if chosen[i] and leaf.dtype != jax.dtypes.float0]
     for i, passed in zip(real, lax.optimization_barrier([leaves[i] for i in real]), strict=True):
         leaves[i] = passed
@@ -51,6 +54,8 @@ def hold_until(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array,
 
     Not a barrier: XLA drops what leaves a barrier and is not used, and its dependence with it.
     """
+    # Zeros, not the gate in the dtype of the array: with that, scanned layers of the pjit engine needed
+    # 1.15 of the memory of a step by hand on 8 GPUs.
     return tuple(jnp.where(gate, array, jnp.zeros_like(array)) for array in arrays)
 
 
@@ -65,7 +70,8 @@ def gate_after(tree: Tree) -> jax.Array:
         number = leaf.dtype == jnp.bool_ or jnp.issubdtype(leaf.dtype, jnp.number)
         if leaf.size and number:
             element = lax.slice(leaf.reshape(-1), (0,), (1,))[0]
-            # Unknown to the compiler is only that the gate is True.
+            # Unknown to the compiler is only that the gate is True; one operand of "or" is, so the result
+            # is, whatever the element holds.
             is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
             gate = jnp.logical_or(gate, jnp.isfinite(element) if is_float else element == 1)
     return gate
@@ -75,6 +81,7 @@ def round_to(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """Cast that really rounds: XLA may drop a plain float32 -> bfloat16 -> float32 pair as excess precision."""
     if dtype.itemsize < 4 and x.dtype != dtype:
         kept = jnp.finfo(dtype)
+        # --xla_allow_excess_precision is on by default.
         x = lax.reduce_precision(x, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
     return x.astype(dtype)
 
@@ -126,7 +133,7 @@ class Wire:
         fewer bytes travel.
         """
         cast = self.cast(shard)
-        # XLA's CPU compiler gathers float8 as float16, which does not keep every NaN.
+        # XLA's CPU compiler gathers float8 as float16, which does not keep every NaN: as bytes it does.
         narrow = self.compute.itemsize == 1 and jnp.issubdtype(self.compute, jnp.floating)
         if narrow:
             cast = lax.bitcast_convert_type(cast, np.uint8)
@@ -136,6 +143,8 @@ class Wire:
     def gather_as_it_is(self, shard: jax.Array, level: int, to: int, row: int | None = None) -> jax.Array:
         """``all_gather`` in the shard's own dtype."""
         gathered = shard if row is None else shard.reshape(-1, row)
+        # The outermost axis first: it joins neighbours in the order of shards (mesh.py), so that no
+        # element moves within the array.
         for axis in reversed(range(to, level)):
             gathered = self._over(axis, self._gather, gathered)
         return gathered if row is None else gathered.reshape(-1, shard.size // row, row)

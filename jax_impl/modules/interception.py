@@ -28,6 +28,8 @@ from flax import nnx
 
 from jax_impl.modules.unit_parameter import apply_to_leaves, is_unit_parameter, run_in_unit, unit_at, zeros_of
 
+# Classes and jax.tree belong to the process, and threads may trace at once: the first one replaces, the
+# last one restores.
 _LOCK = threading.Lock()
 # How many traces need a class's methods caught, and what the class itself had by their names.
 _traces: dict[type, int] = {}

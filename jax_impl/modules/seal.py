@@ -90,6 +90,8 @@ _LIBRARIES = tuple(
 
 def seal(path: str, arrays: T) -> T:
     """The same arrays, to be used by unit ``path`` only."""
+    # A name of jax.checkpoint's: an operation that computes nothing, has derivatives and batching, stays in
+    # the jaxpr, and is gone in the compiled program.
     return checkpoint_name(arrays, _SEAL + path)
 
 

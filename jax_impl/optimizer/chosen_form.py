@@ -88,7 +88,8 @@ def _equal(mine: Value, theirs: Value, name: str, path: str) -> bool:
     return mine.term == theirs.term and (mine.owner, theirs.owner) in ((None, None), (name, path))
 
 
-# Several steps of one plan (other microbatches, another loss) need one reading.
+# Several steps of one plan (other microbatches, another loss) need one reading, which takes seconds: 1.5 s
+# for adamw over 433 parameters. An optimizer compares by its functions.
 @functools.lru_cache(maxsize=16)
 @collection_paused()
 def chosen_form(

@@ -174,7 +174,8 @@ class _Turns:
         last: dict[int, Any] = {}
         for (key, own), copies in zip(numbers.items(), stream.fetched(homes), strict=True):
             arrays = {n: copies.get(n, leaves[n]) for n in own}
-            # What leaves a fence and is not used is dropped, so the results of the key before go on from here.
+            # What leaves a fence and is not used is dropped, so the results of the key before go on from
+            # here. The fence keeps the temporary arrays of two keys from existing at once.
             arrays, last = fence((arrays, last))
             new.update(last)
             inner: Env = {**env, **{inputs[n]: array for n, array in arrays.items()}}
@@ -261,6 +262,7 @@ class Stream:
         if not arrays:
             return {}
         lying = {n: NamedSharding(self._mesh, self._specs[n]) for n in arrays}
+        # ``_by_shard`` takes each array to lie so.
         on_host = in_host(lax.with_sharding_constraint(arrays, lying))
         self._landed = self._by_shard(_elements, on_host)
         return on_host
@@ -277,7 +279,12 @@ class Stream:
         """``function`` of each device's shards; its results are cut as the arrays of the same number."""
         specs = tuple({n: self._specs[n] for n in arrays} for arrays in operands)
         run: Any = jax.shard_map(
-            function, mesh=self._mesh, in_specs=specs, out_specs=specs[0], check_vma=False
+            # Each device slices its own shard; slices of a whole array XLA would gather first.
+            function,
+            mesh=self._mesh,
+            in_specs=specs,
+            out_specs=specs[0],
+            check_vma=False,
         )
         results: Arrays = run(*operands)
         return results
@@ -303,6 +310,6 @@ def _are_there(landed: Mapping[int, jax.Array]) -> jax.Array:
     there = jnp.array(True)
     for element in landed.values():
         number = element.reshape(()).astype(jnp.float32)
-        # One of the two holds for each number, and for none.
+        # One of the two holds for each number, and for NaN the second: always True, which XLA cannot know.
         there &= (number >= 0) | ~(number >= 1)
     return there

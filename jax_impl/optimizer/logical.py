@@ -147,4 +147,5 @@ def arrays_of_parameters(plan: ShardingPlan, parameters: Any) -> Buffers:
                 dtype = jnp.result_type(*leaves)
                 arrays = group.at_rest([leaf.astype(dtype) for leaf in leaves])
                 by_key.update(zip(group.stored, arrays, strict=True))
+    # Else XLA may leave the flat arrays whole.
     return {key: jax.lax.with_sharding_constraint(x, plan.sharding(key)) for key, x in by_key.items()}

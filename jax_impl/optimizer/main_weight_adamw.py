@@ -65,6 +65,7 @@ from jax_impl.optimizer.update import (
 from jax_impl.runtime.groups.precision import update_dtype
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
+# Steps whose bias corrections a program has as a table of doubles: 32 MB for each beta.
 _LONGEST_TABLE = 1 << 22
 _NAME = "main_weight_adamw"
 
@@ -266,7 +267,7 @@ def _update_array(
     wide, m, v = adamw_update(wide, *moments, gradient, scalars, settings.constants, settings.vector_bytes)
     new = rows[0].encode(settings.formats[0], m, count)
     if settings.formats[1].scaled:
-        # Largest magnitudes of rows that are cut over devices come one after another.
+        # Largest magnitudes of rows that are cut over devices are collectives, which come one after another.
         v, new = fence((v, new))
     return as_stored(wide, weight.dtype), new, rows[1].encode(settings.formats[1], v, count)
 

@@ -104,6 +104,7 @@ class ShardRows:
         rank, numbers = self._rank, self._padded(parts)
         values = parts[SCALED].astype(update_dtype(self.group.dtype))
         for window in self._windows:
+            # One window after the other, so that the shard is changed in its place.
             (old,) = fence((window.read(values, rank),))
             own = window.owned(rank)[:, None]
             number = self._number(window, numbers, rank)[:, None]

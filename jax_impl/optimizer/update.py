@@ -92,7 +92,8 @@ def as_stored(weights: jax.Array, dtype: np.dtype) -> jax.Array:
     """Updated weights in the dtype of main weights, rounded once."""
     if dtype != jnp.float16:
         return round_to(weights, dtype)
-    # ``round_to`` makes zeros of numbers below 2**-14, as many weights are. The fence keeps the cast a rounding.
+    # ``round_to`` makes zeros of numbers below 2**-14, as many weights are. The fence keeps the cast a
+    # rounding: XLA may drop a cast to float16 and back as excess precision.
     return fence(weights.astype(dtype))
 
 

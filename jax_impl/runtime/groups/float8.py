@@ -55,7 +55,7 @@ def encode(values: jax.Array, scales: jax.Array, float8: Float8 = E4M3) -> jax.A
     bits = lax.bitcast_convert_type(values, jnp.int32)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
-    # Devices differ in whether they take subnormal numbers for zeros.
+    # Devices differ in whether they take subnormal numbers for zeros; the bytes must not.
     flushed = lax.bitcast_convert_type(jnp.where(bits < _SMALLEST_NORMAL, 0, bits), jnp.float32)
     scaled = flushed * power_of(254 - scales.astype(jnp.int32))
     scaled_bits = lax.bitcast_convert_type(scaled, jnp.int32)

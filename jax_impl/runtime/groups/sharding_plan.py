@@ -274,7 +274,7 @@ class ShardingPlan:
 
         def values(index: tuple[slice, ...] | None) -> np.ndarray:
             index = index or ()
-            # Replicas of a shard are asked for one after another.
+            # Replicas of a shard are asked for one after another, so that one shard is remembered, not all.
             if repr(index) not in last:
                 last.clear()
                 last[repr(index)] = stored.shard(index, target, read)

@@ -173,6 +173,7 @@ def check_rows(infos: Infos, read: Collection[str], rows: int) -> None:
 
 def of_this_device(variables: Mapping[str, jax.Array], axes: DataParallelMesh) -> Variables:
     """Inside ``shard_map``: what this device starts a step with."""
+    # Folded in, or all devices would drop out the same elements of their rows.
     rank = lax.axis_index(axes.names[::-1])
     return {
         path: jax.vmap(lambda key: jax.random.fold_in(key, rank))(value.reshape(-1)).reshape(value.shape)
@@ -198,6 +199,7 @@ def of_all_devices(
         elif rule in (None, "rows"):
             merged[path] = value
         else:
+            # Before and after: the collective waits for the one before, and what comes next waits for it.
             value, last = fence((value, last))
             merged[path], last = fence((_merged(rule, before[path], value, axes.names), last))
     return merged, last

@@ -92,6 +92,7 @@ def with_gate(transfer: Any, values: Sequence[Any], gate: Any) -> list[Any]:
 def _first_gather(equations: Sequence[Any], carried: set[Any]) -> tuple[list[Any], Any]:
     """The first gather and what is evaluated for its weights; None for one that depends on what is carried."""
     gather = next((e for e in equations if mark_of(e) in GATHERS), None)
+    # Kept weights and gathers ahead need a unit of the same pass before them.
     if gather is None or mark_of(gather) != GATHER:
         return [], None
     wanted, early = set(sources_of(gather)), []
@@ -99,7 +100,7 @@ def _first_gather(equations: Sequence[Any], carried: set[Any]) -> tuple[list[Any
         if not wanted.isdisjoint(equation.outvars):
             wanted.update(operands(equation.invars))
             early.append(equation)
-    # What is evaluated once more must do nothing else.
+    # What is evaluated once more must do nothing else: a callback would run twice a pass.
     if not wanted.isdisjoint(carried) or any(equation.effects for equation in early):
         return [], None
     return early[::-1], gather
@@ -186,6 +187,8 @@ class Level:
     def _run_special(self, equation: Any, values: Values) -> Values:
         primitive, mark = equation.primitive.name, mark_of(equation)
         if primitive == "optimization_barrier":
+            # Bound anew, not evaluated with its neighbours: the barrier is the moment at which a moved
+            # transfer is waited for, and gets a gate of its own there.
             return self._barrier(operands(equation.invars), list(lax.optimization_barrier(values)))
         if primitive == "scan":
             results, self.gate, self.reduced = self._scan(equation, values, self.gate, self.reduced)
@@ -198,6 +201,7 @@ class Level:
         else:
             self._gathered = equation.outvars
         if not self.ways.chained and (mark in self.stale or self.ways.forward):
+            # The gate that was traced knows nothing of the loop before, whose transfers have moved.
             last = self.reduced if mark == REDUCE else self.gate
             values = values if last is None else with_gate(equation, values, last)
         self.stale -= {REDUCE} if mark == REDUCE else set(GATHERS)
@@ -205,6 +209,7 @@ class Level:
 
     def _barrier(self, taken: Sequence[Any], values: Values) -> Values:
         if any(v in self._reduced for v in taken):
+            # True when what this barrier lets through is there, which is the reduction.
             *values, self.reduced = fence([*values, jnp.array(True)])
             self._reduced = ()
         if any(v in self._gathered for v in taken):
@@ -247,9 +252,12 @@ class Pass(Level):
     def _open_gate(self, values: Values) -> Values:
         if self._left:
             return super()._open_gate(values)
+        # ``done`` goes along, so that a pass waits for the reductions of passes before: two layers' whole
+        # gradients exist at once, not one for each layer.
         *values, self.gate = fence([*values, self._done])
         if self._issue is not None:
             self.ahead = self._issue(self.gate)
             if self.ways.chained:
+                # Simulated devices bear one collective at a time: no gather beside what follows.
                 values, self.ahead = fence((values, self.ahead))
         return values

@@ -145,12 +145,15 @@ class _Loop:
         carry, gathered, gathers = self.carry, [], self.parts.gather is not None
         if gathers:
             if gate is None:
+                # Nothing was gathered before the loop: its first gather waits for the loop's input, as a
+                # unit's does for its own (fence 1 of unit.py).
                 carry, gate = fence((carry, jnp.array(True)))
             gathered = self._gather(0, gate)
         kept = [v.aval for v in self.body.jaxpr.outvars[len(carry) :]]
         stacks = [jnp.zeros((self.length - self._splits, *aval.shape), aval.dtype) for aval in kept]
         done = jnp.array(True) if reduced is None else reduced
         state, gate = _State(carry, gathered, [], stacks, done), None
+        # The first pass has no reduction of a pass before it, and its slice of a Split lies apart.
         first = int(bool(self.parts.late) or any(isinstance(x, Split) for x in self.stacked))
         end = self.length - int(gathers)
         if first:
@@ -163,6 +166,7 @@ class _Loop:
             state, gate = self._pass(end, state, scan, last=True)
         if not self.parts.late:
             return [*state.carry, *state.stacks], gate, None
+        # The last reduction ends with the loop, and what follows learns of it by ``reduced``.
         late, reduced = fence((self._run_late(state.waiting), jnp.array(True)))
         return (
             [*state.carry, *self._write_stacks(state.stacks, late, self.length - 1, late=True)],
@@ -192,7 +196,8 @@ class _Loop:
         now = [v for i, v in enumerate(outputs) if i - carries not in parts.stacked]
         level.evaluate(self.body.jaxpr, parts.middle, env, [*now, *parts.waiting])
         reduced = self._run_late(state.waiting) if state.waiting else []
-        # Transfers of this pass end with it, before its results are copied to where they are stacked.
+        # Transfers of this pass end with it, before its results are copied to where they are stacked: so
+        # at most two layers' whole weights, and two layers' whole gradients, exist at once.
         results, waiting, gathered, reduced, done = fence(
             (whole(read(env, now)), whole(read(env, parts.waiting)), level.ahead, reduced, state.done)
         )
@@ -254,5 +259,6 @@ class _Loop:
         for i, value in zip(mine, values, strict=True):
             stacks[i] = lax.dynamic_update_index_in_dim(stacks[i], value, at, 0)
             if self.ways.row_major:
+                # XLA:GPU chooses another layout for the loop of backward, and copies all layers.
                 stacks[i] = with_layout_constraint(stacks[i], Layout(tuple(range(stacks[i].ndim))))
         return stacks

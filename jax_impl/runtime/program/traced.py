@@ -28,6 +28,7 @@ def mark(name: str, function: Callable[..., T]) -> Callable[..., T]:
     def call(gate: jax.Array, *args: Any) -> T:
         return function(gate, *args)
 
+    # A call of jit keeps its name where JAX differentiates or batches, and XLA inlines what it runs.
     call.__name__ = name
     return jax.jit(call)
 
@@ -78,6 +79,7 @@ def inline_calls(program: ClosedJaxpr) -> ClosedJaxpr:
     def is_plain(equation: Any) -> bool:
         shardings = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
         return (
+            # A call with shardings constrains what it is given, which would be lost with the call.
             equation.primitive.name == "jit"
             and mark_of(equation) is None
             and not any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
@@ -198,10 +200,12 @@ def scope_of(equation: Any) -> AbstractContextManager[Any]:
 def _segment(jaxpr: Jaxpr, equations: Sequence[Any], env: Env, needed: Callable[[Any], bool]) -> None:
     made = [v for equation in equations for v in equation.outvars if needed(v)]
     effects = frozenset().union(*(equation.effects for equation in equations))
+    # Callbacks (watch_nonfinite_outputs) have no results that anything needs.
     if not made and not effects:
         return
     inside = {v for equation in equations for v in equation.outvars}
     taken = dict.fromkeys(v for equation in equations for v in operands(equation.invars) if v not in inside)
+    # One program for all equations between two special ones, which returns what is needed later.
     program = Jaxpr((), list(taken), made, equations, effects, jaxpr.debug_info)
     env.update(zip(made, jaxpr_as_fun(ClosedJaxpr(program, ()))(*whole(read(env, taken))), strict=True))
 

@@ -76,8 +76,9 @@ def _can_multiply(lhs: jax.Array, rhs: jax.Array, dimensions: _Static) -> bool:
 def _product(
     lhs: jax.Array, rhs: jax.Array, dimensions: _Static, precision: lax.PrecisionLike, dtype: jnp.dtype
 ) -> jax.Array:
-    # XLA:GPU makes one of small products that have one input: their weights then have several scales, and no product is
-    # one of float8. Behind a barrier with its weight each product has an input of its own, and rounds it for itself.
+    # XLA:GPU makes one of small products that have one input: their weights then have several scales,
+    # and no product is one of float8. Behind a barrier with its weight each product has an input of
+    # its own, and rounds it for itself.
     lhs, rhs = lax.optimization_barrier((lhs, rhs))
     return lax.dot_general(_rounded(lhs, E4M3), _rounded(rhs, E4M3), dimensions, _SUMS, dtype)
 

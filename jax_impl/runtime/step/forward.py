@@ -55,10 +55,13 @@ def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
             if not group.sends_once:
                 held.append(group.hold(arrays))
                 continue
+            # After the collective before: with all units gathered at once, a step of "optim_grads" aborted
+            # in 3 of 3 runs of 21 steps on 8 simulated devices, and ran in 3 of 3 so.
             arrays, last = fence((arrays, last))
             with jax.named_scope(scope_of(path)), jax.named_scope("gather"):
                 last = group.hold(arrays)
             held.append(last)
+        # From here to the unit's call nothing else may use them: their gradient is dropped (seal.py).
         sources[path] = seal(path, tuple(held))
         if WATCHING.value and unit.module.layers is not None:
             sources[path] = (*sources[path], (layer_numbers(unit.module.layers),))
@@ -80,6 +83,7 @@ def finish(plan: ShardingPlan, gradients: AllCollectors) -> Buffers:
     for path in reversed(_in_forward(plan)):
         for group, collected in zip(plan.units[path].groups, gradients[path], strict=True):
             if group.trainable:
+                # As in ``hold``.
                 collected, last = fence((collected, last))
                 with jax.named_scope(scope_of(path)), jax.named_scope("reduce"):
                     last = group.finish(collected)
@@ -131,6 +135,7 @@ def call_model(
 def ways_of(plan: ShardingPlan, *, forward: bool = False) -> Ways:
     """How the program of a step is written. ``forward``: without backward."""
     written = plan.engine == "shard_map"
+    # GSPMD loses the sharding of an array with a layout constraint, so where XLA shards there is none.
     row_major = written and is_gpu(plan.mesh) and not plan.model_axes.names
     return Ways(plan.chained, forward, reductions=written, row_major=row_major)
 
@@ -173,6 +178,8 @@ def _call_unit(
     collectors, sources = held[path]
     # What comes after the groups' sources, while a watch is open, is the number of the layer.
     ((layer,),) = sources[len(unit.groups) :] or ((np.int32(-1),),)
+    # On H100s steps without recomputation so need 0.58 to 0.77 of the memory of a step by hand, without
+    # it 0.7 to 1.1. Simulated devices keep what JAX saves.
     derives = not is_simulated(plan.mesh)
     call = UnitCall(scope_of(path), apply, unit.groups, unit.recompute, order, derives)
     output, values = witnessed(call(collectors, sources[: len(unit.groups)], inner, arrays, layer), witnesses)

@@ -63,8 +63,10 @@ def as_parts(returned: Any, has_aux: bool) -> LossParts:
     if not pair:
         return LossParts(mark_loss(jnp.asarray(returned)), None, _addable(aux, None))
     value, weight = (jnp.asarray(x) for x in returned)
-    # A count in bfloat16 would end at 256.
+    # A count in bfloat16 would end at 256, since 257 rounds to 256.
     dtype = jnp.promote_types(value.dtype, jnp.float32)
+    # The loss is sum / weight; a weight that depends on the model is refused (uneven_means.py), so the
+    # derivative by it is zero and need not be traced.
     weight = lax.stop_gradient(mark_weight(weight.astype(dtype)))
     return LossParts(mark_loss(value.astype(dtype)), weight, _addable(aux, weight))
 
@@ -94,6 +96,7 @@ def _described(returned: Any) -> str:
 
 def _addable(aux: Any, weight: jax.Array | None) -> Any:
     def addable(leaf: Any) -> jax.Array:
+        # Statistics are told, not trained on.
         value = lax.stop_gradient(jnp.asarray(leaf))
         if not jnp.issubdtype(value.dtype, jnp.floating):
             return value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
@@ -119,6 +122,7 @@ def sum_over_devices(parts: LossParts, axes: Sequence[str]) -> LossParts:
         by_dtype.setdefault(leaf.dtype, []).append(index)
     last: list[jax.Array] = []
     for indices in by_dtype.values():
+        # One after another, as all collectives of simulated devices must come.
         own, last = fence(([leaves[i] for i in indices], last))
         if len(own) == 1:
             own = [lax.psum(own[0], axes)]

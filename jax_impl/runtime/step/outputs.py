@@ -129,6 +129,7 @@ def _stack(unit: str) -> str:
 # variable of Python would not be: the first program of a step would serve with and without a watch.
 WATCHING = jax.make_user_context(default_value=False)
 _open: list[_Watch] = []
+# Callbacks run in threads of the runtime, while the program goes on.
 _lock = threading.Lock()
 _orders = itertools.count()
 
@@ -158,6 +159,7 @@ def watch_nonfinite_outputs(plan: ShardingPlan) -> Iterator[list[NonFiniteOutput
     try:
         with WATCHING(True):
             yield watch.found
+        # Steps return before their callbacks have run.
         jax.effects_barrier()
         if not watch.calls:
             warn_caller(
@@ -179,6 +181,7 @@ def look_at_output(plan: ShardingPlan, unit: str, layer: jax.Array, inputs: Any,
     """Add a callback to the program that tells of a unit's output. ``layer``: int32, -1 outside of stacks."""
     site = _Site(unit, next(_orders))
     ins, outs = (
+        # A callback has no derivative, and what it counts is not wanted in any.
         [lax.stop_gradient(x) for x in jax.tree.leaves(tree) if _may_be_nonfinite(x)]
         for tree in (inputs, output)
     )
@@ -204,6 +207,7 @@ def look_at_output(plan: ShardingPlan, unit: str, layer: jax.Array, inputs: Any,
     else:
         specs = (PartitionSpec(), [_spec(plan, x) for x in ins], [_spec(plan, x) for x in outs])
         by_device = PartitionSpec(plan.mesh.axis_names)
+        # By hand: counted by XLA each number would be one of all devices.
         counts = jax.shard_map(count, mesh=plan.mesh, in_specs=specs, out_specs=by_device, check_vma=False)(
             layer, ins, outs
         )
