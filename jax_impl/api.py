@@ -28,7 +28,7 @@ from jax_impl.modules.module_tree import (
     whole_model,
 )
 from jax_impl.modules.partitioning import cuts_of
-from jax_impl.modules.stack_lengths import recognized_stacks, stack_lengths
+from jax_impl.modules.stack import recognized_stacks, stack_lengths
 from jax_impl.modules.tree_model import Tree, as_module
 from jax_impl.options import ShardingOptions, UnitOptions, resolve, unit_patterns
 from jax_impl.runtime.groups.cut_group import CutGroup

@@ -15,8 +15,7 @@ from bridge.core.sharding.policy.float8 import is_quantized
 from bridge.core.sharding.policy.group_dtypes import GroupDtypes
 from bridge.core.sharding.policy.parallel import local_shape
 from jax_impl.comm.collectives import Wire
-from jax_impl.comm.mesh import DataParallelMesh, is_tpu
-from jax_impl.comm.model_axes import ModelAxes
+from jax_impl.comm.mesh import DataParallelMesh, ModelAxes, is_tpu
 from jax_impl.modules.module_tree import UnitModule
 from jax_impl.modules.partitioning import Cuts
 from jax_impl.options import Resolved, UnitOptions, within

@@ -89,7 +89,8 @@ class TrainStep:
             static_argnames="to_host",
         )
         self._checked: set[Any] = set()
-        # By the kinds of memory that a state lies in: out_shardings name them, so each has its program.
+        # By the kinds of memory that a state lies in: out_shardings name them, so each has its
+        # program.
         self._updates: dict[Any, Callable[..., tuple[Buffers, Any, Metrics]]] = {}
 
     def gradients(
@@ -160,7 +161,8 @@ class TrainStep:
 
     def _update(self, state: TrainState) -> Any:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.weights, state.opt_state))
-        # New weights and moments take the memory of the old ones, or both would be there at the end.
+        # New weights and moments take the memory of the old ones, or both would be there at the
+        # end.
         donated = (0, 1) if self._options.donate else ()
         return jax.jit(
             self._update_state, donate_argnums=donated, out_shardings=(*shardings, self._plan.replicated)
@@ -245,7 +247,8 @@ class TrainStep:
 
 def settle(plan: ShardingPlan, result: Any, wait: bool | None = None) -> Any:
     """A program's results, at once or when they are there; by default there on simulated devices."""
-    # Simulated devices share few threads: programs in flight together can wait for each other's for ever.
+    # Simulated devices share few threads: programs in flight together can wait for each other's for
+    # ever.
     wait = is_simulated(plan.mesh) if wait is None else wait
     return jax.block_until_ready(result) if wait and not _is_traced(result) else result
 
@@ -318,8 +321,8 @@ def grad_norm(gradients: Buffers) -> jax.Array:
     squares: Any = jnp.float32(0)
     last: Any = ()
     for array in gradients.values():
-        # Its collectives one after another: see forward.hold. With float32 at least, since squares of
-        # float16 gradients overflow from 256 on.
+        # Its collectives one after another: see forward.hold. With float32 at least, since squares
+        # of float16 gradients overflow from 256 on.
         array, last = fence((array, last))
         wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
         last = jnp.sum(wide * wide)

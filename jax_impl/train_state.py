@@ -1,4 +1,5 @@
-"""What a step is given: the train state, a batch that is cut over the devices, and inputs that are whole on each.
+"""What a step is given: the train state, a batch that is cut over the devices, and inputs that are
+whole on each.
 
 ::
 
@@ -254,7 +255,8 @@ def shard_batch(plan: ShardingPlan, batch: Batch, microbatches: int = 1) -> Batc
 
 def _as_jax_has_it(leaf: Any) -> Any:
     """A NumPy array in the dtype that it gets in JAX (int32 for int64 unless x64 is on)."""
-    # device_put narrows an array once and remembers the result: of a loader's buffer that is filled anew, the old rows.
+    # device_put narrows an array once and remembers the result: of a loader's buffer that is filled
+    # anew, the old rows.
     return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype)) if isinstance(leaf, np.ndarray) else leaf
 
 

@@ -1,14 +1,15 @@
-"""The collectives of one flat array between levels of sharding, the casts around them, and the fences between them.
+"""The collectives of one flat array between levels of sharding, the casts around them, and the
+fences between them.
 
-Everything here runs inside ``shard_map`` with ``check_vma=False``: no reduction happens that is not written. Levels are
-those of ``mesh.py``::
+Everything here runs inside ``shard_map`` with ``check_vma=False``: no reduction happens that is not
+written. Levels are those of ``mesh.py``::
 
     level 0   |. . . . . . . . . . . .|    whole
     level 1   |. . . .|. . . .|. . . .|    gather up: inner axis      reduce-scatter down: inner axis
     level 2   |. .|. .|. .|. .|. .|. .|    gather up: outer axis      reduce-scatter down: outer axis
 
-On TPUs a shard travels as rows of 128 elements, the last one padded: XLA:TPU makes an all-reduce of a gather of 1-D
-shards of no multiple of 128 elements, and of every reduce-scatter of 1-D arrays.
+On TPUs a shard travels as rows of 128 elements, the last one padded: XLA:TPU makes an all-reduce of
+a gather of 1-D shards of no multiple of 128 elements, and of every reduce-scatter of 1-D arrays.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ LANES = 128
 
 def fence(tree: Tree) -> Tree:
     """Every array of ``tree`` exists before any of the returned ones is used, and XLA moves nothing across."""
-    # XLA's CPU compiler deletes barriers unless told otherwise (simulate_devices), and then merges the
-    # gathers of forward and backward: of 9 in three unrolled layers 5 were left.
+    # XLA's CPU compiler deletes barriers unless told otherwise (simulate_devices), and then merges
+    # the gathers of forward and backward: of 9 in three unrolled layers 5 were left.
     return fence_some(tree, [True] * len(jax.tree.leaves(tree)))
 
 
 def fence_some(tree: Tree, chosen: Sequence[bool]) -> Tree:
     """``fence`` for the leaves that are ``chosen``; the others stay as they are."""
     leaves, treedef = jax.tree.flatten(tree)
-    # Cotangents of integers are NumPy float0 arrays, which no operation accepts. Leaves that are not
-    # chosen must not go through: behind a barrier a constant is an array.
+    # Cotangents of integers are NumPy float0 arrays, which no operation accepts. Leaves that are
+    # not chosen must not go through: behind a barrier a constant is an array.
     real = [i for i, leaf in enumerate(leaves) if chosen[i] and leaf.dtype != jax.dtypes.float0]
     for i, passed in zip(real, lax.optimization_barrier([leaves[i] for i in real]), strict=True):
         leaves[i] = passed
@@ -54,8 +55,8 @@ def hold_until(arrays: Sequence[jax.Array], gate: jax.Array) -> tuple[jax.Array,
 
     Not a barrier: XLA drops what leaves a barrier and is not used, and its dependence with it.
     """
-    # Zeros, not the gate in the dtype of the array: with that, scanned layers of the pjit engine needed
-    # 1.15 of the memory of a step by hand on 8 GPUs.
+    # Zeros, not the gate in the dtype of the array: with that, scanned layers of the pjit engine
+    # needed 1.15 of the memory of a step by hand on 8 GPUs.
     return tuple(jnp.where(gate, array, jnp.zeros_like(array)) for array in arrays)
 
 
@@ -70,8 +71,8 @@ def gate_after(tree: Tree) -> jax.Array:
         number = leaf.dtype == jnp.bool_ or jnp.issubdtype(leaf.dtype, jnp.number)
         if leaf.size and number:
             element = lax.slice(leaf.reshape(-1), (0,), (1,))[0]
-            # Unknown to the compiler is only that the gate is True; one operand of "or" is, so the result
-            # is, whatever the element holds.
+            # Unknown to the compiler is only that the gate is True; one operand of "or" is, so the
+            # result is, whatever the element holds.
             is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
             gate = jnp.logical_or(gate, jnp.isfinite(element) if is_float else element == 1)
     return gate
@@ -133,7 +134,8 @@ class Wire:
         fewer bytes travel.
         """
         cast = self.cast(shard)
-        # XLA's CPU compiler gathers float8 as float16, which does not keep every NaN: as bytes it does.
+        # XLA's CPU compiler gathers float8 as float16, which does not keep every NaN: as bytes it
+        # does.
         narrow = self.compute.itemsize == 1 and jnp.issubdtype(self.compute, jnp.floating)
         if narrow:
             cast = lax.bitcast_convert_type(cast, np.uint8)

@@ -1,23 +1,36 @@
 """Meshes, the order of shards on them, and simulated devices to try them on.
 
-A mesh lists one or two data-parallel axes, outer to inner, and then at most two model axes. Data-parallel axes are
-counted from the innermost, because tensors are sharded over the innermost ones first. *Level* a of an array is the
-array cut over the a innermost axes; level 0 is whole. On M x N devices shard k of level 2 lies on the device with inner
-coordinate n and outer coordinate m, k = n * M + m::
+A mesh lists one or two data-parallel axes, outer to inner, and then at most two model axes.
+Data-parallel axes are counted from the innermost, because tensors are sharded over the innermost
+ones first. *Level* a of an array is the array cut over the a innermost axes; level 0 is whole. On M
+x N devices shard k of level 2 lies on the device with inner coordinate n and outer coordinate m,
+k = n * M + m::
 
     2 x 3 devices          level 1                          level 2
     m=0:  0  1  2          |   n=0   |   n=1   |   n=2   |  |n0 m0|n0 m1|n1 m0|n1 m1|n2 m0|n2 m1|
     m=1:  3  4  5
 
-so a gather over the outer axis joins neighbours, and gathers from any level to any other leave elements in one order.
-Of model axes see ``runtime/groups/cut_group.py``.
+so that a gather over the outer axis joins neighbours, and gathers from any level to any other leave
+elements in one order.
+
+A step is manual on data-parallel axes: each device has its own rows, and every collective over
+these axes is written. On model axes the step is automatic: values are whole, the compiler cuts the
+computation as the weights are cut, and sends what that needs. Only the transfers of weights and
+gradients are manual on all axes::
+
+                    data-parallel axes      model axes
+    shard_map           manual              automatic       the user's model
+      on_each           manual              manual          gathers, reductions, buffers to parameters
+
+so that a gather moves what a device has of a parameter, and nothing over a model axis
+(``runtime/groups/cut_group.py``).
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,3 +235,42 @@ def is_simulated(mesh: Mesh) -> bool:
 def is_tpu(mesh: Mesh) -> bool:
     """True on TPUs, real ones and those of a topology that only a compiler knows."""
     return bool(mesh.devices.flat[0].platform == "tpu")
+
+
+@dataclass(frozen=True)
+class ModelAxes:
+    """Names and sizes of a mesh's model axes, outer to inner."""
+
+    mesh: Mesh
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> ModelAxes:
+        names = tuple(name for name in mesh.axis_names if is_model_axis(name))
+        return cls(mesh, names, tuple(mesh.shape[name] for name in names))
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        return dict(zip(self.names, self.sizes, strict=True))
+
+    def on_each(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Inside of a step, ``function`` on what each device has: manual on model axes, too.
+
+        Specs name model axes only. A result that no axis cuts must be the same on all of them.
+        """
+        return jax.shard_map(
+            function, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.names), check_vma=False
+        )
+
+
+def data_spec(spec: PartitionSpec) -> PartitionSpec:
+    """What a step that is automatic on model axes says of an array at rest: ``spec`` without those axes."""
+
+    def kept(entry: Any) -> Any:
+        if not isinstance(entry, tuple):
+            return None if entry is not None and is_model_axis(entry) else entry
+        names = tuple(name for name in entry if not is_model_axis(name))
+        return names if len(names) > 1 else names[0] if names else None
+
+    return PartitionSpec(*map(kept, spec))

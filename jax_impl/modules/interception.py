@@ -1,8 +1,10 @@
-"""What is replaced while a model is traced: methods of units' classes, and functions of ``jax.tree`` in users' modules.
+"""What is replaced while a model is traced: methods of units' classes, and functions of
+``jax.tree`` in users' modules.
 
-A stand-in for a unit is an instance of the unit's own class, so that ``isinstance`` and ``type`` tell the truth. No
-instance can catch its own calls, so the methods of these classes are others as long as a model is traced: they hand
-calls on instances with stand-ins for parameters (``unit_parameter.py``) to the unit, and leave all others alone.
+A stand-in for a unit is an instance of the unit's own class, so that ``isinstance`` and ``type``
+tell the truth. No instance can catch its own calls, so the methods of these classes are others as
+long as a model is traced: they hand calls on instances with stand-ins for parameters
+(``unit_parameter.py``) to the unit, and leave all others alone.
 
 To JAX a stand-in has more leaves than one: zeros of the parameter's shape and, of a unit's first
 parameter, the unit's arrays. So a user's ``jax.tree.leaves(params)`` would count too many
@@ -28,8 +30,8 @@ from flax import nnx
 
 from jax_impl.modules.unit_parameter import apply_to_leaves, is_unit_parameter, run_in_unit, unit_at, zeros_of
 
-# Classes and jax.tree belong to the process, and threads may trace at once: the first one replaces, the
-# last one restores.
+# Classes and jax.tree belong to the process, and threads may trace at once: the first one replaces,
+# the last one restores.
 _LOCK = threading.Lock()
 # How many traces need a class's methods caught, and what the class itself had by their names.
 _traces: dict[type, int] = {}
@@ -122,8 +124,8 @@ def replace_functions() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
     for module in [jax.tree, *sys.modules.values()]:
         if module in (jax.tree, jax.tree_util) or _package(getattr(module, "__name__", "")) not in _LIBRARIES:
             entries = getattr(module, "__dict__", {})
-            # Users' modules may import a function by any name. To look at all names of all packages takes four times as
-            # long, at every trace.
+            # Users' modules may import a function by any name. To look at all names of all packages
+            # takes four times as long, at every trace.
             names = (*_NAMES, *_SHORT) if _is_installed(module) else tuple(entries)
             replaced += [(module, name, entries[name]) for name in names if _is_known(entries.get(name))]
     replaced = list({(id(module), name): (module, name, own) for module, name, own in replaced}.values())

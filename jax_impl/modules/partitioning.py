@@ -33,7 +33,7 @@ from bridge.core.sharding.policy.mesh_axes import EXPERT_AXES, is_model_axis
 from bridge.core.sharding.policy.parallel import Cut, ParallelPolicy, check_cuts, entries_of
 from bridge.core.sharding.policy.patterns import matches
 from bridge.core.text import first_of
-from jax_impl.comm.model_axes import ModelAxes
+from jax_impl.comm.mesh import ModelAxes
 from jax_impl.modules.module_tree import dotted_paths, joined, module_paths, parameter_leaves
 from jax_impl.modules.tree_model import given_node
 

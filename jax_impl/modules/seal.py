@@ -56,31 +56,12 @@ _OPEN = "twinshard opened"
 _CONSTANT = "twinshard constant "
 _UNCHANGED = "twinshard unchanged "
 # What hands weights on as they are, or some layers' of a stack.
-_MOVES = frozenset(
-    {
-        "broadcast_in_dim",
-        "concatenate",
-        "copy",
-        "device_put",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "gather",
-        "name",
-        "optimization_barrier",
-        "reshape",
-        "rev",
-        "select_n",
-        "sharding_constraint",
-        "slice",
-        "split",
-        "squeeze",
-        "stack",
-        "stop_gradient",
-        "tile",
-        "transpose",
-        "unstack",
-    }
-)
+_MOVES = frozenset({
+    "broadcast_in_dim", "concatenate", "copy", "device_put", "dynamic_slice",
+    "dynamic_update_slice", "gather", "name", "optimization_barrier", "reshape", "rev",
+    "select_n", "sharding_constraint", "slice", "split", "squeeze", "stack", "stop_gradient",
+    "tile", "transpose", "unstack",
+})  # fmt: skip
 _PASSES = frozenset({"copy", "device_put", "name", "sharding_constraint", "stop_gradient"})
 _LIBRARIES = tuple(
     f"{Path(file or '').parent}{os.sep}"

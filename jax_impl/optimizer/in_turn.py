@@ -1,22 +1,25 @@
-"""The update, one array of weights after another, with what lies in the host's memory on the device only for its turn.
+"""The update, one array of weights after another, with what lies in the host's memory on the device
+only for its turn.
 
 A state that lies there as a whole, step counts included, is updated there (``on_host.py``).
 
-An optimizer's update is traced once. What each key's new weights and moments need is then a program of its own, where
-the optimizer treats elements alike; what several keys need (step counts, a global norm of gradients) comes first. A
-fence stands between two keys, so that the temporary arrays of an update are those of one key. Arrays in the host's
-memory travel while others are computed::
+An optimizer's update is traced once. What each key's new weights and moments need is then a program
+of its own, where the optimizer treats elements alike; what several keys need (step counts, a global
+norm of gradients) comes first. A fence stands between two keys, so that the temporary arrays of an
+update are those of one key. Arrays in the host's memory travel while others are computed::
 
     in        | key 0 | key 1 | key 2         | key 3
     update            | 0     | 1             | 2
     out                       | key 0         | key 1
 
-Key i + 1 is fetched, and key i updated, when key i - 1 is back in the host's memory: of at most two keys there are
-arrays on the device, and of one a second time, while the parts in which an array travels are joined.
+Key i + 1 is fetched, and key i updated, when key i - 1 is back in the host's memory: of at most two
+keys there are arrays on the device, and of one a second time, while the parts in which an array
+travels are joined.
 
-XLA's schedulers drop barriers, move transfers to the front and wait for none of them before the end. So the order is
-one of values. An element is read from what was sent; where the parts of the next array begin depends on the element,
-though XLA cannot see that any element gives the same place (``_landed``, ``memory_kinds.fetch_after``).
+XLA's schedulers drop barriers, move transfers to the front and wait for none of them before the
+end. So the order is one of values. An element is read from what was sent; where the parts of the
+next array begin depends on the element, though XLA cannot see that any element gives the same place
+(``_landed``, ``memory_kinds.fetch_after``).
 """
 
 from __future__ import annotations
@@ -174,8 +177,8 @@ class _Turns:
         last: dict[int, Any] = {}
         for (key, own), copies in zip(numbers.items(), stream.fetched(homes), strict=True):
             arrays = {n: copies.get(n, leaves[n]) for n in own}
-            # What leaves a fence and is not used is dropped, so the results of the key before go on from
-            # here. The fence keeps the temporary arrays of two keys from existing at once.
+            # What leaves a fence and is not used is dropped, so the results of the key before go on
+            # from here. The fence keeps the temporary arrays of two keys from existing at once.
             arrays, last = fence((arrays, last))
             new.update(last)
             inner: Env = {**env, **{inputs[n]: array for n, array in arrays.items()}}
@@ -310,6 +313,7 @@ def _are_there(landed: Mapping[int, jax.Array]) -> jax.Array:
     there = jnp.array(True)
     for element in landed.values():
         number = element.reshape(()).astype(jnp.float32)
-        # One of the two holds for each number, and for NaN the second: always True, which XLA cannot know.
+        # One of the two holds for each number, and for NaN the second: always True, which XLA
+        # cannot know.
         there &= (number >= 0) | ~(number >= 1)
     return there

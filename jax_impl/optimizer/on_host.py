@@ -18,43 +18,15 @@ from jax_impl.runtime.program.traced import runs_any
 # Before, a program of the host cannot say in which memory its results lie.
 _SINCE = (0, 10, 1)
 # Of arrays that are cut over devices, outside of shard_map.
-_REDUCTIONS = frozenset(
-    [
-        "reduce_sum",
-        "reduce_max",
-        "reduce_min",
-        "reduce_prod",
-        "reduce_and",
-        "reduce_or",
-        "reduce_xor",
-        "reduce",
-        "argmax",
-        "argmin",
-        "sort",
-        "top_k",
-        "dot_general",
-        "conv_general_dilated",
-        "cumsum",
-        "cumprod",
-        "cummax",
-        "cummin",
-        "cumlogsumexp",
-    ]
-)
-_COLLECTIVES = frozenset(
-    [
-        "psum",
-        "psum_invariant",
-        "pmax",
-        "pmin",
-        "all_gather",
-        "all_gather_invariant",
-        "reduce_scatter",
-        "all_to_all",
-        "ppermute",
-        "pbroadcast",
-    ]
-)
+_REDUCTIONS = frozenset([
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
+    "reduce_xor", "reduce", "argmax", "argmin", "sort", "top_k", "dot_general",
+    "conv_general_dilated", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp",
+])  # fmt: skip
+_COLLECTIVES = frozenset([
+    "psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant",
+    "reduce_scatter", "all_to_all", "ppermute", "pbroadcast",
+])  # fmt: skip
 
 
 def is_local(equation: Any) -> bool:

@@ -1,15 +1,18 @@
-"""A flat group on a mesh with model axes: each part of the parameters lies in a flat buffer of its own.
+"""A flat group on a mesh with model axes: each part of the parameters lies in a flat buffer of its
+own.
 
-Parameters that are cut over the same model axes are one group; those that no axis cuts are another. A *row* is what one
-place of the group's model axes has of all parameters, and ``layout`` is the layout of a row: all rows are alike. Of a
-kernel ``[4, 6]`` whose second dimension is cut over ``tp = 2``, on ``dp = 2``::
+Parameters that are cut over the same model axes are one group; those that no axis cuts are another.
+A *row* is what one place of the group's model axes has of all parameters, and ``layout`` is the
+layout of a row: all rows are alike. Of a kernel ``[4, 6]`` whose second dimension is cut over
+``tp = 2``, on ``dp = 2``::
 
     row 0, tp = 0     kernel[:, 0:3] flat      |a0 a1|      a0, b0: the shards of dp = 0
     row 1, tp = 1     kernel[:, 3:6] flat      |b0 b1|      a1, b1: those of dp = 1
     at rest           [a0 b0 a1 b1], cut over (dp, tp)      each device has one shard of one row
     gathered          [a0 a1 b0 b1], cut over tp            moves a0, a1 between devices of tp = 0 only
 
-A row becomes a part of each parameter where it is, and the parameter is cut over the model axes in the user's model.
+A row becomes a part of each parameter where it is, and the parameter is cut over the model axes in
+the user's model.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bridge.core.sharding.policy.parallel import Cut
-from jax_impl.comm.model_axes import ModelAxes
+from jax_impl.comm.mesh import ModelAxes
 from jax_impl.runtime.groups.flat_group import Boxes, FlatGroup, Index, pack, unpack
 
 

@@ -1,4 +1,5 @@
-"""A group of the shard_map engine: a unit's parameters of one trainability in one flat array, cut unevenly into rows.
+"""A group of the shard_map engine: a unit's parameters of one trainability in one flat array, cut
+unevenly into rows.
 
     at rest       [padded] of level ``optimizer``, main dtype; of a stack [layers, padded]
     source        what a step holds of it: level ``parameters``. Whole weights, and shards coarser than at rest, are
@@ -6,15 +7,18 @@
     gradient      level ``gradients``, grad dtype; reduced there in each backward, and to level ``optimizer`` once a
                   step
 
-Levels: ``comm/mesh.py``. Everything but the storage half runs inside ``shard_map``, on this device's shards.
+Levels: ``comm/mesh.py``. Everything but the storage half runs inside ``shard_map``, on this
+device's shards.
 
-A unit's layout may have several buffers, but at rest, on the wire and to optimizers it is one array, rank after rank::
+A unit's layout may have several buffers, but at rest, on the wire and to optimizers it is one
+array, rank after rank::
 
     rank                  |------- 0 -------|------- 1 -------|------- 2 -------|
     array                 |buffer 0 |buf. 1 |buffer 0 |buf. 1 |buffer 0 |buf. 1 |
 
-so that one gather and one reduction move all buffers. A buffer's shards are brought together only where parameters are
-cut from them. With one buffer, or one rank, array and buffers are in the same order.
+so that one gather and one reduction move all buffers. A buffer's shards are brought together only
+where parameters are cut from them. With one buffer, or one rank, array and buffers are in the same
+order.
 """
 
 from __future__ import annotations
@@ -135,8 +139,8 @@ class FlatGroup:
         """Accumulated gradients -> the sum over all devices, sharded as at rest."""
         levels, wire = self.strategy, self.wire
 
-        # First the levels that microbatches left whole, then the axes over which weights are copies: so the
-        # last all-reduce is of a shard.
+        # First the levels that microbatches left whole, then the axes over which weights are
+        # copies: so the last all-reduce is of a shard.
         def reduce(x: jax.Array) -> jax.Array:
             return wire.all_reduce(
                 wire.reduce_scatter(x, levels.gradients, levels.optimizer), levels.optimizer
@@ -195,8 +199,8 @@ class FlatGroup:
         return (index[-1].start or 0) // self.layout.shard_size if self.layout.shard_size else 0
 
     def _check_layer(self, array: jax.Array) -> None:
-        # A stack that nothing has sliced would be gathered as a whole, N layers at once. Of what is no
-        # stack, JAX's own error tells more: see unnamed_stack.
+        # A stack that nothing has sliced would be gathered as a whole, N layers at once. Of what is
+        # no stack, JAX's own error tells more: see unnamed_stack.
         if self.layers is not None and array.ndim != 1:
             raise ValueError(
                 f"unit {self.unit!r}: expected its {self.layers} layers in a loop or map over them (nnx.scan, "
@@ -217,8 +221,8 @@ class FlatGroup:
         return () if self.layers is None else (self.layers,)
 
     def _each_layer(self, function: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
-        # Collectives along the second axis would transpose a copy of all layers ("optim_grads" of a stack:
-        # 7.99 bytes a parameter instead of 5.07).
+        # Collectives along the second axis would transpose a copy of all layers ("optim_grads" of a
+        # stack: 7.99 bytes a parameter instead of 5.07).
         return function(array) if self.layers is None else lax.map(function, array)
 
 
@@ -263,9 +267,9 @@ def pack(layout: Layout, leaves: Sequence[jax.Array], row: int | None = None) ->
         return jnp.zeros(0, dtype)
     if len(buffers) == 1:
         return buffers[0] if row is None else buffers[0].reshape(layout.num_shards, -1, row)
-    # One buffer after the other into its columns: a concatenation would hold the buffers beside their
-    # copy. On TPUs rows of 128 elements make this 4 s of compiling instead of 18 (three buffers of a
-    # layer of width 2048).
+    # One buffer after the other into its columns: a concatenation would hold the buffers beside
+    # their copy. On TPUs rows of 128 elements make this 4 s of compiling instead of 18 (three
+    # buffers of a layer of width 2048).
     packed = _by_rank(layout, jnp.zeros(layout.padded_size, dtype))
     for values, columns in zip(buffers, _columns(layout), strict=True):
         packed = lax.dynamic_update_slice_in_dim(packed, _by_rank(layout, values), columns.start, axis=1)

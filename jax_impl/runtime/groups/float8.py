@@ -1,8 +1,9 @@
-"""Float8 payload and its scales inside of a compiled step: the bytes of ``bridge.core.sharding.policy.float8``, on any
-device.
+"""Float8 payload and its scales inside of a compiled step: the bytes of
+``bridge.core.sharding.policy.float8``, on any device.
 
-The arithmetic is that of integers and of products with powers of two, which all of XLA's compilers compute alike. Their
-own float8 types differ in what they saturate and flush, and not every device has them.
+The arithmetic is that of integers and of products with powers of two, which all of XLA's compilers
+compute alike. Their own float8 types differ in what they saturate and flush, and not every device
+has them.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def encode(values: jax.Array, scales: jax.Array, float8: Float8 = E4M3) -> jax.A
     normal = ((scaled_bits + half + ((scaled_bits >> dropped) & 1)) >> dropped) - (
         (_BIAS - float8.bias) << float8.fraction
     )
-    # Smaller numbers are multiples of the spacing of float32 at this power of two: the addition rounds to them.
+    # Smaller numbers are multiples of the spacing of float32 at this power of two: the addition
+    # rounds to them.
     power = dropped + 1 - float8.bias
     small = lax.bitcast_convert_type(jnp.minimum(scaled, 1.0) + 2.0**power, jnp.int32)
     small -= (_BIAS + power) << _FRACTION

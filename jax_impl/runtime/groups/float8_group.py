@@ -1,5 +1,5 @@
-"""A flat group whose weights travel as float8 payload: ``bridge.core.sharding.policy.float8`` has the bits and where
-they lie.
+"""A flat group whose weights travel as float8 payload: ``bridge.core.sharding.policy.float8`` has
+the bits and where they lie.
 
 ::
 
@@ -7,8 +7,8 @@ they lie.
     gather    payload and scales of all shards, uint8
     leaves    payload and scales of a parameter  ->  the compute dtype, exactly
 
-So what waits for its use, such as a unit that is gathered ahead, is bytes. Gradients are those of the leaves, and go to
-the main weights as they are (straight-through).
+So what waits for its use, such as a unit that is gathered ahead, is bytes. Gradients are those of
+the leaves, and go to the main weights as they are (straight-through).
 """
 
 from __future__ import annotations

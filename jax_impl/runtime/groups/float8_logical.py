@@ -1,9 +1,9 @@
 """A group of the pjit engine whose weights travel as float8 payload.
 
-Parameters are quantized whole, where they lie, and payload and scales are arrays of their own, cut as the parameters
-are. It is these that have to lie whole when they are used: so they are what XLA gathers, and it dequantizes what it has
-gathered. XLA itself adds what is needed to know the scales: the largest magnitudes of tensors, and of blocks that a cut
-separates.
+Parameters are quantized whole, where they lie, and payload and scales are arrays of their own, cut
+as the parameters are. It is these that have to lie whole when they are used: so they are what XLA
+gathers, and it dequantizes what it has gathered. XLA itself adds what is needed to know the scales:
+the largest magnitudes of tensors, and of blocks that a cut separates.
 """
 
 from __future__ import annotations

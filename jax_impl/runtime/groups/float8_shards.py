@@ -1,13 +1,14 @@
 """Quantize one shard of a flat group, and find the scales of a parameter in all of them.
 
-All devices run one program, but hold different rows of different parameters: *parts* of a shard. Three ways::
+All devices run one program, but hold different rows of different parameters: *parts* of a shard.
+Three ways::
 
     one shard                      all parts are known: each parameter by itself
     blocks of whole tiles          mxfp8: every 32 elements, whatever they are of (``float8.in_blocks``)
     else                           a device takes its row of tables that say what each shard holds
 
-The last one computes what it needs to know of each element, or of each block, from where it is. Padding is zero and has
-payload 0; which part it counts as makes no difference.
+The last one computes what it needs to know of each element, or of each block, from where it is.
+Padding is zero and has payload 0; which part it counts as makes no difference.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""A group of the pjit engine: a unit's parameters of one trainability, each a logical array with a ``NamedSharding``.
+"""A group of the pjit engine: a unit's parameters of one trainability, each a logical array with a
+``NamedSharding``.
 
-Each parameter is cut along its largest dimension that the number of its shards divides, and is whole on every device
-where there is none. Levels of sharding are those of ``comm/mesh.py``, all along that dimension::
+Each parameter is cut along its largest dimension that the number of its shards divides, and is
+whole on every device where there is none. Levels of sharding are those of ``comm/mesh.py``, all
+along that dimension::
 
     optimizer level 2 on 2 x 4 devices    (4096, 1024) -> 8 x (512, 1024)      (331,) -> whole
     parameters level 1                    4 x (1024, 1024)                     whole
 
-What model axes cut is divided so among the devices of each part; both may cut one dimension, model axes first.
+What model axes cut is divided so among the devices of each part; both may cut one dimension, model
+axes first.
 
 There are no collectives here, only statements of how an array has to lie; XLA chooses what to send.
 """
@@ -166,8 +169,8 @@ class LogicalGroup:
 
     def reduce(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         rounded = (round_to(round_to(x, self.wire.reduce), self.wire.grad) for x in gradients)
-        # No sharding says "partial", so XLA reduces in each microbatch: what is cut in the end is cut
-        # there. Left whole, XLA all-reduced under "optim" and cut afterwards, twice the bytes.
+        # No sharding says "partial", so XLA reduces in each microbatch: what is cut in the end is
+        # cut there. Left whole, XLA all-reduced under "optim" and cut afterwards, twice the bytes.
         return self._lying(rounded, self.strategy.gradients or self.strategy.optimizer, one_layer=True)
 
     def finish(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

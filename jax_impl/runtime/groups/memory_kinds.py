@@ -1,7 +1,8 @@
-"""Arrays of a train state in the host's memory (``pinned_host``), which programs compute with on the device.
+"""Arrays of a train state in the host's memory (``pinned_host``), which programs compute with on
+the device.
 
-A state may lie wherever its user puts it with ``jax.device_put`` and ``sharding.with_memory_kind``. A program brings
-what it needs to the device, and returns what it changes to where it was.
+A state may lie wherever its user puts it with ``jax.device_put`` and ``sharding.with_memory_kind``.
+A program brings what it needs to the device, and returns what it changes to where it was.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def _space(x: jax.Array) -> Any:
 
 def check_not_donated(name: str, array: jax.Array) -> None:
     """Raises ``ValueError`` for an array without values."""
-    # XLA does not check: a program that is given such an array crashes the process. The state of before
-    # a step that donated it is the usual one.
+    # XLA does not check: a program that is given such an array crashes the process. The state of
+    # before a step that donated it is the usual one.
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted():
         raise ValueError(
             f"{name}: expected values, got an array that was given up (donated) to an earlier step: go on with the "
@@ -103,15 +104,16 @@ def check_not_donated(name: str, array: jax.Array) -> None:
         )
 
 
-# Of how many elements parts are multiples, that TPUs need not shift them: of the only, of the last two dimensions.
+# Of how many elements parts are multiples, that TPUs need not shift them: of the only, of the last
+# two dimensions.
 _ALONE, _ROWS, _COLUMNS = 1024, 32, 128
 
 
 def fetch_after(arrays: Sequence[jax.Array], there: jax.Array) -> tuple[jax.Array, ...]:
     """The same arrays, on the device, not before ``there``, which is True. Those on the device stay as they are."""
-    # XLA's schedulers move transfers to the front, past barriers, but cannot know where a slice begins
-    # whose start is computed from a scalar of the program. A slice has less than all elements, or XLA
-    # would see that there is one start only.
+    # XLA's schedulers move transfers to the front, past barriers, but cannot know where a slice
+    # begins whose start is computed from a scalar of the program. A slice has less than all
+    # elements, or XLA would see that there is one start only.
     start = jnp.where(there, 0, 1).astype(jnp.int32)
     return tuple(x if is_on_device(x) else _fetch_in_parts(x, start) for x in arrays)
 

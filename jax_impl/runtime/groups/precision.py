@@ -1,9 +1,11 @@
-"""Which dtype weights have in compute and on the wire, and gradients have on the wire and for the optimizer.
+"""Which dtype weights have in compute and on the wire, and gradients have on the wire and for the
+optimizer.
 
-Main weights are float32, or float64 where the given parameters are, unless ``main_dtype`` says otherwise. Frozen
-weights, which no update needs more bits of, stay in the dtype in which they were given. In float8, whose scale only the
-model knows, and in integers and bools, that is also the dtype of compute. With a ``gather_dtype`` matrices and stacks
-of them are quantized when they are gathered, and computed with as they are then.
+Main weights are float32, or float64 where the given parameters are, unless ``main_dtype`` says
+otherwise. Frozen weights, which no update needs more bits of, stay in the dtype in which they were
+given. In float8, whose scale only the model knows, and in integers and bools, that is also the
+dtype of compute. With a ``gather_dtype`` matrices and stacks of them are quantized when they are
+gathered, and computed with as they are then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Arrays of an optimizer's state besides those of the weights, where moments have a scale for each row.
+"""Arrays of an optimizer's state besides those of the weights, where moments have a scale for each
+row.
 
-Parameters whose rows have several elements are *scaled*; the others (vectors, scalars) keep float32 moments. Of a flat
-group there are then up to three arrays for each moment, all cut over devices as the weights are::
+Parameters whose rows have several elements are *scaled*; the others (vectors, scalars) keep float32
+moments. Of a flat group there are then up to three arrays for each moment, all cut over devices as
+the weights are::
 
     rank                              |------- 0 -------|------- 1 -------|
     weights                           |a0a0a0a1a1a1b.b.b|b.b.c0c0c0c1c1c1.|      a, c: scaled, b: a vector
@@ -9,8 +11,9 @@ group there are then up to three arrays for each moment, all cut over devices as
     "layers/0 (scales)"   float32     |s0 s1|s0 s1|                              one for each row
     "layers/0 (unscaled)" float32     |b b b|b b .|                              elements of b
 
-In the latter two a rank has its own rows in order, one part for each buffer of the layout, as long as the rank with
-most rows needs it. Of the pjit engine's arrays only the scales are apart: ``"layers/0/kernel (scales)"``.
+In the latter two a rank has its own rows in order, one part for each buffer of the layout, as long
+as the rank with most rows needs it. Of the pjit engine's arrays only the scales are apart:
+``"layers/0/kernel (scales)"``.
 """
 
 from __future__ import annotations

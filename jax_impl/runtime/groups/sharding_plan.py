@@ -1,4 +1,5 @@
-"""The sharding plan of a model: its units, their groups of parameters, and the arrays of a train state.
+"""The sharding plan of a model: its units, their groups of parameters, and the arrays of a train
+state.
 
 ::
 
@@ -13,7 +14,8 @@
                 trainable, replicated      "layers/2 (replicated)"
     ""          trainable                  ""
 
-With the shard_map engine a group is one flat array, with the pjit engine one array a parameter, by its path.
+With the shard_map engine a group is one flat array, with the pjit engine one array a parameter, by
+its path.
 """
 
 from __future__ import annotations
@@ -31,8 +33,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bridge.core.callers import warn_caller
-from jax_impl.comm.mesh import DataParallelMesh, is_simulated
-from jax_impl.comm.model_axes import ModelAxes, data_spec
+from jax_impl.comm.mesh import DataParallelMesh, ModelAxes, data_spec, is_simulated
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
 from jax_impl.runtime.groups.layout_report import layout_report
@@ -233,7 +234,8 @@ class ShardingPlan:
         of an optimizer that sees parameters keeps the model's tree: there the key is a parameter's path.
         """
         key_positions = [i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]
-        # The innermost key that is known: an optimizer may label arrays with names of its own, further out or in.
+        # The innermost key that is known: an optimizer may label arrays with names of its own,
+        # further out or in.
         for i in reversed(key_positions):
             key = path[i].key
             if any(
@@ -274,7 +276,8 @@ class ShardingPlan:
 
         def values(index: tuple[slice, ...] | None) -> np.ndarray:
             index = index or ()
-            # Replicas of a shard are asked for one after another, so that one shard is remembered, not all.
+            # Replicas of a shard are asked for one after another, so that one shard is remembered,
+            # not all.
             if repr(index) not in last:
                 last.clear()
                 last[repr(index)] = stored.shard(index, target, read)

@@ -1,8 +1,9 @@
 """Variables of a model that are no parameters: batch statistics, random streams, counters, caches.
 
-They are whole on every device, but for those that have a row for each row of the batch. Within a step each device has
-its own: statistics of its own rows, and random numbers of its own, because its number is folded into every random key.
-In the shard_map engine there is one value again after a step, by the variable's rule::
+They are whole on every device, but for those that have a row for each row of the batch. Within a
+step each device has its own: statistics of its own rows, and random numbers of its own, because its
+number is folded into every random key. In the shard_map engine there is one value again after a
+step, by the variable's rule::
 
     rule      one value from several                          variables that have it unless told
     mean      mean over the devices                           nnx.BatchStat
@@ -11,11 +12,11 @@ In the shard_map engine there is one value again after a step, by the variable's
     rows      each device keeps its rows, as of a batch       nnx.Cache with rows that the devices divide
     none      devices must have the same                      all others: counters, flags
 
-``fully_shard(..., variables={"codebook/counts": "sum"})`` tells. A random key is after a step what it was before. A
-variable without a rule that comes from rows of the batch is refused before anything is compiled, and so are a "sum" of
-anything but the value before and what does not depend on it, "rows" of another number than the batch's that are read,
-and a count by ``x.shape[0]``, which is that of one device's rows. The pjit engine sees all rows, so nothing is put
-together.
+``fully_shard(..., variables={"codebook/counts": "sum"})`` tells. A random key is after a step what
+it was before. A variable without a rule that comes from rows of the batch is refused before
+anything is compiled, and so are a "sum" of anything but the value before and what does not depend
+on it, "rows" of another number than the batch's that are read, and a count by ``x.shape[0]``, which
+is that of one device's rows. The pjit engine sees all rows, so nothing is put together.
 """
 
 from __future__ import annotations
@@ -199,7 +200,8 @@ def of_all_devices(
         elif rule in (None, "rows"):
             merged[path] = value
         else:
-            # Before and after: the collective waits for the one before, and what comes next waits for it.
+            # Before and after: the collective waits for the one before, and what comes next waits
+            # for it.
             value, last = fence((value, last))
             merged[path], last = fence((_merged(rule, before[path], value, axes.names), last))
     return merged, last

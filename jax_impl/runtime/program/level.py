@@ -37,8 +37,8 @@ from jax_impl.runtime.program.traced import (
     whole,
 )
 
-# A unit's gather waits for its own input, or, ahead, for that of the unit before; a reduction for the one before. One
-# operand is True then, the gate.
+# A unit's gather waits for its own input, or, ahead, for that of the unit before; a reduction for
+# the one before. One operand is True then, the gate.
 GATHER, GATHER_AHEAD, REDUCE = "twinshard_gather", "twinshard_gather_ahead", "twinshard_reduce"
 # In place of a gather, of weights that are there.
 KEPT = "twinshard_kept"
@@ -64,8 +64,8 @@ class Parts:
     def of(jaxpr: Any, constants: int, carries: int, *, reductions: bool) -> Parts:
         """Of a body whose first inputs are constants, and then what it carries. ``reductions``: whether they move."""
         equations = list(jaxpr.eqns)
-        # The next pass's gather must not start before the last unit of this pass, which is in a loop of its own; and
-        # random keys cannot be stacked here as scan does it.
+        # The next pass's gather must not start before the last unit of this pass, which is in a
+        # loop of its own; and random keys cannot be stacked here as scan does it.
         nested = any(e.primitive.name == "scan" and holds(e, TRANSFERS) for e in equations)
         keys = any(jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in jaxpr.outvars)
         if nested or keys:
@@ -130,7 +130,8 @@ def _needed(equations: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(v for v in needed if v not in made))
 
 
-# Of a scan: its equation and operands, and ``gate`` and ``reduced`` of the level, before it and after it.
+# Of a scan: its equation and operands, and ``gate`` and ``reduced`` of the level, before it and
+# after it.
 Gate = jax.Array | None
 Scan = Callable[[Any, Values, Gate, Gate], tuple[Values, Gate, Gate]]
 
@@ -187,12 +188,13 @@ class Level:
     def _run_special(self, equation: Any, values: Values) -> Values:
         primitive, mark = equation.primitive.name, mark_of(equation)
         if primitive == "optimization_barrier":
-            # Bound anew, not evaluated with its neighbours: the barrier is the moment at which a moved
-            # transfer is waited for, and gets a gate of its own there.
+            # Bound anew, not evaluated with its neighbours: the barrier is the moment at which a
+            # moved transfer is waited for, and gets a gate of its own there.
             return self._barrier(operands(equation.invars), list(lax.optimization_barrier(values)))
         if primitive == "scan":
             results, self.gate, self.reduced = self._scan(equation, values, self.gate, self.reduced)
-            # A loop that stays as it is ends with transfers that nothing is known of, and that nothing runs during.
+            # A loop that stays as it is ends with transfers that nothing is known of, and that
+            # nothing runs during.
             moved = [(GATHERS, self.gate), ((REDUCE,), self.reduced)]
             self.stale = frozenset(name for names, last in moved if last is not None for name in names)
             return results
@@ -252,8 +254,8 @@ class Pass(Level):
     def _open_gate(self, values: Values) -> Values:
         if self._left:
             return super()._open_gate(values)
-        # ``done`` goes along, so that a pass waits for the reductions of passes before: two layers' whole
-        # gradients exist at once, not one for each layer.
+        # ``done`` goes along, so that a pass waits for the reductions of passes before: two layers'
+        # whole gradients exist at once, not one for each layer.
         *values, self.gate = fence([*values, self._done])
         if self._issue is not None:
             self.ahead = self._issue(self.gate)

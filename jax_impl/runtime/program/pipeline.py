@@ -1,22 +1,25 @@
-"""Transfers of scanned layers, one pass of the loop apart from their layer: software pipelining of a traced program.
+"""Transfers of scanned layers, one pass of the loop apart from their layer: software pipelining of
+a traced program.
 
-The body of a loop gathers a layer, applies it, and in backward reduces its gradients. In one pass nothing can run
-during these transfers, so they move into the pass next to it. Backward over layers 3 to 0, a column a pass; the first
-and the last pass stand outside of the loop::
+The body of a loop gathers a layer, applies it, and in backward reduces its gradients. In one pass
+nothing can run during these transfers, so they move into the pass next to it. Backward over layers
+3 to 0, a column a pass; the first and the last pass stand outside of the loop::
 
                |          |            |     loop, 2 passes      |            |
     gather     | 3        | 2          | 1          | 0          |            |
     backward   |          | 3          | 2          | 1          | 0          |
     reduce     |          |            | 3          | 2          | 1          | 0
 
-Forward has no reductions, and no first pass outside. Each layer is still gathered and reduced as often as before. A
-gather waits for the input of the layer before (``order.py``), and a pass for the transfers of the pass before, so that
-two layers' whole weights and two layers' whole gradients exist at once.
+Forward has no reductions, and no first pass outside. Each layer is still gathered and reduced as
+often as before. A gather waits for the input of the layer before (``order.py``), and a pass for the
+transfers of the pass before, so that two layers' whole weights and two layers' whole gradients
+exist at once.
 
-Which loops a model has is known when it has run, and what they do in backward when JAX has differentiated them. So
-``pipeline`` reads the program of a function and writes these loops anew. A gather moves if it depends on what the loop
-is over, not on what it carries, and a reduction if its results leave the loop stacked. All else stays where it is, such
-as what is inside of ``jax.checkpoint``, ``lax.cond`` and ``lax.while_loop``.
+Which loops a model has is known when it has run, and what they do in backward when JAX has
+differentiated them. So ``pipeline`` reads the program of a function and writes these loops anew. A
+gather moves if it depends on what the loop is over, not on what it carries, and a reduction if its
+results leave the loop stacked. All else stays where it is, such as what is inside of
+``jax.checkpoint``, ``lax.cond`` and ``lax.while_loop``.
 """
 
 from __future__ import annotations
@@ -145,8 +148,8 @@ class _Loop:
         carry, gathered, gathers = self.carry, [], self.parts.gather is not None
         if gathers:
             if gate is None:
-                # Nothing was gathered before the loop: its first gather waits for the loop's input, as a
-                # unit's does for its own (fence 1 of unit.py).
+                # Nothing was gathered before the loop: its first gather waits for the loop's input,
+                # as a unit's does for its own (fence 1 of unit.py).
                 carry, gate = fence((carry, jnp.array(True)))
             gathered = self._gather(0, gate)
         kept = [v.aval for v in self.body.jaxpr.outvars[len(carry) :]]
@@ -183,7 +186,8 @@ class _Loop:
         parts, outputs, carries = self.parts, self.body.jaxpr.outvars, len(self.carry)
         carry, stacked = state.carry, self.stacked
         if last and self.ways.row_major:
-            # Else XLA cuts what this pass needs before the loop and keeps it: a layer's saved arrays more.
+            # Else XLA cuts what this pass needs before the loop and keeps it: a layer's saved
+            # arrays more.
             carry, stacked = fence((carry, stacked))
         env = variables(self.body, [*self.constants, *carry, *self._slices(k, stacked)])
         issue = None
@@ -196,8 +200,9 @@ class _Loop:
         now = [v for i, v in enumerate(outputs) if i - carries not in parts.stacked]
         level.evaluate(self.body.jaxpr, parts.middle, env, [*now, *parts.waiting])
         reduced = self._run_late(state.waiting) if state.waiting else []
-        # Transfers of this pass end with it, before its results are copied to where they are stacked: so
-        # at most two layers' whole weights, and two layers' whole gradients, exist at once.
+        # Transfers of this pass end with it, before its results are copied to where they are
+        # stacked: so at most two layers' whole weights, and two layers' whole gradients, exist at
+        # once.
         results, waiting, gathered, reduced, done = fence(
             (whole(read(env, now)), whole(read(env, parts.waiting)), level.ahead, reduced, state.done)
         )

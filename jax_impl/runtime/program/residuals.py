@@ -1,11 +1,14 @@
-"""What a function saves for its backward, without constants, and without what elementwise operations make of the rest.
+"""What a function saves for its backward, without constants, and without what elementwise
+operations make of the rest.
 
-A constant that a function saves, such as the zeros of ``jnp.where``, costs nothing as long as XLA may make it where it
-is used. Behind a barrier it is an array: of all of an activation's elements, on every device.
+A constant that a function saves, such as the zeros of ``jnp.where``, costs nothing as long as XLA
+may make it where it is used. Behind a barrier it is an array: of all of an activation's elements,
+on every device.
 
-JAX saves a softmax's exponentials besides its quotients, and of a gated layer gate, sigmoid and product. Alone, XLA
-fuses elementwise operations into what uses their results, also in backward, and keeps no such array. Behind a barrier
-each is an array. So of what elementwise operations make only the origins are saved, and backward makes the rest anew::
+JAX saves a softmax's exponentials besides its quotients, and of a gated layer gate, sigmoid and
+product. Alone, XLA fuses elementwise operations into what uses their results, also in backward, and
+keeps no such array. Behind a barrier each is an array. So of what elementwise operations make only
+the origins are saved, and backward makes the rest anew::
 
     saved by JAX      exp(scores - max)    sum    exp(scores - max) / sum
     saved             exp(scores - max)    sum
@@ -24,7 +27,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax_impl.modules.seal import WITNESSED, inner_program
 from jax_impl.runtime.program.traced import inline_calls, operands
 
-# In all versions of JAX: later ones have primitives of their own for what earlier ones write out, as 1 - x * x.
+# In all versions of JAX: later ones have primitives of their own for what earlier ones write out,
+# as 1 - x * x.
 ELEMENTWISE = frozenset([
     "abs", "add", "and", "atan2", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp",
     "convert_element_type", "copy", "cos", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
@@ -33,8 +37,9 @@ ELEMENTWISE = frozenset([
     "reduce_precision", "reshape", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "cosh", "sqrt",
     "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "transpose", "xor",
 ])  # fmt: skip
-# Of the bytes of an array: how many may be saved instead, with such as the maxima of its rows, and how many may be read
-# to make it anew. Without a limit all layers' outputs would be read for a sum over them.
+# Of the bytes of an array: how many may be saved instead, with such as the maxima of its rows, and
+# how many may be read to make it anew. Without a limit all layers' outputs would be read for a sum
+# over them.
 _SAVED, _READ = 1.1, 2.5
 
 

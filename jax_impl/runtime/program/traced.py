@@ -28,7 +28,8 @@ def mark(name: str, function: Callable[..., T]) -> Callable[..., T]:
     def call(gate: jax.Array, *args: Any) -> T:
         return function(gate, *args)
 
-    # A call of jit keeps its name where JAX differentiates or batches, and XLA inlines what it runs.
+    # A call of jit keeps its name where JAX differentiates or batches, and XLA inlines what it
+    # runs.
     call.__name__ = name
     return jax.jit(call)
 
@@ -44,7 +45,8 @@ def mark_of(equation: Any) -> str | None:
 
 def is_gate(operand: Any) -> bool:
     """Whether an operand is a scalar, true or false."""
-    # Its place is not known: JAX puts operands that are the same in each pass of a loop behind the others.
+    # Its place is not known: JAX puts operands that are the same in each pass of a loop behind the
+    # others.
     aval = operand.aval
     return bool(getattr(aval, "shape", None) == () and aval.dtype == bool)
 

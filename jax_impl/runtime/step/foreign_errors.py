@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax import nnx
 
 from jax_impl.modules.seal import line_in
-from jax_impl.modules.stack_lengths import unnamed_stack
+from jax_impl.modules.stack import unnamed_stack
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 # Of JAX, where a function of derivatives of its own is differentiated twice, or forward.

@@ -55,13 +55,14 @@ def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
             if not group.sends_once:
                 held.append(group.hold(arrays))
                 continue
-            # After the collective before: with all units gathered at once, a step of "optim_grads" aborted
-            # in 3 of 3 runs of 21 steps on 8 simulated devices, and ran in 3 of 3 so.
+            # After the collective before: with all units gathered at once, a step of "optim_grads"
+            # aborted in 3 of 3 runs of 21 steps on 8 simulated devices, and ran in 3 of 3 so.
             arrays, last = fence((arrays, last))
             with jax.named_scope(scope_of(path)), jax.named_scope("gather"):
                 last = group.hold(arrays)
             held.append(last)
-        # From here to the unit's call nothing else may use them: their gradient is dropped (seal.py).
+        # From here to the unit's call nothing else may use them: their gradient is dropped
+        # (seal.py).
         sources[path] = seal(path, tuple(held))
         if WATCHING.value and unit.module.layers is not None:
             sources[path] = (*sources[path], (layer_numbers(unit.module.layers),))
@@ -135,7 +136,8 @@ def call_model(
 def ways_of(plan: ShardingPlan, *, forward: bool = False) -> Ways:
     """How the program of a step is written. ``forward``: without backward."""
     written = plan.engine == "shard_map"
-    # GSPMD loses the sharding of an array with a layout constraint, so where XLA shards there is none.
+    # GSPMD loses the sharding of an array with a layout constraint, so where XLA shards there is
+    # none.
     row_major = written and is_gpu(plan.mesh) and not plan.model_axes.names
     return Ways(plan.chained, forward, reductions=written, row_major=row_major)
 
@@ -169,7 +171,8 @@ def _call_unit(
         changed[:] = [i for i, value in enumerate(after) if value is not arguments[0][i]]
         # Outside of the model everything is an array.
         results, rebuilding[0] = (output, None) if path == ROOT else _split_output(path, output)
-        # With their gradients: a loss may add what units leave in variables, such as losses of routers.
+        # With their gradients: a loss may add what units leave in variables, such as losses of
+        # routers.
         return results, [after[i] for i in changed]
 
     changed: list[int] = []
@@ -178,8 +181,8 @@ def _call_unit(
     collectors, sources = held[path]
     # What comes after the groups' sources, while a watch is open, is the number of the layer.
     ((layer,),) = sources[len(unit.groups) :] or ((np.int32(-1),),)
-    # On H100s steps without recomputation so need 0.58 to 0.77 of the memory of a step by hand, without
-    # it 0.7 to 1.1. Simulated devices keep what JAX saves.
+    # On H100s steps without recomputation so need 0.58 to 0.77 of the memory of a step by hand,
+    # without it 0.7 to 1.1. Simulated devices keep what JAX saves.
     derives = not is_simulated(plan.mesh)
     call = UnitCall(scope_of(path), apply, unit.groups, unit.recompute, order, derives)
     output, values = witnessed(call(collectors, sources[: len(unit.groups)], inner, arrays, layer), witnesses)
@@ -192,8 +195,9 @@ def _call_unit(
 
 def _without_gradient(path: str, sources: Sources) -> Sources:
     def stopped(x: jax.Array) -> jax.Array:
-        # Of arrays that a loop is over, JAX makes zero gradients on the device, wherever the arrays lie. These are
-        # sealed anew, since a loss may stop gradients for another reason; a seal on others would be a copy to save.
+        # Of arrays that a loop is over, JAX makes zero gradients on the device, wherever the arrays
+        # lie. These are sealed anew, since a loss may stop gradients for another reason; a seal on
+        # others would be a copy to save.
         return x if is_on_device(x) else seal(path, jax.lax.stop_gradient(x))
 
     return jax.tree.map(stopped, sources)
@@ -221,7 +225,8 @@ def _unit_run(
     ) -> tuple[Any, Sequence[Any]]:
         own = jax.tree.unflatten(tree, arrays)
         weights = [own[below][1][: len(plan.units[below].groups)] for below in own]
-        # Of the results, since sources that pass a call are new arrays, which loops would save for backward.
+        # Of the results, since sources that pass a call are new arrays, which loops would save for
+        # backward.
         whole = [*map(no_elements, jax.tree.leaves(weights)[:1]), *witnesses]
         return _call_unit(plan, order, path, own, run, arguments, whole)
 

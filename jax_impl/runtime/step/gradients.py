@@ -1,4 +1,5 @@
-"""Gradients of one global batch, in both engines: microbatches, accumulation, and what is reduced when.
+"""Gradients of one global batch, in both engines: microbatches, accumulation, and what is reduced
+when.
 
 ::
 
@@ -42,8 +43,8 @@ from jax_impl.runtime.step.forward import (
 )
 from jax_impl.runtime.step.losses import Divisors, LossParts, as_parts, sum_over_devices, twice_as_many
 
-# Of an nnx model, or a pytree of parameters, and rows, and then inputs that every device has whole: a mean, or
-# (sum, weight); with ``has_aux`` a pair with aux.
+# Of an nnx model, or a pytree of parameters, and rows, and then inputs that every device has whole:
+# a mean, or (sum, weight); with ``has_aux`` a pair with aux.
 Loss = Callable[..., Any]
 Batch = Any
 Shared = tuple[Any, ...]
@@ -204,9 +205,9 @@ def _shard_map(
         )
         finished = finish(plan, gradients)
         if plan.chained or not to_host:
-            # The loss's own collectives come after those of the gradients: on simulated devices two in
-            # flight meet. Towards the host there is no fence, since each gradient leaves when it is
-            # reduced only where nothing waits for all of them.
+            # The loss's own collectives come after those of the gradients: on simulated devices two
+            # in flight meet. Towards the host there is no fence, since each gradient leaves when it
+            # is reduced only where nothing waits for all of them.
             loss, finished = fence((loss, finished))
         loss = sum_over_devices(loss, plan.axes.names)
         variables, loss = of_all_devices(plan.variables, before, mark_after(variables), plan.axes, loss)
@@ -221,8 +222,9 @@ def _shard_map(
         in_specs=(specs, plan.axes.batch_spec, plan.variable_specs, PartitionSpec()),
         out_specs=(PartitionSpec(), trained, plan.variable_specs),
         axis_names=set(plan.axes.names),
-        # With the check on, explicit sums are done a second time: gradients under no_shard were exactly
-        # 8 times too large on 8 devices, and Adam, which knows no scale, hid it from the losses.
+        # With the check on, explicit sums are done a second time: gradients under no_shard were
+        # exactly 8 times too large on 8 devices, and Adam, which knows no scale, hid it from the
+        # losses.
         check_vma=False,
     )
     if not plan.model_axes.names:
@@ -244,7 +246,8 @@ def _pjit(
     rows = NamedSharding(plan.mesh, PartitionSpec(None, *plan.axes.batch_spec))
 
     def part(x: jax.Array) -> jax.Array:
-        # Each device's rows are cut into parts, as in the other engine, so that none changes its device.
+        # Each device's rows are cut into parts, as in the other engine, so that none changes its
+        # device.
         by_device = x.reshape(plan.data_ranks, microbatches, -1, *x.shape[1:])
         return lax.with_sharding_constraint(
             by_device.swapaxes(0, 1).reshape(microbatches, -1, *x.shape[1:]), rows
@@ -256,8 +259,8 @@ def _pjit(
         parts = jax.tree.map(part, batch)
         sources = hold(plan, on_device(weights))
         loss, variables, gradients = _accumulate(plan, loss_fn, sources, before, parts, shared, microbatches)
-        # Else XLA may leave statistics cut like the activations that they come from, and the next step
-        # would be compiled anew, for another sharding.
+        # Else XLA may leave statistics cut like the activations that they come from, and the next
+        # step would be compiled anew, for another sharding.
         variables = {
             path: lax.with_sharding_constraint(value, plan.variable_sharding(path))
             for path, value in variables.items()
@@ -292,8 +295,8 @@ def _accumulate(
     first = jax.tree.map(lambda x: x[0], parts)
     if microbatches == 1:
         return one_microbatch(first, variables)
-    # Zeros for the first sum, in place of a first microbatch outside of the loop: the program then has
-    # the model once, not twice.
+    # Zeros for the first sum, in place of a first microbatch outside of the loop: the program then
+    # has the model once, not twice.
     shapes = jax.eval_shape(one_microbatch, first, variables)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0], shapes[2]))
 

@@ -1,14 +1,16 @@
-"""What a loss returns for a part of the batch, how the parts of a step come together, and by what they are divided.
+"""What a loss returns for a part of the batch, how the parts of a step come together, and by what
+they are divided.
 
-A part is what one call of the loss sees: the rows of one device in one microbatch, in the pjit engine those of all
-devices. A loss returns the mean over its part, or ``(sum, weight)``, such as summed token losses and their number::
+A part is what one call of the loss sees: the rows of one device in one microbatch, in the pjit
+engine those of all devices. A loss returns the mean over its part, or ``(sum, weight)``, such as
+summed token losses and their number::
 
     returned          a part adds                the step's loss and gradients      statistics with it (``aux``)
     mean              mean, and 1                sum / number of parts              floats: weighted mean of the parts
     (sum, weight)     sum, and weight            sum / sum of the weights           integers, bools: sum over the parts
 
-Means over unequal parts are wrong without a word, pairs are not: 3 tokens of one device count as much as 3 of another.
-What loss, statistics and gradients of all parts are divided by::
+Means over unequal parts are wrong without a word, pairs are not: 3 tokens of one device count as
+much as 3 of another. What loss, statistics and gradients of all parts are divided by::
 
     loss returns        grad_divisor     divisor
     mean                None             the number of parts: the mean over equal parts
@@ -16,9 +18,9 @@ What loss, statistics and gradients of all parts are divided by::
     sum                 a number         that number; 1 gives sums
     mean                by unit          the number of parts; gradients of these units by their own number
 
-The divisor of a unit is for weights that do not see each part once: experts that get the tokens of four devices of
-which each has averaged its own. In float16 reductions take means over the devices (``Wire.averages``), so what is left
-to divide by is less.
+The divisor of a unit is for weights that do not see each part once: experts that get the tokens of
+four devices of which each has averaged its own. In float16 reductions take means over the devices
+(``Wire.averages``), so what is left to divide by is less.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ def as_parts(returned: Any, has_aux: bool) -> LossParts:
     value, weight = (jnp.asarray(x) for x in returned)
     # A count in bfloat16 would end at 256, since 257 rounds to 256.
     dtype = jnp.promote_types(value.dtype, jnp.float32)
-    # The loss is sum / weight; a weight that depends on the model is refused (uneven_means.py), so the
-    # derivative by it is zero and need not be traced.
+    # The loss is sum / weight; a weight that depends on the model is refused (uneven_means.py), so
+    # the derivative by it is zero and need not be traced.
     weight = lax.stop_gradient(mark_weight(weight.astype(dtype)))
     return LossParts(mark_loss(value.astype(dtype)), weight, _addable(aux, weight))
 

@@ -1,8 +1,8 @@
 """Which unit's output is not finite first, seen while compiled steps run.
 
-A step that is traced while a watch is open has a callback at the end of each unit, which tells the host what the output
-holds on each device. The watch is part of the key of ``jax.jit``'s caches, so steps with and without it are programs of
-their own, and both are kept::
+A step that is traced while a watch is open has a callback at the end of each unit, which tells the
+host what the output holds on each device. The watch is part of the key of ``jax.jit``'s caches, so
+steps with and without it are programs of their own, and both are kept::
 
     step(...)                                 compiled
     with watch_nonfinite_outputs(plan):
@@ -125,8 +125,9 @@ def _stack(unit: str) -> str:
     return unit.partition("/")[0]
 
 
-# Whether programs that are traced are to be watched. A context of JAX's own is a part of the key of jit's caches, a
-# variable of Python would not be: the first program of a step would serve with and without a watch.
+# Whether programs that are traced are to be watched. A context of JAX's own is a part of the key of
+# jit's caches, a variable of Python would not be: the first program of a step would serve with and
+# without a watch.
 WATCHING = jax.make_user_context(default_value=False)
 _open: list[_Watch] = []
 # Callbacks run in threads of the runtime, while the program goes on.
@@ -199,7 +200,8 @@ def look_at_output(plan: ShardingPlan, unit: str, layer: jax.Array, inputs: Any,
         return ()
 
     if plan.engine == "shard_map" and plan.model_axes.names:
-        # Only where a step is manual on all axes does a device know its number; what model axes cut is gathered.
+        # Only where a step is manual on all axes does a device know its number; what model axes cut
+        # is gathered.
         plan.model_axes.on_each(lambda *args: tell(count(*args)), PartitionSpec(), ())(layer, ins, outs)
         return
     if plan.engine == "shard_map":

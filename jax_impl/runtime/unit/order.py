@@ -1,6 +1,7 @@
 """When a unit's transfers run: in turn with the computation, or during that of the unit before.
 
-Of three units A, B, C; what stands in one column may run at the same time, and a column waits for the one before::
+Of three units A, B, C; what stands in one column may run at the same time, and a column waits for
+the one before::
 
     prefetch = 0    gather A | apply A | gather B | apply B | gather C | apply C
                     gather C | backward C | reduce C | gather B | backward B | reduce B | gather A | ...
@@ -11,13 +12,13 @@ Of three units A, B, C; what stands in one column may run at the same time, and 
                              | gather B   | gather A   |            |
                              |            | reduce C   | reduce B   | reduce A
 
-With ``prefetch = 1`` a gather waits for the *input* of the unit before it, its use for that unit's output. A reduction
-is waited for by the next reduction, and by the computation of the unit after the next. So at most two units' whole
-weights and two units' whole gradients exist at once.
+With ``prefetch = 1`` a gather waits for the *input* of the unit before it, its use for that unit's
+output. A reduction is waited for by the next reduction, and by the computation of the unit after
+the next. So at most two units' whole weights and two units' whole gradients exist at once.
 
-The order is that of the traced program. A place in it is known only in the trace that it belongs to: in the body of a
-loop, and in each function that JAX traces apart, the first unit waits for its own input. In loops ``pipeline.py`` then
-moves its gather into the pass before.
+The order is that of the traced program. A place in it is known only in the trace that it belongs
+to: in the body of a loop, and in each function that JAX traces apart, the first unit waits for its
+own input. In loops ``pipeline.py`` then moves its gather into the pass before.
 
 Nothing here frees memory: XLA does, when the last operation that reads an array has run. Fences and
 gates see to it that this operation comes before the next gather. Whole weights stay only from a
@@ -71,8 +72,8 @@ class Kept:
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Inside, units that are traced in the present trace run again, and their backward follows in it."""
-        # The trace, no flag: forward and backward of a unit in a loop's body are traced apart, and what
-        # forward kept would be tracers of a trace that has ended.
+        # The trace, no flag: forward and backward of a unit in a loop's body are traced apart, and
+        # what forward kept would be tracers of a trace that has ended.
         before, self._recomputed = self._recomputed, get_opaque_trace_state()
         try:
             yield
@@ -81,8 +82,8 @@ class Kept:
 
     def make_room(self, *, again: bool) -> None:
         """For one more unit's weights. ``again``: in backward, where those of the unit before are there as well."""
-        # Weights that stay longer than their turn would make three units' weights at once. Those that
-        # are dropped here are gathered a third time, which costs time, not memory.
+        # Weights that stay longer than their turn would make three units' weights at once. Those
+        # that are dropped here are gathered a third time, which costs time, not memory.
         room = 0 if again else self.limit - 1
         del self._held[: max(0, len(self._held) - room)]
 
@@ -159,16 +160,17 @@ class Order:
         sharded = [i for i, group in enumerate(groups) if group.strategy.shard_parameters]
         held = list(sources)
         if again and len(sharded) < len(groups):
-            # Else XLA keeps what forward cut from whole weights until backward, a second copy of them.
+            # Else XLA keeps what forward cut from whole weights until backward, a second copy of
+            # them.
             held, after = fence((held, after))
         if not sharded:
             return held, after
         last = self._last_issued(again)
         name, gate = (GATHER, None) if last.gate is None else (GATHER_AHEAD, last.gate)
         if gate is None:
-            # Nothing was issued in this trace. The fence ties a constant to the unit's input: unfenced,
-            # XLA would see that the gate is True and issue the gathers of all layers at the start
-            # (unrolled recomputing layers: 30.65 MB instead of 8.21).
+            # Nothing was issued in this trace. The fence ties a constant to the unit's input:
+            # unfenced, XLA would see that the gate is True and issue the gathers of all layers at
+            # the start (unrolled recomputing layers: 30.65 MB instead of 8.21).
             after, gate = fence((after, jnp.array(True)))
 
         def gather(gate: jax.Array, *sources: Sequence[jax.Array]) -> list[Sequence[jax.Array]]:
@@ -177,15 +179,17 @@ class Order:
                 # As in _in_turn.
                 with jax.named_scope("gather"):
                     if all(map(is_on_device, source)):
-                        # A barrier, too: else XLA makes one gather of two of the same parameter, and keeps its weights.
+                        # A barrier, too: else XLA makes one gather of two of the same parameter,
+                        # and keeps its weights.
                         source, gate = fence((source, gate))
                         source = hold_until(source, gate)
                     else:
                         source = fetch_after(source, gate)
                     gathered.append(groups[i].gather(source))
                 if self.chained:
-                    # The next group's gather after this one: two in flight meet under one rendezvous
-                    # key of the CPU simulator, which then aborts or hangs (simulate_devices).
+                    # The next group's gather after this one: two in flight meet under one
+                    # rendezvous key of the CPU simulator, which then aborts or hangs
+                    # (simulate_devices).
                     gathered, gate = fence((gathered, gate))
             return gathered
 
@@ -195,7 +199,8 @@ class Order:
 
     def _reuse(self, held: Held, after: Tree) -> tuple[Held, Tree]:
         if not self.prefetch:
-            # Else XLA keeps what forward cut from whole weights until backward, a second copy of them.
+            # Else XLA keeps what forward cut from whole weights until backward, a second copy of
+            # them.
             return fence((held, after))
         last = self._last_issued(True)
         gate = last.gate
@@ -209,9 +214,10 @@ class Order:
         return self._open_gate(last, mark(KEPT, keep)(gate, held), after, gate)
 
     def _open_gate(self, last: _LastIssued, held: Held, after: Tree, gate: jax.Array) -> tuple[Held, Tree]:
-        # What leaves a barrier and is not used is dropped, so what compute waits for goes on as the next gate.
-        # The reduction of the unit before the last must be done by here. Without this wait reductions
-        # could fall behind, and the whole gradients of more than two units would wait for theirs.
+        # What leaves a barrier and is not used is dropped, so what compute waits for goes on as the
+        # next gate. The reduction of the unit before the last must be done by here. Without this
+        # wait reductions could fall behind, and the whole gradients of more than two units would
+        # wait for theirs.
         if len(last.reduced) > 1:
             gate = jnp.logical_and(gate, last.reduced[0])
         held, after, last.gate = fence((held, after, gate))
@@ -232,20 +238,23 @@ class Order:
                     # barriers; only a value that they cannot know holds them back (fetch_after).
                     after, gate = fence((after, jnp.array(True)))
                     source = fetch_after(source, gate)
-                # From here on: where a sharding alone says "gather", XLA names the operation by what it reads.
+                # From here on: where a sharding alone says "gather", XLA names the operation by
+                # what it reads.
                 with jax.named_scope("gather"):
-                    # Fences 1 and 3 of unit.py: not before the unit's input, in backward not before the
-                    # cotangent. Without: gathers leave the loop over microbatches (K = 4: 32.42 MB
-                    # instead of 11.37), and backward's gather merges with forward's.
+                    # Fences 1 and 3 of unit.py: not before the unit's input, in backward not before
+                    # the cotangent. Without: gathers leave the loop over microbatches (K = 4: 32.42
+                    # MB instead of 11.37), and backward's gather merges with forward's.
                     source, after = fence((source, after))
                     if several:
                         # Barriers order what XLA:CPU schedules, not what its threads run at once.
                         source = hold_until(source, gate_after((after, gathered)))
                     source = gathered = groups[i].gather(source)
-                # What follows may need nothing of these weights; its collectives must still come after this one.
+                # What follows may need nothing of these weights; its collectives must still come
+                # after this one.
                 source, after = fence((source, after))
             elif again:
-                # Else XLA keeps what forward cut from whole weights until backward, a second copy of them.
+                # Else XLA keeps what forward cut from whole weights until backward, a second copy
+                # of them.
                 source, after = fence((source, after))
             held[i] = source
         return held, after
@@ -253,8 +262,8 @@ class Order:
     @property
     def _needs_gates(self) -> bool:
         """Whether barriers do not do, as of programs of simulated devices whose collectives are written."""
-        # With model axes an element that a gate reads would be sent over them, a collective more; what
-        # XLA adds there has a channel each, so that nothing can meet under one key.
+        # With model axes an element that a gate reads would be sent over them, a collective more;
+        # what XLA adds there has a channel each, so that nothing can meet under one key.
         return self.chained and self.gates_reductions and not self.model_axes
 
     def reduce(
@@ -268,7 +277,8 @@ class Order:
             gradients, inputs = fence((gradients, inputs))
         done = jnp.array(True)
         if beside and last.reduced:
-            # A gate that is used nowhere would be dropped, and what this unit's computation waits for with it.
+            # A gate that is used nowhere would be dropped, and what this unit's computation waits
+            # for with it.
             done = last.reduced[-1]
             done = done if last.gate is None else jnp.logical_and(done, last.gate)
         reduced: Reduced = []
@@ -278,7 +288,8 @@ class Order:
             elif beside:
                 reduced.append(self._reduce_beside(group, done, values))
             else:
-                # No collective during another (see hold): reductions of inner units, this one, the next gather.
+                # No collective during another (see hold): reductions of inner units, this one, the
+                # next gather.
                 values, inner, reduced = fence((values, inner, reduced))
                 if self._needs_gates and reduced:
                     # Gradients of vectors alone may need nothing of units inside.
@@ -291,9 +302,10 @@ class Order:
                 reduced, done = fence((reduced, jnp.array(True)))
                 last.reduced = [*last.reduced[-1:], done]
         else:
-            # Also without a reduction: else XLA puts off gradients of weights, and keeps activations for
-            # them (4 x 8 rows of the decoder under "optim" with recomputation: 94 MB, with the fence 59).
-            # The gate goes along, so that the next gather, which waits for it, follows this reduction.
+            # Also without a reduction: else XLA puts off gradients of weights, and keeps
+            # activations for them (4 x 8 rows of the decoder under "optim" with recomputation: 94
+            # MB, with the fence 59). The gate goes along, so that the next gather, which waits for
+            # it, follows this reduction.
             reduced, inputs, last.gate = fence((reduced, inputs, last.gate))
         return reduced, inner, inputs
 
@@ -302,9 +314,9 @@ class Order:
     ) -> tuple[jax.Array, ...]:
         def reduce(done: jax.Array, *gradients: jax.Array) -> tuple[jax.Array, ...]:
             with jax.named_scope("reduce"):
-                # Gates of reductions are choices, no barriers: nothing may use what leaves a barrier, and
-                # XLA then drops the dependence. In the pjit engine what waits is reduced already, and
-                # the choice would be a copy of it.
+                # Gates of reductions are choices, no barriers: nothing may use what leaves a
+                # barrier, and XLA then drops the dependence. In the pjit engine what waits is
+                # reduced already, and the choice would be a copy of it.
                 return group.reduce(hold_until(gradients, done) if self.gates_reductions else gradients)
 
         return mark(REDUCE, reduce)(done, *gradients)
@@ -312,8 +324,9 @@ class Order:
     def _last_issued(self, backward: bool) -> _LastIssued:
         """Of the present trace; empty where nothing is known of it."""
         last = self._issued[backward]
-        # A gate is a tracer of its trace. Once that has ended JAX refuses it (UnexpectedTracerError),
-        # and in the body of a loop a gate from around it would be an operand of the loop.
+        # A gate is a tracer of its trace. Once that has ended JAX refuses it
+        # (UnexpectedTracerError), and in the body of a loop a gate from around it would be an
+        # operand of the loop.
         trace = get_opaque_trace_state()
         if last.trace != trace:
             last.trace, last.gate, last.reduced = trace, None, []

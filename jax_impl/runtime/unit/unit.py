@@ -1,29 +1,35 @@
-"""Use a unit's weights without keeping them: gather, apply, drop; gather again in backward, reduce-scatter.
+"""Use a unit's weights without keeping them: gather, apply, drop; gather again in backward,
+reduce-scatter.
 
-The order of one training step over two units A and B inside the root R, under ``optim_grads_params``::
+The order of one training step over two units A and B inside the root R, under
+``optim_grads_params``::
 
     forward    gather R | gather A, apply A, drop A | gather B, apply B, drop B | loss, drop R
     backward   gather R | gather B, backward B, scatter dB | gather A, backward A, scatter dA | scatter dR
 
-``UnitCall`` says what happens in which phase, and ``order.py`` when its transfers run. Three fences make XLA keep that
-order:
+``UnitCall`` says what happens in which phase, and ``order.py`` when its transfers run. Three fences
+make XLA keep that order:
 
-1. a gather waits for the unit's input, or the gathers of all units and microbatches are issued at the start;
-2. a unit's output and what it saves leave together, or XLA recomputes a small residual from the gathered weights
-   and so keeps the whole buffer alive until backward;
-3. the second gather waits for the output's cotangent and the saved activations, or it merges with the first.
+1. a gather waits for the unit's input, or the gathers of all units and microbatches are issued at
+   the start;
+2. a unit's output and what it saves leave together, or XLA recomputes a small residual from the
+   gathered weights and so keeps the whole buffer alive until backward;
+3. the second gather waits for the output's cotangent and the saved activations, or it merges with
+   the first.
 
-A unit whose weights are whole during the step needs no gather, but its gradients still leave it here, as one array.
-With ``recompute`` a unit saves its inputs alone, and backward applies it again with the weights that it has gathered
-anyway; units inside are gathered for it once more, but for the last ones (``order.py``). With a name instead
-(``bridge.core.sharding.policy.recompute``) it saves the results of products as well.
+A unit whose weights are whole during the step needs no gather, but its gradients still leave it
+here, as one array. With ``recompute`` a unit saves its inputs alone, and backward applies it again
+with the weights that it has gathered anyway; units inside are gathered for it once more, but for
+the last ones (``order.py``). With a name instead (``bridge.core.sharding.policy.recompute``) it
+saves the results of products as well.
 
 Under ``jax.vmap``, as a model for one row is called on many, a unit is vectorized inside::
 
     jax.vmap(model)(rows)      for each unit   gather, vmap(apply) over all rows, reduce the sum of their gradients
 
-JAX's own way would vectorize the gather and the backward, too, so that a gradient of every row is kept and reduced.
-The axis has its name inside of the unit, and a result that is one for all rows, such as a mean over the axis, stays so.
+JAX's own way would vectorize the gather and the backward, too, so that a gradient of every row is
+kept and reduced. The axis has its name inside of the unit, and a result that is one for all rows,
+such as a mean over the axis, stays so.
 """
 
 from __future__ import annotations
@@ -45,7 +51,8 @@ from jax_impl.runtime.program.residuals import Saved, with_dependence, with_deri
 from jax_impl.runtime.unit.order import Held, Order
 
 Leaves = tuple[jax.Array, ...]
-# Of each group: the arrays whose cotangents are its gradients, and the arrays from which its weights come.
+# Of each group: the arrays whose cotangents are its gradients, and the arrays from which its
+# weights come.
 Collectors = tuple[tuple[jax.Array, ...], ...]
 Sources = tuple[tuple[jax.Array, ...], ...]
 
@@ -79,7 +86,8 @@ class UnitCall:
         Differentiating by ``collectors`` gives each group's reduced gradient; sources have none.
         """
         if any(group.layers is not None for group in self.groups):
-            # Members of an ensemble differ in their weights, and units may lie inside: JAX's own way is for that.
+            # Members of an ensemble differ in their weights, and units may lie inside: JAX's own
+            # way is for that.
             return self._call_once(collectors, sources, inner, *inputs)
         return call_batched(self._call_with, self.apply, collectors, sources, inner, *inputs)
 
@@ -119,9 +127,9 @@ class UnitCall:
             results = len(jax.tree.leaves(output))
             depends, rest = every[:results], Saved.of(vjp, every[results:])
         # Fence 2. Without it ``dot + bias`` is computed again in backward from a slice of what was
-        # gathered, and each layer's whole buffer stays for its bias (unrolled: 27.75 MB instead of 8.98).
-        # Constants stay out, or they would be arrays: on 64 GPUs the pjit engine then held four times
-        # the memory of a step by hand.
+        # gathered, and each layer's whole buffer stays for its bias (unrolled: 27.75 MB instead of
+        # 8.98). Constants stay out, or they would be arrays: on 64 GPUs the pjit engine then held
+        # four times the memory of a step by hand.
         output, varying = fence_some((output, rest.varying), [*depends, *[True] * len(rest.varying)])
         return output, replace(rest, varying=varying)
 
@@ -132,9 +140,10 @@ class UnitCall:
             # The policy sees what the unit computes, not the gather, which is outside of ``apply``.
             apply = jax.checkpoint(apply, policy=getattr(jax.checkpoint_policies, self.recompute))
         output, vjp = jax.vjp(apply, leaves, inner, *inputs)
-        # Residuals that are arguments are listed apart, so weights can be left out and put back. Policies
-        # of jax.checkpoint cannot do that: those that refuse gathers by name keep the slices of what was
-        # gathered (6 scanned layers: 38.1 MB, as much as without a policy; left out like this 18.5).
+        # Residuals that are arguments are listed apart, so weights can be left out and put back.
+        # Policies of jax.checkpoint cannot do that: those that refuse gathers by name keep the
+        # slices of what was gathered (6 scanned layers: 38.1 MB, as much as without a policy; left
+        # out like this 18.5).
         vjp.args_res[:2] = [None, None]
         return output, vjp
 
@@ -144,8 +153,8 @@ class UnitCall:
         varying = rest if whole else rest.varying
         if self.recompute:
             # Without it XLA would merge the second forward with the first, and keep what that
-            # computed, where no gather has a barrier between: where neither this unit nor one around
-            # it has weights of its own.
+            # computed, where no gather has a barrier between: where neither this unit nor one
+            # around it has weights of its own.
             cotangent, varying = fence((cotangent, varying))
         held, (cotangent, varying) = self.order.gather(
             self.groups, open_sealed(sources), (cotangent, varying), again=True, use=use

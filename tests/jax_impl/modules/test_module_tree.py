@@ -16,7 +16,7 @@ from jax_impl.modules.module_tree import (
     variable_infos,
     variable_leaves,
 )
-from jax_impl.modules.stack_lengths import stack_lengths
+from jax_impl.modules.stack import stack_lengths
 from jax_impl.modules.unit_parameter import UnitRun
 from tests.support.jax_impl.tiny import CONFIG, decoder
 
