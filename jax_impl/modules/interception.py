@@ -102,15 +102,9 @@ _LIBRARIES = frozenset({"jax", "jaxlib", "flax", "equinox", "haiku", "jax_impl"}
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
 # By their names in jax.tree_util; in jax.tree they have no prefix.
 _NAMES = (
-    "tree_leaves",
-    "tree_leaves_with_path",
-    "tree_reduce",
-    "tree_map",
-    "tree_map_with_path",
-    "tree_flatten",
-    "tree_flatten_with_path",
-    "tree_structure",
-)
+    "tree_leaves", "tree_leaves_with_path", "tree_reduce", "tree_map", "tree_map_with_path",
+    "tree_flatten", "tree_flatten_with_path", "tree_structure",
+)  # fmt: skip
 _JAX: dict[str, Callable[..., Any]] = {name: getattr(jax.tree_util, name) for name in _NAMES}
 _SHORT = {name.removeprefix("tree_"): name for name in _NAMES}
 _NONE = object()

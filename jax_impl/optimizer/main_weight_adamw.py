@@ -52,7 +52,7 @@ import optax
 
 from jax_impl.comm.collectives import fence
 from jax_impl.optimizer.arguments import check_flag, check_not_negative, check_number, check_rate
-from jax_impl.optimizer.moment_arrays import MomentArrays, MomentRows, Parts, PlanMoments, TreeMoments
+from jax_impl.optimizer.moment_arrays import MomentArrays, MomentRows, Parts, PlanMoments
 from jax_impl.optimizer.moments import MomentFormat
 from jax_impl.optimizer.update import (
     Constants,
@@ -165,7 +165,7 @@ def main_weight_adamw(
     constants = Constants(b1, b2, eps, weight_decay, adam_w_mode, bias_correction)
     _check(learning_rate, constants, torch_vector_bytes)
     formats = MomentFormat.of("mu_dtype", mu_dtype), MomentFormat.of("nu_dtype", nu_dtype, positive=True)
-    return _transformation(_AdamW(learning_rate, constants, *formats, torch_vector_bytes), TreeMoments())
+    return _transformation(_AdamW(learning_rate, constants, *formats, torch_vector_bytes), MomentArrays())
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from jax_impl.optimizer.main_weight_adamw import (
     main_weight_adamw,
     rate_after,
 )
-from jax_impl.optimizer.moment_arrays import MomentArrays, ParameterMoments, TreeMoments
+from jax_impl.optimizer.moment_arrays import MomentArrays, ParameterMoments
 from jax_impl.optimizer.moments import MomentFormat
 from jax_impl.optimizer.muon_update import Constants, accumulate, apply_step, orthogonalize
 from jax_impl.runtime.groups.precision import update_dtype
@@ -218,7 +218,7 @@ class _Matrices:
 
 def _on_tree(settings: _Muon) -> MainWeightTransformation:
     """For any pytree, and for the arrays of a plan."""
-    matrices = _Matrices(settings, TreeMoments())
+    matrices = _Matrices(settings, MomentArrays())
 
     def init(weights: Any) -> MuonState:
         return _initial(matrices, settings.adamw, _by_path(weights))

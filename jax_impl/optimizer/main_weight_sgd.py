@@ -36,7 +36,7 @@ from jax_impl.optimizer.main_weight_adamw import (
     check_weights,
     rate_after,
 )
-from jax_impl.optimizer.moment_arrays import MomentArrays, MomentRows, Parts, PlanMoments, TreeMoments
+from jax_impl.optimizer.moment_arrays import MomentArrays, MomentRows, Parts, PlanMoments
 from jax_impl.optimizer.moments import MomentFormat
 from jax_impl.optimizer.update import as_stored
 from jax_impl.runtime.groups.precision import update_dtype
@@ -101,7 +101,7 @@ def main_weight_sgd(
         )
     moment_format = MomentFormat.of("momentum_dtype", momentum_dtype)
     settings = _SGD(learning_rate, momentum, dampening, weight_decay, nesterov, moment_format)
-    return _transformation(settings, TreeMoments())
+    return _transformation(settings, MomentArrays())
 
 
 def _transformation(settings: _SGD, arrays: MomentArrays) -> MainWeightTransformation:

@@ -15,7 +15,6 @@ own shape; a plan knows which leading dimension counts the layers of a stack, an
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -96,35 +95,12 @@ class ArrayRows:
         return {VALUES: stored.astype(moment_format.dtype), SCALES: scale}
 
 
-class MomentArrays(ABC):
-    """How moments of all weights make an optimizer's state."""
+class MomentArrays:
+    """How moments of all weights make an optimizer's state; here those of any pytree."""
 
-    @abstractmethod
     def rows(self, moment_format: MomentFormat, weights: Any) -> list[MomentRows]:
         """Of each array of the weights."""
 
-    @abstractmethod
-    def parts(self, rows: list[MomentRows], weights: Any, values: Any, scales: Any) -> list[Parts]:
-        """Of each array of the weights, from the two trees of the state."""
-
-    @abstractmethod
-    def join(self, moment_format: MomentFormat, weights: Any, parts: list[Parts]) -> tuple[Any, Any]:
-        """The two trees of the state, the second None where the format has no scales."""
-
-    @abstractmethod
-    def compute_on(
-        self, number: int, weights: Any, compute: Compute, held: Any, gradient: Any, numbers: Any
-    ) -> Any:
-        """``compute(held, given, numbers)`` for an array of the weights, where its rows are known: ``held`` anew.
-
-        ``held`` and ``gradient`` are trees of arrays that lie as the weights do, ``numbers`` one of scalars.
-        """
-
-
-class TreeMoments(MomentArrays):
-    """Of any pytree."""
-
-    def rows(self, moment_format: MomentFormat, weights: Any) -> list[MomentRows]:
         def of(leaf: Any) -> MomentRows:
             scaled = moment_format.scaled and rows_of(leaf.shape)[0] > 1
             return (ArrayRows if scaled else Alike)(tuple(leaf.shape), leaf.dtype)
@@ -132,6 +108,7 @@ class TreeMoments(MomentArrays):
         return [of(leaf) for leaf in jax.tree.leaves(weights)]
 
     def parts(self, rows: list[MomentRows], weights: Any, values: Any, scales: Any) -> list[Parts]:
+        """Of each array of the weights, from the two trees of the state."""
         structure: Any = jax.tree.structure(weights)
         trees = {VALUES: structure.flatten_up_to(values)}
         if scales is not None:
@@ -139,6 +116,7 @@ class TreeMoments(MomentArrays):
         return [{suffix: trees[suffix][i] for suffix in stored.suffixes} for i, stored in enumerate(rows)]
 
     def join(self, moment_format: MomentFormat, weights: Any, parts: list[Parts]) -> tuple[Any, Any]:
+        """The two trees of the state, the second None where the format has no scales."""
         structure = jax.tree.structure(weights)
         values = jax.tree.unflatten(structure, [own[VALUES] for own in parts])
         scales = jax.tree.unflatten(structure, [own.get(SCALES) for own in parts])
@@ -147,6 +125,11 @@ class TreeMoments(MomentArrays):
     def compute_on(
         self, number: int, weights: Any, compute: Compute, held: Any, gradient: Any, numbers: Any
     ) -> Any:
+        """``compute(held, gradient, numbers)`` for an array of the weights, where its rows are known:
+        ``held`` anew.
+
+        ``held`` and ``gradient`` are trees of arrays that lie as the weights do, ``numbers`` one of scalars.
+        """
         return compute(held, gradient, numbers)
 
 

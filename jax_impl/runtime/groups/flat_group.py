@@ -36,15 +36,53 @@ from jax.sharding import PartitionSpec
 from bridge.core.sharding import Layout, Strategy, row_boxes
 from bridge.core.sharding.policy.parallel import Cut
 from jax_impl.comm.collectives import LANES, Wire
-from jax_impl.runtime.groups.unit_plan import BufferSlice, Read
+from jax_impl.runtime.groups.unit_plan import BufferSlice, Read, read_box
 
 Index = tuple[slice, ...]
 # Path, offsets and sizes of a box of a parameter, and where the box is in the shard.
 Boxes = Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int | slice, ...]]]
 
 
+class Levels:
+    """What a group of either engine derives from its ``wire`` and ``strategy``."""
+
+    wire: Wire
+    strategy: Strategy
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.wire.main
+
+    @property
+    def sends_once(self) -> bool:
+        """Whether ``hold`` has collectives."""
+        return self.strategy.parameters != self.strategy.optimizer
+
+    @property
+    def holds_at_rest(self) -> bool:
+        """Whether sources are the arrays at rest."""
+        return 0 < self.strategy.parameters == self.strategy.optimizer
+
+
+class Float8Levels(Levels):
+    """The same of a group whose weights are gathered as float8."""
+
+    @property
+    def sends_once(self) -> bool:
+        # A scale of a tensor is the largest magnitude of all its shards.
+        return super().sends_once or self._by_tensor
+
+    @property
+    def holds_at_rest(self) -> bool:
+        return False
+
+    @property
+    def _by_tensor(self) -> bool:
+        return self.wire.float8 == "float8_e4m3fn"
+
+
 @dataclass(frozen=True)
-class FlatGroup:
+class FlatGroup(Levels):
     """``paths``: of the parameters, in the order of ``layout.slots``. ``layers``: of a stack, or None."""
 
     key: str
@@ -66,10 +104,6 @@ class FlatGroup:
         return (*self._stack, self.layout.padded_size)
 
     @property
-    def dtype(self) -> np.dtype:
-        return self.wire.main
-
-    @property
     def spec(self) -> PartitionSpec:
         """How the array at rest lies on the mesh."""
         return self.wire.axes.spec(self.strategy.optimizer, len(self._stack))
@@ -84,16 +118,6 @@ class FlatGroup:
 
     def tensor_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         return shape if path in self._numbers else None
-
-    @property
-    def sends_once(self) -> bool:
-        """Whether ``hold`` has collectives."""
-        return self.strategy.parameters != self.strategy.optimizer
-
-    @property
-    def holds_at_rest(self) -> bool:
-        """Whether sources are the arrays at rest."""
-        return 0 < self.strategy.parameters == self.strategy.optimizer
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Arrays at rest -> sources."""
@@ -176,12 +200,7 @@ class FlatGroup:
         """A shard's values from ``read(path, offsets, sizes)``; padding is zero."""
         values = np.zeros((*self._stack, self.layout.shard_size), dtype)
         for path, offsets, sizes, where in self.boxes(index):
-            box = np.asarray(read(path, offsets, sizes))
-            if box.shape != sizes:
-                raise ValueError(
-                    f"parameter {path!r}: expected values of shape {sizes} at {offsets}, got {box.shape}"
-                )
-            values[where] = box.reshape(-1)
+            values[where] = read_box(read, path, offsets, sizes).reshape(-1)
         return values
 
     def boxes(self, index: Index) -> Boxes:

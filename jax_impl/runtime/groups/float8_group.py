@@ -24,7 +24,7 @@ from jax import lax
 from bridge.core.sharding.policy.float8 import piece_bytes
 from jax_impl.comm.collectives import LANES
 from jax_impl.runtime.groups.cut_group import CutGroup
-from jax_impl.runtime.groups.flat_group import FlatGroup, unpack
+from jax_impl.runtime.groups.flat_group import FlatGroup, Float8Levels, unpack
 from jax_impl.runtime.groups.float8 import decode, each_in_row, scales_of
 from jax_impl.runtime.groups.float8_shards import (
     amax_of_tensors,
@@ -35,16 +35,8 @@ from jax_impl.runtime.groups.float8_shards import (
 
 
 @dataclass(frozen=True)
-class Float8Group(FlatGroup):
+class Float8Group(Float8Levels, FlatGroup):
     """Sources are pieces of uint8 ``[piece_bytes * shards]``, and of float8_e4m3fn the scales of parameters."""
-
-    @property
-    def sends_once(self) -> bool:
-        return super().sends_once or self._by_tensor
-
-    @property
-    def holds_at_rest(self) -> bool:
-        return False
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         levels, layout = self.strategy, self.layout
@@ -89,10 +81,6 @@ class Float8Group(FlatGroup):
 
     def _of_whole_tensors(self, amax: jax.Array) -> jax.Array:
         return self.wire.largest(amax, self.strategy.optimizer)
-
-    @property
-    def _by_tensor(self) -> bool:
-        return self.wire.float8 == "float8_e4m3fn"
 
     @property
     def _piece_row(self) -> int | None:

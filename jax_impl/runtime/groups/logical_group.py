@@ -29,7 +29,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from bridge.core.sharding import Strategy
 from bridge.core.sharding.policy.parallel import Cut, cut_dimension, local_shape
 from jax_impl.comm.collectives import Wire, round_to
-from jax_impl.runtime.groups.unit_plan import BufferSlice, Read
+from jax_impl.runtime.groups.flat_group import Levels
+from jax_impl.runtime.groups.unit_plan import BufferSlice, Read, read_box
 
 Index = tuple[slice, ...]
 
@@ -78,12 +79,7 @@ class LogicalArray:
 
     def shard(self, index: Index, dtype: np.dtype, read: Read) -> np.ndarray:
         offsets, sizes = tuple(part.start or 0 for part in index), self._sizes(index)
-        box = np.asarray(read(self.path, offsets, sizes))
-        if box.shape != sizes:
-            raise ValueError(
-                f"parameter {self.path!r}: expected values of shape {sizes} at {offsets}, got {box.shape}"
-            )
-        return box.astype(dtype)
+        return read_box(read, self.path, offsets, sizes).astype(dtype)
 
     def _sizes(self, index: Index) -> tuple[int, ...]:
         return tuple(len(range(*part.indices(size))) for part, size in zip(index, self.shape, strict=True))
@@ -113,7 +109,7 @@ def logical_array(
 
 
 @dataclass(frozen=True)
-class LogicalGroup:
+class LogicalGroup(Levels):
     """``arrays``: the parameters at rest, in the order of the unit. ``layers``: of a stack, or None."""
 
     unit: str
@@ -132,24 +128,12 @@ class LogicalGroup:
     def stored(self) -> dict[str, LogicalArray]:
         return {array.path: array for array in self.arrays}
 
-    @property
-    def dtype(self) -> np.dtype:
-        return self.wire.main
-
     def cuts_of(self, path: str) -> tuple[Cut, ...]:
         stack = 0 if self.layers is None else 1
         return tuple(Cut(cut.axis, cut.dimension - stack) for cut in self.stored[path].cuts)
 
     def layer_shape(self, path: str) -> tuple[int, ...]:
         return self.stored[path].shape[0 if self.layers is None else 1 :]
-
-    @property
-    def sends_once(self) -> bool:
-        return self.strategy.parameters != self.strategy.optimizer
-
-    @property
-    def holds_at_rest(self) -> bool:
-        return 0 < self.strategy.parameters == self.strategy.optimizer
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         if self.holds_at_rest:

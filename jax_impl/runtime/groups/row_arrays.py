@@ -32,7 +32,7 @@ from bridge.core.sharding.layout.slot import Slot
 from jax_impl.runtime.groups.flat_group import FlatGroup, Index
 from jax_impl.runtime.groups.logical_group import LogicalArray, LogicalGroup
 from jax_impl.runtime.groups.precision import update_dtype
-from jax_impl.runtime.groups.unit_plan import BufferSlice, Group, Read, Stored
+from jax_impl.runtime.groups.unit_plan import BufferSlice, Group, Read, Stored, read_box
 
 SCALED, SCALES, UNSCALED = " (scaled)", " (scales)", " (unscaled)"
 _SCALE = np.dtype(np.float32)
@@ -175,12 +175,7 @@ class RowArray:
     def shard(self, index: Index, dtype: np.dtype, read: Read) -> np.ndarray:
         values = np.zeros((*self.group.shape[:-1], self.rows), dtype)
         for path, offsets, sizes, where in self._boxes(index):
-            box = np.asarray(read(path, self._of_scale(offsets, 0), sizes))
-            if box.shape != sizes:
-                raise ValueError(
-                    f"parameter {path!r}: expected values of shape {sizes} at {offsets}, got {box.shape}"
-                )
-            values[where] = box.reshape(-1)
+            values[where] = read_box(read, path, self._of_scale(offsets, 0), sizes).reshape(-1)
         return values
 
     def _boxes(

@@ -33,6 +33,16 @@ class BufferSlice(NamedTuple):
     repeated: bool = False
 
 
+def read_box(read: Read, path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:
+    """A box's values; raises ``ValueError`` for those of another shape than ``sizes``."""
+    values = np.asarray(read(path, offsets, sizes))
+    if values.shape != sizes:
+        raise ValueError(
+            f"parameter {path!r}: expected values of shape {sizes} at {offsets}, got {values.shape}"
+        )
+    return values
+
+
 class Stored(Protocol):
     """An array of a train state, and which parts of parameters lie where in it. ``index`` as in ``jax.Shard.index``."""
 
