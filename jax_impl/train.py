@@ -14,7 +14,7 @@ from jax_impl.comm.collectives import fence
 from jax_impl.comm.mesh import is_simulated
 from jax_impl.optimizer.in_turn import lies_on_host, update_in_turn
 from jax_impl.optimizer.logical import fit_to_plan
-from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
+from jax_impl.optimizer.transformation import MainWeightTransformation
 from jax_impl.runtime.groups.memory_kinds import (
     HOST,
     check_not_donated,

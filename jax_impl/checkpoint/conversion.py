@@ -29,9 +29,9 @@ from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.moments import SCALE
 from jax_impl.checkpoint.names import ShapeDtype, state_tensors
 from jax_impl.checkpoint.roots import is_of_optimizer
-from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
-from jax_impl.optimizer.moment_arrays import ParameterMoments, Parts, PlanMoments
-from jax_impl.optimizer.moments import MomentFormat
+from jax_impl.optimizer.moments import MomentFormat, Parts
+from jax_impl.optimizer.plan_moments import ParameterMoments, PlanMoments
+from jax_impl.optimizer.transformation import MainWeightTransformation
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 _VALUE = "/value"

@@ -25,7 +25,7 @@ from bridge.core.callers import warn_caller
 from jax_impl.comm.collectives import fence
 from jax_impl.optimizer.chosen_form import chosen_form
 from jax_impl.optimizer.forms import Form, arrays_of, forms_of, taking_loss, trees_of
-from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
+from jax_impl.optimizer.transformation import MainWeightTransformation
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 
 _SHARE_TO_WARN_OF = 0.01

@@ -19,19 +19,22 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_impl.comm.collectives import fence
-from jax_impl.optimizer.arguments import check_flag, check_not_negative, check_number, check_rate, numbers_of
 from jax_impl.optimizer.logical import arrays_of_parameters, parameters_of_arrays
-from jax_impl.optimizer.main_weight_adamw import (
-    AdamWState,
+from jax_impl.optimizer.main_weight_adamw import AdamWState, main_weight_adamw
+from jax_impl.optimizer.moments import MomentArrays, MomentFormat
+from jax_impl.optimizer.muon_update import Constants, accumulate, apply_step, orthogonalize
+from jax_impl.optimizer.plan_moments import ParameterMoments
+from jax_impl.optimizer.transformation import (
     MainWeightTransformation,
+    check_flag,
     check_gradient,
+    check_not_negative,
+    check_number,
+    check_rate,
     check_weights,
-    main_weight_adamw,
+    numbers_of,
     rate_after,
 )
-from jax_impl.optimizer.moment_arrays import MomentArrays, ParameterMoments
-from jax_impl.optimizer.moments import MomentFormat
-from jax_impl.optimizer.muon_update import Constants, accumulate, apply_step, orthogonalize
 from jax_impl.runtime.groups.precision import update_dtype
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 

@@ -27,18 +27,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
-from jax_impl.optimizer.arguments import check_flag, check_not_negative, check_number, check_rate
-from jax_impl.optimizer.main_weight_adamw import (
+from jax_impl.optimizer.moments import MomentArrays, MomentFormat, MomentRows, Parts
+from jax_impl.optimizer.plan_moments import PlanMoments
+from jax_impl.optimizer.transformation import (
     MainWeightTransformation,
+    as_stored,
+    check_flag,
     check_gradient,
+    check_not_negative,
+    check_number,
+    check_rate,
     check_weights,
+    negative,
     rate_after,
 )
-from jax_impl.optimizer.moment_arrays import MomentArrays, MomentRows, Parts, PlanMoments
-from jax_impl.optimizer.moments import MomentFormat
-from jax_impl.optimizer.update import as_stored
 from jax_impl.runtime.groups.precision import update_dtype
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
@@ -166,15 +169,6 @@ def _apply(
     return new, _state(settings, arrays, count, weights, [moment for _, moment in done])
 
 
-def negative(rate: float | jax.Array, dtype: np.dtype, factor: float = 1.0) -> Any:
-    """``-(rate * factor)``, a double rounded once to ``dtype``."""
-    if not isinstance(rate, jax.Array):
-        return dtype.type(-(rate * factor))
-    with jax.enable_x64(True):
-        double = lax.convert_element_type(rate, np.float64)
-        return lax.convert_element_type(-(double * np.float64(factor)), dtype)
-
-
 def _update_array(
     settings: _SGD, rows: MomentRows, held: tuple[jax.Array, Parts], gradient: jax.Array, numbers: Any
 ) -> tuple[jax.Array, Parts]:
@@ -184,7 +178,7 @@ def _update_array(
     number = w.dtype.type
 
     def opaque(x: Any, of: jax.Array) -> jax.Array:
-        # Rounded, as behind a choice for each element: see update.py. NaN comes of NaN alone.
+        # Rounded, as behind a choice for each element: see main_weight_adamw.py. NaN comes of NaN alone.
         return jnp.where(of == of, x, number(np.nan))
 
     g = gradient.astype(w.dtype)

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_impl.comm.collectives import round_to
-from jax_impl.optimizer.main_weight_sgd import negative
-from jax_impl.optimizer.update import as_stored, lerp
+from jax_impl.optimizer.transformation import as_stored, lerp, negative
 from jax_impl.runtime.groups.precision import update_dtype
 
 
@@ -85,7 +84,7 @@ def apply_step(
     kept = -negative(rate, dtype, constants.weight_decay) if isinstance(rate, jax.Array) else None
     w, number = weight.astype(dtype), dtype.type
     scaled = w * (number(1 - rate * constants.weight_decay) if kept is None else number(1) - kept)
-    # Rounded, as behind a choice for each element: see update.py.
+    # Rounded, as behind a choice for each element: see main_weight_adamw.py.
     scaled = jnp.where(w == w, scaled, number(np.nan))
     step_size = negative(rate, dtype, _adjustment(constants, shape))
     return as_stored(scaled + step_size * direction.astype(dtype), weight.dtype)

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import jax
 
-from jax_impl.optimizer.arguments import check_flag
 from jax_impl.optimizer.in_turn import key_of
+from jax_impl.optimizer.transformation import check_flag
 from jax_impl.runtime.groups.memory_kinds import HOST
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
