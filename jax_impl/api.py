@@ -32,10 +32,10 @@ from jax_impl.modules.stack import recognized_stacks, stack_lengths
 from jax_impl.modules.tree_model import Tree, as_module
 from jax_impl.options import ShardingOptions, UnitOptions, resolve, unit_patterns
 from jax_impl.runtime.groups.cut_group import CutGroup
+from jax_impl.runtime.groups.logical_group import Group
 from jax_impl.runtime.groups.memory_kinds import on_device
 from jax_impl.runtime.groups.precision import is_integer
-from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.groups.unit_plan import Group, UnitPlan
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan, UnitPlan
 from jax_impl.runtime.groups.variables import with_rules
 from jax_impl.train_state import TrainState, whole_variables
 

@@ -139,13 +139,7 @@ class TrainStep:
         """
         arguments = (state.weights, batch, state.variables, shared)
         to_host = self._sends_gradients(state)
-        traced = self._gradients.trace(*arguments, to_host=to_host)
-
-        def trace(rows: Batch) -> Any:
-            return self._gradients.trace(arguments[0], rows, *arguments[2:], to_host=to_host).jaxpr
-
-        equal_parts = self._options.equal_parts
-        check_program(self._plan, traced.jaxpr, trace, batch, self._microbatches, equal_parts)
+        traced = self._trace_checked(*arguments, to_host=to_host)
         loss, shapes, _ = traced.out_info
         gradients: Any = {
             key: jax.ShapeDtypeStruct(
@@ -191,17 +185,11 @@ class TrainStep:
             leaves, structure = jax.tree.flatten((placed, whole))
             traced = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
             if traced not in self._checked:
-                # Tracing is half of what the first call does, and remembered for it.
-                program = self._gradients.trace(weights, placed, variables, whole, to_host=to_host)
-
-                def trace(rows: Batch) -> Any:
-                    return self._gradients.trace(weights, rows, variables, whole, to_host=to_host).jaxpr
+                program = self._trace_checked(weights, placed, variables, whole, to_host=to_host)
 
                 def aux_of(rows: Batch) -> Any:
                     return self._gradients(weights, rows, variables, whole)[0].aux
 
-                equal_parts = self._options.equal_parts
-                check_program(self._plan, program.jaxpr, trace, placed, self._microbatches, equal_parts)
                 check_aux(self._plan, aux_of, program.out_info[0].aux, placed, self._microbatches)
                 self._checked.add(traced)
             return self._settle(self._gradients(weights, placed, variables, whole, to_host=to_host))
@@ -216,6 +204,21 @@ class TrainStep:
                 "call, got one from around the function (a closure), whose gradient the call cannot pass on: give "
                 "it to call_unit as an argument. An array kept from an earlier trace is refused, too"
             ) from error
+
+    def _trace_checked(
+        self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared, *, to_host: bool
+    ) -> Any:
+        """The traced gradients of a loss that may be trained; raises ``ValueError`` for others."""
+
+        # Tracing is half of what the first call does, and remembered for it.
+        def trace(rows: Batch) -> Any:
+            return self._gradients.trace(weights, rows, variables, shared, to_host=to_host)
+
+        traced, equal_parts = trace(batch), self._options.equal_parts
+        check_program(
+            self._plan, traced.jaxpr, lambda rows: trace(rows).jaxpr, batch, self._microbatches, equal_parts
+        )
+        return traced
 
     def _update_state(
         self, weights: Buffers, opt_state: Any, gradients: Buffers, loss: jax.Array

@@ -103,14 +103,6 @@ class Contents:
         }
         return replace(self, arrays=arrays, whole=whole)
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the copies that ``on_host`` made."""
-        copies = [copy for by_key in self.arrays.values() for copy in by_key.values()]
-        return sum(copy.nbytes for copy in copies if isinstance(copy, HostCopy)) + sum(
-            int(value.nbytes) for value in self.whole.values() if isinstance(value, np.ndarray)
-        )
-
     def write(self, writer: OrbaxPart, chunks: Chunks, *, first: bool) -> None:
         """``first``: whether this is the process that writes what every device has."""
         for name, by_key in self.arrays.items():

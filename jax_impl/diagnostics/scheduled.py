@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from bridge.core.hlo.collectives import (
     DONE,
-    KINDS,
     START,
     chain_of,
     collectives_of,
@@ -75,14 +74,6 @@ def read_collectives(text: str) -> list[Scheduled]:
     """
     module = read_module(text)
     return list(_Reader(module, partitions_of(text)).collectives(module.entry, 1))
-
-
-def overlap_share(collectives: Iterable[Scheduled], kinds: Iterable[str] = KINDS.values()) -> float:
-    """The share of bytes whose collective overlaps with a matrix product; 0 where there are none."""
-    chosen = set(kinds)
-    known = [collective for collective in collectives if collective.kind in chosen]
-    total = sum(collective.bytes for collective in known)
-    return sum(collective.bytes for collective in known if collective.overlaps) / total if total else 0.0
 
 
 class _Reader:

@@ -19,9 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
-from jax_impl.modules.seal import inner_program, jaxpr_of, line_of, scan_counts
+from jax_impl.modules.seal import inner_program, jaxpr_of, line_of, mark_numbers, scan_counts
 
 _BEFORE = "twinshard variable before "
 _AFTER = "twinshard variable after "
@@ -72,17 +71,12 @@ _EQUAL = DeviceValue()
 
 def mark_before(variables: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The same variables, as those that a step begins with. Random keys have no marks."""
-    return {path: _marked(value, _BEFORE + path) for path, value in variables.items()}
+    return {path: mark_numbers(value, _BEFORE + path) for path, value in variables.items()}
 
 
 def mark_after(variables: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The same variables, as those that a step, or a device's part of it, ends with."""
-    return {path: _marked(value, _AFTER + path) for path, value in variables.items()}
-
-
-def _marked(value: jax.Array, name: str) -> jax.Array:
-    is_number = not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
-    return checkpoint_name(value, name) if is_number else value
+    return {path: mark_numbers(value, _AFTER + path) for path, value in variables.items()}
 
 
 def variables_after(program: Any) -> tuple[dict[str, DeviceValue], set[str]]:

@@ -76,6 +76,16 @@ def seal(path: str, arrays: T) -> T:
     return checkpoint_name(arrays, _SEAL + path)
 
 
+def mark_numbers(tree: T, name: str) -> T:
+    """The same arrays, by ``name`` in the traced program. Random keys have no marks."""
+
+    def mark(leaf: Any) -> Any:
+        is_number = isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+        return checkpoint_name(leaf, name) if is_number else leaf
+
+    return jax.tree.map(mark, tree)
+
+
 def seal_parameter(path: str, zeros: jax.Array, rank: int) -> jax.Array:
     """Zeros in place of a parameter of unit ``path``. ``rank``: its dimensions without those of a stack."""
     return checkpoint_name(zeros, f"{_PARAMETER}{rank} {path}")

@@ -17,10 +17,7 @@ from collections.abc import Mapping, Sequence
 from enum import Flag, auto
 from typing import Any, TypeVar
 
-import jax
-from jax.ad_checkpoint import checkpoint_name
-
-from jax_impl.modules.seal import inner_program, jaxpr_of, scan_counts
+from jax_impl.modules.seal import inner_program, jaxpr_of, mark_numbers, scan_counts
 
 T = TypeVar("T")
 
@@ -58,25 +55,17 @@ _SUMS = frozenset({"reduce_sum", "dot_general", "scan", "while"})
 
 def mark_rows(rows: T) -> T:
     """The same rows, as what ``check_means`` takes for the batch."""
-    return _marked(rows, _ROWS)
+    return mark_numbers(rows, _ROWS)
 
 
 def mark_loss(loss: T) -> T:
     """The same loss, as what ``check_means`` takes for it."""
-    return _marked(loss, _LOSS)
+    return mark_numbers(loss, _LOSS)
 
 
 def mark_weight(weight: T) -> T:
     """The same weight of a ``(sum, weight)``, as what ``check_weights`` takes for it."""
-    return _marked(weight, _WEIGHT)
-
-
-def _marked(tree: T, name: str) -> T:
-    def mark(leaf: Any) -> Any:
-        is_number = isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
-        return checkpoint_name(leaf, name) if is_number else leaf
-
-    return jax.tree.map(mark, tree)
+    return mark_numbers(weight, _WEIGHT)
 
 
 def check_means(program: Any, *, equal_parts: bool) -> None:

@@ -41,10 +41,10 @@ from jax_impl.optimizer.moments import (
     decode_rows,
 )
 from jax_impl.runtime.groups.flat_group import FlatGroup
+from jax_impl.runtime.groups.logical_group import Group
 from jax_impl.runtime.groups.precision import update_dtype
 from jax_impl.runtime.groups.row_arrays import SCALED, SCALES, UNSCALED, RowArray, is_scaled
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
-from jax_impl.runtime.groups.unit_plan import Group
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from bridge.core.sharding import Strategy
 from bridge.core.sharding.policy.parallel import Cut, cut_dimension, local_shape
 from jax_impl.comm.collectives import Wire, round_to
-from jax_impl.runtime.groups.flat_group import Levels
+from jax_impl.runtime.groups.flat_group import FlatGroup, Levels
 from jax_impl.runtime.groups.unit_plan import BufferSlice, Read, read_box
 
 Index = tuple[slice, ...]
@@ -176,3 +176,7 @@ class LogicalGroup(Levels):
             lax.with_sharding_constraint(x, NamedSharding(self.mesh, array.spec_of(level, left_out)))
             for x, array in zip(values, self.arrays, strict=True)
         )
+
+
+# A group of either engine; FlatGroup says what the methods do.
+Group = FlatGroup | LogicalGroup

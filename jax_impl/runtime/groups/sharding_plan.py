@@ -33,18 +33,40 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bridge.core.callers import warn_caller
+from bridge.core.sharding import Layout, Strategy
+from bridge.core.sharding.policy.recompute import Recompute
 from jax_impl.comm.mesh import DataParallelMesh, ModelAxes, data_spec, is_simulated
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
 from jax_impl.runtime.groups.layout_report import layout_report
-from jax_impl.runtime.groups.logical_group import LogicalArray, logical_array
+from jax_impl.runtime.groups.logical_group import Group, LogicalArray, logical_array
 from jax_impl.runtime.groups.memory_kinds import check_not_donated, in_memory
 from jax_impl.runtime.groups.row_arrays import SCALED, SCALES, UNSCALED, is_scaled, row_arrays, scales_of
-from jax_impl.runtime.groups.unit_plan import BufferSlice, Read, Stored, UnitPlan
+from jax_impl.runtime.groups.unit_plan import BufferSlice, Read, Stored
 from jax_impl.runtime.groups.variables import spec_of
 
 # Arrays by key: weights, gradients, and each kind of moments.
 Buffers = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """One unit: its module, strategy, and groups (trainable, then frozen by dtype; those that have parameters)."""
+
+    module: UnitModule
+    strategy: Strategy
+    recompute: Recompute
+    groups: tuple[Group, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Of the trainable group, or the only one. Raises ``ValueError`` where there is none."""
+        layouts = [group.layout for group in self.groups if hasattr(group, "layout")]
+        if not layouts:
+            raise ValueError(
+                f"unit {self.module.path!r}: expected a flat group, got {len(self.groups)} groups without layout"
+            )
+        return layouts[0]
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from jax_impl.modules.seal import no_elements, seal, witnessed, witnessed_consta
 from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.uneven_means import mark_rows
 from jax_impl.modules.unit_parameter import Arguments, Run, UnitRun, Values, origin_of, unit_parameters
+from jax_impl.runtime.groups.logical_group import Group
 from jax_impl.runtime.groups.memory_kinds import is_on_device, on_device
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.groups.unit_plan import Group
 from jax_impl.runtime.program.level import Ways
 from jax_impl.runtime.step.foreign_errors import explain
 from jax_impl.runtime.step.outputs import WATCHING, layer_numbers, look_at_output

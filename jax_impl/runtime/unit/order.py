@@ -48,8 +48,8 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 from jax_impl.comm.collectives import fence, gate_after, hold_until
+from jax_impl.runtime.groups.logical_group import Group
 from jax_impl.runtime.groups.memory_kinds import fetch_after, is_on_device
-from jax_impl.runtime.groups.unit_plan import Group
 from jax_impl.runtime.program.level import GATHER, GATHER_AHEAD, KEPT, REDUCE
 from jax_impl.runtime.program.traced import mark
 

@@ -46,7 +46,7 @@ from jax.extend.core import jaxpr_as_fun
 from bridge.core.sharding.policy.recompute import Recompute
 from jax_impl.comm.collectives import fence, fence_some
 from jax_impl.modules.seal import open_sealed
-from jax_impl.runtime.groups.unit_plan import Group
+from jax_impl.runtime.groups.logical_group import Group
 from jax_impl.runtime.program.residuals import Saved, with_dependence, with_derived
 from jax_impl.runtime.unit.order import Held, Order
 
