@@ -20,7 +20,7 @@ from jax_impl.checkpoint.names import as_stored, optimizer_tensors, state_tensor
 from jax_impl.comm.mesh import is_simulated
 from jax_impl.runtime.groups.logical_group import LogicalArray
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.groups.unit_plan import BufferSlice
+from jax_impl.runtime.groups.stored import BufferSlice
 from jax_impl.train_state import TrainState, whole_variables
 
 # Bytes above which chunks are chosen here: each of the writer's may need boxes of all devices.

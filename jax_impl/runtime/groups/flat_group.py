@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec
 from bridge.core.sharding import Layout, Strategy, row_boxes
 from bridge.core.sharding.policy.parallel import Cut
 from jax_impl.comm.collectives import LANES, Wire
-from jax_impl.runtime.groups.unit_plan import BufferSlice, Read, read_box
+from jax_impl.runtime.groups.stored import BufferSlice, Read, read_box
 
 Index = tuple[slice, ...]
 # Path, offsets and sizes of a box of a parameter, and where the box is in the shard.

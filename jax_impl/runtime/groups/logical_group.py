@@ -30,7 +30,7 @@ from bridge.core.sharding import Strategy
 from bridge.core.sharding.policy.parallel import Cut, cut_dimension, local_shape
 from jax_impl.comm.collectives import Wire, round_to
 from jax_impl.runtime.groups.flat_group import FlatGroup, Levels
-from jax_impl.runtime.groups.unit_plan import BufferSlice, Read, read_box
+from jax_impl.runtime.groups.stored import BufferSlice, Read, read_box
 
 Index = tuple[slice, ...]
 

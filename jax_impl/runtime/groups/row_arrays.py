@@ -32,7 +32,7 @@ from bridge.core.sharding.layout.slot import Slot
 from jax_impl.runtime.groups.flat_group import FlatGroup, Index
 from jax_impl.runtime.groups.logical_group import Group, LogicalArray, LogicalGroup
 from jax_impl.runtime.groups.precision import update_dtype
-from jax_impl.runtime.groups.unit_plan import BufferSlice, Read, Stored, read_box
+from jax_impl.runtime.groups.stored import BufferSlice, Read, Stored, read_box
 
 SCALED, SCALES, UNSCALED = " (scaled)", " (scales)", " (unscaled)"
 _SCALE = np.dtype(np.float32)

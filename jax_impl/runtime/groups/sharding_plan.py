@@ -42,7 +42,7 @@ from jax_impl.runtime.groups.layout_report import layout_report
 from jax_impl.runtime.groups.logical_group import Group, LogicalArray, logical_array
 from jax_impl.runtime.groups.memory_kinds import check_not_donated, in_memory
 from jax_impl.runtime.groups.row_arrays import SCALED, SCALES, UNSCALED, is_scaled, row_arrays, scales_of
-from jax_impl.runtime.groups.unit_plan import BufferSlice, Read, Stored
+from jax_impl.runtime.groups.stored import BufferSlice, Read, Stored
 from jax_impl.runtime.groups.variables import spec_of
 
 # Arrays by key: weights, gradients, and each kind of moments.

@@ -1,15 +1,13 @@
-"""One unit of a sharding plan: its groups of parameters, and their arrays at rest, as either engine has them."""
+"""An array of a train state, as either engine has it, and the boxes of parameters that lie in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-Arrays = Sequence[jax.Array]
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], np.ndarray]
 
 
