@@ -70,7 +70,7 @@ def as_on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards travel in rows, and units save what ``derived.py`` says."""
+    """Shards travel in rows, and units save what ``residuals.py`` says."""
     monkeypatch.setattr(jax_impl.grouping, "is_tpu", lambda mesh: True)
     monkeypatch.setattr(jax_impl.runtime.step.forward, "is_simulated", lambda mesh: False)
 
