@@ -33,7 +33,6 @@ from bridge.core.sharding import (
 )
 from jax_impl.api import fully_shard, plan_sharding, shard_weights, unshard
 from jax_impl.apply_policy import ShardingPolicy
-from jax_impl.batch import pad_batch, shard_batch
 from jax_impl.checkpoint.checkpoint import save_checkpoint, save_checkpoint_async
 from jax_impl.checkpoint.loading import LoadedCheckpoint, load_checkpoint
 from jax_impl.checkpoint.manager import CheckpointManager
@@ -58,7 +57,7 @@ from jax_impl.runtime.step.float8_products import float8_dot_general
 from jax_impl.runtime.step.gradients import make_gradients
 from jax_impl.runtime.step.outputs import NonFiniteOutput, watch_nonfinite_outputs
 from jax_impl.train import make_train_step
-from jax_impl.train_state import TrainState, abstract_state, init_state
+from jax_impl.train_state import TrainState, abstract_state, init_state, pad_batch, shard_batch
 
 __all__ = [
     "STRATEGIES",

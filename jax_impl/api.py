@@ -28,14 +28,14 @@ from jax_impl.modules.module_tree import (
     whole_model,
 )
 from jax_impl.modules.partitioning import cuts_of
-from jax_impl.modules.stack_lengths import recognized_stacks, stack_lengths
+from jax_impl.modules.stack import recognized_stacks, stack_lengths
 from jax_impl.modules.tree_model import Tree, as_module
 from jax_impl.options import ShardingOptions, UnitOptions, resolve, unit_patterns
 from jax_impl.runtime.groups.cut_group import CutGroup
+from jax_impl.runtime.groups.logical_group import Group
 from jax_impl.runtime.groups.memory_kinds import on_device
 from jax_impl.runtime.groups.precision import is_integer
-from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.groups.unit_plan import Group, UnitPlan
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan, UnitPlan
 from jax_impl.runtime.groups.variables import with_rules
 from jax_impl.train_state import TrainState, whole_variables
 
@@ -156,8 +156,8 @@ def shard_weights(plan: ShardingPlan, parameters: Mapping[str, jax.Array]) -> Bu
     values: dict[str, np.ndarray] = {}
     for path, info in plan.parameters.items():
         if path not in parameters or parameters[path].shape != info.shape:
-            found = f"shape {parameters[path].shape}" if path in parameters else "none"
-            raise ValueError(f"parameter {path!r}: expected values of shape {info.shape}, got {found}")
+            shape = f"shape {parameters[path].shape}" if path in parameters else "none"
+            raise ValueError(f"parameter {path!r}: expected values of shape {info.shape}, got {shape}")
         if isinstance(parameters[path], jax.ShapeDtypeStruct):
             raise ValueError(f"parameter {path!r}: expected values, got a shape: plan_sharding needs no more")
         values[path] = np.asarray(parameters[path])
@@ -185,7 +185,8 @@ def unshard(plan: ShardingPlan, buffers: Buffers | TrainState) -> dict[str, jax.
     for unit in plan.units.values():
         for group in unit.groups:
             if all(key in buffers for key in group.stored):
-                # One group at a time: see forward.hold.
+                # One group at a time: see forward.hold. Each is a program of its own,
+                # so that waiting for one puts its collectives before those of the next.
                 arrays = tuple(buffers[key] for key in group.stored)
                 leaves = jax.block_until_ready(_gathered(arrays, group, plan.replicated))
                 whole.update(zip(group.paths, leaves, strict=True))

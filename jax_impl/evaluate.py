@@ -23,7 +23,6 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_impl.batch import Batch, pad_batch, place_shared, shard_batch
 from jax_impl.modules.device_values import mark_after, mark_before, variables_after
 from jax_impl.modules.seal import check_seals
 from jax_impl.modules.uneven_means import check_means
@@ -37,13 +36,19 @@ from jax_impl.runtime.groups.variables import (
     of_all_devices,
     of_this_device,
 )
-from jax_impl.runtime.program.pipeline import pipelined
-from jax_impl.runtime.step.divisors import Divisors
+from jax_impl.runtime.program.pipeline import pipeline
 from jax_impl.runtime.step.forward import call_model, collectors, hold, ways_of
 from jax_impl.runtime.step.gradients import Shared
-from jax_impl.runtime.step.losses import LossParts, as_parts, is_loss, sum_over_devices, twice_as_many
-from jax_impl.train import settled
-from jax_impl.train_state import TrainState, check_state
+from jax_impl.runtime.step.losses import (
+    Divisors,
+    LossParts,
+    as_parts,
+    is_loss,
+    sum_over_devices,
+    twice_as_many,
+)
+from jax_impl.train import settle
+from jax_impl.train_state import Batch, TrainState, check_state, pad_batch, place_shared, shard_batch
 
 # Of a batch: its loss, or what it has for each row; and the variables after it.
 Evaluated = tuple[LossParts | None, Any, Variables]
@@ -80,14 +85,14 @@ class EvalStep:
         weights, variables = _parts_of(state)
         check_state(self._plan, weights, variables)
         rows, filled, real = self._filled(batch)
-        given = (weights, shard_batch(self._plan, filled), variables, place_shared(self._plan, shared))
-        leaves, structure = jax.tree.flatten((given[1], given[3]))
+        arguments = (weights, shard_batch(self._plan, filled), variables, place_shared(self._plan, shared))
+        leaves, structure = jax.tree.flatten((arguments[1], arguments[3]))
         traced = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if traced not in self._checked:
-            program = self._program.trace(*given)
-            self._check(program.jaxpr, given)
+            program = self._program.trace(*arguments)
+            self._check(program.jaxpr, arguments)
             if program.out_info[0] is None:
-                self._check_results(given)
+                self._check_results(arguments)
             self._checked[traced] = program.out_info[0] is not None
         if self._mutable and rows != real:
             raise ValueError(
@@ -99,7 +104,7 @@ class EvalStep:
                 f"batch: expected a multiple of {self._plan.data_ranks} rows for a loss, got {real}: fill the batch "
                 "by pad_batch, and let the loss return (sum, weight) of the rows that count"
             )
-        loss, by_row, changed = settled(self._plan, self._program(*given))
+        loss, by_row, changed = settle(self._plan, self._program(*arguments))
         returned = self._returned(loss, by_row if rows == real else jax.tree.map(lambda x: x[:real], by_row))
         if not self._mutable:
             return returned
@@ -135,12 +140,12 @@ class EvalStep:
                 plan.variable_specs if self._mutable else PartitionSpec(),
             ),
             axis_names=set(plan.axes.names),
-            # As in training: no reduction happens that is not written.
+            # As in training: no reduction happens that is not written, so nothing is summed twice.
             check_vma=False,
         )
 
-        def placed(*given: Any) -> Evaluated:
-            loss, by_row, changed = local(*given)
+        def placed(*arguments: Any) -> Evaluated:
+            loss, by_row, changed = local(*arguments)
             # What is automatic on model axes would lie as the compiler likes.
             whole = lax.with_sharding_constraint(loss, plan.replicated)
             return whole, self._in_rows(by_row), self._as_at_rest(changed)
@@ -185,7 +190,7 @@ class EvalStep:
             return returned, mark_after(after)
 
         if plan.prefetch:
-            call = pipelined(call, ways_of(plan, forward=True))
+            call = pipeline(call, ways_of(plan, forward=True))
         returned, after = call(weights, batch, variables, shared)
         if self._has_aux or is_loss(returned):
             return as_parts(returned, self._has_aux), None, after
@@ -202,9 +207,9 @@ class EvalStep:
         return None, returned, after
 
     def _mean(self, loss: LossParts) -> LossParts:
-        return Divisors.of(self._plan, 1, None).divided(loss, {})[0]
+        return Divisors.of(self._plan, 1, None).divide(loss, {})[0]
 
-    def _check(self, program: Any, given: tuple[Any, ...]) -> None:
+    def _check(self, program: Any, arguments: tuple[Any, ...]) -> None:
         plan = self._plan
         check_seals(program)
         one_part = plan.engine == "pjit" or plan.data_ranks == 1
@@ -213,28 +218,28 @@ class EvalStep:
         if self._mutable and not one_part:
 
             def with_more_rows() -> Any:
-                weights, batch, *rest = given
+                weights, batch, *rest = arguments
                 return self._program.trace(weights, twice_as_many(batch), *rest).jaxpr
 
             check_variables(plan.variables, after, plan.axes, with_more_rows)
         if plan.data_ranks > 1:
-            check_rows(plan.variables, read, jax.tree.leaves(given[1])[0].shape[0])
+            check_rows(plan.variables, read, jax.tree.leaves(arguments[1])[0].shape[0])
         changed = [
             path
             for path, value in after.items()
-            if not value.same and not issubclass(plan.variables[path].kind, nnx.RngState)
+            if not value.same and not issubclass(plan.variables[path].cls, nnx.RngState)
         ]
         if self._mutable is None and changed:
             raise ValueError(
                 f"fn: expected a model that changes none of its variables, got one that changes {changed[:5]} "
-                f"({plan.variables[changed[0]].kind.__name__}): say make_eval_step(..., mutable=True), which returns "
+                f"({plan.variables[changed[0]].cls.__name__}): say make_eval_step(..., mutable=True), which returns "
                 "(result, state), or mutable=False, which drops the changes; model.eval() in fn leaves batch "
                 "statistics as they are"
             )
 
-    def _check_results(self, given: tuple[Any, ...]) -> None:
+    def _check_results(self, arguments: tuple[Any, ...]) -> None:
         """Raises ``ValueError`` for results whose first dimension has the size of the rows, but does not count them."""
-        weights, batch, *rest = given
+        weights, batch, *rest = arguments
         try:
             if self._plan.data_ranks > 1:
                 jax.eval_shape(self._program, weights, twice_as_many(batch), *rest)

@@ -15,8 +15,7 @@ from bridge.core.sharding.policy.float8 import is_quantized
 from bridge.core.sharding.policy.group_dtypes import GroupDtypes
 from bridge.core.sharding.policy.parallel import local_shape
 from jax_impl.comm.collectives import Wire
-from jax_impl.comm.mesh import DataParallelMesh, is_tpu
-from jax_impl.comm.model_axes import ModelAxes
+from jax_impl.comm.mesh import DataParallelMesh, ModelAxes, is_tpu
 from jax_impl.modules.module_tree import UnitModule
 from jax_impl.modules.partitioning import Cuts
 from jax_impl.options import Resolved, UnitOptions, within
@@ -24,13 +23,12 @@ from jax_impl.runtime.groups.cut_group import CutGroup
 from jax_impl.runtime.groups.flat_group import FlatGroup
 from jax_impl.runtime.groups.float8_group import CutFloat8Group, Float8Group
 from jax_impl.runtime.groups.float8_logical import Float8LogicalGroup
-from jax_impl.runtime.groups.logical_group import LogicalGroup, logical_array
+from jax_impl.runtime.groups.logical_group import Group, LogicalGroup, logical_array
 from jax_impl.runtime.groups.precision import is_integer
-from jax_impl.runtime.groups.unit_plan import Group
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _GroupKey:
     """What the parameters of one group have in common, but for the model axes that cut them.
 
     ``replicated``: whether all devices have them whole, whatever the unit's strategy.
@@ -69,34 +67,34 @@ def groups_of(
     float32.
     """
     model = ModelAxes.of(resolved.mesh)
-    found: list[Group] = []
-    kinds = _kinds(module, resolved)
-    several = len({kind.wire.main for kind in kinds if kind.trainable}) > 1
-    for kind, own in kinds.items():
+    groups: list[Group] = []
+    by_key = _numbers_by_key(module, resolved)
+    several = len({key.wire.main for key in by_key if key.trainable}) > 1
+    for key, own in by_key.items():
         if engine == "pjit":
-            found.append(_logical_group(module, own, options, kind, resolved.mesh, cuts))
+            groups.append(_logical_group(module, own, options, key, resolved.mesh, cuts))
             continue
         by_axes: dict[tuple[str, ...], list[int]] = {}
         for i in own:
             over = tuple(cut.axis for cut in cuts.get(module.parameters[i], ()))
             by_axes.setdefault(over, []).append(i)
-        found += [
-            _flat_group(module, by_axes[over], options, kind, [*kind.words(several), *over], model, cuts)
+        groups += [
+            _flat_group(module, by_axes[over], options, key, [*key.words(several), *over], model, cuts)
             for over in sorted(by_axes, key=lambda over: (len(over), over))
         ]
-    return tuple(found)
+    return tuple(groups)
 
 
 def _flat_group(
     module: UnitModule,
     own: Sequence[int],
     options: UnitOptions,
-    kind: _Kind,
+    key: _GroupKey,
     words: Sequence[str],
     model: ModelAxes,
     cuts: Cuts,
 ) -> FlatGroup:
-    wire, strategy, paths = kind.wire, kind.strategy(options), tuple(module.parameters[i] for i in own)
+    wire, strategy, paths = key.wire, key.strategy(options), tuple(module.parameters[i] for i in own)
     of_each = tuple(cuts.get(path, ()) for path in paths)
     names = dict(zip(paths, (module.names[i] for i in own), strict=True))
     shapes = [local_shape(module.shapes[i], cut, model.by_name) for i, cut in zip(own, of_each, strict=True)]
@@ -108,8 +106,8 @@ def _flat_group(
         rows=chosen.rows,
         align=chosen.align,
     )
-    key = f"{module.path} ({', '.join(words)})" if words else module.path
-    common = key, module.path, paths, layout, wire, strategy, kind.trainable, module.layers
+    name = f"{module.path} ({', '.join(words)})" if words else module.path
+    common = name, module.path, paths, layout, wire, strategy, key.trainable, module.layers
     if model.names:
         cut = CutGroup if wire.float8 is None else CutFloat8Group
         return cut(*common, model, of_each)
@@ -120,12 +118,12 @@ def _logical_group(
     module: UnitModule,
     own: Sequence[int],
     options: UnitOptions,
-    kind: _Kind,
+    key: _GroupKey,
     mesh: Mesh,
     cuts: Cuts,
 ) -> LogicalGroup:
     stack = () if module.layers is None else (module.layers,)
-    wire, strategy, sizes = kind.wire, kind.strategy(options), ModelAxes.of(mesh).by_name
+    wire, strategy, sizes = key.wire, key.strategy(options), ModelAxes.of(mesh).by_name
     arrays = tuple(
         logical_array(
             path, (*stack, *module.shapes[i]), wire, strategy, module.layers, cuts.get(path, ()), sizes
@@ -133,16 +131,16 @@ def _logical_group(
         for i, path in ((i, module.parameters[i]) for i in own)
     )
     group = LogicalGroup if wire.float8 is None else Float8LogicalGroup
-    return group(module.path, arrays, mesh, wire, strategy, kind.trainable, module.layers)
+    return group(module.path, arrays, mesh, wire, strategy, key.trainable, module.layers)
 
 
-def _kinds(module: UnitModule, resolved: Resolved) -> dict[_Kind, list[int]]:
+def _numbers_by_key(module: UnitModule, resolved: Resolved) -> dict[_GroupKey, list[int]]:
     """The numbers of a unit's parameters by group: trainable ones of each dtype, then frozen ones of each.
 
     Of each, what is gathered as float8 comes first, and what is replicated last.
     """
     precision = resolved.precision
-    found: dict[_Kind, list[int]] = {}
+    by_key: dict[_GroupKey, list[int]] = {}
     mains: list[np.dtype] = []
     for i, (path, dtype) in enumerate(zip(module.parameters, module.dtypes, strict=True)):
         trainable = path not in resolved.frozen
@@ -151,14 +149,14 @@ def _kinds(module: UnitModule, resolved: Resolved) -> dict[_Kind, list[int]]:
             _check_trained(path, dtype, precision.main_dtype)
         quantized = is_quantized(module.shapes[i])
         dtypes = precision.of_group(dtype, trainable=trainable, quantized=quantized)
-        kind = _Kind(trainable, _wire(resolved.mesh, dtypes), path in resolved.replicated)
-        found.setdefault(kind, []).append(i)
+        key = _GroupKey(trainable, _wire(resolved.mesh, dtypes), path in resolved.replicated)
+        by_key.setdefault(key, []).append(i)
         mains.append(dtypes.main)
 
-    def order(kind: _Kind) -> tuple[bool, int, bool, bool]:
-        return not kind.trainable, mains.index(kind.wire.main), kind.wire.float8 is None, kind.replicated
+    def order(key: _GroupKey) -> tuple[bool, int, bool, bool]:
+        return not key.trainable, mains.index(key.wire.main), key.wire.float8 is None, key.replicated
 
-    return {kind: found[kind] for kind in sorted(found, key=order)}
+    return {key: by_key[key] for key in sorted(by_key, key=order)}
 
 
 def _check_dtype(path: str, dtype: np.dtype) -> None:

@@ -97,8 +97,8 @@ def _with_constants(plan: ShardingPlan, values: Values) -> ShardingPlan:
     """A program closes over them, so each process has its own copy, on no device in particular."""
     root = plan.units[ROOT]
     local = {
-        joined(place): np.asarray(values[joined(place)].addressable_data(0))
-        for place in root.module.constants
+        joined(constant): np.asarray(values[joined(constant)].addressable_data(0))
+        for constant in root.module.constants
     }
     if not local:
         return plan
@@ -117,7 +117,7 @@ def _op_by_op(function: Callable[[], Any]) -> Callable[[], Any]:
         known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
         def value(operand: Any) -> Any:
-            # A known divisor would become a product with its inverse.
+            # A known divisor would become a product with its inverse, whose last bit may be another.
             return (
                 fence(jnp.asarray(operand.val, operand.aval.dtype))
                 if hasattr(operand, "val")
@@ -125,26 +125,26 @@ def _op_by_op(function: Callable[[], Any]) -> Callable[[], Any]:
             )
 
         for equation in closed.jaxpr.eqns:
-            given = [value(x) for x in equation.invars]
-            known.update(zip(equation.outvars, fence(_bound(closed.jaxpr, equation, given)), strict=True))
+            operands = [value(x) for x in equation.invars]
+            known.update(zip(equation.outvars, fence(_bound(closed.jaxpr, equation, operands)), strict=True))
         return jax.tree.unflatten(jax.tree.structure(shapes), [value(x) for x in closed.jaxpr.outvars])
 
     return run
 
 
-def _bound(around: Any, equation: Any, given: list[Any]) -> list[Any]:
+def _bound(around: Any, equation: Any, values: list[Any]) -> list[Any]:
     """The results of one equation of a jaxpr."""
     called = jaxpr_of(equation.params.get("jaxpr"))
     if called is not None and equation.primitive.name in ("jit", "pjit"):
-        return list(jaxpr_as_fun(equation.params["jaxpr"])(*given))
+        return list(jaxpr_as_fun(equation.params["jaxpr"])(*values))
     if not any(jaxpr_of(x) is not None for x in equation.params.values()):
-        results = equation.primitive.bind(*given, **equation.params)
+        results = equation.primitive.bind(*values, **equation.params)
         return list(results) if equation.primitive.multiple_results else [results]
-    operands = [(x, v) for x, v in zip(equation.invars, given, strict=True) if not hasattr(x, "val")]
-    one = around.replace(
-        constvars=[], invars=[x for x, _ in operands], outvars=equation.outvars, eqns=[equation]
+    variables = [(x, v) for x, v in zip(equation.invars, values, strict=True) if not hasattr(x, "val")]
+    alone = around.replace(
+        constvars=[], invars=[x for x, _ in variables], outvars=equation.outvars, eqns=[equation]
     )
-    return list(jaxpr_as_fun(ClosedJaxpr(one, []))(*(v for _, v in operands)))
+    return list(jaxpr_as_fun(ClosedJaxpr(alone, []))(*(v for _, v in variables)))
 
 
 def _on_shards(plan: ShardingPlan, values: Callable[[], tuple[Values, Values]]) -> Any:

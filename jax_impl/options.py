@@ -150,8 +150,8 @@ def resolve(
     """Raises ``ValueError`` for options that do not fit the model, the mesh or each other."""
     frozen = chosen_parameters(model, options.get("frozen", ()), "frozen")
     replicated = chosen_parameters(model, options.get("replicated", ()), "replicated")
-    found = _resolved(model, module_paths(model, stacks), mesh, policy, options, frozen)
-    return replace(found, frozen=frozen, replicated=replicated)
+    resolved = _resolved(model, module_paths(model, stacks), mesh, policy, options, frozen)
+    return replace(resolved, frozen=frozen, replicated=replicated)
 
 
 def _resolved(
@@ -209,21 +209,21 @@ def _by_keywords(
         options.get("main_dtype", "float32"),
     )
     patterns = options.get("units")
-    found = _repeated(model, paths) if patterns is None else _matching(paths, patterns)
-    chosen = dict.fromkeys(found, unit)
+    dotted = _repeated(model, paths) if patterns is None else _matching(paths, patterns)
+    chosen = dict.fromkeys(dotted, unit)
     # Recomputing the root would run the whole model's forward a third time.
     root = replace(unit, recompute=False)
     return Resolved(mesh, precision, {**_by_module(chosen, paths), ROOT: root})
 
 
 def _repeated(model: nnx.Module, paths: Mapping[str, str]) -> list[str]:
-    found = repeated_blocks(paths, parameter_leaves(model))
-    if not found:
+    blocks = repeated_blocks(paths, parameter_leaves(model))
+    if not blocks:
         raise ValueError(
             "units: expected a model with repeated blocks, such as layers/0, layers/1 or Block_0, Block_1, got modules "
             f"{_some(paths)}: choose units=[patterns of these paths], or units=[] for a single unit"
         )
-    return found
+    return blocks
 
 
 def _some(paths: Mapping[str, str]) -> list[str]:
@@ -238,12 +238,12 @@ def _matching(paths: Mapping[str, str], patterns: Sequence[str]) -> list[str]:
     chosen: dict[str, None] = {}
     for pattern in patterns:
         segments = pattern.split("/")
-        found = [path for path in paths if path and _matches(path.split("."), segments)]
-        if not found:
+        matched = [path for path in paths if path and _matches(path.split("."), segments)]
+        if not matched:
             raise ValueError(
                 f"units: expected patterns of module paths, but {pattern!r} matches none of {_some(paths)}"
             )
-        chosen.update(dict.fromkeys(found))
+        chosen.update(dict.fromkeys(matched))
     return list(chosen)
 
 
@@ -305,30 +305,30 @@ def _of_policy(policy: ShardingPolicy, paths: Mapping[str, str]) -> Mapping[str,
 def _unit_and_root(policy: ShardingPolicy) -> tuple[UnitPolicy, UnitPolicy]:
     """What a policy says of units, whichever they are, and of the root."""
     root = next(unit for unit in policy.units if not unit.match)
-    kinds = {replace(unit, match=""): unit for unit in policy.units if unit.match}
-    if len(kinds) > 1:
+    policies = {replace(unit, match=""): unit for unit in policy.units if unit.match}
+    if len(policies) > 1:
         raise PolicyError(
             f"{policy.source}: expected one kind of [[unit]] besides the root's, to take patterns from units=, got "
-            f"{len(kinds)}, of {', '.join(repr(unit.match) for unit in kinds.values())}: change the matches in a copy "
-            "of the policy"
+            f"{len(policies)}, of {', '.join(repr(unit.match) for unit in policies.values())}: change "
+            "the matches in a copy of the policy"
         )
-    return next(iter(kinds.values()), root), root
+    return next(iter(policies.values()), root), root
 
 
 def _by_module(units: Mapping[str, UnitOptions], paths: Mapping[str, str]) -> dict[str, UnitOptions]:
     """By path in the model. All layers of a stack are one module, so they must be units of one kind or no units."""
-    found: dict[str, UnitOptions | None] = {}
+    by_path: dict[str, UnitOptions | None] = {}
     first: dict[str, str] = {}
     for dotted, path in paths.items():
         options = units.get(dotted)
-        if path in found and found[path] != options:
+        if path in by_path and by_path[path] != options:
             raise ValueError(
                 f"units: expected one policy for all layers of the stack {path!r}, since they are scanned, got "
-                f"{_words(found[path])} for {first[path]!r} and {_words(options)} for {dotted!r}"
+                f"{_words(by_path[path])} for {first[path]!r} and {_words(options)} for {dotted!r}"
             )
-        found[path] = options
+        by_path[path] = options
         first.setdefault(path, dotted)
-    return {path: options for path, options in found.items() if options is not None}
+    return {path: options for path, options in by_path.items() if options is not None}
 
 
 def _words(options: UnitOptions | None) -> str:

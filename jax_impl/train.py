@@ -7,17 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from jax_impl.batch import place_shared, shard_batch
+from jax_impl.comm.collectives import fence
 from jax_impl.comm.mesh import is_simulated
 from jax_impl.optimizer.in_turn import lies_on_host, update_in_turn
-from jax_impl.optimizer.logical import fitted
-from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
-from jax_impl.runtime.groups.memory_kinds import HOST, constrained, in_memory, memory_kinds, on_device
+from jax_impl.optimizer.logical import fit_to_plan
+from jax_impl.optimizer.transformation import MainWeightTransformation
+from jax_impl.runtime.groups.memory_kinds import (
+    HOST,
+    check_not_donated,
+    constrain,
+    in_memory,
+    memory_kinds,
+    on_device,
+)
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.groups.variables import Variables
-from jax_impl.runtime.program.donation import check_not_donated
 from jax_impl.runtime.step.gradients import (
     Batch,
     GradDivisor,
@@ -28,8 +35,7 @@ from jax_impl.runtime.step.gradients import (
     unchecked_gradients,
 )
 from jax_impl.runtime.step.losses import LossParts
-from jax_impl.step_metrics import GRAD_NORM, LEARNING_RATE, check_metrics, grad_norm, learning_rate
-from jax_impl.train_state import TrainState, check_state, shardings_of, trainable
+from jax_impl.train_state import TrainState, check_state, place_shared, shard_batch, shardings_of, trainable
 
 Metrics = dict[str, Any]
 # JAX's error for it in a loop has no public name.
@@ -77,21 +83,22 @@ class TrainStep:
         self._options = options
         own = isinstance(optimizer, MainWeightTransformation)
         self._optimizer = optimizer.on_plan(plan) if own else optimizer
-        self._fitted = fitted(plan, optimizer)
+        self._fitted = fit_to_plan(plan, optimizer)
         self._gradients = jax.jit(
             unchecked_gradients(plan, loss_fn, microbatches, options.has_aux, options.grad_divisor),
             static_argnames="to_host",
         )
         self._checked: set[Any] = set()
-        # By the kinds of memory that a state lies in.
+        # By the kinds of memory that a state lies in: out_shardings name them, so each has its
+        # program.
         self._updates: dict[Any, Callable[..., tuple[Buffers, Any, Metrics]]] = {}
 
     def gradients(
         self, weights: Buffers, batch: Batch, variables: Variables | None = None, shared: Shared = ()
     ) -> tuple[Any, Buffers]:
         """Loss and gradients of one global batch, without an update; ``(loss, aux)`` and gradients with ``has_aux``."""
-        loss, found, _ = self._run(weights, batch, variables or {}, shared)
-        return (loss.value, loss.aux) if self._options.has_aux else loss.value, found
+        loss, gradients, _ = self._run(weights, batch, variables or {}, shared)
+        return (loss.value, loss.aux) if self._options.has_aux else loss.value, gradients
 
     def __call__(self, state: TrainState, batch: Batch, *shared: Any) -> tuple[TrainState, Metrics]:
         for path, leaf in jax.tree.leaves_with_path(state.opt_state):
@@ -100,17 +107,17 @@ class TrainStep:
             state.weights, batch, state.variables, shared, to_host=self._sends_gradients(state)
         )
         if _is_traced((state, gradients)):
-            *updated, found = self._updated(state.weights, state.opt_state, gradients, loss.value)
+            *updated, extra = self._update_state(state.weights, state.opt_state, gradients, loss.value)
             shardings = self._plan.shardings, shardings_of(self._plan, state.opt_state)
-            weights, opt_state = constrained(tuple(updated), shardings)
+            weights, opt_state = constrain(tuple(updated), shardings)
         else:
-            kinds = memory_kinds((state.weights, state.opt_state))
-            if kinds not in self._updates:
-                self._updates[kinds] = self._update(state)
-            weights, opt_state, found = self._settled(
-                self._updates[kinds](state.weights, state.opt_state, gradients, loss.value)
+            lying = memory_kinds((state.weights, state.opt_state))
+            if lying not in self._updates:
+                self._updates[lying] = self._update(state)
+            weights, opt_state, extra = self._settle(
+                self._updates[lying](state.weights, state.opt_state, gradients, loss.value)
             )
-        return TrainState(weights, opt_state, variables), {**self._metrics(loss), **found}
+        return TrainState(weights, opt_state, variables), {**self._metrics(loss), **extra}
 
     def lower(self, state: TrainState, batch: Batch, *shared: Any) -> jax.stages.Lowered:
         """The program of a whole step, to be compiled ahead, costed or read.
@@ -118,6 +125,7 @@ class TrainStep:
         All arguments may be shapes (``abstract_state``, ``jax.ShapeDtypeStruct``). The compiled program is called as
         the step is. Its update is a part of the program, so its last bits may be others than the step's own.
         """
+        # The whole state: ``init_state`` copies variables, so that nothing else holds their memory.
         donated = (0,) if self._options.donate else ()
         return jax.jit(self, donate_argnums=donated).lower(state, batch, *shared)
 
@@ -129,23 +137,17 @@ class TrainStep:
         All arguments are shapes, the batch's and ``shared`` with their shardings: rows ``[devices x microbatches x rows
         of a part, ...]`` on ``plan.axes.batch_spec``. Raises ``ValueError`` for a loss that a call would refuse.
         """
-        given = (state.weights, batch, state.variables, shared)
+        arguments = (state.weights, batch, state.variables, shared)
         to_host = self._sends_gradients(state)
-        traced = self._gradients.trace(*given, to_host=to_host)
-
-        def trace(rows: Batch) -> Any:
-            return self._gradients.trace(given[0], rows, *given[2:], to_host=to_host).jaxpr
-
-        equal_parts = self._options.equal_parts
-        check_program(self._plan, traced.jaxpr, trace, batch, self._microbatches, equal_parts)
-        loss, found, _ = traced.out_info
+        traced = self._trace_checked(*arguments, to_host=to_host)
+        loss, shapes, _ = traced.out_info
         gradients: Any = {
             key: jax.ShapeDtypeStruct(
                 array.shape,
                 array.dtype,
                 sharding=in_memory(self._plan.sharding(key), HOST if to_host else None),
             )
-            for key, array in found.items()
+            for key, array in shapes.items()
         }
         whole: Any = jax.ShapeDtypeStruct(loss.value.shape, loss.value.dtype, sharding=self._plan.replicated)
         update = self._update(state).lower(state.weights, state.opt_state, gradients, whole)
@@ -153,9 +155,11 @@ class TrainStep:
 
     def _update(self, state: TrainState) -> Any:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, (state.weights, state.opt_state))
+        # New weights and moments take the memory of the old ones, or both would be there at the
+        # end.
         donated = (0, 1) if self._options.donate else ()
         return jax.jit(
-            self._updated, donate_argnums=donated, out_shardings=(*shardings, self._plan.replicated)
+            self._update_state, donate_argnums=donated, out_shardings=(*shardings, self._plan.replicated)
         )
 
     def _sends_gradients(self, state: TrainState) -> bool:
@@ -181,20 +185,14 @@ class TrainStep:
             leaves, structure = jax.tree.flatten((placed, whole))
             traced = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
             if traced not in self._checked:
-                # Tracing is half of what the first call does, and remembered for it.
-                found = self._gradients.trace(weights, placed, variables, whole, to_host=to_host)
-
-                def trace(rows: Batch) -> Any:
-                    return self._gradients.trace(weights, rows, variables, whole, to_host=to_host).jaxpr
+                program = self._trace_checked(weights, placed, variables, whole, to_host=to_host)
 
                 def aux_of(rows: Batch) -> Any:
                     return self._gradients(weights, rows, variables, whole)[0].aux
 
-                equal_parts = self._options.equal_parts
-                check_program(self._plan, found.jaxpr, trace, placed, self._microbatches, equal_parts)
-                check_aux(self._plan, aux_of, found.out_info[0].aux, placed, self._microbatches)
+                check_aux(self._plan, aux_of, program.out_info[0].aux, placed, self._microbatches)
                 self._checked.add(traced)
-            return self._settled(self._gradients(weights, placed, variables, whole, to_host=to_host))
+            return self._settle(self._gradients(weights, placed, variables, whole, to_host=to_host))
         except Exception as error:
             if (
                 not isinstance(error, jax.errors.UnexpectedTracerError)
@@ -207,22 +205,37 @@ class TrainStep:
                 "it to call_unit as an argument. An array kept from an earlier trace is refused, too"
             ) from error
 
-    def _updated(
+    def _trace_checked(
+        self, weights: Buffers, batch: Batch, variables: Variables, shared: Shared, *, to_host: bool
+    ) -> Any:
+        """The traced gradients of a loss that may be trained; raises ``ValueError`` for others."""
+
+        # Tracing is half of what the first call does, and remembered for it.
+        def trace(rows: Batch) -> Any:
+            return self._gradients.trace(weights, rows, variables, shared, to_host=to_host)
+
+        traced, equal_parts = trace(batch), self._options.equal_parts
+        check_program(
+            self._plan, traced.jaxpr, lambda rows: trace(rows).jaxpr, batch, self._microbatches, equal_parts
+        )
+        return traced
+
+    def _update_state(
         self, weights: Buffers, opt_state: Any, gradients: Buffers, loss: jax.Array
     ) -> tuple[Buffers, Any, Metrics]:
-        found: Metrics = {}
+        metrics: Metrics = {}
         if GRAD_NORM in self._options.metrics:
-            found[GRAD_NORM] = grad_norm(on_device(gradients))
+            metrics[GRAD_NORM] = grad_norm(on_device(gradients))
         trained = trainable(self._plan, weights)
         shardings = shardings_of(self._plan, opt_state), {key: self._plan.sharding(key) for key in trained}
         after, trained = update_in_turn(
-            self._plan, self._optimized, gradients, opt_state, trained, loss, shardings
+            self._plan, self._optimize, gradients, opt_state, trained, loss, shardings
         )
         if LEARNING_RATE in self._options.metrics:
-            found[LEARNING_RATE] = learning_rate(self._optimizer, *on_device((opt_state, after)))
-        return {key: trained.get(key, array) for key, array in weights.items()}, after, found
+            metrics[LEARNING_RATE] = learning_rate(self._optimizer, *on_device((opt_state, after)))
+        return {key: trained.get(key, array) for key, array in weights.items()}, after, metrics
 
-    def _optimized(
+    def _optimize(
         self, gradients: Buffers, opt_state: Any, trained: Buffers, loss: jax.Array
     ) -> tuple[Any, Buffers]:
         if isinstance(self._optimizer, MainWeightTransformation):
@@ -231,13 +244,14 @@ class TrainStep:
         updates, opt_state = self._fitted.update(gradients, opt_state, trained, value=loss)
         return opt_state, optax.apply_updates(trained, updates)
 
-    def _settled(self, result: Any) -> Any:
-        return settled(self._plan, result, self._options.wait)
+    def _settle(self, result: Any) -> Any:
+        return settle(self._plan, result, self._options.wait)
 
 
-def settled(plan: ShardingPlan, result: Any, wait: bool | None = None) -> Any:
+def settle(plan: ShardingPlan, result: Any, wait: bool | None = None) -> Any:
     """A program's results, at once or when they are there; by default there on simulated devices."""
-    # Simulated devices share few threads: programs in flight together can wait for each other's for ever.
+    # Simulated devices share few threads: programs in flight together can wait for each other's for
+    # ever.
     wait = is_simulated(plan.mesh) if wait is None else wait
     return jax.block_until_ready(result) if wait and not _is_traced(result) else result
 
@@ -289,3 +303,51 @@ def make_train_step(
     check_metrics(metrics)
     options = StepOptions(equal_parts, has_aux, donate, wait, grad_divisor, tuple(metrics))
     return TrainStep(plan, loss_fn, optimizer, microbatches, options)
+
+
+GRAD_NORM = "grad_norm"
+LEARNING_RATE = "learning_rate"
+STEP_METRICS = (GRAD_NORM, LEARNING_RATE)
+
+
+def check_metrics(wanted: Sequence[str]) -> None:
+    """Raises ``ValueError`` for a metric that is none of ``STEP_METRICS``, and for a string in place of a list."""
+    if isinstance(wanted, str) or any(name not in STEP_METRICS for name in wanted):
+        raise ValueError(f"metrics: expected a list of names among {list(STEP_METRICS)}, got {wanted!r}")
+
+
+def grad_norm(gradients: Buffers) -> jax.Array:
+    """The Euclidean norm of all gradients, before an optimizer clips them: float32, or float64 for float64 ones.
+
+    Padding is zero, so arrays at rest have the norm of the parameters' gradients.
+    """
+    squares: Any = jnp.float32(0)
+    last: Any = ()
+    for array in gradients.values():
+        # Its collectives one after another: see forward.hold. With float32 at least, since squares
+        # of float16 gradients overflow from 256 on.
+        array, last = fence((array, last))
+        wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+        last = jnp.sum(wide * wide)
+        squares = squares + last
+    return jnp.sqrt(squares)
+
+
+def learning_rate(optimizer: optax.GradientTransformation, before: Any, after: Any) -> jax.Array:
+    """That of the update between two optimizer states.
+
+    Raises ``ValueError`` where the states do not have it.
+    """
+    if isinstance(optimizer, MainWeightTransformation):
+        rate = optimizer.learning_rate
+        return jnp.asarray(rate(before.count) if callable(rate) else rate, jnp.float32)
+    # A schedule's own state has the same key.
+    rates = optax.tree_utils.tree_get_all_with_path(
+        after, LEARNING_RATE, filtering=lambda _, value: isinstance(value, jax.Array)
+    )
+    if len(rates) != 1:
+        raise ValueError(
+            f"metrics: expected an optimizer whose state has one learning rate, got {len(rates)}: make it by "
+            "optax.inject_hyperparams(optax.adamw)(learning_rate=schedule), or use main_weight_adamw"
+        )
+    return jnp.asarray(rates[0][1])

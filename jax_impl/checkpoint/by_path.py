@@ -44,9 +44,9 @@ class TreeReader:
             tree: TreePath = (
                 tuple(name.split(".")) if len(info.path) == 1 and self.format != "orbax" else info.path
             )
-            place = "/".join(map(str, tree))
-            self._names[place] = name
-            self.tensors[place] = replace(info, path=tree)
+            slashed = "/".join(map(str, tree))
+            self._names[slashed] = name
+            self.tensors[slashed] = replace(info, path=tree)
 
     @property
     def objects(self) -> dict[TreePath, Any]:
@@ -58,7 +58,7 @@ class TreeReader:
     def key_types(self) -> Mapping[str, str]:
         """The algorithms of random keys by path, as far as the checkpoint says."""
         types = key_types(self._reader)
-        return {place: types[name] for place, name in self._names.items() if name in types}
+        return {path: types[name] for path, name in self._names.items() if name in types}
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         return self._reader.read(self._names[name], box)
@@ -67,6 +67,6 @@ class TreeReader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._reader.close()

@@ -45,7 +45,7 @@ from bridge.core.mapping.plan.running import AnyMapping
 from jax_impl.checkpoint.chunks import Chunks
 from jax_impl.checkpoint.contents import Contents
 from jax_impl.checkpoint.mapped import MappedContents
-from jax_impl.checkpoint.names import KEY_IMPLS, key_impls, kinds, train_tensors
+from jax_impl.checkpoint.names import KEY_IMPLS, key_impls, state_tensors, train_tensors
 from jax_impl.comm.agreement import TIMEOUT, Processes
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from jax_impl.train_state import TrainState
@@ -183,7 +183,7 @@ class _OpenedSave:
                     self._mapped = MappedContents(
                         request.mapping,
                         self._contents,
-                        kinds(plan, state.weights, state.opt_state),
+                        state_tensors(plan, state.weights, state.opt_state),
                         values,
                         objects or {},
                         alone=not processes.several,

@@ -105,11 +105,11 @@ class Chunks:
         for (name, number), parts in shared.items():
             if _writer_of(parts) == self._process:
                 chunk = self._infos[name].chunks[number]
-                found = sum(part.box.numel for part in parts)
-                if found != chunk.numel:
+                elements = sum(part.box.numel for part in parts)
+                if elements != chunk.numel:
                     raise CheckpointError(
                         f"tensor {name!r}: expected all {chunk.numel} elements of {chunk} on processes "
-                        f"{list(processes)}, got {found}"
+                        f"{list(processes)}, got {elements}"
                     )
                 boxes = ((part.box, self._read(part)) for part in parts)
                 self._writer.write(name, chunk, _together(chunk, self._infos[name].dtype, boxes))

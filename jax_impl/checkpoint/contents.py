@@ -16,11 +16,11 @@ import numpy as np
 from bridge.core.formats import Box
 from bridge.core.formats.orbax.writer import OrbaxPart
 from jax_impl.checkpoint.chunks import Chunks
-from jax_impl.checkpoint.names import as_stored, kinds, optimizer_tensors
+from jax_impl.checkpoint.names import as_stored, optimizer_tensors, state_tensors
 from jax_impl.comm.mesh import is_simulated
-from jax_impl.runtime.groups.buffer import Piece
 from jax_impl.runtime.groups.logical_group import LogicalArray
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
+from jax_impl.runtime.groups.stored import BufferSlice
 from jax_impl.train_state import TrainState, whole_variables
 
 # Bytes above which chunks are chosen here: each of the writer's may need boxes of all devices.
@@ -80,9 +80,11 @@ class Contents:
                     f"{variable.shape} with {variable.sharding}"
                 )
             whole[f"variables/{path}"] = as_stored(variable.addressable_shards[0].data)
-        found = kinds(plan, state.weights, state.opt_state)
+        tensors = state_tensors(plan, state.weights, state.opt_state)
         lying = [(key, stored.shape, str(stored.spec)) for key, stored in plan.arrays.items()]
-        text = json.dumps([[[name, kind.shape, kind.dtype.name] for name, kind in found.items()], lying])
+        text = json.dumps(
+            [[[name, tensor.shape, tensor.dtype.name] for name, tensor in tensors.items()], lying]
+        )
         return cls(plan, arrays, whole, hashlib.sha256(text.encode()).hexdigest())
 
     def on_host(self, *, first: bool) -> Contents:
@@ -101,14 +103,6 @@ class Contents:
         }
         return replace(self, arrays=arrays, whole=whole)
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the copies that ``on_host`` made."""
-        copies = [copy for by_key in self.arrays.values() for copy in by_key.values()]
-        return sum(copy.nbytes for copy in copies if isinstance(copy, HostCopy)) + sum(
-            int(value.nbytes) for value in self.whole.values() if isinstance(value, np.ndarray)
-        )
-
     def write(self, writer: OrbaxPart, chunks: Chunks, *, first: bool) -> None:
         """``first``: whether this is the process that writes what every device has."""
         for name, by_key in self.arrays.items():
@@ -122,7 +116,7 @@ class Contents:
                 for box in info.chunks:
                     writer.write(info.name, box, values[box.slices()])
 
-    def pieces(self) -> Iterator[tuple[str, Piece]]:
+    def pieces(self) -> Iterator[tuple[str, BufferSlice]]:
         """Names of tensors, and pieces of them that this process writes."""
         for name, by_key in self.arrays.items():
             for key, array in by_key.items():
@@ -159,7 +153,7 @@ def _blocks(plan: ShardingPlan, key: str, shape: tuple[int, ...], itemsize: int)
     return (1, -(-shape[1] // slabs), *shape[2:])
 
 
-def _pieces(plan: ShardingPlan, key: str, array: jax.Array | HostCopy) -> Iterator[Piece]:
+def _pieces(plan: ShardingPlan, key: str, array: jax.Array | HostCopy) -> Iterator[BufferSlice]:
     """The pieces of parameters that this process holds; over all processes every element comes exactly once, but for
     repeated pieces.
 
@@ -207,8 +201,8 @@ class _Layers:
         self._layer = -1
         self._values = np.empty(0)
 
-    def __getitem__(self, place: tuple[int, slice]) -> np.ndarray:
-        layer, where = place
+    def __getitem__(self, layer_and_elements: tuple[int, slice]) -> np.ndarray:
+        layer, where = layer_and_elements
         if layer != self._layer:
             self._layer, self._values = layer, np.asarray(self._data[layer])
         return self._values[where]
@@ -224,6 +218,6 @@ def _check_arrays(plan: ShardingPlan, by_key: Buffers) -> None:
         plan.check_array(key, array)
 
 
-def _check_keys(what: str, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    if expected.keys() != found.keys():
-        raise ValueError(f"{what}: expected {list(expected)[:12]}, got {list(found)[:12]}")
+def _check_keys(what: str, expected: Mapping[str, Any], got: Mapping[str, Any]) -> None:
+    if expected.keys() != got.keys():
+        raise ValueError(f"{what}: expected {list(expected)[:12]}, got {list(got)[:12]}")

@@ -27,11 +27,11 @@ from bridge.core.formats.tensors.base import TensorInfo
 from bridge.core.formats.tensors.scaled import decode, run_lengths, scale_box
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.moments import SCALE
-from jax_impl.checkpoint.names import Kind, kinds
+from jax_impl.checkpoint.names import ShapeDtype, state_tensors
 from jax_impl.checkpoint.roots import is_of_optimizer
-from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
-from jax_impl.optimizer.moment_arrays import ParameterMoments, Parts, PlanMoments
-from jax_impl.optimizer.moments import MomentFormat
+from jax_impl.optimizer.moments import MomentFormat, Parts
+from jax_impl.optimizer.plan_moments import ParameterMoments, PlanMoments
+from jax_impl.optimizer.transformation import MainWeightTransformation
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 _VALUE = "/value"
@@ -80,16 +80,16 @@ class DecodedMoments(TreeReader):
 
 def scales_of(tensors: Mapping[str, Any], tree: str) -> dict[str, str]:
     """By the name of a moment with scales, the name of these; they may lie along another axis (``scaled.py``)."""
-    found = {}
+    scales = {}
     for name, info in tensors.items():
         words = name.split("/")
-        for place, word in enumerate(words):
+        for position, word in enumerate(words):
             if not word.endswith(SCALE) or not is_of_optimizer(name, tree):
                 continue
-            moment = "/".join([*words[:place], word.removesuffix(SCALE), *words[place + 1 :]])
+            moment = "/".join([*words[:position], word.removesuffix(SCALE), *words[position + 1 :]])
             if moment in tensors and run_lengths(tensors[moment].shape, info.shape) is not None:
-                found[moment] = name
-    return found
+                scales[moment] = name
+    return scales
 
 
 def _is_low(dtype: np.dtype) -> bool:
@@ -118,35 +118,37 @@ def conversion(
     tree: str,
 ) -> Conversion:
     """``weights``, ``opt_state``: the abstract ones of ``optimizer``."""
-    expected = kinds(plan, weights, opt_state)
+    expected = state_tensors(plan, weights, opt_state)
     if not isinstance(optimizer, MainWeightTransformation):
         # Values are cast where they are placed.
         kept = _kept_by_others(reader, plan, expected, tree)
         return Conversion(DecodedMoments(reader, tree, kept), optimizer, lambda state: state)
     kept = {name for name in optimizer.formats if _same_format(name, expected, reader.tensors, tree)}
-    others = {name: kind for name, kind in optimizer.formats.items() if name not in kept}
-    wide = optimizer.with_formats({name: MomentFormat.of(kind.option, None) for name, kind in others.items()})
+    others = {name: moment_format for name, moment_format in optimizer.formats.items() if name not in kept}
+    wide = optimizer.with_formats(
+        {name: MomentFormat.of(moment_format.option, None) for name, moment_format in others.items()}
+    )
 
     def converted(state: Any) -> Any:
         changed: dict[str, Any] = {}
-        for name, kind in others.items():
+        for name, moment_format in others.items():
             # Nothing else holds these, so that each array goes when it is converted.
             values = getattr(state, name)
-            changed[name], changed[name + SCALE] = _encoded(plan, kind, values, state.count)
+            changed[name], changed[name + SCALE] = _encoded(plan, moment_format, values, state.count)
         return replace(state, **changed)
 
     return Conversion(DecodedMoments(reader, tree, kept), wide, converted)
 
 
 def _kept_by_others(
-    reader: TreeReader, plan: ShardingPlan, expected: Mapping[str, Kind], tree: str
+    reader: TreeReader, plan: ShardingPlan, expected: Mapping[str, ShapeDtype], tree: str
 ) -> set[str]:
     """Names of the moments with scales inside of an optimizer's state, which no other format is turned into."""
     scaled = set()
     for name in expected:
         words = name.split("/")
-        for place, word in enumerate(words):
-            if word.endswith(SCALE) and "/".join(words[place + 1 :]) in plan.parameters:
+        for position, word in enumerate(words):
+            if word.endswith(SCALE) and "/".join(words[position + 1 :]) in plan.parameters:
                 scaled.add(word.removesuffix(SCALE))
     saved = {word for name in reader.tensors if is_of_optimizer(name, tree) for word in name.split("/")}
     kept = {name for name in scaled if _same_format(name, expected, reader.tensors, tree)}
@@ -162,20 +164,22 @@ def _kept_by_others(
 
 
 def _same_format(
-    moment: str, expected: Mapping[str, Kind], found: Mapping[str, TensorInfo], tree: str
+    moment: str, expected: Mapping[str, ShapeDtype], stored: Mapping[str, TensorInfo], tree: str
 ) -> bool:
     """Whether all of a moment was saved as this optimizer stores it."""
     saved = {
-        name: Kind(info.shape, info.dtype) for name, info in found.items() if is_of_optimizer(name, tree)
+        name: ShapeDtype(info.shape, info.dtype)
+        for name, info in stored.items()
+        if is_of_optimizer(name, tree)
     }
     return _of_moment(moment, expected) == _of_moment(moment, saved)
 
 
-def _of_moment(moment: str, tensors: Mapping[str, Kind]) -> dict[str, Kind]:
+def _of_moment(moment: str, tensors: Mapping[str, ShapeDtype]) -> dict[str, ShapeDtype]:
     """By what comes behind the place of the optimizer's own state."""
     return {
-        f"/{word}/" + rest.removesuffix(_VALUE): kind
-        for name, kind in tensors.items()
+        f"/{word}/" + rest.removesuffix(_VALUE): tensor
+        for name, tensor in tensors.items()
         for word in (moment, moment + SCALE)
         if (rest := f"/{name}".partition(f"/{word}/")[2])
     }
@@ -183,27 +187,27 @@ def _of_moment(moment: str, tensors: Mapping[str, Kind]) -> dict[str, Kind]:
 
 def _encoded(
     plan: ShardingPlan,
-    kind: MomentFormat,
+    moment_format: MomentFormat,
     values: dict[str, Any],
     count: jax.Array,
 ) -> tuple[Any, Any]:
     """The two trees of a moment whose ``values``, in the dtype of the weights, are used up."""
     # Muon has moments by path.
     arrays = PlanMoments(plan) if values.keys() <= plan.trainable else ParameterMoments(plan)
-    given: dict[str, Any] = {
+    shapes: dict[str, Any] = {
         key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in values.items()
     }
     parts: list[Parts] = []
-    for number, rows in enumerate(arrays.rows(kind, given)):
-        key = sorted(given)[number]
-        places = {suffix: plan.sharding(key + suffix) for suffix in rows.suffixes}
+    for number, rows in enumerate(arrays.rows(moment_format, shapes)):
+        key = sorted(shapes)[number]
+        shardings = {suffix: plan.sharding(key + suffix) for suffix in rows.suffixes}
 
         def encode(array: jax.Array, step: jax.Array, number: int = number, rows: Any = rows) -> Parts:
-            def compute(held: Parts, given: jax.Array, step: jax.Array) -> Parts:
-                return rows.encode(kind, given, step)
+            def compute(held: Parts, values: jax.Array, step: jax.Array) -> Parts:
+                return rows.encode(moment_format, values, step)
 
-            return arrays.computed(number, given, compute, rows.zeros(kind), array, step)
+            return arrays.compute_on(number, shapes, compute, rows.zeros(moment_format), array, step)
 
-        run = jax.jit(encode, out_shardings=places)
+        run = jax.jit(encode, out_shardings=shardings)
         parts.append(jax.block_until_ready(run(values.pop(key), count)))
-    return arrays.joined(kind, given, parts)
+    return arrays.join(moment_format, shapes, parts)

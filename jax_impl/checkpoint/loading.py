@@ -22,12 +22,12 @@ from bridge.core.mapping.plan.running import AnyMapping
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.conversion import Conversion, conversion
 from jax_impl.checkpoint.mapped import mapped_reader
-from jax_impl.checkpoint.matching import Match, Wanted, kinds_of, match
-from jax_impl.checkpoint.names import KEY_IMPLS, check_key_impls, key_impls, kinds, train_values
+from jax_impl.checkpoint.matching import Match, Wanted, match, saved_tensors
+from jax_impl.checkpoint.names import KEY_IMPLS, check_key_impls, key_impls, state_tensors, train_values
 from jax_impl.checkpoint.placing import Tensors
 from jax_impl.comm.agreement import TIMEOUT, Processes
-from jax_impl.optimizer.logical import fitted, warn_of_whole_moments
-from jax_impl.runtime.groups.memory_kinds import kinds_like, moved
+from jax_impl.optimizer.logical import fit_to_plan, warn_of_whole_moments
+from jax_impl.runtime.groups.memory_kinds import kinds_like, move
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 from jax_impl.runtime.groups.variables import Variables
 from jax_impl.train_state import TrainState, initial_moments, place_variables, trainable
@@ -117,7 +117,7 @@ def load_checkpoint(
     with processes.step("choose") as chosen:
         if moments not in ("same", "convert"):
             raise ValueError(f'moments: expected "same" or "convert", got {moments!r}')
-        given = _given(plan, initial, variables, strict=strict)
+        initial_values = _initial_values(plan, initial, variables, strict=strict)
         directory = path_here(path)
         chosen.claim = f"the path {directory}, step={step!r}"
         # What this run is still saving is what it means to load.
@@ -129,13 +129,13 @@ def load_checkpoint(
     with processes.step("read"):
         with TreeReader(directory, _translation(plan, optimizer, mapping)) as reader:
             asked = _Asked(strict, (tree or "").strip("/"), moments == "convert")
-            loaded = _load(reader, plan, optimizer, given, like, asked)
+            loaded = _load(reader, plan, optimizer, initial_values, like, asked)
         warn_of_whole_moments(plan, loaded.state.opt_state)
         return loaded
 
 
 @dataclass(frozen=True)
-class _Given:
+class _InitialValues:
     """The caller's values for what a checkpoint lacks; None: none."""
 
     weights: Buffers | None
@@ -149,15 +149,15 @@ class _Asked:
     convert: bool
 
 
-def _given(
+def _initial_values(
     plan: ShardingPlan,
     initial: TrainState | Buffers | None,
     variables: Mapping[str, jax.Array] | None,
     *,
     strict: bool,
-) -> _Given:
+) -> _InitialValues:
     if initial is None:
-        return _Given(None, None if variables is None else place_variables(plan, variables))
+        return _InitialValues(None, None if variables is None else place_variables(plan, variables))
     if strict:
         raise ValueError(
             "initial: expected strict=False with it: a strict load keeps nothing, got strict=True"
@@ -173,36 +173,36 @@ def _given(
         )
     for key, array in weights.items():
         if not isinstance(array, jax.Array) or array.dtype != plan.arrays[key].dtype:
-            found = getattr(array, "dtype", type(array).__name__)
+            dtype = getattr(array, "dtype", type(array).__name__)
             raise ValueError(
                 f"initial: array {key!r}: expected a jax.Array of {plan.arrays[key].dtype}, got "
-                f"{type(array).__name__} of {found}"
+                f"{type(array).__name__} of {dtype}"
             )
         plan.check_array(key, array)
-    return _Given(weights, None if variables is None else place_variables(plan, variables))
+    return _InitialValues(weights, None if variables is None else place_variables(plan, variables))
 
 
 def _load(
     reader: TreeReader,
     plan: ShardingPlan,
     optimizer: optax.GradientTransformation | None,
-    given: _Given,
+    initial_values: _InitialValues,
     like: TrainState | None,
     asked: _Asked,
 ) -> LoadedCheckpoint:
     weights, opt_state = _abstract(plan, optimizer)
-    places = _places(plan, TrainState(weights, opt_state), like)
+    memory = _memory_kinds(plan, TrainState(weights, opt_state), like)
     changes: Conversion | None = None
     if asked.convert and optimizer is not None:
         changes = conversion(reader, plan, optimizer, weights, opt_state, asked.tree)
         reader, optimizer = changes.reader, changes.optimizer
-        opt_state = jax.eval_shape(fitted(plan, optimizer).init, trainable(plan, weights))
+        opt_state = jax.eval_shape(fit_to_plan(plan, optimizer).init, trainable(plan, weights))
     wanted = Wanted(
-        kinds(plan, weights, opt_state),
+        state_tensors(plan, weights, opt_state),
         plan.parameters.keys(),
         with_optimizer=optimizer is not None,
-        with_weights=given.weights is not None,
-        with_variables=given.variables is not None,
+        with_weights=initial_values.weights is not None,
+        with_variables=initial_values.variables is not None,
         strict=asked.strict,
         tree=asked.tree,
         convert=asked.convert,
@@ -211,13 +211,13 @@ def _load(
     objects = reader.objects
     impls = _checked_impls(reader, plan, matched.sources, objects.pop(KEY_IMPLS, None))
     tensors = Tensors(reader, plan, matched.sources)
-    arrays = tensors.weights(weights, given.weights, places.weights)
+    arrays = tensors.weights(weights, initial_values.weights, memory.weights)
     variables = {
-        path: moved(
+        path: move(
             tensors.variable(path, impls)
             if f"variables/{path}" in matched.sources
-            else (given.variables or {})[path],
-            places.variables[path],
+            else (initial_values.variables or {})[path],
+            memory.variables[path],
         )
         for path in plan.variables
     }
@@ -225,11 +225,11 @@ def _load(
     if optimizer is not None and any(name.startswith("opt_state/") for name in matched.fresh):
         fresh = initial_moments(plan, arrays, optimizer)
     if changes is None:
-        opt_state = tensors.optimizer(opt_state, fresh, places.opt_state)
+        opt_state = tensors.optimizer(opt_state, fresh, memory.opt_state)
     else:
         anywhere = jax.tree.map(lambda _: "", opt_state)
         opt_state = changes.converted(tensors.optimizer(opt_state, fresh, anywhere))
-        opt_state = jax.tree.map(moved, opt_state, places.opt_state)
+        opt_state = jax.tree.map(move, opt_state, memory.opt_state)
     state = TrainState(arrays, opt_state, variables)
     train = train_values(reader)
     if matched.step is not None:
@@ -240,7 +240,7 @@ def _load(
 
 def _match(reader: TreeReader, wanted: Wanted) -> Match:
     try:
-        return match(reader.path, kinds_of(reader.tensors), wanted)
+        return match(reader.path, saved_tensors(reader.tensors), wanted)
     except CheckpointError as error:
         if reader.format == "orbax":
             raise
@@ -277,7 +277,7 @@ def _abstract(
     }
     if optimizer is None:
         return weights, None
-    return weights, jax.eval_shape(fitted(plan, optimizer).init, trainable(plan, weights))
+    return weights, jax.eval_shape(fit_to_plan(plan, optimizer).init, trainable(plan, weights))
 
 
 def _translation(
@@ -285,11 +285,11 @@ def _translation(
 ) -> Callable[[CheckpointReader], CheckpointReader] | None:
     if mapping is None:
         return None
-    found = kinds(plan, *_abstract(plan, optimizer))
-    return lambda reader: mapped_reader(reader, mapping, found)
+    tensors = state_tensors(plan, *_abstract(plan, optimizer))
+    return lambda reader: mapped_reader(reader, mapping, tensors)
 
 
-def _places(plan: ShardingPlan, state: TrainState, like: TrainState | None) -> Any:
+def _memory_kinds(plan: ShardingPlan, state: TrainState, like: TrainState | None) -> Any:
     """The kind of memory for each array of the state."""
     variables: Any = {path: jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in plan.variables.items()}
     if like is not None and state.opt_state is None:

@@ -20,7 +20,7 @@ from bridge.core.formats.tensors.base import TensorInfo
 from bridge.core.mapping.plan.running import AnyMapping, LoadedAs, Move, RunState, SavedAs
 from jax_impl.checkpoint.chunks import Chunks
 from jax_impl.checkpoint.contents import Contents, local_value
-from jax_impl.checkpoint.names import Kind
+from jax_impl.checkpoint.names import ShapeDtype
 
 _TRAIN = "train/"
 _WHERE = "the train state"
@@ -38,7 +38,7 @@ class MappedContents:
         self,
         mapping: AnyMapping,
         contents: Contents,
-        kinds: Mapping[str, Kind],
+        expected: Mapping[str, ShapeDtype],
         train: Values,
         objects: Mapping[TreePath, object],
         *,
@@ -49,10 +49,10 @@ class MappedContents:
         def whole(name: str) -> np.ndarray | None:
             if name in arrays or name in contents.whole:
                 return arrays[name] if name in arrays else local_value(contents.whole[name])
-            return _together(contents, name, kinds[name]) if alone else None
+            return _together(contents, name, expected[name]) if alone else None
 
-        tensors = {name: _info(name, kind) for name, kind in kinds.items()}
-        tensors |= {name: _info(name, Kind(a.shape, a.dtype)) for name, a in arrays.items()}
+        tensors = {name: _info(name, tensor) for name, tensor in expected.items()}
+        tensors |= {name: _info(name, ShapeDtype(a.shape, a.dtype)) for name, a in arrays.items()}
         names = {"/".join(map(str, path)): path for path in objects}
         values = {name: objects[path] for name, path in names.items()}
         self._saved = SavedAs(RunState("orbax", _WHERE, tensors, values, names, whole), mapping)
@@ -91,23 +91,25 @@ class MappedContents:
         return [t for name, t in self._saved.tensors.items() if not name.startswith(_TRAIN)]
 
 
-def mapped_reader(reader: CheckpointReader, mapping: AnyMapping, kinds: Mapping[str, Kind]) -> LoadedAs:
-    """The checkpoint, in any format, under the names and in the layouts of a plan and optimizer, of these ``kinds``.
+def mapped_reader(
+    reader: CheckpointReader, mapping: AnyMapping, expected: Mapping[str, ShapeDtype]
+) -> LoadedAs:
+    """The checkpoint, in any format, under the names and in the layouts of a plan and optimizer, of these ``expected``.
 
     Raises ``CheckpointError`` where mapping, plan and checkpoint do not fit.
     """
-    tensors = {name: _info(name, kind) for name, kind in kinds.items()}
+    tensors = {name: _info(name, tensor) for name, tensor in expected.items()}
     return LoadedAs(reader, RunState("orbax", _WHERE, tensors, {}, {}, lambda _: None), mapping)
 
 
-def _info(name: str, kind: Kind) -> TensorInfo:
-    return TensorInfo(name, tuple(name.split("/")), kind.shape, kind.dtype, (Box.whole(kind.shape),))
+def _info(name: str, tensor: ShapeDtype) -> TensorInfo:
+    return TensorInfo(name, tuple(name.split("/")), tensor.shape, tensor.dtype, (Box.whole(tensor.shape),))
 
 
-def _together(contents: Contents, name: str, kind: Kind) -> np.ndarray:
+def _together(contents: Contents, name: str, tensor: ShapeDtype) -> np.ndarray:
     """All of a tensor of which this process has all pieces."""
-    whole = np.empty(kind.shape, kind.dtype)
-    for found, piece in contents.pieces():
-        if found == name:
+    whole = np.empty(tensor.shape, tensor.dtype)
+    for tensor_name, piece in contents.pieces():
+        if tensor_name == name:
             whole[Box(piece.offsets, piece.sizes).slices()] = piece.values
     return whole

@@ -24,7 +24,7 @@ import numpy as np
 from bridge.core.formats import CheckpointError
 from bridge.core.text import first_of
 from jax_impl.checkpoint.moments import SCALE, match_moments, parameter_of
-from jax_impl.checkpoint.names import Kind
+from jax_impl.checkpoint.names import ShapeDtype
 from jax_impl.checkpoint.roots import (
     bare,
     is_below,
@@ -56,12 +56,13 @@ class Match:
 class Wanted:
     """What a load asks of a checkpoint.
 
-    ``tensors``: as ``names.kinds`` gives them. ``parameters``: their paths. ``with_weights``, ``with_variables``:
-    whether the caller has values for those that the checkpoint lacks. ``tree``: which one has the weights, "" for
-    whichever has most of them. ``convert``: whether moments may be in another floating dtype.
+    ``tensors``: as ``names.state_tensors`` gives them. ``parameters``: their paths.
+    ``with_weights``, ``with_variables``: whether the caller has values for those that the
+    checkpoint lacks. ``tree``: which one has the weights, "" for whichever has most of them.
+    ``convert``: whether moments may be in another floating dtype.
     """
 
-    tensors: Mapping[str, Kind]
+    tensors: Mapping[str, ShapeDtype]
     parameters: Collection[str]
     with_optimizer: bool
     with_weights: bool
@@ -71,17 +72,17 @@ class Wanted:
     convert: bool = False
 
 
-def match(path: Path, found: Mapping[str, Kind], wanted: Wanted) -> Match:
+def match(path: Path, saved: Mapping[str, ShapeDtype], wanted: Wanted) -> Match:
     """Compare names, then shapes, then dtypes, so that each error speaks of one kind of difference.
 
-    ``found``: the tensors of the checkpoint at ``path``, but ``train``. Raises ``CheckpointError`` for what is missing,
+    ``saved``: the tensors of the checkpoint at ``path``, but ``train``. Raises ``CheckpointError`` for what is missing,
     different or, if strict, unexpected.
     """
-    root = root_of_weights(found, wanted.parameters, wanted.tree)
-    sources = _sources(found, wanted, root)
-    step = step_beside(found, sources.values(), wanted.tree)
+    root = root_of_weights(saved, wanted.parameters, wanted.tree)
+    sources = _sources(saved, wanted, root)
+    step = step_beside(saved, sources.values(), wanted.tree)
     used = {*sources.values(), step}
-    rest = [name for name in found if name not in used]
+    rest = [name for name in saved if name not in used]
     # Going on with nothing but initial values is no load.
     some = any(f"params/{p}" in sources for p in wanted.parameters) or not wanted.parameters
     missing = [
@@ -95,18 +96,18 @@ def match(path: Path, found: Mapping[str, Kind], wanted: Wanted) -> Match:
         and (wanted.with_optimizer or not is_of_optimizer(name, wanted.tree))
     ]
     if missing or unexpected:
-        hint = _hint_of_trees(found, missing, unexpected, wanted, root)
+        hint = _hint_of_trees(saved, missing, unexpected, wanted, root)
         hint = hint or _hint_of_scales(missing, unexpected, wanted) or _hint(missing, wanted, some)
         raise CheckpointError(
             f"{path}: is this another model's or optimizer's checkpoint? {hint}Missing: "
             f"{first_of(missing) or 'none'}; unexpected: {first_of(unexpected) or 'none'}"
         )
-    for field in Kind._fields:
+    for field in ShapeDtype._fields:
         wrong = [
-            f"{name} (expected {getattr(wanted.tensors[name], field)}, got {getattr(found[source], field)})"
+            f"{name} (expected {getattr(wanted.tensors[name], field)}, got {getattr(saved[source], field)})"
             for name, source in sources.items()
-            if getattr(wanted.tensors[name], field) != getattr(found[source], field)
-            and not (field == "dtype" and _may_be_cast(name, wanted, found[source]))
+            if getattr(wanted.tensors[name], field) != getattr(saved[source], field)
+            and not (field == "dtype" and _may_be_cast(name, wanted, saved[source]))
         ]
         if wrong:
             hint = ""
@@ -125,9 +126,9 @@ def match(path: Path, found: Mapping[str, Kind], wanted: Wanted) -> Match:
     return Match(sources, fresh, tuple(rest), step)
 
 
-def _may_be_cast(name: str, wanted: Wanted, found: Kind) -> bool:
+def _may_be_cast(name: str, wanted: Wanted, saved: ShapeDtype) -> bool:
     """Whether these are weights in another floating dtype, such as a bfloat16 copy for inference, or moments."""
-    both = (wanted.tensors[name].dtype, found.dtype)
+    both = (wanted.tensors[name].dtype, saved.dtype)
     floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in both)
     if name.startswith("opt_state/"):
         return wanted.convert and floating
@@ -135,22 +136,22 @@ def _may_be_cast(name: str, wanted: Wanted, found: Kind) -> bool:
     return not wanted.strict and name.startswith("params/") and wide
 
 
-def _sources(found: Mapping[str, Kind], wanted: Wanted, root: str) -> dict[str, str]:
+def _sources(saved: Mapping[str, ShapeDtype], wanted: Wanted, root: str) -> dict[str, str]:
     around = root.rpartition("/")[0]
-    optimizer = root_of_optimizer(found, wanted.tree)
+    optimizer = root_of_optimizer(saved, wanted.tree)
     variables = (f"{wanted.tree}/variables".lstrip("/"), "variables", root, around)
     sources: dict[str, str] = {}
     for name in wanted.tensors:
-        kind, _, rest = name.partition("/")
-        if kind == "opt_state" and not wanted.strict:
+        tree, _, rest = name.partition("/")
+        if tree == "opt_state" and not wanted.strict:
             continue
-        roots = {"params": (root,), "variables": variables, "opt_state": (optimizer,)}[kind]
-        source = next((n for r in roots for n in spellings(r, rest) if n in found), None)
+        roots = {"params": (root,), "variables": variables, "opt_state": (optimizer,)}[tree]
+        source = next((n for r in roots for n in spellings(r, rest) if n in saved), None)
         if source is not None:
             sources[name] = source
     if not wanted.strict:
         for name in list(sources):
-            if _is_replaced(wanted, name, found[sources[name]]):
+            if _is_replaced(wanted, name, saved[sources[name]]):
                 del sources[name]
         # Moments are of the weights that they were saved with.
         kept = {path for path in wanted.parameters if f"params/{path}" not in sources}
@@ -159,26 +160,26 @@ def _sources(found: Mapping[str, Kind], wanted: Wanted, root: str) -> dict[str, 
             for n, k in wanted.tensors.items()
             if n.startswith("opt_state/") and parameter_of(n, wanted.parameters) not in kept
         }
-        stored = {n: k for n, k in found.items() if n.startswith(f"{optimizer}/")}
+        stored = {n: k for n, k in saved.items() if n.startswith(f"{optimizer}/")}
         sources |= match_moments(
-            {bare(n, "opt_state"): (n, _comparable(kind, wanted)) for n, kind in moments.items()},
-            {bare(n, optimizer): (n, _comparable(kind, wanted)) for n, kind in stored.items()},
+            {bare(n, "opt_state"): (n, _comparable(tree, wanted)) for n, tree in moments.items()},
+            {bare(n, optimizer): (n, _comparable(tree, wanted)) for n, tree in stored.items()},
             wanted.parameters,
         )
     return sources
 
 
-def _comparable(kind: Kind, wanted: Wanted) -> Kind:
+def _comparable(tensor: ShapeDtype, wanted: Wanted) -> ShapeDtype:
     """The same for all floating dtypes that a load converts."""
-    convertible = wanted.convert and jnp.issubdtype(kind.dtype, jnp.floating)
-    return Kind(kind.shape, np.dtype(np.float32)) if convertible else kind
+    convertible = wanted.convert and jnp.issubdtype(tensor.dtype, jnp.floating)
+    return ShapeDtype(tensor.shape, np.dtype(np.float32)) if convertible else tensor
 
 
-def _is_replaced(wanted: Wanted, name: str, found: Kind) -> bool:
+def _is_replaced(wanted: Wanted, name: str, saved: ShapeDtype) -> bool:
     """Whether the caller's own value is taken, because the checkpoint's does not fit."""
     if name.startswith("variables/"):
-        return wanted.with_variables and found != wanted.tensors[name]
-    return name.startswith("params/") and wanted.with_weights and found.shape != wanted.tensors[name].shape
+        return wanted.with_variables and saved != wanted.tensors[name]
+    return name.startswith("params/") and wanted.with_weights and saved.shape != wanted.tensors[name].shape
 
 
 def _may_be_fresh(name: str, wanted: Wanted) -> bool:
@@ -189,14 +190,14 @@ def _may_be_fresh(name: str, wanted: Wanted) -> bool:
 
 
 def _hint_of_trees(
-    found: Mapping[str, Kind],
+    saved: Mapping[str, ShapeDtype],
     missing: Collection[str],
     unexpected: Collection[str],
     wanted: Wanted,
     root: str,
 ) -> str:
     """What to do where the weights are in trees that nobody chose, or in several."""
-    trees = trees_of_weights(found, wanted.parameters)
+    trees = trees_of_weights(saved, wanted.parameters)
     others = [tree for tree in trees if tree and tree != root]
     lacking = any(name.startswith("params/") for name in missing)
     if not others or not (lacking or any(is_below(name, tree) for name in unexpected for tree in others)):
@@ -225,10 +226,10 @@ def _hint(missing: list[str], wanted: Wanted, some: bool) -> str:
     return "strict=False goes on with what fits. "
 
 
-def kinds_of(tensors: Mapping[str, Any]) -> dict[str, Kind]:
+def saved_tensors(tensors: Mapping[str, Any]) -> dict[str, ShapeDtype]:
     """Shapes and dtypes of a checkpoint's tensors, but of those that the caller gave as ``train``."""
     return {
-        name: Kind(info.shape, info.dtype)
+        name: ShapeDtype(info.shape, info.dtype)
         for name, info in tensors.items()
         if not (len(info.path) > 1 and info.path[0] == "train")
     }

@@ -30,7 +30,7 @@ from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 KEY_IMPLS: TreePath = ("random_key_impls",)
 
 
-class Kind(NamedTuple):
+class ShapeDtype(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
 
@@ -64,7 +64,7 @@ def parts_of(keys: tuple[Any, ...]) -> list[str]:
     return ["opt_state", *(jax.tree_util.keystr((key,), simple=True) for key in keys)]
 
 
-def kinds(plan: ShardingPlan, weights: Buffers, opt_state: Any) -> dict[str, Kind]:
+def state_tensors(plan: ShardingPlan, weights: Buffers, opt_state: Any) -> dict[str, ShapeDtype]:
     """Shape and dtype of every array that a checkpoint of this plan and optimizer has, besides ``train``.
 
     ``weights`` and ``opt_state`` may be abstract; ``opt_state`` None: no optimizer.
@@ -76,12 +76,12 @@ def kinds(plan: ShardingPlan, weights: Buffers, opt_state: Any) -> dict[str, Kin
                 key = plan.holding(value, path)
                 if key is not None:
                     shape = plan.tensor_shape(key, path) or ()
-                    expected[f"{name}/{path}"] = Kind(shape, np.dtype(value[key].dtype))
+                    expected[f"{name}/{path}"] = ShapeDtype(shape, np.dtype(value[key].dtype))
         else:
-            expected[name] = Kind(tuple(value.shape), np.dtype(value.dtype))
+            expected[name] = ShapeDtype(tuple(value.shape), np.dtype(value.dtype))
     for path, variable in plan.variables.items():
         stored = jax.eval_shape(as_stored, jax.ShapeDtypeStruct(variable.shape, variable.dtype))
-        expected[f"variables/{path}"] = Kind(tuple(stored.shape), np.dtype(stored.dtype))
+        expected[f"variables/{path}"] = ShapeDtype(tuple(stored.shape), np.dtype(stored.dtype))
     return expected
 
 
@@ -109,11 +109,11 @@ def key_impls(plan: ShardingPlan) -> dict[str, str]:
 
 def check_key_impls(reader: TreeReader, expected: Mapping[str, str], saved: object) -> None:
     """``saved``: the algorithms as a checkpoint has them; of keys that others saved, only the size is known."""
-    found = saved if isinstance(saved, Mapping) else {}
+    noted = saved if isinstance(saved, Mapping) else {}
     wrong = [
-        f"variables/{path} (expected {impl}, got {found[path]})"
+        f"variables/{path} (expected {impl}, got {noted[path]})"
         for path, impl in expected.items()
-        if found.get(path, impl) != impl
+        if noted.get(path, impl) != impl
     ]
     if wrong:
         raise CheckpointError(

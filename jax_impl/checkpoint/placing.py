@@ -14,7 +14,7 @@ import numpy as np
 from bridge.core.formats import Box
 from jax_impl.checkpoint.by_path import TreeReader
 from jax_impl.checkpoint.names import is_key, parts_of
-from jax_impl.runtime.groups.memory_kinds import moved
+from jax_impl.runtime.groups.memory_kinds import move
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 
 
@@ -26,15 +26,15 @@ class Tensors:
     plan: ShardingPlan
     names: Mapping[str, str]
 
-    def weights(self, expected: Buffers, initial: Buffers | None, places: Mapping[str, str]) -> Buffers:
+    def weights(self, expected: Buffers, initial: Buffers | None, memory: Mapping[str, str]) -> Buffers:
         """Arrays in the place of the abstract ones; ``initial`` has the parameters that are not stored."""
         lacking = {
             info.key for path, info in self.plan.parameters.items() if f"params/{path}" not in self.names
         }
         return {
-            key: moved(
+            key: move(
                 self.array("params", key, array.dtype, initial[key] if initial and key in lacking else None),
-                places[key],
+                memory[key],
             )
             for key, array in expected.items()
         }
@@ -48,20 +48,20 @@ class Tensors:
             devices[repr(index)].append(device)
         shards = {repr(shard.index): shard for shard in ([] if fresh is None else fresh.addressable_shards)}
         placed = []
-        for place, index in {repr(index): index for index in indices.values()}.items():
-            own = np.asarray(shards[place].data) if place in shards else None
+        for shown, index in {repr(index): index for index in indices.values()}.items():
+            own = np.asarray(shards[shown].data) if shown in shards else None
             kept = {} if own is None else {(p.path, p.offsets): p.values for p in stored.pieces(index, own)}
             values = stored.shard(index, dtype, partial(self._box, name, kept))
             # Waiting frees the host's copy of one shard before the next is read.
-            placed += jax.block_until_ready([jax.device_put(values, device) for device in devices[place]])
+            placed += jax.block_until_ready([jax.device_put(values, device) for device in devices[shown]])
         return jax.make_array_from_single_device_arrays(stored.shape, sharding, placed)
 
-    def optimizer(self, opt_state: Any, fresh: Any, places: Any) -> Any:
+    def optimizer(self, opt_state: Any, fresh: Any, memory: Any) -> Any:
         """Arrays in the place of the abstract ones of ``opt_state``; ``fresh``: the like with values, or None.
 
-        ``places``: the like with kinds of memory.
+        ``memory``: the like with kinds of memory.
         """
-        memory = jax.tree.leaves(places)
+        spaces = jax.tree.leaves(memory)
         news: list[Any] = (
             [None] * len(jax.tree.leaves(opt_state)) if fresh is None else jax.tree.leaves(fresh)
         )
@@ -69,7 +69,7 @@ class Tensors:
         for number, (keys, leaf) in enumerate(jax.tree.leaves_with_path(opt_state)):
             # A fresh array makes room for the one that takes its place.
             new, news[number] = news[number], None
-            leaves.append(moved(self._moment(keys, leaf, new), memory[number]))
+            leaves.append(move(self._moment(keys, leaf, new), spaces[number]))
         return jax.tree.unflatten(jax.tree.structure(opt_state), leaves)
 
     def variable(self, path: str, impls: Mapping[str, str]) -> jax.Array:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
-from jax_impl.checkpoint.names import Kind
+from jax_impl.checkpoint.names import ShapeDtype
 
 # What programs call the trees that hold a model's parameters, and the trees around those; the first is the likeliest.
 _WEIGHTS = ("params", "model", "weights", "state", "train_state")
@@ -21,31 +21,31 @@ _OPTIMIZER = ("opt_state", "optimizer")
 _VALUE = "value"
 
 
-def root_of_weights(found: Collection[str], parameters: Collection[str], tree: str) -> str:
+def root_of_weights(names: Collection[str], parameters: Collection[str], tree: str) -> str:
     """The tree below which most parameters are; of equal ones the outermost, or the one with the likeliest name.
 
     ``tree``: below which to look, "" for anywhere.
     """
 
     def rank(root: str) -> tuple[int, int, list[int]]:
-        have = sum(any(n in found for n in spellings(root, path)) for path in parameters)
+        have = sum(any(n in names for n in spellings(root, path)) for path in parameters)
         inner = root.removeprefix(tree).strip("/")
         words = inner.split("/") if inner else []
         return -have, len(words), [_WEIGHTS.index(word) for word in words]
 
     default = tree or "params"
-    roots = {default, tree, *(root for name in found for root in _prefixes(name, _WEIGHTS, tree))}
+    roots = {default, tree, *(root for name in names for root in _prefixes(name, _WEIGHTS, tree))}
     best = min(roots, key=rank)
     return best if rank(best)[0] else default
 
 
-def root_of_optimizer(found: Collection[str], tree: str) -> str:
+def root_of_optimizer(names: Collection[str], tree: str) -> str:
     """The innermost tree that is named for an optimizer, in ``tree`` if there is one; ``opt_state`` where none is."""
     words = (*_OPTIMIZER, *_WEIGHTS)
     for base in (tree, ""):
         roots = [
             root
-            for name in found
+            for name in names
             for root in _prefixes(name, words, base)
             if root.rpartition("/")[2] in _OPTIMIZER
         ]
@@ -59,10 +59,10 @@ def is_of_optimizer(name: str, tree: str) -> bool:
     return any(root.rpartition("/")[2] in _OPTIMIZER for root in _prefixes(name, words, tree))
 
 
-def step_beside(found: Mapping[str, Kind], used: Collection[str], tree: str) -> str | None:
+def step_beside(tensors: Mapping[str, ShapeDtype], used: Collection[str], tree: str) -> str | None:
     """The outermost integer that is called step and is not inside of anything but known trees, or ``tree``."""
     words = (*_OPTIMIZER, *_WEIGHTS)
-    numbers = [n for n, k in found.items() if n not in used and k.shape == () and k.dtype.kind in "iu"]
+    numbers = [n for n, k in tensors.items() if n not in used and k.shape == () and k.dtype.kind in "iu"]
     for base in (tree, ""):
         steps = [
             name
@@ -75,10 +75,10 @@ def step_beside(found: Mapping[str, Kind], used: Collection[str], tree: str) -> 
     return None
 
 
-def trees_of_weights(found: Collection[str], parameters: Collection[str]) -> list[str]:
+def trees_of_weights(names: Collection[str], parameters: Collection[str]) -> list[str]:
     """Every tree, of whatever name, that has the parameters or most of them; "" is the top. None of an optimizer's."""
     counts: Counter[str] = Counter()
-    for name in found:
+    for name in names:
         for spelling in {name, name.removesuffix(f"/{_VALUE}")}:
             words = spelling.split("/")
             for start in range(len(words)):

@@ -45,15 +45,15 @@ class Step:
 class Processes:
     """The processes that hold the devices of a mesh, all of which save or load at once.
 
-    ``kind``: "save" or "load". ``timeout``: seconds to wait for one another in each step. ``background``: whether steps
-    may run in a thread; such operations follow each other, and others go on meanwhile. Raises ``ValueError`` on a
-    process without such devices.
+    ``action``: "save" or "load". ``timeout``: seconds to wait for one another in each step.
+    ``background``: whether steps may run in a thread; such operations follow each other, and others
+    go on meanwhile. Raises ``ValueError`` on a process without such devices.
     """
 
-    def __init__(self, mesh: Mesh, kind: str, timeout: float, *, background: bool = False) -> None:
+    def __init__(self, mesh: Mesh, action: str, timeout: float, *, background: bool = False) -> None:
         self.index = jax.process_index()
         self.members = tuple(sorted({device.process_index for device in mesh.devices.flat}))
-        self._kind = kind
+        self._action = action
         self._timeout = timeout
         self._steps = 0
         if self.index not in self.members:
@@ -92,7 +92,7 @@ class Processes:
             failure = error
         text = None if failure is None else f"{type(failure).__name__}: {failure}"[:_SHOWN]
         try:
-            failed = self._exchange(f"{self._kind}: {name}", text, step)
+            failed = self._exchange(f"{self._action}: {name}", text, step)
         except CheckpointError as lost:
             if failure is None:
                 raise
@@ -100,7 +100,7 @@ class Processes:
         if failure is not None:
             raise failure
         if failed:
-            raise CheckpointError(f"checkpoint: {self._kind}: {name}: {'; '.join(failed)}")
+            raise CheckpointError(f"checkpoint: {self._action}: {name}: {'; '.join(failed)}")
 
     def _exchange(self, step_name: str, error: str | None, step: Step) -> list[str]:
         """What went wrong, on any process."""

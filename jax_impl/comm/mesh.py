@@ -1,23 +1,36 @@
 """Meshes, the order of shards on them, and simulated devices to try them on.
 
-A mesh lists one or two data-parallel axes, outer to inner, and then at most two model axes. Data-parallel axes are
-counted from the innermost, because tensors are sharded over the innermost ones first. *Level* a of an array is the
-array cut over the a innermost axes; level 0 is whole. On M x N devices shard k of level 2 lies on the device with inner
-coordinate n and outer coordinate m, k = n * M + m::
+A mesh lists one or two data-parallel axes, outer to inner, and then at most two model axes.
+Data-parallel axes are counted from the innermost, because tensors are sharded over the innermost
+ones first. *Level* a of an array is the array cut over the a innermost axes; level 0 is whole. On M
+x N devices shard k of level 2 lies on the device with inner coordinate n and outer coordinate m,
+k = n * M + m::
 
     2 x 3 devices          level 1                          level 2
     m=0:  0  1  2          |   n=0   |   n=1   |   n=2   |  |n0 m0|n0 m1|n1 m0|n1 m1|n2 m0|n2 m1|
     m=1:  3  4  5
 
-so a gather over the outer axis joins neighbours, and gathers from any level to any other leave elements in one order.
-Of model axes see ``runtime/groups/cut_group.py``.
+so that a gather over the outer axis joins neighbours, and gathers from any level to any other leave
+elements in one order.
+
+A step is manual on data-parallel axes: each device has its own rows, and every collective over
+these axes is written. On model axes the step is automatic: values are whole, the compiler cuts the
+computation as the weights are cut, and sends what that needs. Only the transfers of weights and
+gradients are manual on all axes::
+
+                    data-parallel axes      model axes
+    shard_map           manual              automatic       the user's model
+      on_each           manual              manual          gathers, reductions, buffers to parameters
+
+so that a gather moves what a device has of a parameter, and nothing over a model axis
+(``runtime/groups/cut_group.py``).
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,27 +109,24 @@ def simulate_devices(count: int) -> None:
     """
     if count < 1:
         raise ValueError(f"expected a device count >= 1, got {count}")
-    given = os.environ.get("XLA_FLAGS", "").split()
+    flags = os.environ.get("XLA_FLAGS", "").split()
     missing: list[str] = []
-    if _backend_runs():
-        missing = [flag for flag in _SIMULATOR_FLAGS if flag not in given]
+    # JAX has no public way to ask this that does not start the backend.
+    if xla_bridge.backends_are_initialized():
+        missing = [flag for flag in _SIMULATOR_FLAGS if flag not in flags]
     else:
         ours = (f"--xla_force_host_platform_device_count={count}", *_SIMULATOR_FLAGS)
-        kept = [flag for flag in given if not _overrides(ours, flag)]
+        kept = [flag for flag in flags if not _overrides(ours, flag)]
         os.environ["XLA_FLAGS"] = " ".join([*kept, *ours])
         jax.config.update("jax_platforms", "cpu")
-    found = sum(device.platform == "cpu" for device in jax.devices())
-    if missing or found < count:
+    cpu_devices = sum(device.platform == "cpu" for device in jax.devices())
+    if missing or cpu_devices < count:
         without = f" and without {' '.join(missing)}" if missing else ""
         raise ValueError(
-            f"expected JAX not to be in use before {count} devices are simulated, but it already runs with {found} CPU "
-            f"devices{without}: call simulate_devices before anything that touches jax.devices()"
+            f"expected JAX not to be in use before {count} devices are simulated, but it already "
+            f"runs with {cpu_devices} CPU devices{without}: call simulate_devices before anything "
+            "that touches jax.devices()"
         )
-
-
-def _backend_runs() -> bool:
-    # JAX has no public way to ask this that does not start the backend.
-    return bool(xla_bridge.backends_are_initialized())
 
 
 def _overrides(ours: tuple[str, ...], flag: str) -> bool:
@@ -169,8 +179,8 @@ def check_context() -> None:
     context = jax.sharding.get_abstract_mesh()
     explicit = [
         name
-        for name, kind in zip(context.axis_names, context.axis_types, strict=True)
-        if kind == AxisType.Explicit
+        for name, axis_type in zip(context.axis_names, context.axis_types, strict=True)
+        if axis_type == AxisType.Explicit
     ]
     if explicit:
         raise ValueError(
@@ -225,3 +235,42 @@ def is_simulated(mesh: Mesh) -> bool:
 def is_tpu(mesh: Mesh) -> bool:
     """True on TPUs, real ones and those of a topology that only a compiler knows."""
     return bool(mesh.devices.flat[0].platform == "tpu")
+
+
+@dataclass(frozen=True)
+class ModelAxes:
+    """Names and sizes of a mesh's model axes, outer to inner."""
+
+    mesh: Mesh
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> ModelAxes:
+        names = tuple(name for name in mesh.axis_names if is_model_axis(name))
+        return cls(mesh, names, tuple(mesh.shape[name] for name in names))
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        return dict(zip(self.names, self.sizes, strict=True))
+
+    def on_each(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Inside of a step, ``function`` on what each device has: manual on model axes, too.
+
+        Specs name model axes only. A result that no axis cuts must be the same on all of them.
+        """
+        return jax.shard_map(
+            function, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.names), check_vma=False
+        )
+
+
+def data_spec(spec: PartitionSpec) -> PartitionSpec:
+    """What a step that is automatic on model axes says of an array at rest: ``spec`` without those axes."""
+
+    def kept(entry: Any) -> Any:
+        if not isinstance(entry, tuple):
+            return None if entry is not None and is_model_axis(entry) else entry
+        names = tuple(name for name in entry if not is_model_axis(name))
+        return names if len(names) > 1 else names[0] if names else None
+
+    return PartitionSpec(*map(kept, spec))

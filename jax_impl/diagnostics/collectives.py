@@ -47,13 +47,13 @@ def count_collectives(function: Any, *args: Any) -> Counter[Collective]:
 
 
 def _counted(jaxpr: Any) -> Counter[Collective]:
-    found: Counter[Collective] = Counter()
+    counter: Counter[Collective] = Counter()
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in _KINDS:
             for operand, result in zip(equation.invars, equation.outvars, strict=True):
                 size = max(operand.aval.size, result.aval.size)
-                found[Collective(_KINDS[name], result.aval.dtype.name, size)] += 1
+                counter[Collective(_KINDS[name], result.aval.dtype.name, size)] += 1
         inside = [_counted(inner) for inner in _inner_jaxprs(equation.params)]
         if name == "while" and any(inside):
             raise ValueError(
@@ -68,8 +68,8 @@ def _counted(jaxpr: Any) -> Counter[Collective]:
             inside = inside[:1]
         times = equation.params["length"] if name == "scan" else 1
         for counts in inside:
-            found.update({collective: times * count for collective, count in counts.items()})
-    return found
+            counter.update({collective: times * count for collective, count in counts.items()})
+    return counter
 
 
 def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
@@ -87,8 +87,8 @@ def count_compiled_collectives(compiled: Any) -> Counter[Collective]:
     branch.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
-    found: Counter[Collective] = Counter()
-    for one in read_collectives(text):
-        for array in one.arrays:
-            found[Collective(one.kind, full_name(array.dtype), array.size)] += one.times
-    return found
+    counts: Counter[Collective] = Counter()
+    for collective in read_collectives(text):
+        for array in collective.arrays:
+            counts[Collective(collective.kind, full_name(array.dtype), array.size)] += collective.times
+    return counts

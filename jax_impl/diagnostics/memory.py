@@ -62,16 +62,17 @@ class MemoryReport:
     devices: tuple[DeviceMemory, ...]
 
     def __str__(self) -> str:
-        kinds = (*KINDS, "total")
+        columns = (*KINDS, "total")
         rows: list[tuple[str, DeviceMemory | HostMemory]] = []
         for device in self.devices:
             rows.append((device.device, device))
             if device.host:
                 rows.append(("  in host memory", device.on_host))
         width = max(16, *(len(name) + 1 for name, _ in rows))
-        lines = [f"{'bytes at rest':<{width}}" + "".join(f"{kind:>16}" for kind in kinds)]
+        lines = [f"{'bytes at rest':<{width}}" + "".join(f"{column:>16}" for column in columns)]
         lines += [
-            f"{name:<{width}}" + "".join(f"{getattr(own, kind):>16,}" for kind in kinds) for name, own in rows
+            f"{name:<{width}}" + "".join(f"{getattr(own, column):>16,}" for column in columns)
+            for name, own in rows
         ]
         return "\n".join(lines)
 
@@ -83,17 +84,17 @@ def memory_report(plan: ShardingPlan, state: TrainState) -> MemoryReport:
     """
     devices = [d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]
     # By device, and whether on the host.
-    found = {(device, host): Counter[str]() for device in devices for host in (False, True)}
+    byte_counts = {(device, host): Counter[str]() for device in devices for host in (False, True)}
 
-    def add(tree: Any, kind: str) -> None:
+    def add(tree: Any, column: str) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             located = plan.locate_buffer(path, leaf)
             for shard in leaf.addressable_shards:
                 host = leaf.sharding.memory_kind not in (None, shard.device.default_memory().kind)
                 stored = shard.data.nbytes
                 real = plan.stored(located[0]).numel(shard.index) * leaf.dtype.itemsize if located else stored
-                own = found[shard.device, host]
-                own[kind if located else "other"] += real
+                own = byte_counts[shard.device, host]
+                own[column if located else "other"] += real
                 own["padding"] += stored - real
 
     add(state.weights, "main_weights")
@@ -101,7 +102,7 @@ def memory_report(plan: ShardingPlan, state: TrainState) -> MemoryReport:
     add(state.variables, "other")
 
     def of(device: jax.Device, host: bool) -> dict[str, int]:
-        return {kind: found[device, host][kind] for kind in KINDS}
+        return {column: byte_counts[device, host][column] for column in KINDS}
 
     return MemoryReport(
         tuple(DeviceMemory(str(d), **of(d, False), on_host=HostMemory(**of(d, True))) for d in devices)

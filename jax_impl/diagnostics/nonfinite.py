@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_impl.runtime.groups.memory_kinds import check_not_donated
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
-from jax_impl.runtime.program.donation import check_not_donated
 
 Index = tuple[int, ...]
 
@@ -79,15 +79,15 @@ def find_nonfinite(plan: ShardingPlan, values: Any, *, max_rows: int = 8) -> tup
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact):
             listed.append((path, leaf))
     suspects = _suspects(plan, [leaf for _, leaf in listed])
-    found: dict[tuple[str, str], _Found] = {}
+    faults: dict[tuple[str, str], _Found] = {}
     for number, (path, leaf) in enumerate(listed):
         for shard in leaf.addressable_shards:
             if (number, shard.device) in suspects:
-                _look(plan, path, leaf, shard, max_rows, found)
-    order = {path: place for place, path in enumerate(plan.parameters)}
-    kinds = {kind: place for place, kind in enumerate(dict.fromkeys(kind for kind, _ in found))}
-    keys = sorted(found, key=lambda key: (kinds[key[0]], order.get(key[1], len(order))))
-    return tuple(_report(*key, found[key], max_rows) for key in keys)
+                _look(plan, path, leaf, shard, max_rows, faults)
+    order = {path: position for position, path in enumerate(plan.parameters)}
+    trees = {tree: position for position, tree in enumerate(dict.fromkeys(tree for tree, _ in faults))}
+    keys = sorted(faults, key=lambda key: (trees[key[0]], order.get(key[1], len(order))))
+    return tuple(_report(*key, faults[key], max_rows) for key in keys)
 
 
 def _suspects(plan: ShardingPlan, leaves: Sequence[jax.Array]) -> set[tuple[int, jax.Device]]:
@@ -134,23 +134,23 @@ def _look(
     leaf: jax.Array,
     shard: Any,
     max_rows: int,
-    found: dict[tuple[str, str], _Found],
+    faults: dict[tuple[str, str], _Found],
 ) -> None:
     values = np.asarray(shard.data)
     rest = _counts(values)
-    kind, name = "", jax.tree_util.keystr(path, simple=True, separator="/")
-    for kind, name, offsets, piece in _pieces(plan, path, leaf, shard, values):
+    tree, name = "", jax.tree_util.keystr(path, simple=True, separator="/")
+    for tree, name, offsets, piece in _pieces(plan, path, leaf, shard, values):
         nan, inf = _counts(piece)
         rest = (rest[0] - nan, rest[1] - inf)
         if nan or inf:
-            one = found.setdefault((kind, name), _Found())
-            one.add(shard.replica_id, nan, inf, str(shard.device))
-            one.rows |= set(_rows(piece, offsets, max_rows))
+            fault = faults.setdefault((tree, name), _Found())
+            fault.add(shard.replica_id, nan, inf, str(shard.device))
+            fault.rows |= set(_rows(piece, offsets, max_rows))
     if any(rest):
         located = plan.locate_buffer(path, leaf)
         key = located[0] if located else name
-        one = found.setdefault((kind, f"padding of {key!r}"), _Found())
-        one.add(shard.replica_id, *rest, str(shard.device))
+        fault = faults.setdefault((tree, f"padding of {key!r}"), _Found())
+        fault.add(shard.replica_id, *rest, str(shard.device))
 
 
 def _pieces(
@@ -159,14 +159,14 @@ def _pieces(
     located = plan.locate_buffer(path, leaf)
     if located is None:
         # A variable's own path is its key in the state.
-        kind = jax.tree_util.keystr(path[:-1], simple=True, separator="/")
+        tree = jax.tree_util.keystr(path[:-1], simple=True, separator="/")
         name = jax.tree_util.keystr(path[-1:], simple=True, separator="/")
-        yield kind, name, tuple(part.start or 0 for part in shard.index), values
+        yield tree, name, tuple(part.start or 0 for part in shard.index), values
         return
     key, outer = located
-    kind = jax.tree_util.keystr(outer, simple=True, separator="/")
+    tree = jax.tree_util.keystr(outer, simple=True, separator="/")
     for piece in plan.stored(key).pieces(shard.index, values):
-        yield kind, piece.path, piece.offsets, piece.values
+        yield tree, piece.path, piece.offsets, piece.values
 
 
 def _counts(values: np.ndarray) -> tuple[int, int]:
@@ -182,7 +182,7 @@ def _rows(values: np.ndarray, offsets: Index, max_rows: int) -> Iterator[Index]:
         yield tuple(at + start for at, start in zip(index, offsets, strict=False))
 
 
-def _report(kind: str, name: str, found: _Found, max_rows: int) -> NonFinite:
-    nan, inf = max(tuple(count) for count in found.counts.values())
-    rows = tuple(sorted(found.rows)[:max_rows])
-    return NonFinite(kind, name, nan, inf, rows, tuple(found.devices))
+def _report(tree: str, name: str, fault: _Found, max_rows: int) -> NonFinite:
+    nan, inf = max(tuple(count) for count in fault.counts.values())
+    rows = tuple(sorted(fault.rows)[:max_rows])
+    return NonFinite(tree, name, nan, inf, rows, tuple(fault.devices))

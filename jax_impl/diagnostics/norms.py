@@ -69,8 +69,8 @@ def parameter_norms(
     if any(isinstance(leaf, jax.core.Tracer) for leaf in arrays.values()):
         return _norms(arrays, held=held, norm_type=float(norm_type), by_layer=by_layer)
     with jax.enable_x64(True):
-        found = jax.device_get(_norms(arrays, held=held, norm_type=float(norm_type), by_layer=by_layer))
-    return {path: norm if norm.ndim else float(norm) for path, norm in found.items()}
+        by_path = jax.device_get(_norms(arrays, held=held, norm_type=float(norm_type), by_layer=by_layer))
+    return {path: norm if norm.ndim else float(norm) for path, norm in by_path.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +101,8 @@ def _norms(
         check_vma=False,
     )
     # Keys lose their order in a program.
-    found = local(arrays) if arrays else {}
-    norms = {path: found[path] for path in plan.parameters if path in found}
+    own = local(arrays) if arrays else {}
+    norms = {path: own[path] for path in plan.parameters if path in own}
     if by_layer:
         return {path: norm[0] if _layers(plan, path) is None else norm for path, norm in norms.items()}
     return {path: _norm_of(norm, norm_type) for path, norm in norms.items()}
@@ -117,7 +117,7 @@ def _on_each_device(
         stored = cast(FlatGroup | LogicalArray, plan.stored(key))
         # [layers, elements] of this device, with zeros for what is not the parameter's.
         parts.setdefault(_axes(stored), {}).update(_values(plan, stored, array))
-    found: dict[str, jax.Array] = {}
+    powers: dict[str, jax.Array] = {}
     last: Any = ()
     for axes, values in parts.items():
         paths = list(values)
@@ -135,7 +135,7 @@ def _on_each_device(
                 axes,
                 last,
             )
-            found.update(zip(paths, (top + nan for top, nan in zip(tops, nans, strict=True)), strict=True))
+            powers.update(zip(paths, (top + nan for top, nan in zip(tops, nans, strict=True)), strict=True))
             continue
         sums, last = _reduced(
             lax.psum,
@@ -147,8 +147,8 @@ def _on_each_device(
             last,
         )
         norms = (scale * total ** (1 / norm_type) for scale, total in zip(scales, sums, strict=True))
-        found.update(zip(paths, norms, strict=True))
-    return found
+        powers.update(zip(paths, norms, strict=True))
+    return powers
 
 
 def _values(
@@ -171,8 +171,8 @@ def _values(
         begins = np.minimum(starts, layout.shard_size - most)
         skipped = jnp.asarray(starts - begins)[rank]
         piece = lax.dynamic_slice_in_dim(flat, jnp.asarray(begins)[rank], most, axis=1)
-        place = jnp.arange(most)
-        own = (place >= skipped) & (place < skipped + jnp.asarray(lengths)[rank])
+        positions = jnp.arange(most)
+        own = (positions >= skipped) & (positions < skipped + jnp.asarray(lengths)[rank])
         yield path, jnp.where(own, piece, 0)
 
 

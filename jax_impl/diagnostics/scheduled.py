@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from bridge.core.hlo.collectives import (
     DONE,
-    KINDS,
     START,
     chain_of,
     collectives_of,
@@ -77,14 +76,6 @@ def read_collectives(text: str) -> list[Scheduled]:
     return list(_Reader(module, partitions_of(text)).collectives(module.entry, 1))
 
 
-def overlap_share(collectives: Iterable[Scheduled], kinds: Iterable[str] = KINDS.values()) -> float:
-    """The share of bytes whose collective overlaps with a matrix product; 0 where there are none."""
-    chosen = set(kinds)
-    known = [one for one in collectives if one.kind in chosen]
-    total = sum(one.bytes for one in known)
-    return sum(one.bytes for one in known if one.overlaps) / total if total else 0.0
-
-
 class _Reader:
     def __init__(self, module: Module, partitions: int) -> None:
         self._module = module
@@ -93,18 +84,18 @@ class _Reader:
 
     def collectives(self, computation: Computation, times: int) -> Iterator[Scheduled]:
         under_way: set[str] = set()
-        for place, operation in enumerate(computation.operations):
-            after = computation.operations[place + 1 :]
+        for number, operation in enumerate(computation.operations):
+            after = computation.operations[number + 1 :]
             if wrapped := collectives_of(self._module, operation):
                 started, new = marked(self._module, operation, START), []
-                for one in wrapped:
-                    chain = chain_of(one)
+                for inner in wrapped:
+                    chain = chain_of(inner)
                     if chain in started:
                         yield self._scheduled(
-                            operation, [one], times, self._overlaps(operation, after, chain)
+                            operation, [inner], times, self._overlaps(operation, after, chain)
                         )
                     elif chain not in under_way:
-                        new.append(one)
+                        new.append(inner)
                 if new:
                     yield self._scheduled(operation, new, times, self._overlaps(operation, after, None))
                 under_way = (under_way | started) - marked(self._module, operation, DONE)
@@ -114,7 +105,7 @@ class _Reader:
     def _inside(self, operation: Operation, times: int) -> Iterator[Scheduled]:
         """The collectives of what an operation calls."""
         called = list(self._module.called(operation))
-        if not any(self._has(one, is_collective) for one in called):
+        if not any(self._has(computation, is_collective) for computation in called):
             return
         if operation.branches:
             raise ValueError(f"expected no collective in a branch, got one in {operation.name}")
@@ -123,14 +114,16 @@ class _Reader:
                 times *= self._module.trips(operation)
             except ValueError as error:
                 raise ValueError(f"collectives in a loop: {error}") from None
-        for one in called if operation.op in ("while", "call", "fusion") else ():
-            yield from self.collectives(one, times)
+        for computation in called if operation.op in ("while", "call", "fusion") else ():
+            yield from self.collectives(computation, times)
 
     def _scheduled(
         self, operation: Operation, wrapped: list[Operation], times: int, overlaps: bool
     ) -> Scheduled:
         arrays = tuple(
-            Array(array.dtype, array.size) for one in wrapped for array in full_arrays(one, self._partitions)
+            Array(array.dtype, array.size)
+            for inner in wrapped
+            for array in full_arrays(inner, self._partitions)
         )
         return Scheduled(kind_of(self._module, wrapped, operation), arrays, times, overlaps, operation.name)
 
@@ -143,20 +136,20 @@ class _Reader:
         if chain is None and not start.op.endswith("-start"):
             return False
         # One without an end in its computation ends in the next turn of a loop.
-        return any(map(self._is_product, itertools.takewhile(lambda one: not ends(one), after)))
+        return any(map(self._is_product, itertools.takewhile(lambda later: not ends(later), after)))
 
     def _is_product(self, operation: Operation) -> bool:
         if operation.op in ("dot", "convolution") or _PRODUCT.search(operation.attributes):
             return True
         return operation.op in _HAVE_OPERATIONS and any(
-            self._has(one, self._is_product) for one in self._module.called(operation)
+            self._has(computation, self._is_product) for computation in self._module.called(operation)
         )
 
     def _has(self, computation: Computation, wanted: Callable[[Operation], bool]) -> bool:
         key = (computation.name, wanted)
         if key not in self._known:
             self._known[key] = any(
-                wanted(one) or any(self._has(inner, wanted) for inner in self._module.called(one))
-                for one in computation.operations
+                wanted(operation) or any(self._has(inner, wanted) for inner in self._module.called(operation))
+                for operation in computation.operations
             )
         return self._known[key]

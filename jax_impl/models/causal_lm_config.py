@@ -106,15 +106,8 @@ class CausalLMConfig:
 
     def __post_init__(self) -> None:
         sizes = (
-            "vocab_size",
-            "d_model",
-            "n_layers",
-            "n_heads",
-            "n_kv_heads",
-            "head_dim",
-            "d_ff",
-            "n_experts",
-        )
+            "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "n_experts",
+        )  # fmt: skip
         for name in sizes:
             self._require(name, getattr(self, name) >= 1, "a value >= 1")
         self._require(

@@ -18,27 +18,27 @@ def _rotary(keys: Keys, theta: float, fraction: float | None = None) -> dict[str
         keys.must_be("partial_rotary_factor", 1.0)
     else:
         fraction = keys.take("partial_rotary_factor", float, fraction)
-    given = keys.take("rope_parameters", dict, {}) | keys.take("rope_scaling", dict, {})
-    return _rope(keys, given, theta, fraction)
+    rope_keys = keys.take("rope_parameters", dict, {}) | keys.take("rope_scaling", dict, {})
+    return _rope(keys, rope_keys, theta, fraction)
 
 
 def _rope(
-    keys: Keys, given: Mapping[str, Any], theta: float, fraction: float | None = None
+    keys: Keys, rope_keys: Mapping[str, Any], theta: float, fraction: float | None = None
 ) -> dict[str, Any]:
-    rope = Keys(given, "config.json: rope_parameters")
-    kind = rope.take("type", str, "default")
-    kind = rope.take("rope_type", str, kind)
+    rope = Keys(rope_keys, "config.json: rope_parameters")
+    rope_type = rope.take("type", str, "default")
+    rope_type = rope.take("rope_type", str, rope_type)
     result: dict[str, Any] = {"theta": rope.take("rope_theta", float, theta)}
-    if kind == "llama3":
+    if rope_type == "llama3":
         result["factor"] = rope.take("factor", float)
         result["low_frequency_factor"] = rope.take("low_freq_factor", float)
         result["high_frequency_factor"] = rope.take("high_freq_factor", float)
         length = keys.take("max_position_embeddings", int, 8192)
         result["original_length"] = rope.take("original_max_position_embeddings", int, length)
-    elif kind == "linear":
+    elif rope_type == "linear":
         result["linear_factor"] = rope.take("factor", float)
-    elif kind != "default":
-        raise rope.fail("rope_type", "'default', 'linear' or 'llama3'", kind)
+    elif rope_type != "default":
+        raise rope.fail("rope_type", "'default', 'linear' or 'llama3'", rope_type)
     if fraction is None:
         rope.must_be("partial_rotary_factor", 1.0)
     else:
@@ -53,9 +53,11 @@ def _rotaries(keys: Keys, theta: float, of_windows: float | None) -> dict[str, A
     """
     theta = keys.take("rope_theta", float, theta)
     of_windows = keys.take("rope_local_base_freq", float, theta if of_windows is None else of_windows)
-    kinds = Keys(keys.take("rope_parameters", dict, {}), "config.json: rope_parameters")
-    wide, narrow = (kinds.take(f"{kind}_attention", dict, {}) for kind in ("full", "sliding"))
-    kinds.finish()
+    by_attention = Keys(keys.take("rope_parameters", dict, {}), "config.json: rope_parameters")
+    wide, narrow = (
+        by_attention.take(f"{attention}_attention", dict, {}) for attention in ("full", "sliding")
+    )
+    by_attention.finish()
     wide = wide | keys.take("rope_scaling", dict, {})
     return {"rotary": _rope(keys, wide, theta), "window_rotary": _rope(keys, narrow, of_windows)}
 
@@ -63,14 +65,18 @@ def _rotaries(keys: Keys, theta: float, of_windows: float | None) -> dict[str, A
 def _windows(keys: Keys, n_layers: int, default: Callable[[int], bool]) -> tuple[int | None, ...]:
     """Each layer's window; ``default(i)`` says whether layer ``i`` has one where ``layer_types`` is missing."""
     size = keys.take("sliding_window", int, None)
-    kinds = keys.take("layer_types", list, None)
-    if kinds is None:
-        kinds = ["sliding_attention" if size and default(i) else "full_attention" for i in range(n_layers)]
-    if len(kinds) != n_layers or set(kinds) - {"sliding_attention", "full_attention"}:
-        raise keys.fail("layer_types", f"{n_layers} times 'sliding_attention' or 'full_attention'", kinds)
-    if size is None and "sliding_attention" in kinds:
+    layer_types = keys.take("layer_types", list, None)
+    if layer_types is None:
+        layer_types = [
+            "sliding_attention" if size and default(i) else "full_attention" for i in range(n_layers)
+        ]
+    if len(layer_types) != n_layers or set(layer_types) - {"sliding_attention", "full_attention"}:
+        raise keys.fail(
+            "layer_types", f"{n_layers} times 'sliding_attention' or 'full_attention'", layer_types
+        )
+    if size is None and "sliding_attention" in layer_types:
         raise keys.fail("sliding_window", "int, since a layer has sliding attention", None)
-    windows = tuple(size if kind == "sliding_attention" else None for kind in kinds)
+    windows = tuple(size if layer_type == "sliding_attention" else None for layer_type in layer_types)
     return windows if any(windows) else ()
 
 
@@ -313,13 +319,13 @@ _GEMMA3_TEXT: dict[str, Any] = {
 def keywords_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of ``CausalLMConfig``, ``rotary`` as those of ``Rotary`` or ``None``; see ``CausalLMConfig.from_hf``."""
     keys = Keys(config)
-    kind = keys.take("model_type", str)
-    if kind == "gemma3":
+    model_type = keys.take("model_type", str)
+    if model_type == "gemma3":
         tied = keys.take("tie_word_embeddings", bool, True)
         text = _GEMMA3_TEXT | {"tie_word_embeddings": tied} | keys.take("text_config", dict)
         return keywords_from_hf(text | {"model_type": "gemma3_text"})
-    if kind not in _FAMILIES:
-        raise keys.fail("model_type", f"one of {sorted([*_FAMILIES, 'gemma3'])}", kind)
-    keywords = _FAMILIES[kind](keys)
+    if model_type not in _FAMILIES:
+        raise keys.fail("model_type", f"one of {sorted([*_FAMILIES, 'gemma3'])}", model_type)
+    keywords = _FAMILIES[model_type](keys)
     keys.finish()
     return keywords

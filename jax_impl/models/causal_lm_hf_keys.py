@@ -73,18 +73,18 @@ class Keys:
     def fail(self, key: str, expected: str, got: Any) -> ValueError:
         return ValueError(f"{self._at}: {key!r}: expected {expected}, got {got!r}")
 
-    def take(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
+    def take(self, key: str, expected_type: type, default: Any = _REQUIRED) -> Any:
         """The value of ``key``, which is ``default`` where it is missing or null."""
         self._left.discard(key)
         value = self._config.get(key)
         if value is None:
             if default is _REQUIRED:
-                raise self.fail(key, f"{kind.__name__}", None)
+                raise self.fail(key, f"{expected_type.__name__}", None)
             return default
-        if kind is float and type(value) is int:
+        if expected_type is float and type(value) is int:
             value = float(value)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise self.fail(key, kind.__name__, value)
+        if not isinstance(value, expected_type) or (isinstance(value, bool) and expected_type is not bool):
+            raise self.fail(key, expected_type.__name__, value)
         return value
 
     def has(self, key: str) -> bool:
@@ -93,30 +93,30 @@ class Keys:
 
     def positive(self, key: str, default: float) -> float:
         """The number of ``key``, above zero."""
-        found: float = self.take(key, float, default)
-        if not found > 0:
-            raise self.fail(key, "a value > 0", found)
-        return found
+        value: float = self.take(key, float, default)
+        if not value > 0:
+            raise self.fail(key, "a value > 0", value)
+        return value
 
     def must_be(self, key: str, expected: Any, default: Any = None) -> None:
         """Refuse any value of ``key`` but ``expected``. default: that of a missing key, else ``expected``."""
-        found = self.take(key, type(expected), expected if default is None else default)
-        if found != expected:
-            raise self.fail(key, f"{expected!r} (the only one supported)", found)
+        value = self.take(key, type(expected), expected if default is None else default)
+        if value != expected:
+            raise self.fail(key, f"{expected!r} (the only one supported)", value)
 
     def activation(self, key: str, default: str) -> str:
         """The name of an activation, as ``CausalLMConfig`` has it."""
-        found = self.take(key, str, default)
-        if found not in _ACTIVATIONS:
-            raise self.fail(key, f"one of {sorted(_ACTIVATIONS)}", found)
-        return _ACTIVATIONS[found]
+        name = self.take(key, str, default)
+        if name not in _ACTIVATIONS:
+            raise self.fail(key, f"one of {sorted(_ACTIVATIONS)}", name)
+        return _ACTIVATIONS[name]
 
     def finish(self) -> None:
         """Refuse a config with keys that were not taken and may change the model."""
         unknown = sorted(self._left - _WITHOUT_EFFECT)
         if unknown:
-            found = ", ".join(f"{key!r}: {self._config[key]!r}" for key in unknown)
+            listed = ", ".join(f"{key!r}: {self._config[key]!r}" for key in unknown)
             raise ValueError(
-                f"{self._at}: expected keys whose meaning is known, got {found}. If they do not change the model, "
+                f"{self._at}: expected keys whose meaning is known, got {listed}. If they do not change the model, "
                 "leave them out of the dictionary"
             )

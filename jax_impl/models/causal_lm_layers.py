@@ -37,15 +37,17 @@ def rotary_frequencies(rotary: Rotary, head_dim: int) -> np.ndarray:
 
     In float32 throughout, since the models were trained with angles that were computed so.
     """
-    one, size = np.float32(1), rotary.size(head_dim)
+    unity, size = np.float32(1), rotary.size(head_dim)
     exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
-    frequencies = one / np.power(np.float32(rotary.theta), exponents) / np.float32(rotary.linear_factor)
+    frequencies = unity / np.power(np.float32(rotary.theta), exponents) / np.float32(rotary.linear_factor)
     if rotary.factor == 1:
         return frequencies
     low, high = rotary.low_frequency_factor, rotary.high_frequency_factor
     periods = np.float32(rotary.original_length) / (np.float32(2 * math.pi) / frequencies)
     share = np.clip((periods - np.float32(low)) / np.float32(high - low), 0, 1)
-    return ((one - share) * frequencies / np.float32(rotary.factor) + share * frequencies).astype(np.float32)
+    return ((unity - share) * frequencies / np.float32(rotary.factor) + share * frequencies).astype(
+        np.float32
+    )
 
 
 def rotary_tables(length: int, rotary: Rotary, head_dim: int) -> RotaryTables:

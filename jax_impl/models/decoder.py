@@ -35,15 +35,8 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         sizes = (
-            "vocab_size",
-            "d_model",
-            "n_layers",
-            "n_heads",
-            "n_kv_heads",
-            "head_dim",
-            "d_ff",
-            "rope_theta",
-        )
+            "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "rope_theta",
+        )  # fmt: skip
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"DecoderConfig.{name}: expected a value >= 1, got {getattr(self, name)}")

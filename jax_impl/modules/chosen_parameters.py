@@ -36,12 +36,12 @@ def chosen_parameters(model: nnx.Module, chosen: Chosen, option: str) -> frozens
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{option}: expected a list of patterns, or an nnx filter, got {chosen!r}")
     parameters = list(parameter_leaves(model))
-    found: set[str] = set()
+    paths: set[str] = set()
     for pattern in patterns:
         matching = fnmatch.filter(parameters, pattern)
         if not matching:
             raise ValueError(
                 f"{option}: expected patterns of parameter paths, but {pattern!r} matches none of {parameters[:12]}"
             )
-        found.update(matching)
-    return frozenset(found)
+        paths.update(matching)
+    return frozenset(paths)

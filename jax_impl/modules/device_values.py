@@ -19,9 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
-from jax_impl.modules.seal import inner_program, jaxpr_of, line_of, scan_counts
+from jax_impl.modules.seal import inner_program, jaxpr_of, line_of, mark_numbers, scan_counts
 
 _BEFORE = "twinshard variable before "
 _AFTER = "twinshard variable after "
@@ -72,17 +71,12 @@ _EQUAL = DeviceValue()
 
 def mark_before(variables: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The same variables, as those that a step begins with. Random keys have no marks."""
-    return {path: _marked(value, _BEFORE + path) for path, value in variables.items()}
+    return {path: mark_numbers(value, _BEFORE + path) for path, value in variables.items()}
 
 
 def mark_after(variables: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The same variables, as those that a step, or a device's part of it, ends with."""
-    return {path: _marked(value, _AFTER + path) for path, value in variables.items()}
-
-
-def _marked(value: jax.Array, name: str) -> jax.Array:
-    is_number = not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
-    return checkpoint_name(value, name) if is_number else value
+    return {path: mark_numbers(value, _AFTER + path) for path, value in variables.items()}
 
 
 def variables_after(program: Any) -> tuple[dict[str, DeviceValue], set[str]]:
@@ -116,35 +110,35 @@ class _Reader:
             known.update(zip(equation.outvars, results, strict=True))
         return [get(atom) for atom in jaxpr.outvars]
 
-    def _results(self, equation: Any, given: list[DeviceValue]) -> Sequence[DeviceValue]:
+    def _results(self, equation: Any, operands: list[DeviceValue]) -> Sequence[DeviceValue]:
         primitive, params = equation.primitive.name, equation.params
         if primitive == "name" and str(params["name"]).startswith(_BEFORE):
             path = params["name"].removeprefix(_BEFORE)
-            return [DeviceValue(given[0].axes, frozenset([path]), path, same=True)]
+            return [DeviceValue(operands[0].axes, frozenset([path]), path, same=True)]
         if primitive == "name" and str(params["name"]).startswith(_AFTER):
             path = params["name"].removeprefix(_AFTER)
-            self.after[path] = given[0] | self.after.get(path, given[0])
+            self.after[path] = operands[0] | self.after.get(path, operands[0])
         if primitive in _SAME:
-            return given
+            return operands
         if primitive == "shard_map":
             inside = [DeviceValue(_named(spec)) for spec in params["in_specs"]]
             results = self.outputs(jaxpr_of(params["jaxpr"]), inside)
             # A variable that only passes through is not read.
-            self.read |= {path for one in results if not one.same for path in one.made_of}
+            self.read |= {path for result in results if not result.same for path in result.made_of}
             # Outside of it there is one value.
             return [_EQUAL] * len(results)
         if primitive == "cond":
-            return self._choice(equation, given)
+            return self._choice(equation, operands)
         if primitive == "while":
-            return self._while(equation, given)
+            return self._while(equation, operands)
         if primitive == "scan":
             body = jaxpr_of(params["jaxpr"])
             constants, carries = scan_counts(equation, body)
-            return self._looped(body, given, constants, carries)
+            return self._looped(body, operands, constants, carries)
         inner = inner_program(equation)
         if inner is not None:
-            return self.outputs(inner, given)
-        value = _any_of([operand.mixed() for operand in given])
+            return self.outputs(inner, operands)
+        value = _any_of([operand.mixed() for operand in operands])
         shapes = frozenset([variable.aval.shape for variable in equation.outvars])
         value = replace(value, numbers=frozenset() if value.axes else _joined(value.numbers, shapes))
         if primitive == "axis_index" or primitive in _COLLECTIVES:
@@ -152,32 +146,34 @@ class _Reader:
             equal = primitive in _MAKE_EQUAL and params.get("axis_index_groups") is None
             value = replace(value, axes=value.axes - over if equal else value.axes | over, numbers=None)
         elif primitive in _ADD:
-            first, others = given[0], given[1:]
+            first, others = operands[0], operands[1:]
             if primitive in ("add", "add_any") and first.base is None:
-                first, others = given[1], given[:1]
+                first, others = operands[1], operands[:1]
             # What is the same on all devices is not a part of a sum over them.
             if not any(first.base in other.made_of for other in others) and any(x.axes for x in others):
                 value = replace(value, base=first.base)
         elif primitive == "select_n":
-            value = replace(_any_of(given[1:]), axes=value.axes, made_of=value.made_of, numbers=value.numbers)
-            if value.base in given[0].made_of:
+            value = replace(
+                _any_of(operands[1:]), axes=value.axes, made_of=value.made_of, numbers=value.numbers
+            )
+            if value.base in operands[0].made_of:
                 value = value.mixed()
         return [value] * len(equation.outvars)
 
-    def _choice(self, equation: Any, given: list[DeviceValue]) -> list[DeviceValue]:
+    def _choice(self, equation: Any, operands: list[DeviceValue]) -> list[DeviceValue]:
         branches = [jaxpr_of(branch) for branch in equation.params["branches"]]
-        self._check(equation, given[0], branches)
-        results = [self.outputs(branch, given[1:]) for branch in branches]
-        return [_chosen(_any_of(values), given[0]) for values in zip(*results, strict=True)]
+        self._check(equation, operands[0], branches)
+        results = [self.outputs(branch, operands[1:]) for branch in branches]
+        return [_chosen(_any_of(values), operands[0]) for values in zip(*results, strict=True)]
 
-    def _while(self, equation: Any, given: list[DeviceValue]) -> list[DeviceValue]:
+    def _while(self, equation: Any, operands: list[DeviceValue]) -> list[DeviceValue]:
         params = equation.params
         tests = params["cond_nconsts"]
         test, body = jaxpr_of(params["cond_jaxpr"]), jaxpr_of(params["body_jaxpr"])
-        constants, carried = params["body_nconsts"], given[tests + params["body_nconsts"] :]
+        constants, carried = params["body_nconsts"], operands[tests + params["body_nconsts"] :]
         while True:
-            (goes_on,) = self.outputs(test, [*given[:tests], *carried])
-            results = self.outputs(body, [*given[tests : tests + constants], *carried])
+            (goes_on,) = self.outputs(test, [*operands[:tests], *carried])
+            results = self.outputs(body, [*operands[tests : tests + constants], *carried])
             joined = [_chosen(old | new, goes_on) for old, new in zip(carried, results, strict=True)]
             if joined == carried:
                 break
@@ -185,8 +181,10 @@ class _Reader:
         self._check(equation, goes_on, [test, body])
         return carried
 
-    def _looped(self, body: Any, given: list[DeviceValue], constants: int, carries: int) -> list[DeviceValue]:
-        inputs, end = list(given), constants + carries
+    def _looped(
+        self, body: Any, operands: list[DeviceValue], constants: int, carries: int
+    ) -> list[DeviceValue]:
+        inputs, end = list(operands), constants + carries
         while True:
             results = self.outputs(body, inputs)
             carried = [old | new for old, new in zip(inputs[constants:end], results[:carries], strict=True)]
@@ -203,15 +201,15 @@ class _Reader:
     def _sent(self, jaxpr: Any) -> list[tuple[Any, frozenset[str]]]:
         """The collectives of a program and of all programs inside, and over which axes each goes."""
         if id(jaxpr) not in self.sends:
-            found: list[tuple[Any, frozenset[str]]] = []
+            collectives: list[tuple[Any, frozenset[str]]] = []
             for equation in jaxpr.eqns:
                 if equation.primitive.name in _COLLECTIVES:
-                    found.append((equation, _axes_of(equation)))
+                    collectives.append((equation, _axes_of(equation)))
                 for value in equation.params.values():
-                    for one in value if isinstance(value, tuple | list) else (value,):
-                        if jaxpr_of(one) is not None:
-                            found += self._sent(jaxpr_of(one))
-            self.sends[id(jaxpr)] = jaxpr, found
+                    for program in value if isinstance(value, tuple | list) else (value,):
+                        if jaxpr_of(program) is not None:
+                            collectives += self._sent(jaxpr_of(program))
+            self.sends[id(jaxpr)] = jaxpr, collectives
         return self.sends[id(jaxpr)][1]
 
 

@@ -135,12 +135,12 @@ def _apply(
         return call_unit(whole, params, _others(variables), rngs, args, kwargs)
     keys: Any = rngs if rngs is None or isinstance(rngs, Mapping) else {"params": rngs}
     units: dict[Path, Tree] = {}
-    given = {**variables, "params": _placeholders(params, (), units, sliced)}
+    collections = {**variables, "params": _placeholders(params, (), units, sliced)}
     calls = _UnitCalls(units, tuple(keys or ()), mutable, sliced)
     try:
         with linen.intercept_methods(calls.catch):
             return module.apply(
-                given,
+                collections,
                 rngs=keys,
                 mutable=False if mutable is None else mutable,
                 method=lambda bound: call(bound, args, kwargs),
@@ -178,8 +178,8 @@ class _UnitCalls:
         # Lifted functions are no methods; what they call is caught in its turn.
         if stand_in is None or not hasattr(type(module), name):
             return run(*args, **kwargs)
-        unbound, found = module.unbind()
-        stand_in = self._checked(stand_in, found.get("params", {}))
+        unbound, own = module.unbind()
+        stand_in = self._checked(stand_in, own.get("params", {}))
         # What is lifted in place (nn.scan on the method itself) is caught inside of the loop, and is not to loop again.
         method = wrap_method_once(context.orig_method.func)
         keys = {key: module.make_rng(key) for key in self.names}
@@ -191,36 +191,36 @@ class _UnitCalls:
             return method(bound, *args, **kwargs)
 
         def apply(params: Tree, others: Any, keys: Any, args: Any, kwargs: Any) -> Any:
-            given = {**others, "params": params}
-            return _apply(unbound, given, call, keys or None, args, kwargs, mutable, layer)
+            collections = {**others, "params": params}
+            return _apply(unbound, collections, call, keys or None, args, kwargs, mutable, layer)
 
-        output, updated = self._without(call_unit, apply, stand_in, _others(found), keys, args, kwargs)
+        output, updated = self._without(call_unit, apply, stand_in, _others(own), keys, args, kwargs)
         for collection, variables in updated.items():
             for below, value in variables.items():
                 module.put_variable(collection, below, value)
         return output
 
-    def _checked(self, stand_in: Tree, found: Tree) -> Tree:
+    def _checked(self, stand_in: Tree, params: Tree) -> Tree:
         """The unit with the arrays of this call, which are one layer's in a stack."""
         unit, parameters = _unit(stand_in), unit_parameters(stand_in)
-        found = dict(found)
+        params = dict(params)
         whole = [parameter.shape for parameter in parameters]
         arrays, fits = None, True
         if unit.layers is not None and not self.sliced:
             # Without the arrays of a loop, it is a call with the whole stack.
             looped = _for_loop(unit, parameters)
-            arrays = found.pop(_ARRAYS, looped)
-            fits = [one.shape for one in arrays] == [one.shape[1:] for one in looped]
+            arrays = params.pop(_ARRAYS, looped)
+            fits = [own_array.shape for own_array in arrays] == [own_array.shape[1:] for own_array in looped]
             if fits:
                 own = zip(arrays, unit.arrays, strict=False)
-                arrays = [one.reshape(array.shape[1:]) for one, array in own]
-        leaves = jax.tree.leaves(_without_arrays(found))
-        given = [leaf.shape for leaf in leaves]
-        if fits and given == [shape[unit.layers is not None and not self.sliced :] for shape in whole]:
+                arrays = [own_array.reshape(array.shape[1:]) for own_array, array in own]
+        leaves = jax.tree.leaves(_without_arrays(params))
+        shapes = [leaf.shape for leaf in leaves]
+        if fits and shapes == [shape[unit.layers is not None and not self.sliced :] for shape in whole]:
             return with_arrays(stand_in, leaves, arrays)
         layers = "no stack" if unit.layers is None else f"a stack of {unit.layers} layers"
-        axes = _looped_axes(whole, given) - {0}
-        if axes and (unit.layers is not None or 0 not in _looped_axes(whole, given)):
+        axes = _looped_axes(whole, shapes) - {0}
+        if axes and (unit.layers is not None or 0 not in _looped_axes(whole, shapes)):
             which = " or ".join(map(str, sorted(axes)))
             raise ValueError(
                 f"unit {unit.path!r}, {layers}: expected nn.scan or nn.vmap over axis 0 of its parameters, got one "
@@ -283,12 +283,14 @@ def _for_loop(unit: UnitRun, parameters: Sequence[UnitParameter]) -> tuple[jax.A
     return (*shaped, jnp.zeros((unit.layers or 0, *(1,) * (axes - 1)), bool))
 
 
-def _looped_axes(whole: Sequence[tuple[int, ...]], given: Sequence[tuple[int, ...]]) -> set[int]:
-    """Along which axes a loop may have cut shapes ``given`` out of the whole ones."""
-    if len(whole) != len(given) or not whole:
+def _looped_axes(whole: Sequence[tuple[int, ...]], cut: Sequence[tuple[int, ...]]) -> set[int]:
+    """Along which axes a loop may have cut shapes ``cut`` out of the whole ones."""
+    if len(whole) != len(cut) or not whole:
         return set()
     return {
         axis
         for axis in range(min(map(len, whole)))
-        if all((*shape[:axis], *shape[axis + 1 :]) == one for shape, one in zip(whole, given, strict=True))
+        if all(
+            (*shape[:axis], *shape[axis + 1 :]) == sliced for shape, sliced in zip(whole, cut, strict=True)
+        )
     }

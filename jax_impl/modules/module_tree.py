@@ -64,15 +64,15 @@ class UnitModule:
 
     def values(self, leaves: Sequence[jax.Array], runs: Mapping[str, UnitRun]) -> Values:
         """All parameters by place: ``leaves``, and what stands for those of inner units, which ``runs[path]`` runs."""
-        found: dict[Key, Any] = dict(zip(self.places, leaves, strict=True))
+        by_key: dict[Key, Any] = dict(zip(self.places, leaves, strict=True))
         for path, parameters in self.below.items():
             carried, length = tuple(runs[path].arrays), len(self.inner[path])
-            for place, shape, dtype in parameters:
+            for key, shape, dtype in parameters:
                 layer = shape if runs[path].layers is None or self.layers is not None else shape[1:]
                 zeros = seal_parameter(path, jnp.zeros(shape, dtype), len(layer))
-                found[place] = UnitParameter(zeros, carried, Origin(runs[path], place[length:], layer, dtype))
+                by_key[key] = UnitParameter(zeros, carried, Origin(runs[path], key[length:], layer, dtype))
                 carried = ()
-        return found
+        return by_key
 
     def merge(
         self, leaves: Sequence[jax.Array], variables: Sequence[jax.Array], runs: Mapping[str, UnitRun]
@@ -91,22 +91,22 @@ class UnitModule:
 
     def with_constants(self, values: Mapping[str, Any]) -> UnitModule:
         """The same with other values of plain arrays, by path."""
-        return replace(self, constants={place: values[joined(place)] for place in self.constants})
+        return replace(self, constants={key: values[joined(key)] for key in self.constants})
 
     def sealed_constants(self) -> UnitModule:
         """The same, and a traced program shows whether its constants are changed. Raises ``ValueError`` for shapes."""
-        for place, value in self.constants.items():
+        for key, value in self.constants.items():
             if isinstance(value, jax.ShapeDtypeStruct):
                 raise ValueError(
-                    f"array {joined(place)!r}: expected values of a plain array of the model, got its shape: "
+                    f"array {joined(key)!r}: expected values of a plain array of the model, got its shape: "
                     "fully_shard and init_sharded have them"
                 )
         return self.with_constants({joined(p): constant(joined(p), x) for p, x in self.constants.items()})
 
     def changed_constants(self, module: nnx.Module) -> dict[str, jax.Array]:
         """Plain arrays of a merged module that are other objects than those it was made of."""
-        found = dict(nnx.to_flat_state(nnx.state(module, _is_plain)))
-        return {joined(p): found[p] for p, x in self.constants.items() if p in found and found[p] is not x}
+        after = dict(nnx.to_flat_state(nnx.state(module, _is_plain)))
+        return {joined(p): after[p] for p, x in self.constants.items() if p in after and after[p] is not x}
 
     def changed_variables(self, module: nnx.Module) -> list[jax.Array]:
         """The variables of a merged module after it ran.
@@ -132,7 +132,7 @@ class VariableInfo:
     same. ``rows``: of rule "rows", the dimension that is cut over the devices as a batch is.
     """
 
-    kind: type[nnx.Variable]
+    cls: type[nnx.Variable]
     shape: tuple[int, ...]
     dtype: Any
     rule: str | None = None
@@ -164,13 +164,13 @@ def constant_leaves(model: nnx.Module) -> dict[str, Any]:
 
 def variable_infos(model: nnx.Module) -> dict[str, VariableInfo]:
     """The same without values. Raises ``ValueError`` for a variable that holds no array, by path."""
-    found = {}
+    infos = {}
     for key, variable in nnx.to_flat_state(nnx.state(model, VARIABLES)):
         value = variable.get_raw_value()
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise ValueError(f"variable {joined(key)!r}: expected an array, got {type(value).__name__}")
-        found[joined(key)] = VariableInfo(type(variable), tuple(value.shape), value.dtype)
-    return found
+        infos[joined(key)] = VariableInfo(type(variable), tuple(value.shape), value.dtype)
+    return infos
 
 
 def abstract(model: nnx.Module) -> nnx.Module:
@@ -191,18 +191,18 @@ def module_paths(model: nnx.Module, stacks: Mapping[str, int]) -> dict[str, str]
 
     Lists and dictionaries of modules are none; in a pytree, lists that hold arrays are.
     """
-    found: dict[str, str] = {}
+    by_dotted: dict[str, str] = {}
     for key, module in _modules(model):
         if not may_be_unit(module):
             continue
         path = joined(key)
-        found.update(dict.fromkeys(dotted_paths(path, stacks), path))
-    return found
+        by_dotted.update(dict.fromkeys(dotted_paths(path, stacks), path))
+    return by_dotted
 
 
 def dotted_paths(path: str, stacks: Mapping[str, int]) -> list[str]:
     """The path of a module or parameter with dots, as policies match it: of a stack one for each layer."""
-    stack = next((one for one in stacks if path == one or path.startswith(f"{one}/")), None)
+    stack = next((name for name in stacks if path == name or path.startswith(f"{name}/")), None)
     if stack is None:
         return [path.replace("/", ".")]
     below = path[len(stack) :].replace("/", ".")
@@ -241,44 +241,44 @@ def _split(
     """``keys``: of all units."""
     inside = [other[len(key) :] for other in keys if len(other) > len(key) and other[: len(key)] == key]
     inner = {
-        joined((*key, *place)): place
-        for place in inside
-        if not any(place != other and place[: len(other)] == other for other in inside)
+        joined((*key, *below)): below
+        for below in inside
+        if not any(below != other and below[: len(other)] == other for other in inside)
     }
 
-    def unit_of(place: Key) -> str | None:
-        return next((path for path, start in inner.items() if place[: len(start)] == start), None)
+    def unit_of(below: Key) -> str | None:
+        return next((path for path, start in inner.items() if below[: len(start)] == start), None)
 
     variables_below = {
-        place: variable for place, variable in nnx.iter_graph(module) if isinstance(variable, nnx.Variable)
+        below: variable for below, variable in nnx.iter_graph(module) if isinstance(variable, nnx.Variable)
     }
     graphdef, parameters, variables, constants = cast(
         tuple[Any, Any, Any, Any], nnx.split(module, nnx.Param, VARIABLES, ...)
     )
     flat = [
-        (place, leaf.shape if layers is None or unit_of(place) is None else leaf.shape[1:], leaf.dtype)
-        for place, leaf in _flat(nnx.as_pure(parameters))
+        (below, leaf.shape if layers is None or unit_of(below) is None else leaf.shape[1:], leaf.dtype)
+        for below, leaf in _flat(nnx.as_pure(parameters))
     ]
-    own = [(place, shape, dtype) for place, shape, dtype in flat if unit_of(place) is None]
+    own = [(below, shape, dtype) for below, shape, dtype in flat if unit_of(below) is None]
     return UnitModule(
         path=joined(key),
         layers=layers,
         graphdef=graphdef,
         variable_tree=jax.tree.structure(nnx.as_pure(variables)),
-        parameters=tuple(joined((*key, *place)) for place, _, _ in own),
-        names=tuple(".".join(map(str, place)) for place, _, _ in own),
+        parameters=tuple(joined((*key, *below)) for below, _, _ in own),
+        names=tuple(".".join(map(str, below)) for below, _, _ in own),
         shapes=tuple(tuple(shape[layers is not None :]) for _, shape, _ in own),
         dtypes=tuple(_dtype_in_jax(dtype) for _, _, dtype in own),
         variables=tuple(
-            variable_paths[id(variables_below[place])] for place, _ in nnx.to_flat_state(variables)
+            variable_paths[id(variables_below[below])] for below, _ in nnx.to_flat_state(variables)
         ),
         inner=inner,
         cls=type(as_given(module)),
-        places=tuple(place for place, _, _ in own),
+        places=tuple(below for below, _, _ in own),
         constants=dict(_flat(constants)),
         below={
             path: [
-                (place, shape, _dtype_in_jax(dtype)) for place, shape, dtype in flat if unit_of(place) == path
+                (below, shape, _dtype_in_jax(dtype)) for below, shape, dtype in flat if unit_of(below) == path
             ]
             for path in inner
         },
@@ -293,7 +293,7 @@ def _dtype_in_jax(dtype: Any) -> Any:
 
 
 def _flat(state: Any) -> list[tuple[Key, Any]]:
-    return [(cast(Key, place), leaf) for place, leaf in nnx.to_flat_state(state)]
+    return [(cast(Key, key), leaf) for key, leaf in nnx.to_flat_state(state)]
 
 
 def _layers(key: Key, stacks: Mapping[str, int]) -> int | None:

@@ -24,14 +24,16 @@ from typing import Any
 
 from flax import nnx
 from flax.core import meta
+from flax.linen import get_logical_axis_rules
 from jax.sharding import Mesh, PartitionSpec
 
+from bridge.core.callers import warn_caller
 from bridge.core.sharding import ShardingPolicy
 from bridge.core.sharding.policy.mesh_axes import EXPERT_AXES, is_model_axis
 from bridge.core.sharding.policy.parallel import Cut, ParallelPolicy, check_cuts, entries_of
 from bridge.core.sharding.policy.patterns import matches
-from jax_impl.comm.model_axes import ModelAxes
-from jax_impl.modules.annotations import annotations_of, warn_of_annotations
+from bridge.core.text import first_of
+from jax_impl.comm.mesh import ModelAxes
 from jax_impl.modules.module_tree import dotted_paths, joined, module_paths, parameter_leaves
 from jax_impl.modules.tree_model import given_node
 
@@ -61,16 +63,16 @@ def cuts_of(
         path: tuple(value.shape[_layers(path, stacks) is not None :])
         for path, value in parameter_leaves(model).items()
     }
-    found: dict[str, dict[Cut, None]] = {path: {} for path in shapes}
+    by_path: dict[str, dict[Cut, None]] = {path: {} for path in shapes}
     for source in (
         _of_annotations(model, stacks, mesh, shapes),
         _of_entries(_entries(policy, parallel, axes), model, stacks, shapes, policy, parallel),
         _of_specs(parallel or {}, model, stacks, shapes, mesh),
     ):
         for path, cut in source:
-            found[path][cut] = None
+            by_path[path][cut] = None
     order = axes.names.index
-    cuts = {path: tuple(sorted(own, key=lambda cut: order(cut.axis))) for path, own in found.items() if own}
+    cuts = {path: tuple(sorted(own, key=lambda cut: order(cut.axis))) for path, own in by_path.items() if own}
     for path, own in cuts.items():
         check_cuts(f"parameter {path!r}", shapes[path], own, axes.by_name)
     _check_axes(axes, cuts)
@@ -169,19 +171,19 @@ def _of_entries(
     source = "parallel" if parallel is not None or policy is None else policy.source
     names = _dotted(model, stacks, shapes)
     matched = entries_of(entries, names, source)
-    kinds = _kinds(model)
+    roles = _roles(model)
     by_name: dict[str, dict[str, dict[Cut, None]]] = {}
     for dotted, path in names.items():
         for entry in matched.get(dotted, ()):
             for below in _parameters(dotted, path, names, shapes):
-                kind, shape = kinds[names[below]], shapes[names[below]]
-                if kind == "kernel" and len(shape) > 3 and entry.style in ("colwise", "rowwise"):
+                role, shape = roles[names[below]], shapes[names[below]]
+                if role == "kernel" and len(shape) > 3 and entry.style in ("colwise", "rowwise"):
                     # Of linen and other pytrees a convolution's kernel is an array like any other.
                     raise ValueError(
                         f"{source}: [[parallel]]: {below}: expected dimension = N for a kernel of shape "
                         f"{tuple(shape)}, whose input and output dimensions are not known, got style {entry.style!r}"
                     )
-                dimension = _dimension(entry, kind, len(shape))
+                dimension = _dimension(entry, role, len(shape))
                 if dimension is not None:
                     own = by_name.setdefault(names[below], {}).setdefault(below, {})
                     own[Cut(entry.axis, dimension, entry.fused)] = None
@@ -194,10 +196,10 @@ def _of_entries(
 
 def _dotted(model: nnx.Module, stacks: Mapping[str, int], shapes: Iterable[str]) -> dict[str, str]:
     """Dotted path -> path of all modules and parameters, of a stack layer by layer."""
-    found = module_paths(model, stacks)
+    by_dotted = module_paths(model, stacks)
     for path in shapes:
-        found.update(dict.fromkeys(dotted_paths(path, stacks), path))
-    return found
+        by_dotted.update(dict.fromkeys(dotted_paths(path, stacks), path))
+    return by_dotted
 
 
 def _parameters(
@@ -249,37 +251,101 @@ def _of_specs(
                             yield names[below], Cut(axis, dimension)
 
 
-def _kinds(model: nnx.Module) -> dict[str, str]:
+def _roles(model: nnx.Module) -> dict[str, str]:
     """Of each parameter: "convolution", "embedding", "bias" or "kernel"."""
-    found = {}
+    roles = {}
     for key, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
             if isinstance(value, nnx.Param):
-                found[joined((*key, name))] = _kind(module, name)
+                roles[joined((*key, name))] = _role(module, name)
         if isinstance(module, nnx.List):
             for number, value in enumerate(module):
                 if isinstance(value, nnx.Param):
-                    found[joined((*key, number))] = "kernel"
+                    roles[joined((*key, number))] = "kernel"
         if given_node(module, meta.AxisMetadata) is not None:
-            found[joined((*key, "value"))] = _kind(module, str(key[-1]))
-    return {path: found.get(path, "kernel") for path in parameter_leaves(model)}
+            roles[joined((*key, "value"))] = _role(module, str(key[-1]))
+    return {path: roles.get(path, "kernel") for path in parameter_leaves(model)}
 
 
-def _kind(module: nnx.Module, name: str) -> str:
+def _role(module: nnx.Module, name: str) -> str:
     if name in ("bias", "embedding"):
         return name
     return "convolution" if isinstance(module, nnx.Conv | nnx.ConvTranspose) else "kernel"
 
 
-def _dimension(entry: ParallelPolicy, kind: str, ndim: int) -> int | None:
+def _dimension(entry: ParallelPolicy, role: str, ndim: int) -> int | None:
     """Which dimension of a parameter an entry cuts; None for one that stays whole."""
     if entry.dimension is not None:
         return entry.dimension if entry.dimension < ndim else None
-    vector = kind == "bias" or ndim < 2
+    vector = role == "bias" or ndim < 2
     if entry.style == "expert" or (vector and entry.style == "colwise"):
         return 0
     if entry.style == "colwise":
-        return ndim - 1 if kind == "convolution" else 1
+        return ndim - 1 if role == "convolution" else 1
     if vector:
         return None
-    return ndim - 2 if kind == "convolution" else 0
+    return ndim - 2 if role == "convolution" else 0
+
+
+def warn_of_annotations(model: nnx.Module, annotated: Mapping[str, Any] | None = None) -> None:
+    """Warn with ``RuntimeWarning`` of parameters, by path, that name an axis which has no effect.
+
+    ``annotated``: names by path; None: all that name an axis for one of their dimensions.
+    """
+    if annotated is None:
+        listed = (*_of_variables(model, {}), *_of_boxes(model, {}))
+        annotated = {path: names for path, names in listed if _names_an_axis(names)}
+    if not annotated:
+        return
+    shown = first_of([f"{path!r} {names}" for path, names in annotated.items()])
+    warn_caller(
+        f"model: {len(annotated)} parameters carry sharding annotations, which have no effect: {shown}; "
+        "jax_impl cuts parameters over the data-parallel axes of the mesh, "
+        "and over its model axes (tp, ep, ...) where annotations name those. Take the annotations away to be sure that "
+        "nothing relies on them: leave out nnx.with_partitioning, or pass flax.linen.meta.unbox(params)",
+        RuntimeWarning,
+    )
+
+
+def annotations_of(model: nnx.Module) -> Iterator[tuple[str, Any]]:
+    """Path and names of each parameter that names an axis, logical names replaced by flax's rules.
+
+    Rules are those of the variable or box, or ``flax.linen.logical_axis_rules`` around.
+    """
+    rules = dict(get_logical_axis_rules())
+    for path, names in _of_variables(model, rules):
+        if _names_an_axis(names):
+            yield path, names
+    for path, names in _of_boxes(model, rules):
+        if _names_an_axis(names):
+            yield f"{path}/value" if path else "value", names
+
+
+def _of_variables(model: nnx.Module, rules: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        metadata = variable.get_metadata()
+        # A NamedSharding has its names in a spec.
+        names = metadata.get("out_sharding")
+        names = getattr(names, "spec", names)
+        yield (
+            "/".join(map(str, path)),
+            _replaced(names, {**rules, **dict(metadata.get("sharding_rules") or ())}),
+        )
+
+
+def _of_boxes(model: nnx.Module, rules: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for path, module in nnx.iter_modules(model):
+        box = given_node(module, meta.AxisMetadata)
+        if box is not None:
+            own = {**rules, **dict(getattr(box, "rules", None) or ())}
+            yield "/".join(map(str, path)), _replaced(getattr(box, "names", None), own)
+
+
+def _replaced(names: Any, rules: Mapping[str, Any]) -> Any:
+    if names is None or not rules:
+        return names
+    return tuple(rules.get(name, name) if isinstance(name, str) else name for name in names)
+
+
+def _names_an_axis(names: Any) -> bool:
+    return names is not None and any(name is not None for name in names)

@@ -56,12 +56,12 @@ def repeated_blocks(paths: Mapping[str, str], parameters: Iterable[str]) -> list
             chosen.extend(_blocks(members))
     if any(block.composite for block in chosen):
         chosen = [block for block in chosen if block.composite]
-    found = {block.path for block in chosen}
-    return [path for path in paths if path in found]
+    block_paths = {block.path for block in chosen}
+    return [path for path in paths if path in block_paths]
 
 
 def _series(modules: Mapping[str, _Module]) -> list[list[_Module]]:
-    found: dict[Series, list[_Module]] = {}
+    numbered_series: dict[Series, list[_Module]] = {}
     unnumbered: dict[Series, _Module] = {}
     for path, module in modules.items():
         parent, _, name = path.rpartition(".")
@@ -69,11 +69,11 @@ def _series(modules: Mapping[str, _Module]) -> list[list[_Module]]:
         if numbered is None:
             unnumbered[parent, name] = module
         else:
-            found.setdefault((parent, numbered[1]), []).append(module)
-    for key, members in found.items():
+            numbered_series.setdefault((parent, numbered[1]), []).append(module)
+    for key, members in numbered_series.items():
         if key in unnumbered:
             members.insert(0, unnumbered[key])
-    return [members for key, members in found.items() if _counts(key, members)]
+    return [members for key, members in numbered_series.items() if _counts(key, members)]
 
 
 def _counts(key: Series, members: Sequence[_Module]) -> bool:

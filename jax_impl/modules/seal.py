@@ -56,31 +56,12 @@ _OPEN = "twinshard opened"
 _CONSTANT = "twinshard constant "
 _UNCHANGED = "twinshard unchanged "
 # What hands weights on as they are, or some layers' of a stack.
-_MOVES = frozenset(
-    {
-        "broadcast_in_dim",
-        "concatenate",
-        "copy",
-        "device_put",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "gather",
-        "name",
-        "optimization_barrier",
-        "reshape",
-        "rev",
-        "select_n",
-        "sharding_constraint",
-        "slice",
-        "split",
-        "squeeze",
-        "stack",
-        "stop_gradient",
-        "tile",
-        "transpose",
-        "unstack",
-    }
-)
+_MOVES = frozenset({
+    "broadcast_in_dim", "concatenate", "copy", "device_put", "dynamic_slice",
+    "dynamic_update_slice", "gather", "name", "optimization_barrier", "reshape", "rev",
+    "select_n", "sharding_constraint", "slice", "split", "squeeze", "stack", "stop_gradient",
+    "tile", "transpose", "unstack",
+})  # fmt: skip
 _PASSES = frozenset({"copy", "device_put", "name", "sharding_constraint", "stop_gradient"})
 _LIBRARIES = tuple(
     f"{Path(file or '').parent}{os.sep}"
@@ -90,7 +71,19 @@ _LIBRARIES = tuple(
 
 def seal(path: str, arrays: T) -> T:
     """The same arrays, to be used by unit ``path`` only."""
+    # A name of jax.checkpoint's: an operation that computes nothing, has derivatives and batching, stays in
+    # the jaxpr, and is gone in the compiled program.
     return checkpoint_name(arrays, _SEAL + path)
+
+
+def mark_numbers(tree: T, name: str) -> T:
+    """The same arrays, by ``name`` in the traced program. Random keys have no marks."""
+
+    def mark(leaf: Any) -> Any:
+        is_number = isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+        return checkpoint_name(leaf, name) if is_number else leaf
+
+    return jax.tree.map(mark, tree)
 
 
 def seal_parameter(path: str, zeros: jax.Array, rank: int) -> jax.Array:
@@ -105,11 +98,11 @@ def constant(path: str, array: Any) -> jax.Array:
 
 def witnessed_constants(output: T, arrays: Mapping[str, jax.Array]) -> T:
     """The same ``output``, in a program that shows whether ``arrays`` are the constants still."""
-    given = [
+    witnesses = [
         checkpoint_name(witness(lax.stop_gradient(array)), _UNCHANGED + path)
         for path, array in arrays.items()
     ]
-    return witnessed(output, given)
+    return witnessed(output, witnesses)
 
 
 def witness(zeros: jax.Array) -> jax.Array:
@@ -185,7 +178,7 @@ def _outputs(jaxpr: Any, inputs: Sequence[Seal | None], around: Equations) -> li
         v: seal for v, seal in zip(jaxpr.invars, inputs, strict=True) if seal is not None
     }
     for equation in jaxpr.eqns:
-        given = [_get(sealed, operand) for operand in equation.invars]
+        operands = [_get(sealed, operand) for operand in equation.invars]
         label = equation.params.get("name") if len(equation.invars) == 1 else None
         if isinstance(label, str) and label.startswith(_SEAL):
             sealed[equation.outvars[0]] = Seal(label.removeprefix(_SEAL))
@@ -197,64 +190,64 @@ def _outputs(jaxpr: Any, inputs: Sequence[Seal | None], around: Equations) -> li
         if isinstance(label, str) and label.startswith(_CONSTANT):
             sealed[equation.outvars[0]] = Seal(label.removeprefix(_CONSTANT), free=True)
             continue
-        if isinstance(label, str) and label.startswith(_UNCHANGED) and given[0] is None:
+        if isinstance(label, str) and label.startswith(_UNCHANGED) and operands[0] is None:
             raise ValueError(
                 f"array {label.removeprefix(_UNCHANGED)!r}: expected a constant, since it is a plain array of the "
                 "model, got one that the loss changes: make it an nnx.Variable, whose values go from step to step"
             )
         if label == _OPEN:
             continue
-        for variable, seal in zip(equation.outvars, _results(equation, given, around), strict=True):
+        for variable, seal in zip(equation.outvars, _results(equation, operands, around), strict=True):
             if seal is not None:
                 sealed[variable] = seal
     return [_get(sealed, variable) for variable in jaxpr.outvars]
 
 
-def _results(equation: Any, given: Sequence[Seal | None], around: Equations) -> Sequence[Seal | None]:
+def _results(equation: Any, operands: Sequence[Seal | None], around: Equations) -> Sequence[Seal | None]:
     primitive, params = equation.primitive.name, equation.params
     nothing: list[Seal | None] = [None] * len(equation.outvars)
     around = (*around, equation)
     if primitive == "scan":
         body = jaxpr_of(params["jaxpr"])
         constants, carries = scan_counts(equation, body)
-        return _looped(body, given, constants, carries, around)
+        return _looped(body, operands, constants, carries, around)
     if primitive == "while":
         tests, constants = params["cond_nconsts"], params["body_nconsts"]
-        own = given[tests:]
+        own = operands[tests:]
         looped = _looped(jaxpr_of(params["body_jaxpr"]), own, constants, len(own) - constants, around)
         # It may end before its first pass.
         carried = [before or after for before, after in zip(own[constants:], looped, strict=True)]
-        _outputs(jaxpr_of(params["cond_jaxpr"]), [*given[:tests], *carried], around)
+        _outputs(jaxpr_of(params["cond_jaxpr"]), [*operands[:tests], *carried], around)
         return carried
     if primitive == "cond":
-        branches = [_outputs(jaxpr_of(branch), given[1:], around) for branch in params["branches"]]
+        branches = [_outputs(jaxpr_of(branch), operands[1:], around) for branch in params["branches"]]
         return [next(filter(None, seals), None) for seals in zip(*branches, strict=True)]
     if primitive == WITNESSED.name:
-        _check_witnesses(given)
+        _check_witnesses(operands)
     inner = inner_program(equation)
     if inner is not None:
-        return _outputs(inner, given, around)
-    if not any(given):
+        return _outputs(inner, operands, around)
+    if not any(operands):
         return nothing
     if primitive == "optimization_barrier":
-        return given
-    sealed = [seal for seal in given if seal is not None]
+        return operands
+    sealed = [seal for seal in operands if seal is not None]
     seal = next((seal for seal in sealed if not seal.free), sealed[0])
     is_witness = all(variable.aval.size == 0 for variable in equation.outvars)
     if seal.free and not is_witness and primitive not in _PASSES:
         return nothing
-    if primitive not in _MOVES or not (is_witness or seal.rank is None or _keeps_layers(equation, given)):
+    if primitive not in _MOVES or not (is_witness or seal.rank is None or _keeps_layers(equation, operands)):
         raise ValueError(_refusal(seal.path, f"{primitive}{line_of(*around)}"))
     return [replace(seal, stopped=seal.stopped or primitive == "stop_gradient")] * len(nothing)
 
 
-def _keeps_layers(equation: Any, given: Sequence[Seal | None]) -> bool:
+def _keeps_layers(equation: Any, operands: Sequence[Seal | None]) -> bool:
     """Whether a move hands on sealed arrays alone, and each layer's elements stay where they are in the layer."""
     primitive, params = equation.primitive.name, equation.params
     # What comes before is what a choice is made by, and behind are indices.
     first = 1 if primitive == "select_n" else 0
     last = {"dynamic_slice": 1, "gather": 1, "dynamic_update_slice": 2}.get(primitive)
-    ranks = [None if seal is None else seal.rank or 0 for seal in given[first:last]]
+    ranks = [None if seal is None else seal.rank or 0 for seal in operands[first:last]]
     if None in ranks:
         return False
     if primitive in _PASSES | {"select_n"}:
@@ -278,10 +271,10 @@ def _keeps_layers(equation: Any, given: Sequence[Seal | None]) -> bool:
     return max(moved, default=0) < free and len(shapes) == 1
 
 
-def _check_witnesses(given: Sequence[Seal | None]) -> None:
+def _check_witnesses(operands: Sequence[Seal | None]) -> None:
     """Raises ``ValueError`` unless the arrays of a call, and its parameters, have come from one unit unchanged."""
-    seals = [seal for seal in given if seal is not None and not seal.free]
-    if seals and None in given[1:]:
+    seals = [seal for seal in operands if seal is not None and not seal.free]
+    if seals and None in operands[1:]:
         raise ValueError(_refusal(seals[0].path, "others in place of some (jnp.zeros_like of them)"))
     if len({seal.stopped for seal in seals}) > 1:
         raise ValueError(
@@ -292,10 +285,10 @@ def _check_witnesses(given: Sequence[Seal | None]) -> None:
 
 
 def _looped(
-    body: Any, given: Sequence[Seal | None], constants: int, carries: int, around: Equations
+    body: Any, operands: Sequence[Seal | None], constants: int, carries: int, around: Equations
 ) -> list[Seal | None]:
     """Outputs of a loop; what one pass seals, the next one carries."""
-    inputs = list(given)
+    inputs = list(operands)
     while True:
         outputs = _outputs(body, inputs, around)
         carried = [old or new for old, new in zip(inputs[constants:], outputs[:carries], strict=False)]

@@ -1,20 +1,31 @@
 """Equal layers as one stacked module, scanned: a compiled program of one layer, whatever the depth.
 
-``stack_layers`` makes what ``nnx.vmap`` over a constructor makes, and ``scan_layers`` runs it as ``nnx.scan`` would;
-models that use those work as well. ``fully_shard(..., stacked=["layers"])`` tells which modules are stacks; where it
-is left out, see ``stack_lengths.py``.
+``stack_layers`` makes what ``nnx.vmap`` over a constructor makes, and ``scan_layers`` runs it as
+``nnx.scan`` would; models that use those work as well. ``fully_shard(..., stacked=["layers"])``
+tells which modules are stacks. Where it is left out, they are seen: what ``nnx.vmap`` made looks
+like any other module but for shapes, but flax's own layers in it say what shape they were made
+with, and a stack has one axis more::
+
+    layers: Block
+      dense: nnx.Linear, in_features 8, out_features 16
+        kernel [4, 8, 16]                                    a stack of 4
+
+Only modules that patterns such as ``layers/*`` speak of are looked at. A wrong guess could not
+train something else: a stack that nothing scans is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fnmatch
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_impl.modules.module_tree import VARIABLES
+from jax_impl.modules.module_tree import ROOT, VARIABLES, UnitModule, joined, parameter_leaves
+from jax_impl.modules.tree_model import may_be_unit
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -30,7 +41,7 @@ def stack_layers(layers: Sequence[M]) -> M:
     states = [first]
     for number, layer in enumerate(layers[1:], 1):
         other, state = nnx.split(layer)
-        shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), one) for one in (first, state)]
+        shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), variables) for variables in (first, state)]
         if other != graphdef or shapes[0] != shapes[1]:
             raise ValueError(f"stack_layers: expected equal layers, but layer {number} differs from layer 0")
         states.append(state)
@@ -49,7 +60,120 @@ def scan_layers(layers: nnx.Module, carry: Any, *args: Any) -> Any:
         carry = module(carry, *args)
         return carry, nnx.as_pure(nnx.state(module, VARIABLES))
 
-    # Variables remember where they were made, and may be changed only there: arrays pass through the loop instead.
+    # Variables remember where they were made, and may be changed only there: arrays pass through
+    # the loop instead.
     carry, changed = jax.lax.scan(run, carry, (nnx.as_pure(parameters), nnx.as_pure(variables)))
     nnx.update(layers, changed)
     return carry
+
+
+# Of JAX and flax, where arrays of a unit that is no stack are scanned or mapped.
+_AXIS_ERRORS = ("leading axis", "out of bounds for array of dimension", "inconsistent sizes for array axes")
+
+
+def stack_lengths(model: nnx.Module, stacked: Sequence[str]) -> dict[str, int]:
+    """Layers of each stack. Raises ``ValueError`` for a path without a module, or parameters of other leading sizes."""
+    modules = {joined(key): module for key, module in nnx.iter_modules(model)}
+    lengths: dict[str, int] = {}
+    for path in stacked:
+        if path not in modules or path == ROOT:
+            raise ValueError(
+                f"stacked: expected paths of submodules, got {path!r}; there are {sorted(modules)[1:12]}"
+            )
+        if not may_be_unit(modules[path]):
+            raise ValueError(
+                f"stacked: expected a module whose parameters have a leading axis over layers, got {path!r}, a list or "
+                "dictionary of modules: stack_layers makes one module of equal layers"
+            )
+        if _overlaps(path, lengths):
+            raise ValueError(f"stacked: expected no stack inside another, got {path!r} with {list(lengths)}")
+        sizes = {
+            name: value.shape[0] if value.ndim else None
+            for name, value in parameter_leaves(model).items()
+            if name.startswith(f"{path}/")
+        }
+        length = _common(sizes.values())
+        if length is None:
+            raise ValueError(
+                f"stacked: expected all parameters of {path!r} with one leading axis over its layers, which nn.scan "
+                f'makes with variable_axes={{"params": 0}}, got leading sizes {dict(list(sizes.items())[:8])}'
+            )
+        lengths[path] = length
+    return lengths
+
+
+def recognized_stacks(model: nnx.Module, patterns: Iterable[str]) -> dict[str, int]:
+    """Layers of each module that a pattern like ``layers/*`` takes for a stack and that looks like one."""
+    modules = {joined(key): module for key, module in nnx.iter_modules(model) if may_be_unit(module)}
+    lengths: dict[str, int] = {}
+    for pattern in patterns:
+        parts = pattern.split("/")
+        for end in (i for i, part in enumerate(parts) if i and part == "*"):
+            for path in [path for path in modules if _matches(path.split("/"), parts[:end])]:
+                length = None if _overlaps(path, lengths) else _length_seen(modules[path])
+                if length is not None:
+                    lengths[path] = length
+    return lengths
+
+
+def unnamed_stack(error: ValueError, units: Iterable[UnitModule]) -> str | None:
+    """What to say instead of JAX's ``error`` where a loss scans or maps a unit that is no stack; None for others."""
+    if not any(words in str(error) for words in _AXIS_ERRORS):
+        return None
+    chosen = [unit for unit in units if unit.path != ROOT]
+    suspects = [
+        unit.path
+        for unit in chosen
+        if unit.layers is None
+        and unit.shapes
+        and _common(shape[0] if shape else None for shape in unit.shapes) is not None
+    ]
+    if not suspects and all(unit.layers is None for unit in chosen):
+        return None
+    which = f"units {suspects[:5]}" if suspects else "a stack"
+    return (
+        "loss: expected a loop over layers, or over an ensemble's members, to go along axis 0 of a module that is "
+        f"named as a stack, got one over {which}: name that module, "
+        f'fully_shard(..., units=["layers/*"], stacked=["layers"]) ({error})'
+    )
+
+
+def _length_seen(module: nnx.Module) -> int | None:
+    length = _common(value.shape[0] if value.ndim else None for value in parameter_leaves(module).values())
+    made = list(_made_with(module))
+    if length is None or not made or any(shape_seen != (length, *shape) for shape_seen, shape in made):
+        return None
+    return length
+
+
+def _made_with(module: nnx.Module) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Of parameters of flax's layers: their shape, and the shape that they were made with."""
+    for _, below in nnx.iter_modules(module):
+        layer: Any = below
+        match below:
+            case nnx.Linear():
+                yield layer.kernel.shape, (layer.in_features, layer.out_features)
+            case nnx.LinearGeneral() if not layer.batch_axis:
+                yield layer.kernel.shape, (*layer.in_features, *layer.out_features)
+            case nnx.Conv() | nnx.ConvTranspose() | nnx.Einsum():
+                yield layer.kernel.shape, tuple(layer.kernel_shape)
+            case nnx.Embed():
+                yield layer.embedding.shape, (layer.num_embeddings, layer.features)
+            case nnx.LayerNorm() | nnx.RMSNorm() | nnx.BatchNorm() | nnx.GroupNorm():
+                for parameter in jax.tree.leaves(nnx.as_pure(nnx.state(layer, nnx.Param))):
+                    yield parameter.shape, (layer.num_features,)
+
+
+def _common(sizes: Iterable[int | None]) -> int | None:
+    different = set(sizes)
+    return None if len(different) != 1 or different & {None, 0} else cast(int, different.pop())
+
+
+def _overlaps(path: str, others: Collection[str]) -> bool:
+    return any(
+        path == other or path.startswith(f"{other}/") or other.startswith(f"{path}/") for other in others
+    )
+
+
+def _matches(path: Sequence[str], parts: Sequence[str]) -> bool:
+    return len(path) == len(parts) and all(map(fnmatch.fnmatchcase, path, parts))

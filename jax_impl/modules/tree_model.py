@@ -89,11 +89,11 @@ def as_given(module: nnx.Module) -> nnx.Module | Tree:
     return _tree(module) if isinstance(module, TreeNode | TreeList) else module
 
 
-def given_node(module: nnx.Module, kind: type) -> Any:
+def given_node(module: nnx.Module, node_type: type) -> Any:
     """The node of the given pytree that became ``module``, its children None; None for nodes of other types."""
     node: _Node | None = getattr(module, _NODE, None)
     data = None if node is None else node.structure.node_data()
-    if node is None or data is None or not issubclass(data[0], kind):
+    if node is None or data is None or not issubclass(data[0], node_type):
         return None
     return node.structure.unflatten([None] * len(node.names))
 
@@ -177,17 +177,13 @@ def _name(key: Any, path: tuple[str | int, ...]) -> str | int:
 def _check_paths(module: nnx.Module) -> None:
     paths = [_joined(key) for key, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))]
     # A checkpoint has a node for each part of a path, so that none is a parameter and a node.
-    nodes = {path[:end] for path in paths for end in _ends(path)}
+    nodes = {path[:end] for path in paths for end, letter in enumerate(path) if letter == "/"}
     twice = sorted(path for path, count in Counter(paths).items() if count > 1 or path in nodes)
     if twice:
         raise ValueError(
             f"model: expected parameters with paths of their own, none below another, got {twice[:5]} twice: keys with "
             "'/' are read as paths"
         )
-
-
-def _ends(path: str) -> list[int]:
-    return [place for place, letter in enumerate(path) if letter == "/"]
 
 
 def _joined(path: tuple[Any, ...]) -> str:

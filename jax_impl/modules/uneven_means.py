@@ -17,10 +17,7 @@ from collections.abc import Mapping, Sequence
 from enum import Flag, auto
 from typing import Any, TypeVar
 
-import jax
-from jax.ad_checkpoint import checkpoint_name
-
-from jax_impl.modules.seal import inner_program, jaxpr_of, scan_counts
+from jax_impl.modules.seal import inner_program, jaxpr_of, mark_numbers, scan_counts
 
 T = TypeVar("T")
 
@@ -58,25 +55,17 @@ _SUMS = frozenset({"reduce_sum", "dot_general", "scan", "while"})
 
 def mark_rows(rows: T) -> T:
     """The same rows, as what ``check_means`` takes for the batch."""
-    return _marked(rows, _ROWS)
+    return mark_numbers(rows, _ROWS)
 
 
 def mark_loss(loss: T) -> T:
     """The same loss, as what ``check_means`` takes for it."""
-    return _marked(loss, _LOSS)
+    return mark_numbers(loss, _LOSS)
 
 
 def mark_weight(weight: T) -> T:
     """The same weight of a ``(sum, weight)``, as what ``check_weights`` takes for it."""
-    return _marked(weight, _WEIGHT)
-
-
-def _marked(tree: T, name: str) -> T:
-    def mark(leaf: Any) -> Any:
-        is_number = isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
-        return checkpoint_name(leaf, name) if is_number else leaf
-
-    return jax.tree.map(mark, tree)
+    return mark_numbers(weight, _WEIGHT)
 
 
 def check_means(program: Any, *, equal_parts: bool) -> None:
@@ -98,48 +87,48 @@ def _outputs(jaxpr: Any, inputs: Sequence[_Comes], refused: Refused) -> list[_Co
         return _Comes.NOTHING if hasattr(operand, "val") else known.get(operand, _Comes.NOTHING)
 
     for equation in jaxpr.eqns:
-        given = [get(operand) for operand in equation.invars]
-        known.update(zip(equation.outvars, _results(equation, given, refused), strict=True))
+        operands = [get(operand) for operand in equation.invars]
+        known.update(zip(equation.outvars, _results(equation, operands, refused), strict=True))
     return [get(variable) for variable in jaxpr.outvars]
 
 
-def _results(equation: Any, given: list[_Comes], refused: Refused) -> list[_Comes]:
+def _results(equation: Any, operands: list[_Comes], refused: Refused) -> list[_Comes]:
     primitive, label = equation.primitive.name, equation.params.get("name")
-    everything = _union(given)
+    everything = _union(operands)
     source = everything & _SOURCES
     if primitive == "name" and label == _ROWS:
         return [_Comes.ROWS]
     if primitive == "name" and label in refused and refused[label][0] in everything:
         raise ValueError(refused[label][1])
     if primitive == "optimization_barrier":
-        return given
+        return operands
     if primitive in ("scan", "while", "cond"):
-        sources = _of_a_loop(equation, given, refused)
+        sources = _of_a_loop(equation, operands, refused)
     else:
         inner = inner_program(equation)
         if inner is not None:
-            return _outputs(inner, given, refused)
+            return _outputs(inner, operands, refused)
         sources = [source] * len(equation.outvars)
     return [
-        found | _form(equation, primitive, found, given, variable)
-        for found, variable in zip(sources, equation.outvars, strict=True)
+        origin | _form(equation, primitive, origin, operands, variable)
+        for origin, variable in zip(sources, equation.outvars, strict=True)
     ]
 
 
-def _of_a_loop(equation: Any, given: list[_Comes], refused: Refused) -> list[_Comes]:
+def _of_a_loop(equation: Any, operands: list[_Comes], refused: Refused) -> list[_Comes]:
     """Where the results of a loop, or of a choice, come from. A quotient inside of a pass is of that pass only."""
     params = equation.params
     if equation.primitive.name == "cond":
-        branches = [_outputs(jaxpr_of(branch), given[1:], refused) for branch in params["branches"]]
-        return [_union(each) | (given[0] & _SOURCES) for each in zip(*branches, strict=True)]
+        branches = [_outputs(jaxpr_of(branch), operands[1:], refused) for branch in params["branches"]]
+        return [_union(each) | (operands[0] & _SOURCES) for each in zip(*branches, strict=True)]
     if equation.primitive.name == "scan":
         body = jaxpr_of(params["jaxpr"])
         constants, carries = scan_counts(equation, body)
     else:
-        given = given[params["cond_nconsts"] :]
+        operands = operands[params["cond_nconsts"] :]
         body, constants = jaxpr_of(params["body_jaxpr"]), params["body_nconsts"]
-        carries = len(given) - constants
-    inputs = [each & _SOURCES for each in given]
+        carries = len(operands) - constants
+    inputs = [each & _SOURCES for each in operands]
     while True:
         outputs = [each & _SOURCES for each in _outputs(body, inputs, refused)]
         carried = [a | b for a, b in zip(inputs[constants : constants + carries], outputs, strict=False)]
@@ -148,20 +137,20 @@ def _of_a_loop(equation: Any, given: list[_Comes], refused: Refused) -> list[_Co
         inputs[constants : constants + carries] = carried
 
 
-def _form(equation: Any, primitive: str, source: _Comes, given: list[_Comes], variable: Any) -> _Comes:
+def _form(equation: Any, primitive: str, source: _Comes, operands: list[_Comes], variable: Any) -> _Comes:
     """Whether the result is a count or a quotient."""
     if primitive == "div":
-        if _Comes.COUNT in given[1]:
+        if _Comes.COUNT in operands[1]:
             return _Comes.QUOTIENT
         # A mean of a mask, which is its sum by a constant, counts as the sum does.
-        return given[0] & (_Comes.QUOTIENT if given[1] & _SOURCES else _Comes.QUOTIENT | _Comes.COUNT)
-    if primitive in _POWERS and _Comes.COUNT in given[0]:
+        return operands[0] & (_Comes.QUOTIENT if operands[1] & _SOURCES else _Comes.QUOTIENT | _Comes.COUNT)
+    if primitive in _POWERS and _Comes.COUNT in operands[0]:
         exponent = equation.params.get("y", getattr(equation.invars[-1], "val", -1))
         return _Comes.QUOTIENT if exponent < 0 else _Comes.COUNT
     if primitive in _SUMS and source == _Comes.ROWS and variable.aval.shape == ():
         return _Comes.COUNT
     # What a choice is made by does not matter: where(n > 0, n, 1).
-    values = given[1:] if primitive == "select_n" else given
+    values = operands[1:] if primitive == "select_n" else operands
     form = _Comes.NOTHING
     if primitive in _KEEPS or primitive == "reduce_sum":
         form = _union(values) & _Comes.QUOTIENT
@@ -171,10 +160,10 @@ def _form(equation: Any, primitive: str, source: _Comes, given: list[_Comes], va
 
 
 def _union(values: Sequence[_Comes]) -> _Comes:
-    found = _Comes.NOTHING
+    union = _Comes.NOTHING
     for value in values:
-        found |= value
-    return found
+        union |= value
+    return union
 
 
 _SOURCES = _Comes.ROWS | _Comes.MODEL

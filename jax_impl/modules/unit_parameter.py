@@ -4,7 +4,7 @@ All else of the unit is its own: class, static attributes, properties, submodule
 
     model.blocks[0].residual            True, as it was set
     model.blocks[0].up.kernel           a UnitParameter: shape and dtype; any other use is refused by name
-    model.blocks[0](x)                  caught (unit_methods.py): the unit's weights are gathered for this call
+    model.blocks[0](x)                  caught (interception.py): the unit's weights are gathered for this call
 
 A stand-in is a pytree node. Its first leaf, zeros of the parameter's shape, is sealed (``seal.py``), so that the traced
 program shows what happens to it. The first parameter of a unit also carries the unit's arrays: under ``nnx.scan``,
@@ -233,10 +233,10 @@ def _depth(tree: Any) -> tuple[int, UnitRun] | None:
     """A unit in ``tree``, and how many levels below its root: 0 where it is the unit, less in a part of one."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit_parameter)[0]:
         if is_unit_parameter(leaf):
-            place = leaf._origin.place
+            key = leaf._origin.place
             # A Variable's value is one step below the Variable.
-            in_variable = path[-1:] == (_VALUE,) and place[-1] != _VALUE.name
-            return len(path) - in_variable - len(place), leaf._origin.unit
+            in_variable = path[-1:] == (_VALUE,) and key[-1] != _VALUE.name
+            return len(path) - in_variable - len(key), leaf._origin.unit
     return None
 
 
@@ -316,9 +316,9 @@ class _ModuleContents:
         self._module = module
         self._graphdef, state = nnx.split(module)
         flat = nnx.to_flat_state(nnx.as_pure(state))
-        self._places = [place for place, _ in flat]
+        self._places = [key for key, _ in flat]
         self.leaves = [leaf for _, leaf in flat]
-        self._others = [place for place, leaf in flat if not is_unit_parameter(leaf)]
+        self._others = [key for key, leaf in flat if not is_unit_parameter(leaf)]
         # By node and name, static attributes after a call; MISSING for those that are gone.
         self._static: dict[tuple[Key, str], Any] = {}
 
@@ -327,19 +327,19 @@ class _ModuleContents:
 
     def after(self, inside: Any, others: Sequence[Any]) -> Sequence[Any]:
         """Raises ``ValueError`` for variables that appeared or are gone, by place."""
-        found = dict(nnx.to_flat_state(nnx.as_pure(nnx.state(inside))))
+        variables = dict(nnx.to_flat_state(nnx.as_pure(nnx.state(inside))))
         before, after = _nodes(self._module), _nodes(inside)
-        new = [*(found.keys() - set(self._places)), *(after.keys() - before.keys())]
-        gone = [*(set(self._places) - found.keys()), *(before.keys() - after.keys())]
+        new = [*(variables.keys() - set(self._places)), *(after.keys() - before.keys())]
+        gone = [*(set(self._places) - variables.keys()), *(before.keys() - after.keys())]
         if new or gone:
             unit = unit_at(self._module)
             raise ValueError(not_as_sharded(unit.path if unit is not None else "", new, gone))
         now = {(key, name): value for key, node in after.items() for name, value in _static(node).items()}
         old = {(key, name): value for key, node in before.items() for name, value in _static(node).items()}
         self._static = dict.fromkeys(old.keys() - now.keys(), _MISSING) | {
-            place: value for place, value in now.items() if value is not old.get(place, _MISSING)
+            attribute: value for attribute, value in now.items() if value is not old.get(attribute, _MISSING)
         }
-        return [found[place] for place in self._others]
+        return [variables[attribute] for attribute in self._others]
 
     def update(self, others: Sequence[Any], after: Sequence[Any]) -> None:
         nodes = _nodes(self._module)
@@ -350,7 +350,9 @@ class _ModuleContents:
                 setattr(nodes[key], name, value)
         # What a unit only reads stays the same object: in a loop around the call nnx forbids to set it.
         changed = {
-            place: new for place, old, new in zip(self._others, others, after, strict=True) if new is not old
+            variable_key: new
+            for variable_key, old, new in zip(self._others, others, after, strict=True)
+            if new is not old
         }
         if changed:
             nnx.update(self._module, nnx.from_flat_state(list(changed.items())))
@@ -362,7 +364,7 @@ def _nodes(module: nnx.Pytree) -> dict[Key, nnx.Pytree]:
 
 def _static(node: nnx.Pytree) -> dict[str, Any]:
     """Attributes that are no arrays, and hold none."""
-    kinds = nnx.Pytree | nnx.Variable | jax.Array | np.ndarray
+    data_types = nnx.Pytree | nnx.Variable | jax.Array | np.ndarray
     return {
         name: value
         for name, value in vars(node).items()
@@ -370,14 +372,14 @@ def _static(node: nnx.Pytree) -> dict[str, Any]:
         and not nnx.is_data(value)
         # Of dictionaries and lists of arrays (nnx.data), too.
         and not any(
-            isinstance(leaf, kinds)
-            for leaf in jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, kinds))
+            isinstance(leaf, data_types)
+            for leaf in jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, data_types))
         )
     }
 
 
 def not_as_sharded(path: str, new: Iterable[Iterable[Any]], gone: Iterable[Iterable[Any]]) -> str:
-    new, gone = (sorted("/".join(map(str, place)) for place in places)[:5] for places in (new, gone))
+    new, gone = (sorted("/".join(map(str, key)) for key in keys)[:5] for keys in (new, gone))
     return (
         f"unit {path!r}: expected the same variables after its call as when it was sharded, got new ones {new}, and "
         f"{gone} are missing: nothing outside of the unit can read what is sown or created in it. Create the variable "

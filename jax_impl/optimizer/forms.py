@@ -69,7 +69,7 @@ def taking_loss(optimizer: optax.GradientTransformation) -> optax.GradientTransf
 
 
 def arrays_of(plan: ShardingPlan) -> tuple[StoredArray, ...]:
-    found = []
+    arrays = []
     for unit in plan.units.values():
         for group in unit.groups:
             for key, stored in group.stored.items() if group.trainable else ():
@@ -77,8 +77,8 @@ def arrays_of(plan: ShardingPlan) -> tuple[StoredArray, ...]:
                 shapes = tuple(plan.parameters[path].shape for path in paths)
                 padded = math.prod(stored.shape) > sum(map(math.prod, shapes))
                 dtypes = group.wire.main, group.wire.grad
-                found.append(StoredArray(key, tuple(stored.shape), paths, shapes, dtypes, padded))
-    return tuple(found)
+                arrays.append(StoredArray(key, tuple(stored.shape), paths, shapes, dtypes, padded))
+    return tuple(arrays)
 
 
 def trees_of(plan: ShardingPlan) -> tuple[ModelTree, ...]:
@@ -94,11 +94,11 @@ def trees_of(plan: ShardingPlan) -> tuple[ModelTree, ...]:
     if isinstance(model, nnx.Module):
         state = nnx.state(model, nnx.Param)
         trees = {"tree": nnx.as_pure(state), "boxed": state, "dictionary": nnx.to_pure_dict(state)}
-    found = []
+    model_trees = []
     for name, tree in trees.items():
         leaves, structure = jax.tree.flatten(tree)
-        found.append(ModelTree(name, structure, tuple(leaves)))
-    return tuple(found)
+        model_trees.append(ModelTree(name, structure, tuple(leaves)))
+    return tuple(model_trees)
 
 
 def by_unit(arrays: Sequence[StoredArray]) -> Form:

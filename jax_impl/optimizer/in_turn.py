@@ -1,27 +1,44 @@
-"""The update, one array of weights after another, with what lies in the host's memory on the device only for its turn.
+"""The update, one array of weights after another, with what lies in the host's memory on the device
+only for its turn.
 
 A state that lies there as a whole, step counts included, is updated there (``on_host.py``).
 
-An optimizer's update is traced once. What each key's new weights and moments need is then a program of its own, where
-the optimizer treats elements alike; what several keys need (step counts, a global norm of gradients) comes first. A
-fence stands between two keys, so that the temporary arrays of an update are those of one key.
+An optimizer's update is traced once. What each key's new weights and moments need is then a program
+of its own, where the optimizer treats elements alike; what several keys need (step counts, a global
+norm of gradients) comes first. A fence stands between two keys, so that the temporary arrays of an
+update are those of one key. Arrays in the host's memory travel while others are computed::
+
+    in        | key 0 | key 1 | key 2         | key 3
+    update            | 0     | 1             | 2
+    out                       | key 0         | key 1
+
+Key i + 1 is fetched, and key i updated, when key i - 1 is back in the host's memory: of at most two
+keys there are arrays on the device, and of one a second time, while the parts in which an array
+travels are joined.
+
+XLA's schedulers drop barriers, move transfers to the front and wait for none of them before the
+end. So the order is one of values. An element is read from what was sent; where the parts of the
+next array begin depends on the element, though XLA cannot see that any element gives the same place
+(``_landed``, ``memory_kinds.fetch_after``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl.comm.collectives import fence
-from jax_impl.optimizer.on_host import computed_on_host, is_local
-from jax_impl.optimizer.streaming import Stream
-from jax_impl.runtime.groups.memory_kinds import as_before, is_on_device, on_device
+from jax_impl.optimizer.on_host import compute_on_host, is_local
+from jax_impl.runtime.groups.memory_kinds import as_before, fetch_after, in_host, is_on_device, on_device
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.program.traced import Env, Values, evaluate, inlined, operands, read, variables
+from jax_impl.runtime.program.traced import Env, Values, evaluate, inline_calls, operands, read, variables
 
 Update = Callable[[Buffers, Any, Buffers, jax.Array], tuple[Any, Buffers]]
 """``(gradients, optimizer state, weights, loss) -> (optimizer state, weights)``."""
@@ -42,21 +59,21 @@ def update_in_turn(
     once (Muon's parameters of a unit, trust ratios of a global norm) is run as a whole, with all of them on the device.
     Raises ``ValueError`` for such a one, and for one that needs other devices' parts, where all lies on the host.
     """
-    given = (opt_state, weights)
-    keys = [key_of(plan, path, leaf) for path, leaf in jax.tree.leaves_with_path(given)]
+    state = (opt_state, weights)
+    keys = [key_of(plan, path, leaf) for path, leaf in jax.tree.leaves_with_path(state)]
     # All keys may use a step count, wherever that lies.
     leaves = [
         leaf if key is not None else on_device(leaf)
-        for leaf, key in zip(jax.tree.leaves(given), keys, strict=True)
+        for leaf, key in zip(jax.tree.leaves(state), keys, strict=True)
     ]
-    on_host = lies_on_host(plan, *given)
-    program, structure = _traced(update, gradients, given, loss)
+    on_host = lies_on_host(plan, *state)
+    program, structure = _traced(update, gradients, state, loss)
     others = [*jax.tree.leaves(gradients), loss]
     turns = None
-    if jax.tree.structure(given) == structure:
+    if jax.tree.structure(state) == structure:
         turns = _Turns.of(program, len(others), keys, [key for key in plan.arrays if key in keys])
     elif not on_host:
-        return update(gradients, *on_device(given), loss)
+        return update(gradients, *on_device(state), loss)
     if on_host and (turns is None or not turns.are_local()):
         raise ValueError(
             "update on the host: expected an optimizer that treats elements alike, and weights by themselves, got one "
@@ -64,20 +81,20 @@ def update_in_turn(
             "Offload(..., update='device'), which leaves step counts on the device"
         )
     if turns is None:
-        return as_before(update(gradients, *on_device(given), loss), given)
+        return as_before(update(gradients, *on_device(state), loss), state)
     if on_host:
         new = turns.run_on_host(others, leaves)
     else:
         stream = Stream(plan.mesh, [sharding.spec for sharding in jax.tree.leaves(shardings)])
         new = turns.run(others, leaves, stream)
-    return jax.tree.unflatten(structure, as_before(new, jax.tree.leaves(given)))
+    return jax.tree.unflatten(structure, as_before(new, jax.tree.leaves(state)))
 
 
 def lies_on_host(plan: ShardingPlan, opt_state: Any, weights: Buffers) -> bool:
     """Inside of a program: whether all lies in the host's memory, step counts, too; then the host updates it."""
-    given = opt_state, weights
-    has_counts = any(key_of(plan, path, leaf) is None for path, leaf in jax.tree.leaves_with_path(given))
-    return has_counts and not any(map(is_on_device, jax.tree.leaves(given)))
+    state = opt_state, weights
+    has_counts = any(key_of(plan, path, leaf) is None for path, leaf in jax.tree.leaves_with_path(state))
+    return has_counts and not any(map(is_on_device, jax.tree.leaves(state)))
 
 
 def key_of(plan: ShardingPlan, path: tuple[Any, ...], leaf: Any) -> str | None:
@@ -94,19 +111,19 @@ def key_of(plan: ShardingPlan, path: tuple[Any, ...], leaf: Any) -> str | None:
 
 
 def _traced(
-    update: Update, gradients: Buffers, given: tuple[Any, Buffers], loss: jax.Array
+    update: Update, gradients: Buffers, state: tuple[Any, Buffers], loss: jax.Array
 ) -> tuple[ClosedJaxpr, Any]:
     """The update as a program of gradients, loss and state, all on the device; and the structure of its results."""
 
-    def run(gradients: Buffers, loss: jax.Array, given: tuple[Any, Buffers]) -> tuple[Any, Buffers]:
-        return update(gradients, *given, loss)
+    def run(gradients: Buffers, loss: jax.Array, state: tuple[Any, Buffers]) -> tuple[Any, Buffers]:
+        return update(gradients, *state, loss)
 
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)),
-        (gradients, loss, given),
+        (gradients, loss, state),
     )
     program, results = jax.make_jaxpr(run, return_shape=True)(*shapes)
-    return inlined(program), jax.tree.structure(results)
+    return inline_calls(program), jax.tree.structure(results)
 
 
 @dataclass(frozen=True)
@@ -148,38 +165,39 @@ class _Turns:
         for variable, key in zip(jaxpr.invars[others:], keys, strict=True):
             if key is not None and users.get(variable, key) != key:
                 return None
-        return _Turns(program, keys, shared[::-1], {key: found[::-1] for key, found in own.items()})
+        return _Turns(program, keys, shared[::-1], {key: equations[::-1] for key, equations in own.items()})
 
     def run(self, others: Sequence[Any], leaves: Sequence[Any], stream: Stream) -> list[Any]:
         """The new leaves of the state, each in the memory where it was."""
         jaxpr = self.program.jaxpr
-        env, found = self._shared(others, leaves)
+        env, new = self._shared(others, leaves)
         inputs, outputs = jaxpr.invars[len(others) :], jaxpr.outvars
-        numbers = {key: [n for n, one in enumerate(self.keys) if one == key] for key in self.own}
+        numbers = {key: [n for n, own_key in enumerate(self.keys) if own_key == key] for key in self.own}
         homes = [{n: leaves[n] for n in own if not is_on_device(leaves[n])} for own in numbers.values()]
         last: dict[int, Any] = {}
-        for (key, own), fetched in zip(numbers.items(), stream.fetched(homes), strict=True):
-            arrays = {n: fetched.get(n, leaves[n]) for n in own}
-            # What leaves a fence and is not used is dropped, so the results of the key before go on from here.
+        for (key, own), copies in zip(numbers.items(), stream.fetched(homes), strict=True):
+            arrays = {n: copies.get(n, leaves[n]) for n in own}
+            # What leaves a fence and is not used is dropped, so the results of the key before go on
+            # from here. The fence keeps the temporary arrays of two keys from existing at once.
             arrays, last = fence((arrays, last))
-            found.update(last)
+            new.update(last)
             inner: Env = {**env, **{inputs[n]: array for n, array in arrays.items()}}
             evaluate(jaxpr, self.own[key], inner, [outputs[n] for n in own])
             # All of them: what is sent says by one element that the key is done.
             results = fence(dict(zip(own, read(inner, [outputs[n] for n in own]), strict=True)))
-            found.update(stream.sent({n: results[n] for n in fetched}))
-            last = {n: array for n, array in results.items() if n not in fetched}
-        return [{**found, **last}[n] for n in range(len(leaves))]
+            new.update(stream.sent({n: results[n] for n in copies}))
+            last = {n: array for n, array in results.items() if n not in copies}
+        return [{**new, **last}[n] for n in range(len(leaves))]
 
     def run_on_host(self, others: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
         """The new leaves of the state, those of keys computed by the host in its memory."""
-        env, found = self._shared(others, leaves)
+        env, new = self._shared(others, leaves)
         outputs = self.program.jaxpr.outvars
         for key, equations in self.own.items():
-            own = [n for n, one in enumerate(self.keys) if one == key]
+            own = [n for n, equation in enumerate(self.keys) if equation == key]
             wanted = [outputs[n] for n in own]
-            made = {v for one in equations for v in one.outvars}
-            used = operands([*wanted, *(v for one in equations for v in one.invars)])
+            made = {v for equation in equations for v in equation.outvars}
+            used = operands([*wanted, *(v for equation in equations for v in equation.invars)])
             taken = list(dict.fromkeys(v for v in used if v not in made))
 
             def compute(values: Sequence[Any], part: Any = (equations, taken, wanted)) -> Values:
@@ -188,12 +206,12 @@ class _Turns:
                 evaluate(self.program.jaxpr, equations, inner, wanted)
                 return read(inner, wanted)
 
-            found.update(zip(own, computed_on_host(compute, read(env, taken)), strict=True))
-        return [found[n] for n in range(len(leaves))]
+            new.update(zip(own, compute_on_host(compute, read(env, taken)), strict=True))
+        return [new[n] for n in range(len(leaves))]
 
     def are_local(self) -> bool:
         """Whether each device's part of a key is updated by itself."""
-        return all(is_local(one) for equations in self.own.values() for one in equations)
+        return all(is_local(equation) for equations in self.own.values() for equation in equations)
 
     def _shared(self, others: Sequence[Any], leaves: Sequence[Any]) -> tuple[Env, dict[int, Any]]:
         """What keys need: inputs and results of the shared part; and the new leaves that belong to no key."""
@@ -201,11 +219,101 @@ class _Turns:
         env = variables(self.program, [*on_device(others), *leaves])
         unowned = [number for number, key in enumerate(self.keys) if key is None]
         wanted = [jaxpr.outvars[n] for n in unowned]
-        evaluate(jaxpr, self.shared, env, [*wanted, *self._taken(jaxpr.outvars)])
+        evaluate(jaxpr, self.shared, env, [*wanted, *self._taken()])
         # The host computes with gradients where they lie.
         env.update(zip(jaxpr.invars, others, strict=False))
         return env, dict(zip(unowned, read(env, wanted), strict=True))
 
-    def _taken(self, outputs: Sequence[Any]) -> list[Any]:
+    def _taken(self) -> list[Any]:
         """What keys take of the shared part."""
-        return [v for equations in self.own.values() for one in equations for v in operands(one.invars)]
+        return [
+            v for equations in self.own.values() for equation in equations for v in operands(equation.invars)
+        ]
+
+
+# By the number of an array.
+Arrays = dict[int, jax.Array]
+
+
+class Stream:
+    """Of one update, whose keys come one after the other; ``specs``: how each array is cut over ``mesh``."""
+
+    def __init__(self, mesh: Mesh, specs: Sequence[PartitionSpec]) -> None:
+        self._mesh, self._specs = mesh, specs
+        # An element of each array that was sent last.
+        self._landed: Arrays = {}
+
+    def fetched(self, homes: Sequence[Arrays]) -> Iterator[Arrays]:
+        """For each key, in turn, copies on the device of its arrays in the host's memory, of which it may have none.
+
+        What becomes of them is given to ``sent`` before the next key is asked for.
+        """
+        travelling = [arrays for arrays in homes if arrays]
+        ahead = [on_device(arrays) for arrays in travelling[:1]]
+        turn = 0
+        for arrays in homes:
+            if not arrays:
+                yield {}
+                continue
+            (present,) = ahead
+            turn += 1
+            ahead = [self._fetch(following) for following in travelling[turn : turn + 1]]
+            yield self._gated(present)
+
+    def sent(self, arrays: Arrays) -> Arrays:
+        """These results in the host's memory."""
+        if not arrays:
+            return {}
+        lying = {n: NamedSharding(self._mesh, self._specs[n]) for n in arrays}
+        # ``_by_shard`` takes each array to lie so.
+        on_host = in_host(lax.with_sharding_constraint(arrays, lying))
+        self._landed = self._by_shard(_elements, on_host)
+        return on_host
+
+    def _fetch(self, arrays: Arrays) -> Arrays:
+        if not self._landed:
+            return on_device(arrays)
+        return self._by_shard(_parts_after, arrays, self._landed)
+
+    def _gated(self, arrays: Arrays) -> Arrays:
+        return self._by_shard(_after, arrays, self._landed) if self._landed else arrays
+
+    def _by_shard(self, function: Any, *operands: Arrays) -> Arrays:
+        """``function`` of each device's shards; its results are cut as the arrays of the same number."""
+        specs = tuple({n: self._specs[n] for n in arrays} for arrays in operands)
+        run: Any = jax.shard_map(
+            # Each device slices its own shard; slices of a whole array XLA would gather first.
+            function,
+            mesh=self._mesh,
+            in_specs=specs,
+            out_specs=specs[0],
+            check_vma=False,
+        )
+        results: Arrays = run(*operands)
+        return results
+
+
+def _elements(arrays: Arrays) -> Arrays:
+    """The first of each, which is there when all of the array is."""
+    return on_device({n: lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for n, x in arrays.items()})
+
+
+def _after(arrays: Arrays, landed: Arrays) -> Arrays:
+    there = _are_there(landed)
+    return {n: jnp.where(there, x, jnp.zeros_like(x)) for n, x in arrays.items()}
+
+
+def _parts_after(arrays: Arrays, landed: Arrays) -> Arrays:
+    """The same arrays, on the device."""
+    return dict(zip(arrays, fetch_after(list(arrays.values()), _are_there(landed)), strict=True))
+
+
+def _are_there(landed: Mapping[int, jax.Array]) -> jax.Array:
+    """True, when all of them are there."""
+    there = jnp.array(True)
+    for element in landed.values():
+        number = element.reshape(()).astype(jnp.float32)
+        # One of the two holds for each number, and for NaN the second: always True, which XLA
+        # cannot know.
+        there &= (number >= 0) | ~(number >= 1)
+    return there

@@ -6,7 +6,7 @@ that divides, or whole. Only in the update are weights and gradients brought tog
     flat [padded], sharded -> all-gather -> parameters, cut as the moments are -> update -> flat, sharded
 
 Weights and gradients are then gathered in every step, which an elementwise optimizer, on the shards as they are, does
-without; so `fitted` reads which of the two an optimizer needs (``chosen_form.py``).
+without; so ``fit_to_plan`` reads which of the two an optimizer needs (``chosen_form.py``).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from bridge.core.callers import warn_caller
 from jax_impl.comm.collectives import fence
 from jax_impl.optimizer.chosen_form import chosen_form
 from jax_impl.optimizer.forms import Form, arrays_of, forms_of, taking_loss, trees_of
-from jax_impl.optimizer.main_weight_adamw import MainWeightTransformation
+from jax_impl.optimizer.transformation import MainWeightTransformation
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 
 _SHARE_TO_WARN_OF = 0.01
 
 
-def fitted(
+def fit_to_plan(
     plan: ShardingPlan, optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """A transformation of the plan's arrays that trains as ``optimizer`` does on the unsharded model.
@@ -94,11 +94,11 @@ def _on_parameters(
         gradients: Buffers, state: Any, weights: Buffers | None = None, **extra: Any
     ) -> tuple[Buffers, Any]:
         assert weights is not None
-        given, own = (form.pack(parameters_of_arrays(plan, buffers)) for buffers in (gradients, weights))
+        slopes, own = (form.pack(parameters_of_arrays(plan, buffers)) for buffers in (gradients, weights))
         if isinstance(own, nnx.State):
             structure = jax.tree.structure(jax.eval_shape(optimizer.init, own))
             state = jax.tree.unflatten(structure, jax.tree.leaves(state))
-        updates, state = optimizer.update(given, state, own, **extra)
+        updates, state = optimizer.update(slopes, state, own, **extra)
         return arrays_of_parameters(plan, form.unpack(updates)), _plain(state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -119,7 +119,7 @@ def _plain(state: Any) -> Any:
 
 def parameters_of_arrays(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.Array]:
     """By path, what the arrays hold; each cut as its moments are."""
-    found: dict[str, jax.Array] = {}
+    by_path: dict[str, jax.Array] = {}
     last: Any = ()
     for unit in plan.units.values():
         for group in unit.groups:
@@ -130,21 +130,22 @@ def parameters_of_arrays(plan: ShardingPlan, buffers: Buffers) -> dict[str, jax.
             if plan.engine == "shard_map" and not plan.model_axes.names:
                 arrays = jax.lax.with_sharding_constraint(arrays, plan.replicated)
             last = group.logical(arrays)
-            found.update(zip(group.paths, last, strict=True))
+            by_path.update(zip(group.paths, last, strict=True))
     return {
         path: jax.lax.with_sharding_constraint(x, NamedSharding(plan.mesh, plan.logical[path].spec))
-        for path, x in found.items()
+        for path, x in by_path.items()
     }
 
 
 def arrays_of_parameters(plan: ShardingPlan, parameters: Any) -> Buffers:
     """The plan's arrays that hold these, weights or updates; updates may be of more bits than the weights."""
-    found: Buffers = {}
+    by_key: Buffers = {}
     for unit in plan.units.values():
         for group in unit.groups:
             if group.trainable:
                 leaves = [parameters[path] for path in group.paths]
                 dtype = jnp.result_type(*leaves)
                 arrays = group.at_rest([leaf.astype(dtype) for leaf in leaves])
-                found.update(zip(group.stored, arrays, strict=True))
-    return {key: jax.lax.with_sharding_constraint(x, plan.sharding(key)) for key, x in found.items()}
+                by_key.update(zip(group.stored, arrays, strict=True))
+    # Else XLA may leave the flat arrays whole.
+    return {key: jax.lax.with_sharding_constraint(x, plan.sharding(key)) for key, x in by_key.items()}

@@ -1,8 +1,8 @@
 """AdamW on main-weight shards, with the numbers of PyTorch's fused AdamW.
 
-Step ``t`` = 1, 2, ... of every element, the list of ``torch_impl.optimizer.update``. ``[x]`` is a scalar computed in
-doubles and rounded once to the dtype of the update. Every operation rounds; ``fma(x, y, z)`` is ``x * y + z`` rounded
-once::
+Step ``t`` = 1, 2, ... of every element, the list of ``torch_impl.optimizer.update``. ``[x]`` is a
+scalar computed in doubles and rounded once to the dtype of the update. Every operation rounds;
+``fma(x, y, z)`` is ``x * y + z`` rounded once::
 
     1   g = the gradient in the dtype of the update
     2   w = w * [fma(-lr, weight_decay, 1)]
@@ -12,36 +12,51 @@ once::
         v = fma(v, [b2], ([1 - b2] * g) * g)            after a tensor's last whole vector
     5   w = w + (-[lr / (1 - b1**t)] * m) / (sqrt(v) / [sqrt(1 - b2**t)] + [eps])
 
-The update computes in float64 for float64 weights, else in float32; bfloat16 and float16 weights are rounded once, when
-they are stored. Moments of such weights are float32 by default.
+The update computes in float64 for float64 weights, else in float32; bfloat16 and float16 weights
+are rounded once, when they are stored. Moments of such weights are float32 by default.
 
-``adam_w_mode=False`` has ``g = fma(w, [weight_decay], g)`` in place of line 2, and with ``bias_correction=False`` both
-``1 - b**t`` are 1.
+JAX has no way to ask for a fused multiply-add, nor for none: LLVM contracts ``a * b + c`` wherever
+it sees one, through barriers and whatever the flags, and in a sum of two products takes the one
+that it meets first. XLA simplifies what it knows about scalars. So each sum below has at most one
+operand that is a product; any other passes through a select that the compiler cannot decide, and so
+arrives rounded. A divisor passes through one too, as division by a scalar becomes multiplication by
+its inverse. Neither depends on where in an array or on which device an element lies, and nor do its
+bits.
 
-Fed the same gradients, the compiled step gives the weights and moments of ``torch.optim.AdamW(fused=True)`` on CPU bit
-for bit, in float32 and float64, whatever the number of devices and wherever shards begin and end. Bias corrections come
-from a table of host doubles that is part of the program, so the step count stays on the device. The equality leans on
-how LLVM contracts products; tests hold it. Two things are PyTorch's own:
+``adam_w_mode=False`` has ``g = fma(w, [weight_decay], g)`` in place of line 2, and with
+``bias_correction=False`` both ``1 - b**t`` are 1.
 
-- The second form of line 4, for what is left of each tensor after whole vectors of 32 bytes: up to 7 elements, in
-  float64 3. (So it is with AVX2 and with AVX-512, where the compiler made vectors of this length out of the loop over
-  what is left.) A flat array does not say where those are, so all elements take the first form, and there the bits
-  part. After 100 steps of 3000 tensors that were nothing but such tails, ``m`` was equal; of ``v`` 83 % differed
-  (float64: 86 %), 4 % (8 %) by more than 5 ulp and none by more than 13 (17); of ``w`` 43 % (49 %), by at most 7 ulp of
-  the largest value that the weight had had. ``torch_vector_bytes`` gives the second form to arrays that are tensors.
+Fed the same gradients, the compiled step gives the weights and moments of
+``torch.optim.AdamW(fused=True)`` on CPU bit for bit, in float32 and float64, whatever the number of
+devices and wherever shards begin and end. Bias corrections come from a table of host doubles that
+is part of the program, so the step count stays on the device. The equality leans on how LLVM
+contracts products; tests hold it. Two things are PyTorch's own:
+
+- The second form of line 4, for what is left of each tensor after whole vectors of 32 bytes: up to
+  7 elements, in float64 3. (So it is with AVX2 and with AVX-512, where the compiler made vectors of
+  this length out of the loop over what is left.) A flat array does not say where those are, so all
+  elements take the first form, and there the bits part. After 100 steps of 3000 tensors that were
+  nothing but such tails, ``m`` was equal; of ``v`` 83 % differed (float64: 86 %), 4 % (8 %) by more
+  than 5 ulp and none by more than 13 (17); of ``w`` 43 % (49 %), by at most 7 ulp of the largest
+  value that the weight had had. ``torch_vector_bytes`` gives the second form to arrays that are
+  tensors.
 - Numbers too small to be normal: JAX takes them for zero.
 
-Moments in low precision (``mu_dtype``, ``nu_dtype``) are those of ``torch_impl``'s ``MainWeightAdamW``, stored values
-and scales, bit for bit as well (``moments.py``).
+Moments in low precision (``mu_dtype``, ``nu_dtype``) are those of ``torch_impl``'s
+``MainWeightAdamW``, stored values and scales, bit for bit as well (``moments.py``).
 
-What is meant are PyTorch's kernels for AVX2 and AVX-512. The one for lesser CPUs (``ATEN_CPU_CAPABILITY=default``)
-contracts fewer products, and its bits are others. No equality is promised where JAX runs on GPUs.
+What is meant are PyTorch's kernels for AVX2 and AVX-512. The one for lesser CPUs
+(``ATEN_CPU_CAPABILITY=default``) contracts fewer products, and its bits are others. No equality is
+promised where JAX runs on GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -49,22 +64,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from jax_impl.comm.collectives import fence
-from jax_impl.optimizer.arguments import check_flag, check_not_negative, check_number, check_rate
-from jax_impl.optimizer.moment_arrays import MomentArrays, MomentRows, Parts, PlanMoments, TreeMoments
-from jax_impl.optimizer.moments import MomentFormat
-from jax_impl.optimizer.update import (
-    Constants,
-    StepScalars,
+from jax_impl.optimizer.moments import MomentArrays, MomentFormat, MomentRows, Parts
+from jax_impl.optimizer.plan_moments import PlanMoments
+from jax_impl.optimizer.transformation import (
+    MainWeightTransformation,
     as_stored,
-    step_scalars,
-    updated,
-    vanishing_step,
+    check_flag,
+    check_gradient,
+    check_not_negative,
+    check_number,
+    check_rate,
+    check_weights,
+    lerp,
+    rate_after,
 )
 from jax_impl.runtime.groups.precision import update_dtype
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
+# Steps whose bias corrections a program has as a table of doubles: 32 MB for each beta.
 _LONGEST_TABLE = 1 << 22
 _NAME = "main_weight_adamw"
 
@@ -75,7 +95,7 @@ class AdamWState:
     """``count``: int32 scalar, steps done. ``mu``, ``nu``: moments, shaped and sharded like the weights.
 
     ``mu_scale``, ``nu_scale``: a float32 scale for each row of what has one; None for formats without scales. See
-    ``optimizer/moment_arrays.py``.
+    ``optimizer/moments.py``.
     """
 
     count: jax.Array
@@ -83,50 +103,6 @@ class AdamWState:
     nu: Any
     mu_scale: Any = None
     nu_scale: Any = None
-
-
-class MainWeightTransformation(optax.GradientTransformation):
-    """An optax transformation that can also return the new weights themselves.
-
-    ``apply(gradients, state, weights) -> (weights, state)``. Adding optax's ``updates`` to the weights rounds once
-    more, which is invisible to training but not to a comparison of bits. ``learning_rate``: a number, or a schedule
-    over the steps done before. ``on_plan``: the same for the arrays of a plan, where that makes a difference.
-    ``formats``: of the moments, by their fields of the state, beside which their scales are (``mu``, ``mu_scale``);
-    ``with_formats``: the same with others. ``with_arrays``: the same with moments that lie otherwise.
-    """
-
-    apply: Callable[[Any, Any, Any], tuple[Any, Any]]
-    learning_rate: float | optax.Schedule
-    on_plan: Callable[[ShardingPlan], MainWeightTransformation]
-    formats: Mapping[str, MomentFormat]
-    with_formats: Callable[[Mapping[str, MomentFormat]], MainWeightTransformation]
-    with_arrays: Callable[[MomentArrays], MainWeightTransformation]
-
-    def __new__(
-        cls,
-        init: Callable[[Any], Any],
-        apply: Callable[[Any, Any, Any], tuple[Any, Any]],
-        learning_rate: float | optax.Schedule,
-        on_plan: Callable[[ShardingPlan], MainWeightTransformation] | None = None,
-        formats: Mapping[str, MomentFormat] | None = None,
-        with_formats: Callable[[Mapping[str, MomentFormat]], MainWeightTransformation] | None = None,
-        name: str = _NAME,
-        with_arrays: Callable[[MomentArrays], MainWeightTransformation] | None = None,
-    ) -> MainWeightTransformation:
-        def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-            if params is None:
-                raise ValueError(f"{name}: expected the weights as third argument of update, got None")
-            weights, state = apply(gradients, state, params)
-            return jax.tree.map(jnp.subtract, weights, params), state
-
-        self = super().__new__(cls, init, update)
-        self.apply = apply
-        self.learning_rate = learning_rate
-        self.on_plan = on_plan or (lambda _: self)
-        self.formats = formats or {}
-        self.with_formats = with_formats or (lambda _: self)
-        self.with_arrays = with_arrays or (lambda _: self)
-        return self
 
 
 def main_weight_adamw(
@@ -164,7 +140,7 @@ def main_weight_adamw(
     constants = Constants(b1, b2, eps, weight_decay, adam_w_mode, bias_correction)
     _check(learning_rate, constants, torch_vector_bytes)
     formats = MomentFormat.of("mu_dtype", mu_dtype), MomentFormat.of("nu_dtype", nu_dtype, positive=True)
-    return _transformation(_AdamW(learning_rate, constants, *formats, torch_vector_bytes), TreeMoments())
+    return _transformation(_AdamW(learning_rate, constants, *formats, torch_vector_bytes), MomentArrays())
 
 
 @dataclass(frozen=True)
@@ -182,74 +158,78 @@ class _AdamW:
         return self.mu, self.nu
 
 
-def _transformation(given: _AdamW, arrays: MomentArrays) -> MainWeightTransformation:
+def _transformation(settings: _AdamW, arrays: MomentArrays) -> MainWeightTransformation:
     def init(weights: Any) -> AdamWState:
-        check_weights(weights)
-        zeros = [[rows.zeros(kind) for rows in arrays.rows(kind, weights)] for kind in given.formats]
-        return _state(given, arrays, jnp.zeros((), jnp.int32), weights, zeros)
+        check_weights(weights, _NAME)
+        zeros = [
+            [rows.zeros(moment_format) for rows in arrays.rows(moment_format, weights)]
+            for moment_format in settings.formats
+        ]
+        return _state(settings, arrays, jnp.zeros((), jnp.int32), weights, zeros)
 
     def apply(gradients: Any, state: AdamWState, weights: Any) -> tuple[Any, AdamWState]:
-        return _applied(given, arrays, gradients, state, weights)
+        return _apply(settings, arrays, gradients, state, weights)
 
     def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
         # Others do the same to each element wherever the element lies.
-        scaled = any(kind.scaled for kind in given.formats)
-        return _transformation(given, PlanMoments(plan)) if scaled else own
+        scaled = any(moment_format.scaled for moment_format in settings.formats)
+        return _transformation(settings, PlanMoments(plan)) if scaled else own
 
     def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
-        kinds: dict[str, Any] = dict(formats)
-        return _transformation(replace(given, **kinds), arrays)
+        fields: dict[str, Any] = dict(formats)
+        return _transformation(replace(settings, **fields), arrays)
 
-    formats = {"mu": given.mu, "nu": given.nu}
+    formats = {"mu": settings.mu, "nu": settings.nu}
     own = MainWeightTransformation(
         init,
         apply,
-        given.learning_rate,
+        settings.learning_rate,
         on_plan,
         formats,
         with_formats,
-        with_arrays=lambda other: _transformation(given, other),
+        with_arrays=lambda other: _transformation(settings, other),
     )
     return own
 
 
-def _state(given: _AdamW, arrays: MomentArrays, count: jax.Array, weights: Any, parts: Any) -> AdamWState:
+def _state(settings: _AdamW, arrays: MomentArrays, count: jax.Array, weights: Any, parts: Any) -> AdamWState:
     (mu, mu_scale), (nu, nu_scale) = (
-        arrays.joined(kind, weights, own) for kind, own in zip(given.formats, parts, strict=True)
+        arrays.join(moment_format, weights, own)
+        for moment_format, own in zip(settings.formats, parts, strict=True)
     )
     return AdamWState(count, mu, nu, mu_scale, nu_scale)
 
 
-def _applied(
-    given: _AdamW, arrays: MomentArrays, gradients: Any, state: AdamWState, weights: Any
+def _apply(
+    settings: _AdamW, arrays: MomentArrays, gradients: Any, state: AdamWState, weights: Any
 ) -> tuple[Any, AdamWState]:
-    check_weights(weights)
+    check_weights(weights, _NAME)
     count = state.count + 1
-    rate: Any = given.learning_rate
+    rate: Any = settings.learning_rate
     if callable(rate):
-        rate = scheduled(rate, state.count)
+        rate = rate_after(rate, state.count, _NAME)
     structure: Any
     paths, structure = jax.tree.flatten_with_path(weights)
     dtypes = {update_dtype(leaf.dtype) for _, leaf in paths}
-    scalars = {dtype: step_scalars(count, dtype, rate, given.constants) for dtype in dtypes}
-    rows = [arrays.rows(kind, weights) for kind in given.formats]
+    scalars = {dtype: step_scalars(count, dtype, rate, settings.constants) for dtype in dtypes}
+    rows = [arrays.rows(moment_format, weights) for moment_format in settings.formats]
     firsts = arrays.parts(rows[0], weights, state.mu, state.mu_scale)
     seconds = arrays.parts(rows[1], weights, state.nu, state.nu_scale)
     slopes = structure.flatten_up_to(gradients)
     done: list[tuple[jax.Array, Parts, Parts]] = []
     for number, (path, weight) in enumerate(paths):
-        check_gradient(path, weight, slopes[number])
-        compute = partial(_one, given, (rows[0][number], rows[1][number]))
+        check_gradient(path, weight, slopes[number], _NAME)
+        compute = partial(_update_array, settings, (rows[0][number], rows[1][number]))
         held = (weight, firsts[number], seconds[number])
         numbers = (count, scalars[update_dtype(weight.dtype)])
-        done.append(arrays.computed(number, weights, compute, held, slopes[number], numbers))
+        done.append(arrays.compute_on(number, weights, compute, held, slopes[number], numbers))
     new = jax.tree.unflatten(structure, [weight for weight, _, _ in done])
     parts = [first for _, first, _ in done], [second for _, _, second in done]
-    return new, _state(given, arrays, count, weights, parts)
+    return new, _state(settings, arrays, count, weights, parts)
 
 
-def _one(
-    given: _AdamW,
+def _update_array(
+    settings: _AdamW,
     rows: tuple[MomentRows, MomentRows],
     held: tuple[jax.Array, Parts, Parts],
     gradient: jax.Array,
@@ -259,12 +239,13 @@ def _one(
     (weight, first, second), (count, scalars) = held, numbers
     moments = rows[0].decode(first), rows[1].decode(second)
     wide = weight.astype(update_dtype(weight.dtype))
-    wide, m, v = updated(wide, *moments, gradient, scalars, given.constants, given.vector_bytes)
-    new = rows[0].encode(given.formats[0], m, count)
-    if given.formats[1].scaled:
-        # Largest magnitudes of rows that are cut over devices come one after another.
+    wide, m, v = adamw_update(wide, *moments, gradient, scalars, settings.constants, settings.vector_bytes)
+    new = rows[0].encode(settings.formats[0], m, count)
+    if settings.formats[1].scaled:
+        # Largest magnitudes of rows that are cut over devices are collectives, which come one after
+        # another.
         v, new = fence((v, new))
-    return as_stored(wide, weight.dtype), new, rows[1].encode(given.formats[1], v, count)
+    return as_stored(wide, weight.dtype), new, rows[1].encode(settings.formats[1], v, count)
 
 
 def _check(learning_rate: float | optax.Schedule, constants: Constants, vector_bytes: int | None) -> None:
@@ -288,36 +269,114 @@ def _check(learning_rate: float | optax.Schedule, constants: Constants, vector_b
         )
 
 
-def check_weights(weights: Any, of: str = _NAME) -> None:
-    for path, leaf in jax.tree.leaves_with_path(weights):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.finfo(leaf.dtype).bits < 16:
-            raise ValueError(
-                f"{of}: expected weights of a floating dtype of 16 bits or more, got {leaf.dtype}{_at(path)}"
-            )
+# Below this, one minus a power is one in doubles.
+_NEGLIGIBLE = 2.0**-56
 
 
-def check_gradient(path: Any, weight: Any, gradient: Any, of: str = _NAME) -> None:
-    shape = getattr(gradient, "shape", None)
-    if shape != weight.shape or not jnp.issubdtype(gradient.dtype, jnp.floating):
-        found = type(gradient).__name__ if shape is None else f"{gradient.dtype} of shape {shape}"
-        raise ValueError(
-            f"{of}: expected a floating-point gradient of shape {weight.shape}, got {found}{_at(path)}"
-        )
+@dataclass(frozen=True)
+class Constants:
+    """What is the same in every step, but for a learning rate that is not scheduled; see ``main_weight_adamw``."""
+
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    adam_w_mode: bool = True
+    bias_correction: bool = True
 
 
-def _at(path: Any) -> str:
-    return f" at {jax.tree_util.keystr(path)}" if path else ""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepScalars:
+    """Of step ``t``: ``lr / (1 - b1**t)``, ``sqrt(1 - b2**t)``, ``fma(-lr, weight_decay, 1)``, in weights' dtype."""
+
+    step_size: Any
+    correction: Any
+    decay: Any
 
 
-def scheduled(schedule: optax.Schedule, done: jax.Array, of: str = _NAME) -> float | jax.Array:
-    """The learning rate after ``done`` steps; a number where the schedule does not depend on them."""
-    rate = schedule(done)
-    if np.shape(rate) != () or not jnp.issubdtype(jnp.result_type(rate), jnp.number):
-        raise ValueError(
-            f"{of}: expected a schedule that gives a scalar, got {type(rate).__name__}"
-            f" of shape {np.shape(rate)}"
-        )
-    if isinstance(rate, jax.Array):
-        return rate
-    check_not_negative("learning_rate", float(rate), of)
-    return float(rate)
+def adamw_update(
+    w: jax.Array,
+    m: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    scalars: StepScalars,
+    constants: Constants,
+    vector_bytes: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Weights and moments after the step: arrays of one shape, and of float32 or float64, ``g`` of any floating dtype.
+
+    ``vector_bytes``: as in ``main_weight_adamw``.
+    """
+    number = w.dtype.type
+
+    def opaque(x: Any) -> jax.Array:
+        # NaN of a second moment is none of the gradient.
+        return jnp.where(v < 0, number(np.nan), x)
+
+    # A gradient that the same program computed may be a product.
+    g = opaque(g.astype(w.dtype))
+    if constants.adam_w_mode:
+        w = opaque(w * scalars.decay)
+    elif constants.weight_decay:
+        g = opaque(g + opaque(w) * number(constants.weight_decay))
+    m = lerp(m, g, number(1 - constants.b1))
+    new, old = number(1 - constants.b2) * g, v * number(constants.b2)
+    tail = _tail(w, vector_bytes)
+    if tail is None:
+        v = new * g + opaque(old)
+    else:
+        v = jnp.where(tail, v, new) * jnp.where(tail, number(constants.b2), g) + jnp.where(tail, new * g, old)
+    denominator = jnp.sqrt(v) / opaque(scalars.correction) + opaque(number(constants.eps))
+    return w + (-scalars.step_size * m) / denominator, m, v
+
+
+def _tail(w: jax.Array, vector_bytes: int | None) -> jax.Array | None:
+    """Mask of the elements, in row-major order, after the last whole vector; ``None`` where there are none."""
+    left = 0 if vector_bytes is None else w.size % (vector_bytes // w.dtype.itemsize)
+    if left == 0:
+        return None
+    index = jnp.zeros(w.shape, jnp.uint32)
+    for axis, stride in enumerate(math.prod(w.shape[axis + 1 :]) for axis in range(w.ndim)):
+        index += lax.broadcasted_iota(jnp.uint32, w.shape, axis) * np.uint32(stride)
+    return index >= np.uint32(w.size - left)
+
+
+def step_scalars(
+    count: jax.Array, dtype: np.dtype, learning_rate: float | jax.Array, constants: Constants
+) -> StepScalars:
+    """The scalars of step ``count`` (traced int32, from 1): PyTorch's doubles, rounded once to ``dtype``.
+
+    Powers in float32 inside the step would be off by 1e-5 relative in early steps, so these come from tables of host
+    doubles. What depends on a learning rate that only the program knows is computed in doubles in the program, also
+    where JAX's 64-bit types are off.
+    """
+    bias1, bias2 = (
+        1 - powers(beta) if constants.bias_correction else np.ones(1) for beta in (constants.b1, constants.b2)
+    )
+    correction = _at(count, np.sqrt(bias2).astype(dtype))
+    if not isinstance(learning_rate, jax.Array):
+        # PyTorch's compiler contracts this, too. A fraction becomes a float with one rounding.
+        decay = dtype.type(float(1 - Fraction(learning_rate) * Fraction(constants.weight_decay)))
+        return StepScalars(_at(count, (learning_rate / bias1).astype(dtype)), correction, decay)
+    with jax.enable_x64(True):
+        double = lax.convert_element_type(learning_rate, np.float64)
+        # Contracted, as PyTorch's compiler does.
+        left = np.float64(1) - double * np.float64(constants.weight_decay)
+        step_size, decay = (lax.convert_element_type(x, dtype) for x in (double / _at(count, bias1), left))
+    return StepScalars(step_size, correction, decay)
+
+
+def _at(count: jax.Array, table: np.ndarray) -> jax.Array:
+    return jnp.asarray(table)[jnp.minimum(count, np.int32(len(table))) - np.int32(1)]
+
+
+@functools.cache
+def powers(base: float) -> np.ndarray:
+    """``base ** t`` in float64 for t = 1, 2, ... up to the first for which ``1 - base ** t`` is one."""
+    return np.array([base**t for t in range(1, vanishing_step(base) + 1)])
+
+
+def vanishing_step(base: float) -> int:
+    """The length of ``powers(base)``."""
+    return 1 if base == 0 else 1 + math.ceil(math.log(_NEGLIGIBLE) / math.log(base))

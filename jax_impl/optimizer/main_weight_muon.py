@@ -19,19 +19,22 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_impl.comm.collectives import fence
-from jax_impl.optimizer.arguments import check_flag, check_not_negative, check_number, check_rate, numbers_of
 from jax_impl.optimizer.logical import arrays_of_parameters, parameters_of_arrays
-from jax_impl.optimizer.main_weight_adamw import (
-    AdamWState,
+from jax_impl.optimizer.main_weight_adamw import AdamWState, main_weight_adamw
+from jax_impl.optimizer.moments import MomentArrays, MomentFormat
+from jax_impl.optimizer.muon_update import Constants, accumulate, apply_step, orthogonalize
+from jax_impl.optimizer.plan_moments import ParameterMoments
+from jax_impl.optimizer.transformation import (
     MainWeightTransformation,
+    check_flag,
     check_gradient,
+    check_not_negative,
+    check_number,
+    check_rate,
     check_weights,
-    main_weight_adamw,
-    scheduled,
+    numbers_of,
+    rate_after,
 )
-from jax_impl.optimizer.moment_arrays import MomentArrays, ParameterMoments, TreeMoments
-from jax_impl.optimizer.moments import MomentFormat
-from jax_impl.optimizer.muon_update import Constants, accumulated, orthogonal, stepped
 from jax_impl.runtime.groups.precision import update_dtype
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
@@ -145,17 +148,17 @@ def main_weight_muon(
     constants = Constants(
         weight_decay, momentum, nesterov, coefficients, eps, ns_steps, adjust_lr_fn, outputs
     )
-    given = _Muon(
+    settings = _Muon(
         learning_rate, constants, use_muon, adamw, MomentFormat.of("momentum_dtype", momentum_dtype)
     )
-    return _on_tree(given)
+    return _on_tree(settings)
 
 
 @dataclass(frozen=True)
 class _Matrices:
     """Where matrices lie. ``plan`` None: of a pytree that belongs to no plan."""
 
-    given: _Muon
+    settings: _Muon
     arrays: MomentArrays
     plan: ShardingPlan | None = None
 
@@ -183,7 +186,7 @@ class _Matrices:
 
     def _dimensions(self, path: str, shape: tuple[int, ...], dtype: Any) -> tuple[int, int] | None:
         """How many dimensions of a layer's are rows, and how many columns; None where Muon has no part in it."""
-        muon = self.given.use_muon(path, jax.ShapeDtypeStruct(shape, dtype))
+        muon = self.settings.use_muon(path, jax.ShapeDtypeStruct(shape, dtype))
         return (1, 1) if muon is True else (muon or None)
 
     def layer_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -216,12 +219,12 @@ class _Matrices:
         )
 
 
-def _on_tree(given: _Muon) -> MainWeightTransformation:
+def _on_tree(settings: _Muon) -> MainWeightTransformation:
     """For any pytree, and for the arrays of a plan."""
-    matrices = _Matrices(given, TreeMoments())
+    matrices = _Matrices(settings, MomentArrays())
 
     def init(weights: Any) -> MuonState:
-        return _initial(matrices, given.adamw, _by_path(weights))
+        return _initial(matrices, settings.adamw, _by_path(weights))
 
     def apply(gradients: Any, state: MuonState, weights: Any) -> tuple[Any, MuonState]:
         structure: Any
@@ -229,47 +232,51 @@ def _on_tree(given: _Muon) -> MainWeightTransformation:
         slopes = dict(
             zip(map(_path, [path for path, _ in paths]), structure.flatten_up_to(gradients), strict=True)
         )
-        new, state = _applied(matrices, given.adamw, slopes, state, _by_path(weights))
+        new, state = _apply(matrices, settings.adamw, slopes, state, _by_path(weights))
         return jax.tree.unflatten(structure, [new[_path(path)] for path, _ in paths]), state
 
     def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
-        return _on_plan(given, plan)
+        return _on_plan(settings, plan)
 
     def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
-        return _on_tree(_with_formats(given, formats))
+        return _on_tree(_with_formats(settings, formats))
 
-    return _made(given, init, apply, on_plan, with_formats)
+    return _made(settings, init, apply, on_plan, with_formats)
 
 
-def _on_plan(given: _Muon, plan: ShardingPlan) -> MainWeightTransformation:
+def _on_plan(settings: _Muon, plan: ShardingPlan) -> MainWeightTransformation:
     arrays = ParameterMoments(plan)
-    matrices, adamw = _Matrices(given, arrays, plan), given.adamw.with_arrays(arrays)
+    matrices, adamw = _Matrices(settings, arrays, plan), settings.adamw.with_arrays(arrays)
 
     def init(weights: Any) -> MuonState:
         return _initial(matrices, adamw, parameters_of_arrays(plan, weights))
 
     def apply(gradients: Any, state: MuonState, weights: Any) -> tuple[Any, MuonState]:
         slopes, own = (parameters_of_arrays(plan, buffers) for buffers in (gradients, weights))
-        new, state = _applied(matrices, adamw, slopes, state, own)
+        new, state = _apply(matrices, adamw, slopes, state, own)
         return arrays_of_parameters(plan, new), state
 
     def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
-        return _on_plan(_with_formats(given, formats), plan)
+        return _on_plan(_with_formats(settings, formats), plan)
 
-    return _made(given, init, apply, lambda other: _on_plan(given, other), with_formats)
-
-
-def _made(given: _Muon, init: Any, apply: Any, on_plan: Any, with_formats: Any) -> MainWeightTransformation:
-    formats = {"trace": given.trace, **given.adamw.formats}
-    return MainWeightTransformation(init, apply, given.learning_rate, on_plan, formats, with_formats, _NAME)
+    return _made(settings, init, apply, lambda other: _on_plan(settings, other), with_formats)
 
 
-def _with_formats(given: _Muon, formats: Mapping[str, MomentFormat]) -> _Muon:
-    of_adamw = {name: kind for name, kind in formats.items() if name != "trace"}
+def _made(
+    settings: _Muon, init: Any, apply: Any, on_plan: Any, with_formats: Any
+) -> MainWeightTransformation:
+    formats = {"trace": settings.trace, **settings.adamw.formats}
+    return MainWeightTransformation(
+        init, apply, settings.learning_rate, on_plan, formats, with_formats, _NAME
+    )
+
+
+def _with_formats(settings: _Muon, formats: Mapping[str, MomentFormat]) -> _Muon:
+    of_adamw = {name: moment_format for name, moment_format in formats.items() if name != "trace"}
     return replace(
-        given,
-        trace=formats.get("trace", given.trace),
-        adamw=given.adamw.with_formats({**given.adamw.formats, **of_adamw}),
+        settings,
+        trace=formats.get("trace", settings.trace),
+        adamw=settings.adamw.with_formats({**settings.adamw.formats, **of_adamw}),
     )
 
 
@@ -284,14 +291,14 @@ def _by_path(weights: Any) -> dict[str, Any]:
 def _initial(matrices: _Matrices, adamw: MainWeightTransformation, weights: Mapping[str, Any]) -> MuonState:
     check_weights(weights, _NAME)
     own, rest = matrices.split(weights)
-    kind = matrices.given.trace
-    zeros = [rows.zeros(kind) for rows in matrices.arrays.rows(kind, own)]
-    trace, trace_scale = matrices.arrays.joined(kind, own, zeros)
+    moment_format = matrices.settings.trace
+    zeros = [rows.zeros(moment_format) for rows in matrices.arrays.rows(moment_format, own)]
+    trace, trace_scale = matrices.arrays.join(moment_format, own, zeros)
     other: AdamWState = adamw.init(rest)
     return MuonState(other.count, trace, other.mu, other.nu, trace_scale, other.mu_scale, other.nu_scale)
 
 
-def _applied(
+def _apply(
     matrices: _Matrices,
     adamw: MainWeightTransformation,
     gradients: Mapping[str, Any],
@@ -299,14 +306,14 @@ def _applied(
     weights: Mapping[str, Any],
 ) -> tuple[dict[str, Any], MuonState]:
     check_weights(weights, _NAME)
-    given, arrays = matrices.given, matrices.arrays
+    settings, arrays = matrices.settings, matrices.arrays
     own, rest = matrices.split(weights)
     before = AdamWState(state.count, state.mu, state.nu, state.mu_scale, state.nu_scale)
     new, after = adamw.apply({path: gradients[path] for path in rest}, before, rest)
-    rate: Any = given.learning_rate
+    rate: Any = settings.learning_rate
     if callable(rate):
-        rate = scheduled(rate, state.count, _NAME)
-    rows = arrays.rows(given.trace, own)
+        rate = rate_after(rate, state.count, _NAME)
+    rows = arrays.rows(settings.trace, own)
     moments = arrays.parts(rows, own, state.trace, state.trace_scale)
     stored = []
     last: Any = ()
@@ -314,13 +321,13 @@ def _applied(
         check_gradient((jax.tree_util.DictKey(path),), weight, gradients[path], _NAME)
         # The collectives of one matrix after those of another: see forward.hold.
         (gradient, parts), last = fence(((gradients[path], parts), last))
-        m, direction = accumulated(
-            given.constants, kept.decode(parts), gradient.astype(update_dtype(weight.dtype))
+        m, direction = accumulate(
+            settings.constants, kept.decode(parts), gradient.astype(update_dtype(weight.dtype))
         )
-        stored.append(kept.encode(given.trace, m, after.count))
+        stored.append(kept.encode(settings.trace, m, after.count))
         shape = matrices.matrix_shape(path, weight)
         whole = matrices.whole(path, direction, stack=len(shape) > 2)
-        done = orthogonal(given.constants, whole.reshape(shape)).reshape(weight.shape)
-        new[path] = last = stepped(given.constants, weight, matrices.apart(path, done), rate, shape)
-    trace, trace_scale = arrays.joined(given.trace, own, stored)
+        done = orthogonalize(settings.constants, whole.reshape(shape)).reshape(weight.shape)
+        new[path] = last = apply_step(settings.constants, weight, matrices.apart(path, done), rate, shape)
+    trace, trace_scale = arrays.join(settings.trace, own, stored)
     return new, MuonState(after.count, trace, after.mu, after.nu, trace_scale, after.mu_scale, after.nu_scale)

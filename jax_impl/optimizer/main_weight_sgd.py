@@ -27,18 +27,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
-from jax_impl.optimizer.arguments import check_flag, check_not_negative, check_number, check_rate
-from jax_impl.optimizer.main_weight_adamw import (
+from jax_impl.optimizer.moments import MomentArrays, MomentFormat, MomentRows, Parts
+from jax_impl.optimizer.plan_moments import PlanMoments
+from jax_impl.optimizer.transformation import (
     MainWeightTransformation,
+    as_stored,
+    check_flag,
     check_gradient,
+    check_not_negative,
+    check_number,
+    check_rate,
     check_weights,
-    scheduled,
+    negative,
+    rate_after,
 )
-from jax_impl.optimizer.moment_arrays import MomentArrays, MomentRows, Parts, PlanMoments, TreeMoments
-from jax_impl.optimizer.moments import MomentFormat
-from jax_impl.optimizer.update import as_stored
 from jax_impl.runtime.groups.precision import update_dtype
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
@@ -99,50 +102,60 @@ def main_weight_sgd(
             f"{_NAME}: nesterov: expected momentum > 0 and dampening = 0, got momentum={momentum}, "
             f"dampening={dampening}"
         )
-    kind = MomentFormat.of("momentum_dtype", momentum_dtype)
-    given = _SGD(learning_rate, momentum, dampening, weight_decay, nesterov, kind)
-    return _transformation(given, TreeMoments())
+    moment_format = MomentFormat.of("momentum_dtype", momentum_dtype)
+    settings = _SGD(learning_rate, momentum, dampening, weight_decay, nesterov, moment_format)
+    return _transformation(settings, MomentArrays())
 
 
-def _transformation(given: _SGD, arrays: MomentArrays) -> MainWeightTransformation:
+def _transformation(settings: _SGD, arrays: MomentArrays) -> MainWeightTransformation:
     def init(weights: Any) -> SGDState:
         check_weights(weights, _NAME)
-        zeros = [rows.zeros(given.trace) for rows in arrays.rows(given.trace, weights)]
-        return _state(given, arrays, jnp.zeros((), jnp.int32), weights, zeros)
+        zeros = [rows.zeros(settings.trace) for rows in arrays.rows(settings.trace, weights)]
+        return _state(settings, arrays, jnp.zeros((), jnp.int32), weights, zeros)
 
     def apply(gradients: Any, state: SGDState, weights: Any) -> tuple[Any, SGDState]:
-        return _applied(given, arrays, gradients, state, weights)
+        return _apply(settings, arrays, gradients, state, weights)
 
     def on_plan(plan: ShardingPlan) -> MainWeightTransformation:
         # Others do the same to each element wherever the element lies.
-        return _transformation(given, PlanMoments(plan)) if given.trace.scaled and given.momentum else own
+        return (
+            _transformation(settings, PlanMoments(plan))
+            if settings.trace.scaled and settings.momentum
+            else own
+        )
 
     def with_formats(formats: Mapping[str, MomentFormat]) -> MainWeightTransformation:
-        kinds: dict[str, Any] = dict(formats)
-        return _transformation(replace(given, **kinds), arrays)
+        fields: dict[str, Any] = dict(formats)
+        return _transformation(replace(settings, **fields), arrays)
 
-    formats = {"trace": given.trace} if given.momentum else {}
-    own = MainWeightTransformation(init, apply, given.learning_rate, on_plan, formats, with_formats, _NAME)
+    formats = {"trace": settings.trace} if settings.momentum else {}
+    own = MainWeightTransformation(init, apply, settings.learning_rate, on_plan, formats, with_formats, _NAME)
     return own
 
 
-def _state(given: _SGD, arrays: MomentArrays, count: jax.Array, weights: Any, parts: list[Parts]) -> SGDState:
-    return SGDState(count, *arrays.joined(given.trace, weights, parts)) if given.momentum else SGDState(count)
+def _state(
+    settings: _SGD, arrays: MomentArrays, count: jax.Array, weights: Any, parts: list[Parts]
+) -> SGDState:
+    return (
+        SGDState(count, *arrays.join(settings.trace, weights, parts))
+        if settings.momentum
+        else SGDState(count)
+    )
 
 
-def _applied(
-    given: _SGD, arrays: MomentArrays, gradients: Any, state: SGDState, weights: Any
+def _apply(
+    settings: _SGD, arrays: MomentArrays, gradients: Any, state: SGDState, weights: Any
 ) -> tuple[Any, SGDState]:
     check_weights(weights, _NAME)
     count = state.count + 1
-    rate: Any = given.learning_rate
+    rate: Any = settings.learning_rate
     if callable(rate):
-        rate = scheduled(rate, state.count, _NAME)
+        rate = rate_after(rate, state.count, _NAME)
     structure: Any
     paths, structure = jax.tree.flatten_with_path(weights)
-    rows = arrays.rows(given.trace, weights)
+    rows = arrays.rows(settings.trace, weights)
     moments: list[Parts] = [{} for _ in paths]
-    if given.momentum:
+    if settings.momentum:
         moments = arrays.parts(rows, weights, state.trace, state.trace_scale)
     slopes = structure.flatten_up_to(gradients)
     done: list[tuple[jax.Array, Parts]] = []
@@ -150,23 +163,14 @@ def _applied(
         check_gradient(path, weight, slopes[number], _NAME)
         held = weight, moments[number]
         numbers = count, negative(rate, update_dtype(weight.dtype))
-        compute = partial(_one, given, rows[number])
-        done.append(arrays.computed(number, weights, compute, held, slopes[number], numbers))
+        compute = partial(_update_array, settings, rows[number])
+        done.append(arrays.compute_on(number, weights, compute, held, slopes[number], numbers))
     new = jax.tree.unflatten(structure, [weight for weight, _ in done])
-    return new, _state(given, arrays, count, weights, [moment for _, moment in done])
+    return new, _state(settings, arrays, count, weights, [moment for _, moment in done])
 
 
-def negative(rate: float | jax.Array, dtype: np.dtype, factor: float = 1.0) -> Any:
-    """``-(rate * factor)``, a double rounded once to ``dtype``."""
-    if not isinstance(rate, jax.Array):
-        return dtype.type(-(rate * factor))
-    with jax.enable_x64(True):
-        double = lax.convert_element_type(rate, np.float64)
-        return lax.convert_element_type(-(double * np.float64(factor)), dtype)
-
-
-def _one(
-    given: _SGD, rows: MomentRows, held: tuple[jax.Array, Parts], gradient: jax.Array, numbers: Any
+def _update_array(
+    settings: _SGD, rows: MomentRows, held: tuple[jax.Array, Parts], gradient: jax.Array, numbers: Any
 ) -> tuple[jax.Array, Parts]:
     """Weights and momentum of one array, or of the shard that a device has of it, after the step."""
     (weight, stored), (count, step_size) = held, numbers
@@ -174,21 +178,23 @@ def _one(
     number = w.dtype.type
 
     def opaque(x: Any, of: jax.Array) -> jax.Array:
-        # Rounded, as behind a choice for each element: see update.py. NaN comes of NaN alone.
+        # Rounded, as behind a choice for each element: see main_weight_adamw.py. NaN comes of NaN alone.
         return jnp.where(of == of, x, number(np.nan))
 
     g = gradient.astype(w.dtype)
-    if given.momentum or given.weight_decay:
+    if settings.momentum or settings.weight_decay:
         # A gradient that the same program computed may be a product.
         g = opaque(g, g)
-    if given.weight_decay:
-        g = w * number(given.weight_decay) + g
-    if not given.momentum:
+    if settings.weight_decay:
+        g = w * number(settings.weight_decay) + g
+    if not settings.momentum:
         return as_stored(w + step_size * g, weight.dtype), stored
     m = rows.decode(stored)
     # Momentum begins with zeros.
-    share = jnp.where(count == 1, number(1), number(1 - given.dampening)) if given.dampening else number(1)
-    m = share * g + opaque(m * number(given.momentum), m)
-    new = rows.encode(given.trace, m, count)
-    g = m * number(given.momentum) + g if given.nesterov else m
+    share = (
+        jnp.where(count == 1, number(1), number(1 - settings.dampening)) if settings.dampening else number(1)
+    )
+    m = share * g + opaque(m * number(settings.momentum), m)
+    new = rows.encode(settings.trace, m, count)
+    g = m * number(settings.momentum) + g if settings.nesterov else m
     return as_stored(w + step_size * g, weight.dtype), new

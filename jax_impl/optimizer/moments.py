@@ -1,32 +1,48 @@
-"""How optimizer moments are stored: float32 as they are, half precision rounded, float16 and float8 with a scale a row.
+"""How optimizer moments are stored: float32 as they are, half precision rounded, float16 and float8
+with a scale a row.
 
     moment   |m00 m01 m02|          stored  |q00 q01 q02|   scale |s0|        moment = stored * scale
              |m10 m11 m12|                  |q10 q11 q12|         |s1|        s = largest magnitude of the row / Q
 
-Q is the largest number of the stored dtype (448 for float8_e4m3fn, 57344 for float8_e5m2, 65504 for float16): the
-largest element of a row is kept, and nothing overflows whatever its size. The scale is float32. Parameters whose rows
-are single elements (vectors, scalars) stay float32.
+Q is the largest number of the stored dtype (448 for float8_e4m3fn, 57344 for float8_e5m2, 65504 for
+float16): the largest element of a row is kept, and nothing overflows whatever its size. The scale
+is float32. Parameters whose rows are single elements (vectors, scalars) stay float32.
 
 Rounding is to nearest, with two exceptions:
 
-* A second moment that is not zero is stored as at least the smallest positive number: zero would make the next update
-  huge.
-* With b2 = 0.999 a second moment changes by 0.1 % a step, far less than the spacing of float8: rounded to nearest it
-  would stay where it is. Float8 second moments are dithered: the position between two stored numbers decides how often
-  the upper one is taken over the steps, in a fixed sequence of (row, column, step), the same on every device.
+* A second moment that is not zero is stored as at least the smallest positive number: zero would
+  make the next update huge.
+* With b2 = 0.999 a second moment changes by 0.1 % a step, far less than the spacing of float8:
+  rounded to nearest it would stay where it is. Float8 second moments are dithered: the position
+  between two stored numbers decides how often the upper one is taken over the steps, in a fixed
+  sequence of (row, column, step), the same on every device.
 
-Stored values, scales and what is read from them have the bits of ``torch_impl.optimizer.moments`` on CPU, but where
-numbers are too small to be normal: JAX takes those for zero. ``update.py`` says what keeps the roundings. Every result
-here is rounded to a number of the stored dtype before the cast to it: so no compiler's way of casting matters, nor does
-one that drops a pair of casts.
+Stored values, scales and what is read from them have the bits of ``torch_impl.optimizer.moments``
+on CPU, but where numbers are too small to be normal: JAX takes those for zero.
+``main_weight_adamw.py`` says what keeps the roundings. Every result here is rounded to a number of
+the stored dtype before the cast to it: so no compiler's way of casting matters, nor does one that
+drops a pair of casts.
+
+Where moments are in an optimizer's state::
+
+    weights                   mu                                              mu_scale
+    any pytree                the like                                        the like, None where nothing is scaled
+    plan, pjit                by path                                         "<path> (scales)"
+    plan, shard_map           "<key>", or "<key> (scaled)" and                "<key> (scales)"
+                              "<key> (unscaled)"
+
+``mu_scale`` is None where the format has no scales. Of a pytree that belongs to no plan, rows are
+those of each leaf's own shape; a plan (``plan_moments.py``) knows which leading dimension counts
+the layers of a stack, and rows are those of one layer.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +50,14 @@ import numpy as np
 from jax import lax
 
 from bridge.core.dtype_names import full_name
+from bridge.core.sharding.layout.rows import rows_of
 from bridge.core.sharding.policy.optimizer_state import MOMENTS, SCALED
 from jax_impl.comm.collectives import divide_exactly, round_to
 from jax_impl.runtime.groups.precision import update_dtype
+from jax_impl.runtime.groups.row_arrays import SCALES
 
-# From the golden ratio and the plastic number: their multiples, modulo 1, fill the unit interval evenly.
+# From the golden ratio and the plastic number: their multiples, modulo 1, fill the unit interval
+# evenly.
 _STEP_TURN, _ROW_TURN, _COLUMN_TURN = 0.6180339887498949, 0.7548776662466927, 0.5698402909980532
 
 
@@ -123,9 +142,9 @@ class MomentFormat:
         return jnp.where(number > most, most, jnp.where(number < -most, -most, number)), scale
 
 
-def decoded(stored: jax.Array, scale: jax.Array) -> jax.Array:
+def decode_rows(stored: jax.Array, scale: jax.Array) -> jax.Array:
     """The moment, float32, of numbers in units of their scale."""
-    # A product that arrives rounded wherever it is used: see update.py.
+    # A product that arrives rounded wherever it is used: see main_weight_adamw.py.
     return jnp.where(scale >= 0, stored.astype(jnp.float32) * scale, np.float32(np.nan))
 
 
@@ -149,3 +168,106 @@ def _turns(rows: Rows, columns: int, step: jax.Array) -> jax.Array:
 def _column_turns(columns: int) -> np.ndarray:
     turns = np.arange(columns, dtype=np.float64) * _COLUMN_TURN
     return (turns - np.trunc(turns)).astype(np.float32)
+
+
+VALUES = ""
+
+
+# The arrays of a moment of one array of weights, by suffix of their keys.
+Parts = Mapping[str, jax.Array]
+
+
+Compute = Callable[[Any, Any, Any], Any]
+
+
+class MomentRows(Protocol):
+    """How a moment of one array of weights is stored."""
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Of its arrays' keys."""
+
+    def zeros(self, moment_format: MomentFormat) -> Parts: ...
+    def decode(self, parts: Parts) -> jax.Array: ...
+    def encode(self, moment_format: MomentFormat, values: jax.Array, step: jax.Array) -> Parts: ...
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Without scales: an array like the weights, whose dtype is ``dtype``."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    suffixes = (VALUES,)
+
+    def zeros(self, moment_format: MomentFormat) -> Parts:
+        return {VALUES: jnp.zeros(self.shape, moment_format.unscaled_dtype(self.dtype))}
+
+    def decode(self, parts: Parts) -> jax.Array:
+        return parts[VALUES].astype(update_dtype(self.dtype))
+
+    def encode(self, moment_format: MomentFormat, values: jax.Array, step: jax.Array) -> Parts:
+        return {VALUES: moment_format.plain(values)}
+
+
+@dataclass(frozen=True)
+class ArrayRows:
+    """Of parameters as the model has them. Of a stack ``decode`` and ``encode`` take one layer."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    suffixes = (VALUES, SCALES)
+
+    def zeros(self, moment_format: MomentFormat) -> Parts:
+        scales = jnp.zeros((*self.shape[:-1], 1), jnp.float32)
+        return {VALUES: jnp.zeros(self.shape, moment_format.dtype), SCALES: scales}
+
+    def decode(self, parts: Parts) -> jax.Array:
+        return decode_rows(parts[VALUES], parts[SCALES]).astype(update_dtype(self.dtype))
+
+    def encode(self, moment_format: MomentFormat, values: jax.Array, step: jax.Array) -> Parts:
+        lead = values.shape[:-1]
+        numbers = jnp.zeros(lead, np.int32)
+        for dimension in range(len(lead)):
+            below = np.int32(math.prod(lead[dimension + 1 :]))
+            numbers += lax.broadcasted_iota(np.int32, lead, dimension) * below
+        stored, scale = moment_format.encode(values.astype(jnp.float32), Rows(numbers), step)
+        return {VALUES: stored.astype(moment_format.dtype), SCALES: scale}
+
+
+class MomentArrays:
+    """How moments of all weights make an optimizer's state; here those of any pytree."""
+
+    def rows(self, moment_format: MomentFormat, weights: Any) -> list[MomentRows]:
+        """Of each array of the weights."""
+
+        def of(leaf: Any) -> MomentRows:
+            scaled = moment_format.scaled and rows_of(leaf.shape)[0] > 1
+            return (ArrayRows if scaled else Alike)(tuple(leaf.shape), leaf.dtype)
+
+        return [of(leaf) for leaf in jax.tree.leaves(weights)]
+
+    def parts(self, rows: list[MomentRows], weights: Any, values: Any, scales: Any) -> list[Parts]:
+        """Of each array of the weights, from the two trees of the state."""
+        structure: Any = jax.tree.structure(weights)
+        trees = {VALUES: structure.flatten_up_to(values)}
+        if scales is not None:
+            trees[SCALES] = structure.flatten_up_to(scales)
+        return [{suffix: trees[suffix][i] for suffix in stored.suffixes} for i, stored in enumerate(rows)]
+
+    def join(self, moment_format: MomentFormat, weights: Any, parts: list[Parts]) -> tuple[Any, Any]:
+        """The two trees of the state, the second None where the format has no scales."""
+        structure = jax.tree.structure(weights)
+        values = jax.tree.unflatten(structure, [own[VALUES] for own in parts])
+        scales = jax.tree.unflatten(structure, [own.get(SCALES) for own in parts])
+        return values, scales if moment_format.scaled else None
+
+    def compute_on(
+        self, number: int, weights: Any, compute: Compute, held: Any, gradient: Any, numbers: Any
+    ) -> Any:
+        """``compute(held, gradient, numbers)`` for an array of the weights, where its rows are known:
+        ``held`` anew.
+
+        ``held`` and ``gradient`` are trees of arrays that lie as the weights do, ``numbers`` one of scalars.
+        """
+        return compute(held, gradient, numbers)

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_impl.comm.collectives import round_to
-from jax_impl.optimizer.main_weight_sgd import negative
-from jax_impl.optimizer.update import as_stored, lerp
+from jax_impl.optimizer.transformation import as_stored, lerp, negative
 from jax_impl.runtime.groups.precision import update_dtype
 
 
@@ -42,7 +41,7 @@ class Constants:
     outputs: int
 
 
-def accumulated(constants: Constants, m: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def accumulate(constants: Constants, m: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Lines 1 and 2; the direction in bfloat16."""
     number = g.dtype.type
     m = lerp(m, g, number(1 - constants.momentum))
@@ -51,7 +50,7 @@ def accumulated(constants: Constants, m: jax.Array, g: jax.Array) -> tuple[jax.A
     return m, round_to(u.astype(jnp.float32), np.dtype(jnp.bfloat16))
 
 
-def orthogonal(constants: Constants, direction: jax.Array) -> jax.Array:
+def orthogonalize(constants: Constants, direction: jax.Array) -> jax.Array:
     """Line 3, of bfloat16 ``[..., rows, columns]``."""
     a, b, c = (np.float32(number) for number in constants.ns_coefficients)
     half = np.dtype(jnp.bfloat16)
@@ -73,7 +72,7 @@ def _product(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.matmul(x, y, preferred_element_type=jnp.float32)
 
 
-def stepped(
+def apply_step(
     constants: Constants,
     weight: jax.Array,
     direction: jax.Array,
@@ -85,7 +84,7 @@ def stepped(
     kept = -negative(rate, dtype, constants.weight_decay) if isinstance(rate, jax.Array) else None
     w, number = weight.astype(dtype), dtype.type
     scaled = w * (number(1 - rate * constants.weight_decay) if kept is None else number(1) - kept)
-    # Rounded, as behind a choice for each element: see update.py.
+    # Rounded, as behind a choice for each element: see main_weight_adamw.py.
     scaled = jnp.where(w == w, scaled, number(np.nan))
     step_size = negative(rate, dtype, _adjustment(constants, shape))
     return as_stored(scaled + step_size * direction.astype(dtype), weight.dtype)

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import jax
 
-from jax_impl.optimizer.arguments import check_flag
 from jax_impl.optimizer.in_turn import key_of
+from jax_impl.optimizer.transformation import check_flag
 from jax_impl.runtime.groups.memory_kinds import HOST
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
@@ -80,10 +80,10 @@ def _sizes(plan: ShardingPlan, opt_state: Any) -> dict[str, int]:
 def _picked(sizes: Mapping[str, int], share: float) -> frozenset[str]:
     """One by one, so that what is picked is ``share`` of what was seen, to within half of the largest."""
     seen = taken = 0
-    found = []
+    picked = []
     for key, size in sizes.items():
         seen += size
         if size and taken + size / 2 <= share * seen:
             taken += size
-            found.append(key)
-    return frozenset(found)
+            picked.append(key)
+    return frozenset(picked)

@@ -18,43 +18,15 @@ from jax_impl.runtime.program.traced import runs_any
 # Before, a program of the host cannot say in which memory its results lie.
 _SINCE = (0, 10, 1)
 # Of arrays that are cut over devices, outside of shard_map.
-_REDUCTIONS = frozenset(
-    [
-        "reduce_sum",
-        "reduce_max",
-        "reduce_min",
-        "reduce_prod",
-        "reduce_and",
-        "reduce_or",
-        "reduce_xor",
-        "reduce",
-        "argmax",
-        "argmin",
-        "sort",
-        "top_k",
-        "dot_general",
-        "conv_general_dilated",
-        "cumsum",
-        "cumprod",
-        "cummax",
-        "cummin",
-        "cumlogsumexp",
-    ]
-)
-_COLLECTIVES = frozenset(
-    [
-        "psum",
-        "psum_invariant",
-        "pmax",
-        "pmin",
-        "all_gather",
-        "all_gather_invariant",
-        "reduce_scatter",
-        "all_to_all",
-        "ppermute",
-        "pbroadcast",
-    ]
-)
+_REDUCTIONS = frozenset([
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
+    "reduce_xor", "reduce", "argmax", "argmin", "sort", "top_k", "dot_general",
+    "conv_general_dilated", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp",
+])  # fmt: skip
+_COLLECTIVES = frozenset([
+    "psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant",
+    "reduce_scatter", "all_to_all", "ppermute", "pbroadcast",
+])  # fmt: skip
 
 
 def is_local(equation: Any) -> bool:
@@ -63,7 +35,7 @@ def is_local(equation: Any) -> bool:
     return not runs_any(equation, names)
 
 
-def computed_on_host(
+def compute_on_host(
     function: Callable[[Sequence[Any]], Sequence[Any]], values: Sequence[Any]
 ) -> Sequence[Any]:
     """Inside of a program: ``function(values)``, in the host's memory; values of the device are sent there.
@@ -84,5 +56,5 @@ def computed_on_host(
 
     sent = [in_host(x) if is_on_device(x) else x for x in values]
     on_host = placed(run, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
-    found: Sequence[Any] = on_host(sent)
-    return found
+    results: Sequence[Any] = on_host(sent)
+    return results

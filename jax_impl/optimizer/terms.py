@@ -25,7 +25,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jax_impl.modules.seal import inner_program, jaxpr_of
-from jax_impl.runtime.program.traced import called
+from jax_impl.runtime.program.traced import program_of
 
 _SAME = frozenset(
     {"copy", "copy_p", "name", "optimization_barrier", "device_put", "sharding_constraint", "stop_gradient"}
@@ -151,22 +151,22 @@ class Reader:
             known.update(zip(equation.outvars, values, strict=True))
         return [get(atom) for atom in jaxpr.outvars]
 
-    def _results(self, equation: Any, given: list[Value]) -> list[Value]:
+    def _results(self, equation: Any, operands: list[Value]) -> list[Value]:
         primitive = equation.primitive.name
-        if primitive in _SAME and len(given) == len(equation.outvars):
-            return given
+        if primitive in _SAME and len(operands) == len(equation.outvars):
+            return operands
         if primitive in _READ:
-            value = _READ[primitive](self, equation, given)
-            return self._whole(equation, given) if value is None else [value]
+            value = _READ[primitive](self, equation, operands)
+            return self._whole(equation, operands) if value is None else [value]
         if primitive == "cond":
-            return self._choice(equation, given)
+            return self._choice(equation, operands)
         if primitive not in ("scan", "while") and inner_program(equation) is not None:
-            return self.outputs(called(equation), given)
-        return self._whole(equation, given)
+            return self.outputs(program_of(equation), operands)
+        return self._whole(equation, operands)
 
-    def _whole(self, equation: Any, given: Sequence[Value]) -> list[Value]:
+    def _whole(self, equation: Any, operands: Sequence[Value]) -> list[Value]:
         """Any operation: its term has the names and shapes of what it is made of."""
-        made_of = [self._named(value, atom) for value, atom in zip(given, equation.invars, strict=True)]
+        made_of = [self._named(value, atom) for value, atom in zip(operands, equation.invars, strict=True)]
         term = self.terms.number(equation.primitive.name, self._parameters(equation), *made_of)
         return [
             Value(self.terms.number("result", term, number), filled=variable.aval.shape == ())
@@ -199,35 +199,35 @@ class Reader:
         outputs = self.outputs(program, inputs)
         return tuple(self._named(value, v) for value, v in zip(outputs, jaxpr.outvars, strict=True))
 
-    def _elementwise(self, equation: Any, given: list[Value]) -> Value | None:
+    def _elementwise(self, equation: Any, operands: list[Value]) -> Value | None:
         primitive = equation.primitive.name
-        joined = self._converted(equation, given[0]) or self._sum(primitive, given)
+        joined = self._converted(equation, operands[0]) or self._sum(primitive, operands)
         if joined is not None:
             return joined
-        lengths = {len(value.items) for value in given if value.items is not None}
+        lengths = {len(value.items) for value in operands if value.items is not None}
         if lengths:
-            if len(lengths) > 1 or not all(value.filled or value.items is not None for value in given):
+            if len(lengths) > 1 or not all(value.filled or value.items is not None for value in operands):
                 return None
-            columns = zip(*(value.items or (value,) * max(lengths) for value in given), strict=True)
+            columns = zip(*(value.items or (value,) * max(lengths) for value in operands), strict=True)
             items = [self._elementwise(equation, list(column)) for column in columns]
             return None if None in items else self._vector(items)
-        owners = {value.owner for value in given if value.owner is not None}
-        if len(owners) > 1 or not all(value.filled or value.owner is not None for value in given):
+        owners = {value.owner for value in operands if value.owner is not None}
+        if len(owners) > 1 or not all(value.filled or value.owner is not None for value in operands):
             return None
         parameters = self._parameters(equation, ("sharding",))
-        term = self.terms.number(primitive, parameters, *(value.term for value in given))
+        term = self.terms.number(primitive, parameters, *(value.term for value in operands))
         owner = next(iter(owners), None)
-        return Value(term, owner, filled=owner is None, padding=_padding(equation, given))
+        return Value(term, owner, filled=owner is None, padding=_padding(equation, operands))
 
-    def _sum(self, primitive: str, given: list[Value]) -> Value | None:
+    def _sum(self, primitive: str, operands: list[Value]) -> Value | None:
         """Of two reductions over some parameters one over all of them; None where that is not what is computed."""
-        if primitive not in _JOINS or len(given) != 2 or all(value.reduced is None for value in given):
+        if primitive not in _JOINS or len(operands) != 2 or all(value.reduced is None for value in operands):
             return None
         neutral = _REDUCTIONS[_JOINS[primitive]][1]
-        for value, other in (given, given[::-1]):
+        for value, other in (operands, operands[::-1]):
             if neutral is not None and other.padding == ("zero", "one")[neutral] and other.filled:
                 return value
-        first, second = (value.reduced for value in given)
+        first, second = (value.reduced for value in operands)
         if first is None or second is None or first[0] != second[0]:
             return None
         # Arrays of another dtype have other terms, and are in the same sum.
@@ -257,8 +257,8 @@ class Reader:
     def _vector(self, items: Sequence[Any]) -> Value:
         return Value(self.terms.number("vector", *(item.term for item in items)), items=tuple(items))
 
-    def _shaped(self, equation: Any, given: list[Value]) -> Value | None:
-        (value, *others), shape = given, equation.outvars[0].aval.shape
+    def _shaped(self, equation: Any, operands: list[Value]) -> Value | None:
+        (value, *others), shape = operands, equation.outvars[0].aval.shape
         if others or not (value.filled or value.owner is not None):
             return None
         if value.owner is None:
@@ -266,16 +266,16 @@ class Reader:
         own, size = self.owners[value.owner].shape, (int(np.prod(equation.invars[0].aval.shape)),)
         return value if equation.primitive.name == "reshape" and shape in (own, size) else None
 
-    def _joined(self, equation: Any, given: list[Value]) -> Value | None:
+    def _joined(self, equation: Any, operands: list[Value]) -> Value | None:
         numbers: list[Value] = []
-        for value, atom in zip(given, equation.invars, strict=True):
+        for value, atom in zip(operands, equation.invars, strict=True):
             if value.items is None and not (value.filled and atom.aval.shape == (1,)):
                 return None
             numbers += (value,) if value.items is None else value.items
         return self._vector(numbers)
 
-    def _reduced(self, equation: Any, given: list[Value]) -> Value | None:
-        (value,), name = given, equation.primitive.name
+    def _reduced(self, equation: Any, operands: list[Value]) -> Value | None:
+        (value,), name = operands, equation.primitive.name
         join, _, harmless = _REDUCTIONS[name]
         if value.items is not None:
             total = value.items[0]
@@ -292,10 +292,10 @@ class Reader:
             return None
         return self._reduction(name, frozenset({(value.term, owner.paths)}))
 
-    def _product(self, equation: Any, given: list[Value]) -> Value | None:
+    def _product(self, equation: Any, operands: list[Value]) -> Value | None:
         """A sum of products over all elements of one array."""
         (contracted, _), _ = equation.params["dimension_numbers"]
-        left, right = given
+        left, right = operands
         if left.owner is None or left.owner != right.owner or equation.outvars[0].aval.shape != ():
             return None
         owner = self.owners[left.owner]
@@ -308,29 +308,29 @@ class Reader:
         term = self.terms.number("product", parameters, left.term, right.term)
         return self._reduction("reduce_sum", frozenset({(term, owner.paths)}))
 
-    def _choice(self, equation: Any, given: list[Value]) -> list[Value]:
-        branches = [self.outputs(branch, given[1:]) for branch in equation.params["branches"]]
-        index = self._named(given[0], equation.invars[0])
-        found = []
+    def _choice(self, equation: Any, operands: list[Value]) -> list[Value]:
+        branches = [self.outputs(branch, operands[1:]) for branch in equation.params["branches"]]
+        index = self._named(operands[0], equation.invars[0])
+        choices = []
         for number, (variable, *values) in enumerate(zip(equation.outvars, *branches, strict=True)):
             owners = {value.owner for value in values if value.owner is not None}
             first = values[0]
             if all(value == first for value in values):
-                found.append(first)
+                choices.append(first)
             elif len(owners) < 2 and all(value.filled or value.owner is not None for value in values):
                 term = self.terms.number("choice", index, *(value.term for value in values))
                 owner = next(iter(owners), None)
                 same = {_least_known(value.padding) for value in values}
                 padding = same.pop() if len(same) == 1 else None
-                found.append(Value(term, owner, filled=owner is None, padding=padding))
+                choices.append(Value(term, owner, filled=owner is None, padding=padding))
             else:
                 terms = (
                     self._named(value, branch.jaxpr.outvars[number])
                     for value, branch in zip(values, equation.params["branches"], strict=True)
                 )
                 term = self.terms.number("choice", index, *terms)
-                found.append(Value(term, filled=variable.aval.shape == ()))
-        return found
+                choices.append(Value(term, filled=variable.aval.shape == ()))
+        return choices
 
 
 _READ: Mapping[str, Callable[[Reader, Any, list[Value]], Value | None]] = {
@@ -346,10 +346,10 @@ def _least_known(padding: str | None) -> str | None:
     return "zero" if padding == "least" else padding
 
 
-def _padding(equation: Any, given: Sequence[Value]) -> str | None:
+def _padding(equation: Any, operands: Sequence[Value]) -> str | None:
     """What an elementwise operation makes of padding; zero times anything that is known to be finite is zero."""
     primitive = equation.primitive.name
-    each = [_least_known(value.padding) for value in given]
+    each = [_least_known(value.padding) for value in operands]
     if "infinite" in each:
         return None if primitive in ("is_finite", "select_n") else "infinite"
     zeros = [padding == "zero" for padding in each]

@@ -27,6 +27,7 @@ import jax_impl
 import torch_impl
 from jax_impl.checkpoint.contents import Contents
 from tests.bench.torch_memory import live_bytes
+from tests.support.jax_impl.checkpoint_runs import host_bytes
 
 WIDTH, LAYERS = 1024, 8
 ELEMENTS = LAYERS * (WIDTH * WIDTH + WIDTH)
@@ -116,7 +117,7 @@ def saves_in_jax(folder: Path) -> tuple[float, float, int, int]:
     step = jax_impl.make_train_step(plan, lambda model, x: jnp.mean(model(x)), optimizer)
     batch = jnp.ones((2, WIDTH))
     state, _ = step(state, batch)
-    snapshot = Contents.of(plan, state).on_host(first=True).host_bytes
+    snapshot = host_bytes(Contents.of(plan, state).on_host(first=True))
     started = time.perf_counter()
     jax_impl.save_checkpoint(folder / "jax", plan, state)
     alone = time.perf_counter() - started

@@ -28,7 +28,7 @@ from jax_impl import (
     watch_nonfinite_outputs,
 )
 from jax_impl.api import shard_weights
-from jax_impl.batch import shard_batch
+from jax_impl.train_state import shard_batch
 
 SLOW = pytest.mark.slow
 ROWS = np.random.default_rng(0).normal(size=(8, 8))

@@ -267,7 +267,7 @@ TORCH = [
     ),
     M(
         "functions of jax.tree by another name count a unit's arrays",
-        "jax_impl/modules/unit_leaves.py",
+        "jax_impl/modules/interception.py",
         "(*_NAMES, *_SHORT) if _is_installed(module) else tuple(entries)",
         "(*_NAMES, *_SHORT)",
         "jax_impl/modules/test_unit_readings.py",
@@ -755,8 +755,8 @@ JAX = [
     M(
         "float8 gradients whose smallest numbers are cut off",
         "jax_impl/runtime",
-        "power = dropped + 1 - kind.bias",
-        "power = dropped + 2 - kind.bias",
+        "power = dropped + 1 - float8.bias",
+        "power = dropped + 2 - float8.bias",
         "jax_impl/runtime/test_float8_products.py",
     ),
     M(
@@ -874,7 +874,7 @@ JAX = [
     M(
         "a loss may change a unit's parameters",
         "jax_impl/modules/seal.py",
-        "        _check_witnesses(given)\n",
+        "        _check_witnesses(operands)\n",
         "        pass\n",
         "jax_impl/modules/test_unit_readings.py",
     ),
@@ -901,7 +901,7 @@ JAX = [
     ),
     M(
         "classes of units keep the methods of a trace",
-        "jax_impl/modules/unit_methods.py",
+        "jax_impl/modules/interception.py",
         "if not _traces[cls]:",
         "if False:",
         "jax_impl/modules/test_unit_readings.py",
@@ -936,7 +936,7 @@ JAX = [
     ),
     M(
         "the second part of an array is the first again",
-        "jax_impl/runtime/groups/fetching.py",
+        "jax_impl/runtime/groups/memory_kinds.py",
         "start + middle, x.shape[axis]",
         "start, x.shape[axis]",
         "jax_impl/optimizer/test_offload.py",
@@ -958,7 +958,7 @@ JAX = [
     M(
         "the kind of memory is forgotten",
         "jax_impl/runtime",
-        "sharding.with_memory_kind(kind) if kind else sharding",
+        "sharding.with_memory_kind(memory_kind) if memory_kind else sharding",
         "sharding",
         "jax_impl/test_host_memory.py",
     ),
@@ -1042,8 +1042,8 @@ JAX = [
     M(
         "a gather beside the next collective",
         "jax_impl/runtime",
-        "its collectives must still come after this one.\n                source, after = fence((source, after))",
-        "its collectives must still come after this one.\n                pass",
+        "must still come\n                # after this one.\n                source, after = fence((source, after))",
+        "must still come\n                # after this one.\n                pass",
         "jax_impl/diagnostics/test_collectives.py",
     ),
     M(
@@ -1063,27 +1063,27 @@ JAX = [
     M(
         "a gather waits for the output of the unit before",
         "jax_impl/runtime/unit/order.py",
-        "name, gate = (GATHER, None) if place.gate is None else (GATHER_AHEAD, place.gate)",
+        "name, gate = (GATHER, None) if last.gate is None else (GATHER_AHEAD, last.gate)",
         "name, gate = GATHER, None",
         "jax_impl/runtime/test_order.py",
     ),
     M(
         "weights of all units kept from a recomputation to its backward",
-        "jax_impl/runtime/program/kept.py",
+        "jax_impl/runtime/unit/order.py",
         "room = 0 if again else self.limit - 1",
         "room = len(self._held)",
         "jax_impl/runtime/test_kept.py",
     ),
     M(
         "weights of the last forward taken for any backward",
-        "jax_impl/runtime/program/kept.py",
+        "jax_impl/runtime/unit/order.py",
         "self._held[-1][0] is use and ",
         "",
         "jax_impl/runtime/test_kept.py",
     ),
     M(
         "all weights come from the host's memory at once",
-        "jax_impl/runtime/groups/fetching.py",
+        "jax_impl/runtime/groups/memory_kinds.py",
         "start = jnp.where(there, 0, 1).astype(jnp.int32)",
         "start = jnp.int32(0)",
         "jax_impl/runtime/test_fetching.py",
@@ -1098,15 +1098,15 @@ JAX = [
     M(
         "gathers as early as the first one",
         "jax_impl/runtime/unit/order.py",
-        "held, after, place.gate = fence((held, after, gate))",
-        "held, after = fence((held, after)); place.gate = gate",
+        "held, after, last.gate = fence((held, after, gate))",
+        "held, after = fence((held, after)); last.gate = gate",
         "jax_impl/runtime/test_order.py",
     ),
     M(
         "a reduction waited for by the next unit",
         "jax_impl/runtime/unit/order.py",
-        "if len(place.reduced) > 1:",
-        "if place.reduced:",
+        "if len(last.reduced) > 1:",
+        "if last.reduced:",
         "jax_impl/runtime/test_order.py",
     ),
     M(
@@ -1133,8 +1133,8 @@ JAX = [
     M(
         "gradients are stacked as those of the layer after",
         "jax_impl/runtime/program/pipeline.py",
-        "self._stacked(stacks, reduced, k - 1, late=True)",
-        "self._stacked(stacks, reduced, k, late=True)",
+        "self._write_stacks(stacks, reduced, k - 1, late=True)",
+        "self._write_stacks(stacks, reduced, k, late=True)",
         "jax_impl/runtime/test_pipeline.py",
     ),
     M(
@@ -1153,28 +1153,28 @@ JAX = [
     ),
     M(
         "the gate of a gather is its first operand",
-        "jax_impl/runtime/program/loop_parts.py",
+        "jax_impl/runtime/program/level.py",
         "operands(v for v in gather.invars if not is_gate(v))",
         "operands(gather.invars[1:])",
         "jax_impl/runtime/test_pipeline.py",
     ),
     M(
         "what a loop carries chooses its next weights",
-        "jax_impl/runtime/program/loop_parts.py",
+        "jax_impl/runtime/program/level.py",
         "if not wanted.isdisjoint(carried) or any(",
         "if any(",
         "jax_impl/runtime/test_pipeline.py",
     ),
     M(
         "a sum over all layers made anew in backward",
-        "jax_impl/runtime/program/derived.py",
+        "jax_impl/runtime/program/residuals.py",
         "_SAVED, _READ = 1.1, 2.5",
         "_SAVED, _READ = 1.1, 1e9",
         "jax_impl/runtime/test_derived.py",
     ),
     M(
         "rows of a matrix alone are cut at its padded end",
-        "jax_impl/runtime/groups/buffer.py",
+        "jax_impl/runtime/groups/flat_group.py",
         "rows[: slot.end // rows.shape[1]]",
         "rows[-(slot.end // rows.shape[1]) :]",
         "jax_impl/runtime/test_rows.py",
@@ -1182,8 +1182,8 @@ JAX = [
     M(
         "parts of a parameter joined in another order",
         "jax_impl/runtime/groups/cut_group.py",
-        "else [stack + place, own]",
-        "else [own, stack + place]",
+        "else [stack + axis, own]",
+        "else [own, stack + axis]",
         "jax_impl/runtime/test_model_axes.py",
     ),
     M(
@@ -1197,7 +1197,7 @@ JAX = [
     M(
         "a part of a parameter is saved as the first",
         "jax_impl/runtime/groups/cut_group.py",
-        "+= places[cut.axis] * self._part(path, cut)",
+        "+= coordinates[cut.axis] * self._part(path, cut)",
         "+= 0",
         "jax_impl/checkpoint/test_model_axes.py",
     ),
@@ -1225,7 +1225,7 @@ JAX = [
     M(
         "heads are cut by features",
         "jax_impl/modules/partitioning.py",
-        'return ndim - 1 if kind == "convolution" else 1',
+        'return ndim - 1 if role == "convolution" else 1',
         "return ndim - 1",
         "jax_impl/modules/test_partitioning.py",
     ),
@@ -1246,8 +1246,8 @@ JAX = [
     M(
         "constants of a unit held by a barrier",
         "jax_impl/runtime/program/residuals.py",
-        "inner = inner_program(equation) if any(given) else None",
-        "inner, given = None, [True]",
+        "inner = inner_program(equation) if any(varies) else None",
+        "inner, varies = None, [True]",
         "jax_impl/runtime/test_residuals.py",
     ),
     M(
@@ -1274,7 +1274,7 @@ JAX = [
     M(
         "moments fit whatever their place",
         "jax_impl/checkpoint",
-        "            _common_end(place, other),\n",
+        "            _common_end(node, other),\n",
         "            0,\n",
         "jax_impl/checkpoint/test_moments.py",
     ),
@@ -1329,14 +1329,14 @@ JAX = [
     ),
     M(
         "filled rows counted",
-        "jax_impl/batch.py",
+        "jax_impl/train_state.py",
         "(np.arange(target) < have)",
         "(np.arange(target) <= have)",
         "jax_impl/test_evaluate.py",
     ),
     M(
         "a loader's buffer remembered",
-        "jax_impl/batch.py",
+        "jax_impl/train_state.py",
         "leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype)) if isinstance(leaf, np.ndarray) else leaf",
         "leaf",
         "jax_impl/test_evaluate.py",
@@ -1358,7 +1358,7 @@ JAX = [
     M(
         "what is one for all rows has a row of its own for each",
         "jax_impl/runtime",
-        "flags[:] = is_mapped((place, leaves))[1]",
+        "flags[:] = is_mapped((row, leaves))[1]",
         "flags[:] = [True] * len(leaves)",
         "jax_impl/modules/test_named_axes.py",
     ),
@@ -1400,14 +1400,14 @@ JAX = [
     M(
         "a layer of a linen stack is called with the whole stack's arrays",
         "jax_impl/modules",
-        "arrays = [one.reshape(array.shape[1:]) for one, array in own]",
+        "arrays = [own_array.reshape(array.shape[1:]) for own_array, array in own]",
         "pass",
         "jax_impl/modules/test_linen_stacks.py",
     ),
     M(
         "a loop over another axis taken for one over axis 0",
         "jax_impl/modules",
-        "fits = [one.shape for one in arrays] == [one.shape[1:] for one in looped]",
+        "fits = [own_array.shape for own_array in arrays] == [own_array.shape[1:] for own_array in looped]",
         "fits = True",
         "jax_impl/modules/test_linen_stacks.py",
     ),
@@ -1428,8 +1428,8 @@ JAX = [
     M(
         "modules of equal leading sizes are taken for stacks",
         "jax_impl/modules",
-        "found != (length, *shape)",
-        "found == (0, *shape)",
+        "shape_seen != (length, *shape)",
+        "shape_seen == (0, *shape)",
         "jax_impl/modules/test_nnx_stacks.py",
     ),
     M(

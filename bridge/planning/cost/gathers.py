@@ -2,7 +2,7 @@
 
 PyTorch keeps the weights of units inside of a recomputed one from its second forward to its backward. JAX keeps those
 of the last of them, as many as ``prefetch`` allows at once, and gathers the others a third time
-(``jax_impl/runtime/program/kept.py``). Here units are taken to run in the order in which the model defines them.
+(``jax_impl/runtime/unit/order.py``). Here units are taken to run in the order in which the model defines them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ XLA stores all residuals of a unit that gathers its weights, since ``jax_impl`` 
 argument, such as the zeros of a mask. Elsewhere XLA may compute some of them again, and the bytes are upper bounds.
 ``backward`` adds the cotangents of output and input, and that of the largest intermediate, which is as large as the
 largest residual: in attention that keeps its scores, the cotangent of the scores. On TPUs ``jax_impl`` saves less (see
-``jax_impl/runtime/program/derived.py``).
+``jax_impl/runtime/program/residuals.py``).
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-"""A flat group on a mesh with model axes: each part of the parameters lies in a flat buffer of its own.
+"""A flat group on a mesh with model axes: each part of the parameters lies in a flat buffer of its
+own.
 
-Parameters that are cut over the same model axes are one group; those that no axis cuts are another. A *row* is what one
-place of the group's model axes has of all parameters, and ``layout`` is the layout of a row: all rows are alike. Of a
-kernel ``[4, 6]`` whose second dimension is cut over ``tp = 2``, on ``dp = 2``::
+Parameters that are cut over the same model axes are one group; those that no axis cuts are another.
+A *row* is what one place of the group's model axes has of all parameters, and ``layout`` is the
+layout of a row: all rows are alike. Of a kernel ``[4, 6]`` whose second dimension is cut over
+``tp = 2``, on ``dp = 2``::
 
     row 0, tp = 0     kernel[:, 0:3] flat      |a0 a1|      a0, b0: the shards of dp = 0
     row 1, tp = 1     kernel[:, 3:6] flat      |b0 b1|      a1, b1: those of dp = 1
     at rest           [a0 b0 a1 b1], cut over (dp, tp)      each device has one shard of one row
     gathered          [a0 a1 b0 b1], cut over tp            moves a0, a1 between devices of tp = 0 only
 
-A row becomes a part of each parameter where it is, and the parameter is cut over the model axes in the user's model.
+A row becomes a part of each parameter where it is, and the parameter is cut over the model axes in
+the user's model.
 """
 
 from __future__ import annotations
@@ -24,9 +27,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bridge.core.sharding.policy.parallel import Cut
-from jax_impl.comm.model_axes import ModelAxes
-from jax_impl.runtime.groups.buffer import pack, unpack
-from jax_impl.runtime.groups.flat_group import Boxes, FlatGroup, Index
+from jax_impl.comm.mesh import ModelAxes
+from jax_impl.runtime.groups.flat_group import Boxes, FlatGroup, Index, pack, unpack
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class CutGroup(FlatGroup):
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The model axes that cut the parameters, outer to inner."""
-        cut = {one.axis for one in self.cuts[0]} if self.cuts else set()
+        cut = {part.axis for part in self.cuts[0]} if self.cuts else set()
         return tuple(name for name in self.model.names if name in cut)
 
     @cached_property
@@ -109,12 +111,12 @@ class CutGroup(FlatGroup):
         return (shards.swapaxes(-3, -2).reshape(self.shape),)
 
     def boxes(self, index: Index) -> Boxes:
-        places = self._places(index)
+        coordinates = self._places(index)
         for path, offsets, sizes, where in super().boxes(index):
             shifted = list(offsets)
             for cut in self.cuts_of(path):
                 dimension = cut.dimension + len(self._stack)
-                shifted[dimension] += places[cut.axis] * self._part(path, cut)
+                shifted[dimension] += coordinates[cut.axis] * self._part(path, cut)
             yield path, tuple(shifted), sizes, where
 
     def _part(self, path: str, cut: Cut) -> int:
@@ -126,10 +128,10 @@ class CutGroup(FlatGroup):
 
     def _places(self, index: Index) -> Mapping[str, int]:
         """Of the row that the shard belongs to: its place on each model axis that cuts the group."""
-        row, places = super()._rank(index) % self.rows, {}
+        row, coordinates = super()._rank(index) % self.rows, {}
         for name, size in zip(reversed(self.axes), reversed(self._sizes), strict=True):
-            row, places[name] = divmod(row, size)
-        return places
+            row, coordinates[name] = divmod(row, size)
+        return coordinates
 
     def _joined(self, parts: jax.Array, cuts: Sequence[Cut]) -> jax.Array:
         """Rows' parts ``[stack, rows, part]`` -> the parameter ``[stack, shape]``."""
@@ -139,26 +141,26 @@ class CutGroup(FlatGroup):
         by_dimension = {cut.dimension: self.axes.index(cut.axis) for cut in cuts}
         for dimension in range(parts.ndim - stack - axes):
             own = stack + axes + dimension
-            place = by_dimension.get(dimension)
-            order += [own] if place is None else [stack + place, own]
-            shape.append(parts.shape[own] * (1 if place is None else self._sizes[place]))
+            axis = by_dimension.get(dimension)
+            order += [own] if axis is None else [stack + axis, own]
+            shape.append(parts.shape[own] * (1 if axis is None else self._sizes[axis]))
         return parts.transpose(order).reshape(shape)
 
     def _split(self, leaf: jax.Array, cuts: Sequence[Cut]) -> jax.Array:
         """The inverse of ``_joined``."""
         stack = len(self._stack)
         by_dimension = {cut.dimension: self.axes.index(cut.axis) for cut in cuts}
-        shape, own, places = list(leaf.shape[:stack]), [], dict[int, int]()
+        shape, own, positions = list(leaf.shape[:stack]), [], dict[int, int]()
         for dimension, size in enumerate(leaf.shape[stack:]):
-            place = by_dimension.get(dimension)
-            if place is not None:
-                places[place] = len(shape)
-                shape.append(self._sizes[place])
-                size //= self._sizes[place]
+            axis = by_dimension.get(dimension)
+            if axis is not None:
+                positions[axis] = len(shape)
+                shape.append(self._sizes[axis])
+                size //= self._sizes[axis]
             own.append(len(shape))
             shape.append(size)
         split = leaf.reshape(shape).transpose(
-            *range(stack), *(places[i] for i in range(len(self.axes))), *own
+            *range(stack), *(positions[i] for i in range(len(self.axes))), *own
         )
         return split.reshape(*leaf.shape[:stack], self.rows, *split.shape[stack + len(self.axes) :])
 
@@ -178,10 +180,10 @@ class CutGroup(FlatGroup):
     @cached_property
     def _leaf_specs(self) -> tuple[PartitionSpec, ...]:
         """How the parameters of one layer are cut."""
-        found = []
+        specs = []
         for slot, cuts in zip(self.layout.slots, self.cuts, strict=True):
             names: list[str | None] = [None] * len(slot.shape)
             for cut in cuts:
                 names[cut.dimension] = cut.axis
-            found.append(PartitionSpec(*names))
-        return tuple(found)
+            specs.append(PartitionSpec(*names))
+        return tuple(specs)

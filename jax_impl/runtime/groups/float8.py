@@ -1,8 +1,9 @@
-"""Float8 payload and its scales inside of a compiled step: the bytes of ``bridge.core.sharding.policy.float8``, on any
-device.
+"""Float8 payload and its scales inside of a compiled step: the bytes of
+``bridge.core.sharding.policy.float8``, on any device.
 
-The arithmetic is that of integers and of products with powers of two, which all of XLA's compilers compute alike. Their
-own float8 types differ in what they saturate and flush, and not every device has them.
+The arithmetic is that of integers and of products with powers of two, which all of XLA's compilers
+compute alike. Their own float8 types differ in what they saturate and flush, and not every device
+has them.
 """
 
 from __future__ import annotations
@@ -43,32 +44,35 @@ def magnitudes(values: jax.Array) -> jax.Array:
     return jnp.where(bits > _INFINITY, 0, bits)
 
 
-def scales_of(amax: jax.Array, kind: Float8 = E4M3) -> jax.Array:
+def scales_of(amax: jax.Array, float8: Float8 = E4M3) -> jax.Array:
     """Bits of magnitudes -> E8M0 bytes."""
     # The addend carries into the exponent where the fraction is above that of 1.75.
-    exponents = ((amax + 0x1FFFFF) >> _FRACTION) - kind.power
+    exponents = ((amax + 0x1FFFFF) >> _FRACTION) - float8.power
     return jnp.maximum(exponents, 0).astype(jnp.uint8)
 
 
-def encode(values: jax.Array, scales: jax.Array, kind: Float8 = E4M3) -> jax.Array:
+def encode(values: jax.Array, scales: jax.Array, float8: Float8 = E4M3) -> jax.Array:
     """float32 and the scale of each, of a shape that broadcasts -> bytes of the format."""
     bits = lax.bitcast_convert_type(values, jnp.int32)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
-    # Devices differ in whether they take subnormal numbers for zeros.
+    # Devices differ in whether they take subnormal numbers for zeros; the bytes must not.
     flushed = lax.bitcast_convert_type(jnp.where(bits < _SMALLEST_NORMAL, 0, bits), jnp.float32)
     scaled = flushed * power_of(254 - scales.astype(jnp.int32))
-    found = lax.bitcast_convert_type(scaled, jnp.int32)
+    scaled_bits = lax.bitcast_convert_type(scaled, jnp.int32)
     # Of 23 fraction bits the format's stay, and the exponent has the format's bias.
-    dropped = _FRACTION - kind.fraction
+    dropped = _FRACTION - float8.fraction
     half = (1 << (dropped - 1)) - 1
-    normal = ((found + half + ((found >> dropped) & 1)) >> dropped) - ((_BIAS - kind.bias) << kind.fraction)
-    # Smaller numbers are multiples of the spacing of float32 at this power of two: the addition rounds to them.
-    power = dropped + 1 - kind.bias
+    normal = ((scaled_bits + half + ((scaled_bits >> dropped) & 1)) >> dropped) - (
+        (_BIAS - float8.bias) << float8.fraction
+    )
+    # Smaller numbers are multiples of the spacing of float32 at this power of two: the addition
+    # rounds to them.
+    power = dropped + 1 - float8.bias
     small = lax.bitcast_convert_type(jnp.minimum(scaled, 1.0) + 2.0**power, jnp.int32)
     small -= (_BIAS + power) << _FRACTION
-    smallest_normal = (_BIAS + 1 - kind.bias) << _FRACTION
-    payload = jnp.minimum(jnp.where(found < smallest_normal, small, normal), kind.largest)
+    smallest_normal = (_BIAS + 1 - float8.bias) << _FRACTION
+    payload = jnp.minimum(jnp.where(scaled_bits < smallest_normal, small, normal), float8.largest)
     return (jnp.where(bits > _INFINITY, _NAN, payload) | sign).astype(jnp.uint8)
 
 

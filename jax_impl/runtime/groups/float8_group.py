@@ -1,5 +1,5 @@
-"""A flat group whose weights travel as float8 payload: ``bridge.core.sharding.policy.float8`` has the bits and where
-they lie.
+"""A flat group whose weights travel as float8 payload: ``bridge.core.sharding.policy.float8`` has
+the bits and where they lie.
 
 ::
 
@@ -7,8 +7,8 @@ they lie.
     gather    payload and scales of all shards, uint8
     leaves    payload and scales of a parameter  ->  the compute dtype, exactly
 
-So what waits for its use, such as a unit that is gathered ahead, is bytes. Gradients are those of the leaves, and go to
-the main weights as they are (straight-through).
+So what waits for its use, such as a unit that is gathered ahead, is bytes. Gradients are those of
+the leaves, and go to the main weights as they are (straight-through).
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from jax import lax
 
 from bridge.core.sharding.policy.float8 import piece_bytes
 from jax_impl.comm.collectives import LANES
-from jax_impl.runtime.groups.buffer import unpack
 from jax_impl.runtime.groups.cut_group import CutGroup
-from jax_impl.runtime.groups.flat_group import FlatGroup
+from jax_impl.runtime.groups.flat_group import FlatGroup, Float8Levels, unpack
 from jax_impl.runtime.groups.float8 import decode, each_in_row, scales_of
 from jax_impl.runtime.groups.float8_shards import (
     amax_of_tensors,
@@ -36,16 +35,8 @@ from jax_impl.runtime.groups.float8_shards import (
 
 
 @dataclass(frozen=True)
-class Float8Group(FlatGroup):
+class Float8Group(Float8Levels, FlatGroup):
     """Sources are pieces of uint8 ``[piece_bytes * shards]``, and of float8_e4m3fn the scales of parameters."""
-
-    @property
-    def sends_once(self) -> bool:
-        return super().sends_once or self._by_tensor
-
-    @property
-    def holds_at_rest(self) -> bool:
-        return False
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         levels, layout = self.strategy, self.layout
@@ -53,8 +44,8 @@ class Float8Group(FlatGroup):
         rank = self.wire.axes.shard_index(levels.optimizer)
         scales: tuple[jax.Array, ...] = ()
         if self._by_tensor:
-            found = self._on_layers(lambda x: amax_of_tensors(layout, x, rank), values)
-            amax = self._of_whole_tensors(lax.bitcast_convert_type(found, jnp.float32))
+            bits = self._on_layers(lambda x: amax_of_tensors(layout, x, rank), values)
+            amax = self._of_whole_tensors(lax.bitcast_convert_type(bits, jnp.float32))
             scales = (scales_of(lax.bitcast_convert_type(amax, jnp.int32)),)
             pieces = self._on_layers(lambda x, s: quantize_tensors(layout, x, s, rank), values, *scales)
         else:
@@ -79,21 +70,17 @@ class Float8Group(FlatGroup):
         payload = pieces[:, :size]
         values = unpack(layout, payload.reshape(-1) if row == 1 else payload)
         if self._by_tensor:
-            found = [decode(leaf, scale) for leaf, scale in zip(values, *scales, strict=True)]
+            decoded = [decode(leaf, scale) for leaf, scale in zip(values, *scales, strict=True)]
         else:
             of_rows = scales_of_leaves(layout, pieces[:, size:].reshape(layout.num_shards, -1))
-            found = [
+            decoded = [
                 decode(leaf, each_in_row(own, leaf.shape[-1]))
                 for leaf, own in zip(values, of_rows, strict=True)
             ]
-        return tuple(leaf.astype(self.wire.compute) for leaf in found)
+        return tuple(leaf.astype(self.wire.compute) for leaf in decoded)
 
     def _of_whole_tensors(self, amax: jax.Array) -> jax.Array:
         return self.wire.largest(amax, self.strategy.optimizer)
-
-    @property
-    def _by_tensor(self) -> bool:
-        return self.wire.float8 == "float8_e4m3fn"
 
     @property
     def _piece_row(self) -> int | None:
@@ -109,5 +96,5 @@ class CutFloat8Group(CutGroup, Float8Group):
     """On a mesh with model axes: rows, and their blocks, are those of parts, a tensor's scale is of all its parts."""
 
     def _of_whole_tensors(self, amax: jax.Array) -> jax.Array:
-        found = super()._of_whole_tensors(amax)
-        return lax.pmax(found, self.axes) if self.axes else found
+        of_part = super()._of_whole_tensors(amax)
+        return lax.pmax(of_part, self.axes) if self.axes else of_part

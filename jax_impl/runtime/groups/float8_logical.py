@@ -1,9 +1,9 @@
 """A group of the pjit engine whose weights travel as float8 payload.
 
-Parameters are quantized whole, where they lie, and payload and scales are arrays of their own, cut as the parameters
-are. It is these that have to lie whole when they are used: so they are what XLA gathers, and it dequantizes what it has
-gathered. XLA itself adds what is needed to know the scales: the largest magnitudes of tensors, and of blocks that a cut
-separates.
+Parameters are quantized whole, where they lie, and payload and scales are arrays of their own, cut
+as the parameters are. It is these that have to lie whole when they are used: so they are what XLA
+gathers, and it dequantizes what it has gathered. XLA itself adds what is needed to know the scales:
+the largest magnitudes of tensors, and of blocks that a cut separates.
 """
 
 from __future__ import annotations
@@ -18,24 +18,17 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bridge.core.sharding.policy.float8 import BLOCK
+from jax_impl.runtime.groups.flat_group import Float8Levels
 from jax_impl.runtime.groups.float8 import decode, each_in_row, encode, in_rows, magnitudes, scales_of
 from jax_impl.runtime.groups.logical_group import LogicalArray, LogicalGroup
 
 
 @dataclass(frozen=True)
-class Float8LogicalGroup(LogicalGroup):
+class Float8LogicalGroup(Float8Levels, LogicalGroup):
     """Sources are the payload of each parameter, uint8 of its shape, and then the scales of each.
 
     Scales of mxfp8 are ``[..., blocks of a row]``; of float8_e4m3fn each dimension is 1, but for the layers of a stack.
     """
-
-    @property
-    def sends_once(self) -> bool:
-        return super().sends_once or self._by_tensor
-
-    @property
-    def holds_at_rest(self) -> bool:
-        return False
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         values = [x.astype(jnp.float32) for x in arrays]
@@ -54,10 +47,6 @@ class Float8LogicalGroup(LogicalGroup):
             decode(x, self._of_each(s, x)).astype(self.wire.compute)
             for x, s in zip(whole[:count], whole[count:], strict=True)
         )
-
-    @property
-    def _by_tensor(self) -> bool:
-        return self.wire.float8 == "float8_e4m3fn"
 
     def _scales(self, values: jax.Array) -> jax.Array:
         if not self._by_tensor:

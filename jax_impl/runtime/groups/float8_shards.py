@@ -1,13 +1,14 @@
 """Quantize one shard of a flat group, and find the scales of a parameter in all of them.
 
-All devices run one program, but hold different rows of different parameters: *parts* of a shard. Three ways::
+All devices run one program, but hold different rows of different parameters: *parts* of a shard.
+Three ways::
 
     one shard                      all parts are known: each parameter by itself
     blocks of whole tiles          mxfp8: every 32 elements, whatever they are of (``float8.in_blocks``)
     else                           a device takes its row of tables that say what each shard holds
 
-The last one computes what it needs to know of each element, or of each block, from where it is. Padding is zero and has
-payload 0; which part it counts as makes no difference.
+The last one computes what it needs to know of each element, or of each block, from where it is.
+Padding is zero and has payload 0; which part it counts as makes no difference.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 from bridge.core.sharding import Layout
 from bridge.core.sharding.layout.slot import Slot
 from bridge.core.sharding.policy.float8 import BLOCK, blocks_of, in_blocks, scale_bytes, scale_parts
-from jax_impl.runtime.groups.buffer import pack, unpack
+from jax_impl.runtime.groups.flat_group import pack, unpack
 from jax_impl.runtime.groups.float8 import each_in_row, encode, in_rows, magnitudes, scales_of
 
 # The number of a device's shard; None where there is one.
@@ -39,11 +40,11 @@ def quantize_blocks(layout: Layout, values: jax.Array, rank: Rank) -> jax.Array:
     elif rank is None:
         leaves = unpack(layout, values)
         of_leaves = [scales_of(_largest(in_rows(leaf))) for leaf in leaves]
-        found = [
+        encoded = [
             encode(leaf, each_in_row(own, leaf.shape[-1]))
             for leaf, own in zip(leaves, of_leaves, strict=True)
         ]
-        payload = pack(layout, found)
+        payload = pack(layout, encoded)
         by_name = dict(zip((slot.name for slot in layout.slots), of_leaves, strict=True))
         held = (slot.name for buffer in range(len(layout.shard_sizes)) for slot in layout.occupied(buffer))
         scales = jnp.concatenate([by_name[name].reshape(-1) for name in held])
@@ -129,15 +130,17 @@ def _tiles(layout: Layout) -> Layout:
 @functools.cache
 def _places(layout: Layout) -> list[tuple[np.ndarray, np.ndarray]]:
     """Of each row of each parameter: its shard, and where its scales start there."""
-    found = [(np.zeros(slot.num_rows, np.int32), np.zeros(slot.num_rows, np.int32)) for slot in layout.slots]
+    by_slot = [
+        (np.zeros(slot.num_rows, np.int32), np.zeros(slot.num_rows, np.int32)) for slot in layout.slots
+    ]
     for rank in range(layout.num_shards):
         for part in scale_parts(layout, rank):
             slot = layout.slots[part.number]
             r0, r1 = layout.row_range(slot.name, rank)
-            ranks, starts = found[part.number]
+            ranks, starts = by_slot[part.number]
             ranks[r0:r1] = rank
             starts[r0:r1] = part.start + part.blocks * np.arange(r1 - r0)
-    return found
+    return by_slot
 
 
 @functools.cache

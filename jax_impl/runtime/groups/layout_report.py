@@ -19,7 +19,7 @@ from jax_impl.runtime.groups.flat_group import FlatGroup
 _RIGHT = frozenset({"layers", "params", "elements", "padding", "shards", "shard", "align", "bytes/device"})
 
 
-class Plan(Protocol):
+class ReportedPlan(Protocol):
     """What is described, a ``ShardingPlan``, which shows itself by this report."""
 
     @property
@@ -140,7 +140,7 @@ class LayoutReport:
         }
 
 
-def layout_report(plan: Plan) -> LayoutReport:
+def layout_report(plan: ReportedPlan) -> LayoutReport:
     """Describe a ``ShardingPlan``: per unit its strategy, shards, elements, padding, and what is whole.
 
     All processes have the same report. ``print(plan)`` is the same table, with equal units in one line.

@@ -1,12 +1,15 @@
-"""A group of the pjit engine: a unit's parameters of one trainability, each a logical array with a ``NamedSharding``.
+"""A group of the pjit engine: a unit's parameters of one trainability, each a logical array with a
+``NamedSharding``.
 
-Each parameter is cut along its largest dimension that the number of its shards divides, and is whole on every device
-where there is none. Levels of sharding are those of ``comm/mesh.py``, all along that dimension::
+Each parameter is cut along its largest dimension that the number of its shards divides, and is
+whole on every device where there is none. Levels of sharding are those of ``comm/mesh.py``, all
+along that dimension::
 
     optimizer level 2 on 2 x 4 devices    (4096, 1024) -> 8 x (512, 1024)      (331,) -> whole
     parameters level 1                    4 x (1024, 1024)                     whole
 
-What model axes cut is divided so among the devices of each part; both may cut one dimension, model axes first.
+What model axes cut is divided so among the devices of each part; both may cut one dimension, model
+axes first.
 
 There are no collectives here, only statements of how an array has to lie; XLA chooses what to send.
 """
@@ -26,7 +29,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from bridge.core.sharding import Strategy
 from bridge.core.sharding.policy.parallel import Cut, cut_dimension, local_shape
 from jax_impl.comm.collectives import Wire, round_to
-from jax_impl.runtime.groups.buffer import Piece, Read
+from jax_impl.runtime.groups.flat_group import FlatGroup, Levels
+from jax_impl.runtime.groups.stored import BufferSlice, Read, read_box
 
 Index = tuple[slice, ...]
 
@@ -70,17 +74,12 @@ class LogicalArray:
     def numel(self, index: Index) -> int:
         return int(np.prod(self._sizes(index), dtype=np.int64))
 
-    def pieces(self, index: Index, values: np.ndarray) -> Iterator[Piece]:
-        yield Piece(self.path, tuple(part.start or 0 for part in index), self._sizes(index), values)
+    def pieces(self, index: Index, values: np.ndarray) -> Iterator[BufferSlice]:
+        yield BufferSlice(self.path, tuple(part.start or 0 for part in index), self._sizes(index), values)
 
     def shard(self, index: Index, dtype: np.dtype, read: Read) -> np.ndarray:
         offsets, sizes = tuple(part.start or 0 for part in index), self._sizes(index)
-        found = np.asarray(read(self.path, offsets, sizes))
-        if found.shape != sizes:
-            raise ValueError(
-                f"parameter {self.path!r}: expected values of shape {sizes} at {offsets}, got {found.shape}"
-            )
-        return found.astype(dtype)
+        return read_box(read, self.path, offsets, sizes).astype(dtype)
 
     def _sizes(self, index: Index) -> tuple[int, ...]:
         return tuple(len(range(*part.indices(size))) for part, size in zip(index, self.shape, strict=True))
@@ -105,12 +104,12 @@ def logical_array(
         local = local_shape(shape[stack:], cuts, sizes or {})
         cut = cut_dimension(local, wire.axes.shards(strategy.optimizer))
     dimension = None if cut is None else cut + stack
-    over = tuple(Cut(one.axis, one.dimension + stack) for one in cuts)
+    over = tuple(Cut(part.axis, part.dimension + stack) for part in cuts)
     return LogicalArray(path, tuple(shape), wire.main, wire, strategy.optimizer, dimension, over)
 
 
 @dataclass(frozen=True)
-class LogicalGroup:
+class LogicalGroup(Levels):
     """``arrays``: the parameters at rest, in the order of the unit. ``layers``: of a stack, or None."""
 
     unit: str
@@ -129,24 +128,12 @@ class LogicalGroup:
     def stored(self) -> dict[str, LogicalArray]:
         return {array.path: array for array in self.arrays}
 
-    @property
-    def dtype(self) -> np.dtype:
-        return self.wire.main
-
     def cuts_of(self, path: str) -> tuple[Cut, ...]:
         stack = 0 if self.layers is None else 1
         return tuple(Cut(cut.axis, cut.dimension - stack) for cut in self.stored[path].cuts)
 
     def layer_shape(self, path: str) -> tuple[int, ...]:
         return self.stored[path].shape[0 if self.layers is None else 1 :]
-
-    @property
-    def sends_once(self) -> bool:
-        return self.strategy.parameters != self.strategy.optimizer
-
-    @property
-    def holds_at_rest(self) -> bool:
-        return 0 < self.strategy.parameters == self.strategy.optimizer
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         if self.holds_at_rest:
@@ -166,7 +153,8 @@ class LogicalGroup:
 
     def reduce(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         rounded = (round_to(round_to(x, self.wire.reduce), self.wire.grad) for x in gradients)
-        # No sharding says "partial", so XLA reduces in each microbatch: what is cut in the end is cut there.
+        # No sharding says "partial", so XLA reduces in each microbatch: what is cut in the end is
+        # cut there. Left whole, XLA all-reduced under "optim" and cut afterwards, twice the bytes.
         return self._lying(rounded, self.strategy.gradients or self.strategy.optimizer, one_layer=True)
 
     def finish(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -178,6 +166,8 @@ class LogicalGroup:
     def at_rest(self, leaves: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         return tuple(leaves)
 
+    # All transfers of this engine are constraints. Without one for each unit's weights GSPMD moves
+    # activations too: 10 all-to-alls in a step of 8 scanned layers.
     def _lying(
         self, values: Iterable[jax.Array], level: int, *, one_layer: bool = False
     ) -> tuple[jax.Array, ...]:
@@ -186,3 +176,7 @@ class LogicalGroup:
             lax.with_sharding_constraint(x, NamedSharding(self.mesh, array.spec_of(level, left_out)))
             for x, array in zip(values, self.arrays, strict=True)
         )
+
+
+# A group of either engine; FlatGroup says what the methods do.
+Group = FlatGroup | LogicalGroup

@@ -1,14 +1,18 @@
-"""Arrays of a train state in the host's memory (``pinned_host``), which programs compute with on the device.
+"""Arrays of a train state in the host's memory (``pinned_host``), which programs compute with on
+the device.
 
-A state may lie wherever its user puts it with ``jax.device_put`` and ``sharding.with_memory_kind``. A program brings
-what it needs to the device, and returns what it changes to where it was.
+A state may lie wherever its user puts it with ``jax.device_put`` and ``sharding.with_memory_kind``.
+A program brings what it needs to the device, and returns what it changes to where it was.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 Tree = TypeVar("Tree")
 HOST = "pinned_host"
@@ -35,12 +39,10 @@ def is_on_device(x: jax.Array) -> bool:
 
 def as_before(tree: Tree, before: Tree) -> Tree:
     """Inside of a program: each array of ``tree`` in the kind of memory in which its counterpart in ``before`` is."""
-    return jax.tree.map(
-        lambda x, given: x if _space(x) == _space(given) else _put(x, _space(given)), tree, before
-    )
+    return jax.tree.map(lambda x, was: x if _space(x) == _space(was) else _put(x, _space(was)), tree, before)
 
 
-def constrained(tree: Tree, shardings: Any) -> Tree:
+def constrain(tree: Tree, shardings: Any) -> Tree:
     """Inside of a program: arrays on the device lie so; others are as they are."""
     return jax.tree.map(
         lambda x, sharding: jax.lax.with_sharding_constraint(x, sharding) if is_on_device(x) else x,
@@ -54,14 +56,14 @@ def memory_kinds(tree: object) -> tuple[str | None, ...]:
     return tuple(leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree))
 
 
-def in_memory(sharding: Any, kind: str | None) -> Any:
+def in_memory(sharding: Any, memory_kind: str | None) -> Any:
     """``sharding`` in memory of this kind; "" or None: the default."""
-    return sharding.with_memory_kind(kind) if kind else sharding
+    return sharding.with_memory_kind(memory_kind) if memory_kind else sharding
 
 
-def moved(array: jax.Array, kind: str) -> jax.Array:
+def move(array: jax.Array, memory_kind: str) -> jax.Array:
     """Outside of programs: the array in memory of this kind, "" for the device's own."""
-    return jax.device_put(array, in_memory(array.sharding, kind)) if kind else array
+    return jax.device_put(array, in_memory(array.sharding, memory_kind)) if memory_kind else array
 
 
 def kinds_like(example: object, expected: Tree) -> Tree:
@@ -89,3 +91,50 @@ def _put(x: jax.Array, space: Any) -> jax.Array:
 
 def _space(x: jax.Array) -> Any:
     return jax.typeof(x).memory_space
+
+
+def check_not_donated(name: str, array: jax.Array) -> None:
+    """Raises ``ValueError`` for an array without values."""
+    # XLA does not check: a program that is given such an array crashes the process. The state of
+    # before a step that donated it is the usual one.
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted():
+        raise ValueError(
+            f"{name}: expected values, got an array that was given up (donated) to an earlier step: go on with the "
+            "state which that step returned"
+        )
+
+
+# Of how many elements parts are multiples, that TPUs need not shift them: of the only, of the last
+# two dimensions.
+_ALONE, _ROWS, _COLUMNS = 1024, 32, 128
+
+
+def fetch_after(arrays: Sequence[jax.Array], there: jax.Array) -> tuple[jax.Array, ...]:
+    """The same arrays, on the device, not before ``there``, which is True. Those on the device stay as they are."""
+    # XLA's schedulers move transfers to the front, past barriers, but cannot know where a slice
+    # begins whose start is computed from a scalar of the program. A slice has less than all
+    # elements, or XLA would see that there is one start only.
+    start = jnp.where(there, 0, 1).astype(jnp.int32)
+    return tuple(x if is_on_device(x) else _fetch_in_parts(x, start) for x in arrays)
+
+
+def _fetch_in_parts(x: jax.Array, start: jax.Array) -> jax.Array:
+    cut = _middle(x.shape)
+    if cut is None:
+        # A small one may come at any time.
+        return on_device(x)
+    axis, middle = cut
+    parts = [
+        lax.dynamic_slice_in_dim(x, start, middle, axis),
+        lax.dynamic_slice_in_dim(x, start + middle, x.shape[axis] - middle, axis),
+    ]
+    return lax.concatenate(on_device(parts), axis)
+
+
+def _middle(shape: Sequence[int]) -> tuple[int, int] | None:
+    """A dimension, and where to cut it; None where no dimension is long enough."""
+    least = [1] * (len(shape) - 2) + ([_ALONE] if len(shape) == 1 else [_ROWS, _COLUMNS])
+    for axis, (size, unit) in enumerate(zip(shape, least, strict=False)):
+        if size >= 2 * unit:
+            return axis, size // 2 // unit * unit
+    return None

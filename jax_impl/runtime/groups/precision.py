@@ -1,9 +1,11 @@
-"""Which dtype weights have in compute and on the wire, and gradients have on the wire and for the optimizer.
+"""Which dtype weights have in compute and on the wire, and gradients have on the wire and for the
+optimizer.
 
-Main weights are float32, or float64 where the given parameters are, unless ``main_dtype`` says otherwise. Frozen
-weights, which no update needs more bits of, stay in the dtype in which they were given. In float8, whose scale only the
-model knows, and in integers and bools, that is also the dtype of compute. With a ``gather_dtype`` matrices and stacks
-of them are quantized when they are gathered, and computed with as they are then.
+Main weights are float32, or float64 where the given parameters are, unless ``main_dtype`` says
+otherwise. Frozen weights, which no update needs more bits of, stay in the dtype in which they were
+given. In float8, whose scale only the model knows, and in integers and bools, that is also the
+dtype of compute. With a ``gather_dtype`` matrices and stacks of them are quantized when they are
+gathered, and computed with as they are then.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ class Precision:
         names = map(_name, (param_dtype, reduce_dtype, grad_dtype, gather_dtype, main_dtype))
         return cls(*names)
 
-    def of_group(self, given: np.dtype, *, trainable: bool, quantized: bool = False) -> GroupDtypes[np.dtype]:
-        """Dtypes of parameters that were given as ``given``, and are all ``quantized`` or none.
+    def of_group(self, dtype: np.dtype, *, trainable: bool, quantized: bool = False) -> GroupDtypes[np.dtype]:
+        """Dtypes of parameters that were given as ``dtype``, and are all ``quantized`` or none.
 
         Raises ``ValueError`` for float64, which float8 would not be quantized from, and for trainable weights of 16
         bits, whose gradients are not those of what was quantized.
@@ -73,7 +75,7 @@ class Precision:
         asked = AskedDtypes(
             self.main_dtype, self.param_dtype, self.reduce_dtype, self.grad_dtype, self.gather_dtype
         )
-        dtypes = asked.of_group(given.name, trainable=trainable, quantized=quantized)
+        dtypes = asked.of_group(dtype.name, trainable=trainable, quantized=quantized)
         if dtypes.gather and (dtypes.main == "float64" or (trainable and dtypes.main != "float32")):
             raise ValueError(
                 f"gather_dtype: expected None for {dtypes.main} main weights, got {dtypes.gather!r}, which quantizes "

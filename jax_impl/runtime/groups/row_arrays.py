@@ -1,7 +1,9 @@
-"""Arrays of an optimizer's state besides those of the weights, where moments have a scale for each row.
+"""Arrays of an optimizer's state besides those of the weights, where moments have a scale for each
+row.
 
-Parameters whose rows have several elements are *scaled*; the others (vectors, scalars) keep float32 moments. Of a flat
-group there are then up to three arrays for each moment, all cut over devices as the weights are::
+Parameters whose rows have several elements are *scaled*; the others (vectors, scalars) keep float32
+moments. Of a flat group there are then up to three arrays for each moment, all cut over devices as
+the weights are::
 
     rank                              |------- 0 -------|------- 1 -------|
     weights                           |a0a0a0a1a1a1b.b.b|b.b.c0c0c0c1c1c1.|      a, c: scaled, b: a vector
@@ -9,8 +11,9 @@ group there are then up to three arrays for each moment, all cut over devices as
     "layers/0 (scales)"   float32     |s0 s1|s0 s1|                              one for each row
     "layers/0 (unscaled)" float32     |b b b|b b .|                              elements of b
 
-In the latter two a rank has its own rows in order, one part for each buffer of the layout, as long as the rank with
-most rows needs it. Of the pjit engine's arrays only the scales are apart: ``"layers/0/kernel (scales)"``.
+In the latter two a rank has its own rows in order, one part for each buffer of the layout, as long
+as the rank with most rows needs it. Of the pjit engine's arrays only the scales are apart:
+``"layers/0/kernel (scales)"``.
 """
 
 from __future__ import annotations
@@ -26,11 +29,10 @@ from jax.sharding import PartitionSpec
 
 from bridge.core.sharding.layout.rows import rows_of
 from bridge.core.sharding.layout.slot import Slot
-from jax_impl.runtime.groups.buffer import Piece, Read
 from jax_impl.runtime.groups.flat_group import FlatGroup, Index
-from jax_impl.runtime.groups.logical_group import LogicalArray, LogicalGroup
+from jax_impl.runtime.groups.logical_group import Group, LogicalArray, LogicalGroup
 from jax_impl.runtime.groups.precision import update_dtype
-from jax_impl.runtime.groups.unit_plan import Group, Stored
+from jax_impl.runtime.groups.stored import BufferSlice, Read, Stored, read_box
 
 SCALED, SCALES, UNSCALED = " (scaled)", " (scales)", " (unscaled)"
 _SCALE = np.dtype(np.float32)
@@ -49,11 +51,11 @@ def row_arrays(group: Group) -> Mapping[str, Stored]:
     assert isinstance(group, FlatGroup)
     if not scaled:
         return {}
-    found: dict[str, Stored] = {group.key + SCALED: ScaledPart(group)}
+    arrays: dict[str, Stored] = {group.key + SCALED: ScaledPart(group)}
     for key, part in ((SCALES, RowArray(group, scaled=True)), (UNSCALED, RowArray(group, scaled=False))):
         if part.rows:
-            found[group.key + key] = part
-    return found
+            arrays[group.key + key] = part
+    return arrays
 
 
 def scales_of(array: LogicalArray) -> LogicalArray:
@@ -96,7 +98,7 @@ class ScaledPart:
     def numel(self, index: Index) -> int:
         return sum(int(np.prod(sizes)) for path, _, sizes, _ in self.group.boxes(index) if path in self._own)
 
-    def pieces(self, index: Index, values: np.ndarray) -> Iterator[Piece]:
+    def pieces(self, index: Index, values: np.ndarray) -> Iterator[BufferSlice]:
         return (piece for piece in self.group.pieces(index, values) if piece.path in self._own)
 
     def shard(self, index: Index, dtype: np.dtype, read: Read) -> np.ndarray:
@@ -147,14 +149,14 @@ class RowArray:
     @cached_property
     def first_rows(self) -> Mapping[str, int]:
         """By slot, where its rows start on the first rank that has some; on the others it is first in its buffer."""
-        layout, found = self.group.layout, dict[str, int]()
+        layout, starts = self.group.layout, dict[str, int]()
         for buffer, start in enumerate(self.starts):
             for rank in range(layout.num_shards):
-                place = start
+                row = start
                 for slot, rows in self._held(rank, buffer):
-                    found.setdefault(slot, place)
-                    place += rows
-        return found
+                    starts.setdefault(slot, row)
+                    row += rows
+        return starts
 
     def tensor_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         if path not in self._own:
@@ -164,21 +166,16 @@ class RowArray:
     def numel(self, index: Index) -> int:
         return sum(int(np.prod(sizes)) for _, _, sizes, _ in self._boxes(index))
 
-    def pieces(self, index: Index, values: np.ndarray) -> Iterator[Piece]:
+    def pieces(self, index: Index, values: np.ndarray) -> Iterator[BufferSlice]:
         for path, offsets, sizes, where in self._boxes(index):
             # Each part of rows that are cut over a model axis has their scales.
             repeated = self.scaled and offsets[-1] > 0
-            yield Piece(path, self._of_scale(offsets, 0), sizes, values[where].reshape(sizes), repeated)
+            yield BufferSlice(path, self._of_scale(offsets, 0), sizes, values[where].reshape(sizes), repeated)
 
     def shard(self, index: Index, dtype: np.dtype, read: Read) -> np.ndarray:
         values = np.zeros((*self.group.shape[:-1], self.rows), dtype)
         for path, offsets, sizes, where in self._boxes(index):
-            found = np.asarray(read(path, self._of_scale(offsets, 0), sizes))
-            if found.shape != sizes:
-                raise ValueError(
-                    f"parameter {path!r}: expected values of shape {sizes} at {offsets}, got {found.shape}"
-                )
-            values[where] = found.reshape(-1)
+            values[where] = read_box(read, path, self._of_scale(offsets, 0), sizes).reshape(-1)
         return values
 
     def _boxes(
@@ -188,17 +185,17 @@ class RowArray:
         size = self.group.layout.shard_size
         shard = (index[-1].start or 0) // self.rows
         whole = (*index[:-1], slice(shard * size, (shard + 1) * size))
-        places: dict[tuple[Any, ...], int] = {}
+        ends: dict[tuple[Any, ...], int] = {}
         for path, offsets, sizes, (*layer, elements) in self.group.boxes(whole):
             if path not in self._own:
                 continue
             assert isinstance(elements, slice)
             # The first box of a slot on a rank says where its rows start.
             key = (path, *layer)
-            start = places.get(key, self._start(path, elements))
+            start = ends.get(key, self._start(path, elements))
             sizes = self._of_scale(sizes, 1)
-            places[key] = start + int(np.prod(sizes))
-            yield path, offsets, sizes, (*layer, slice(start, places[key]))
+            ends[key] = start + int(np.prod(sizes))
+            yield path, offsets, sizes, (*layer, slice(start, ends[key]))
 
     def _start(self, path: str, elements: slice) -> int:
         layout = self.group.layout

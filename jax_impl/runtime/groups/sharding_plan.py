@@ -1,4 +1,5 @@
-"""The sharding plan of a model: its units, their groups of parameters, and the arrays of a train state.
+"""The sharding plan of a model: its units, their groups of parameters, and the arrays of a train
+state.
 
 ::
 
@@ -13,7 +14,8 @@
                 trainable, replicated      "layers/2 (replicated)"
     ""          trainable                  ""
 
-With the shard_map engine a group is one flat array, with the pjit engine one array a parameter, by its path.
+With the shard_map engine a group is one flat array, with the pjit engine one array a parameter, by
+its path.
 """
 
 from __future__ import annotations
@@ -31,21 +33,40 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bridge.core.callers import warn_caller
-from jax_impl.comm.mesh import DataParallelMesh, is_simulated
-from jax_impl.comm.model_axes import ModelAxes, data_spec
+from bridge.core.sharding import Layout, Strategy
+from bridge.core.sharding.policy.recompute import Recompute
+from jax_impl.comm.mesh import DataParallelMesh, ModelAxes, data_spec, is_simulated
 from jax_impl.modules.module_tree import UnitModule, VariableInfo
 from jax_impl.modules.tree_model import Tree, as_given
-from jax_impl.runtime.groups.buffer import Piece, Read
 from jax_impl.runtime.groups.layout_report import layout_report
-from jax_impl.runtime.groups.logical_group import LogicalArray, logical_array
-from jax_impl.runtime.groups.memory_kinds import in_memory
+from jax_impl.runtime.groups.logical_group import Group, LogicalArray, logical_array
+from jax_impl.runtime.groups.memory_kinds import check_not_donated, in_memory
 from jax_impl.runtime.groups.row_arrays import SCALED, SCALES, UNSCALED, is_scaled, row_arrays, scales_of
-from jax_impl.runtime.groups.unit_plan import Stored, UnitPlan
+from jax_impl.runtime.groups.stored import BufferSlice, Read, Stored
 from jax_impl.runtime.groups.variables import spec_of
-from jax_impl.runtime.program.donation import check_not_donated
 
 # Arrays by key: weights, gradients, and each kind of moments.
 Buffers = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """One unit: its module, strategy, and groups (trainable, then frozen by dtype; those that have parameters)."""
+
+    module: UnitModule
+    strategy: Strategy
+    recompute: Recompute
+    groups: tuple[Group, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Of the trainable group, or the only one. Raises ``ValueError`` where there is none."""
+        layouts = [group.layout for group in self.groups if hasattr(group, "layout")]
+        if not layouts:
+            raise ValueError(
+                f"unit {self.module.path!r}: expected a flat group, got {len(self.groups)} groups without layout"
+            )
+        return layouts[0]
 
 
 @dataclass(frozen=True)
@@ -113,6 +134,10 @@ class ShardingPlan:
         return self.engine == "shard_map" and not self.model_axes.names
 
     @cached_property
+    def _seen(self) -> dict[str, tuple[tuple[int, ...], NamedSharding]]:
+        return {}
+
+    @cached_property
     def axes(self) -> DataParallelMesh:
         return DataParallelMesh.of(self.mesh)
 
@@ -137,7 +162,7 @@ class ShardingPlan:
             if is_scaled(group, path)
         }
         return MappingProxyType(
-            scales | {key: one for group in groups for key, one in row_arrays(group).items()}
+            scales | {key: stored for group in groups for key, stored in row_arrays(group).items()}
         )
 
     @cached_property
@@ -149,15 +174,15 @@ class ShardingPlan:
     @cached_property
     def parameters(self) -> Mapping[str, ParamInfo]:
         """Every parameter by its path in the model, in the order of the model's own state."""
-        place = {}
+        by_path = {}
         for name, unit in self.units.items():
             for group in unit.groups:
                 keys = list(group.stored) * (len(group.paths) // len(group.stored))
                 for path, key in zip(group.paths, keys, strict=True):
-                    place[path] = (name, key, group.dtype, group.trainable)
+                    by_path[path] = (name, key, group.dtype, group.trainable)
         infos = {}
         for path, shape in zip(self.model.parameters, self.model.shapes, strict=True):
-            unit_path, key, dtype, trainable = place[path]
+            unit_path, key, dtype, trainable = by_path[path]
             infos[path] = ParamInfo(unit_path, key, shape, dtype, trainable)
         return MappingProxyType(infos)
 
@@ -175,16 +200,16 @@ class ShardingPlan:
     @cached_property
     def logical(self) -> Mapping[str, LogicalArray]:
         """How the moments of an optimizer lie that sees parameters, by path (``optimizer/logical.py``)."""
-        found = {}
+        arrays = {}
         for unit in self.units.values():
             for group in unit.groups:
                 for path in group.paths if group.trainable else ():
                     shape = self.parameters[path].shape
                     cuts, sizes = group.cuts_of(path), self.model_axes.by_name
-                    found[path] = logical_array(
+                    arrays[path] = logical_array(
                         path, shape, group.wire, group.strategy, group.layers, cuts, sizes
                     )
-        return MappingProxyType(found)
+        return MappingProxyType(arrays)
 
     def sharding(self, key: str) -> NamedSharding:
         """Of the array ``key`` of weights, gradients and moments, or of a parameter's moments by its path."""
@@ -230,9 +255,10 @@ class ShardingPlan:
         None for what is no such array. Weights are a dictionary by key, and optimizer states keep its keys. The state
         of an optimizer that sees parameters keeps the model's tree: there the key is a parameter's path.
         """
-        places = [i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]
-        # The innermost key that is known: an optimizer may label arrays with names of its own, further out or in.
-        for i in reversed(places):
+        key_positions = [i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]
+        # The innermost key that is known: an optimizer may label arrays with names of its own,
+        # further out or in.
+        for i in reversed(key_positions):
             key = path[i].key
             if any(
                 key in known and leaf.shape == known[key].shape for known in (self.arrays, self.row_arrays)
@@ -248,7 +274,7 @@ class ShardingPlan:
                 return name, (*path[:first], *path[last:])
         return None
 
-    def local_pieces(self, key: str, array: jax.Array) -> Iterator[Piece]:
+    def local_pieces(self, key: str, array: jax.Array) -> Iterator[BufferSlice]:
         """The pieces of parameters that this process holds in the array ``key``, a device at a time.
 
         Nothing is gathered. Over all processes every element comes exactly once (of replicas, the first).
@@ -272,7 +298,8 @@ class ShardingPlan:
 
         def values(index: tuple[slice, ...] | None) -> np.ndarray:
             index = index or ()
-            # Replicas of a shard are asked for one after another.
+            # Replicas of a shard are asked for one after another, so that one shard is remembered,
+            # not all.
             if repr(index) not in last:
                 last.clear()
                 last[repr(index)] = stored.shard(index, target, read)
@@ -280,23 +307,29 @@ class ShardingPlan:
 
         return jax.make_array_from_callback(stored.shape, self.sharding(key), values)
 
+    def _at_rest(self, key: str) -> tuple[tuple[int, ...], NamedSharding]:
+        """Shape and sharding of the array ``key``, remembered, since every step checks every array."""
+        if key not in self._seen:
+            self._seen[key] = self.stored(key).shape, self.sharding(key)
+        return self._seen[key]
+
     def check_array(self, key: str, array: jax.Array) -> None:
         """Raises ``ValueError`` unless ``array`` has the shape and sharding of the array ``key``, and its values.
 
         It may lie in any kind of memory.
         """
-        stored, sharding = self.stored(key), self.sharding(key)
+        shape, sharding = self._at_rest(key)
         check_not_donated(f"array {key!r}", array)
         # While a program is traced, arrays have no places yet.
         traced = isinstance(array, jax.core.Tracer)
-        if array.shape != stored.shape or not (
+        if array.shape != shape or not (
             traced
             or array.sharding.is_equivalent_to(in_memory(sharding, array.sharding.memory_kind), array.ndim)
         ):
-            found = "" if traced else f" with {array.sharding}"
+            lies = "" if traced else f" with {array.sharding}"
             raise ValueError(
-                f"array {key!r}: expected shape {stored.shape} with sharding {sharding.spec} over {self.num_devices} "
-                f"devices {dict(self.mesh.shape)}, got {array.shape}{found}"
+                f"array {key!r}: expected shape {shape} with sharding {sharding.spec} over {self.num_devices} "
+                f"devices {dict(self.mesh.shape)}, got {array.shape}{lies}"
             )
 
     def merge(
@@ -316,17 +349,17 @@ class ShardingPlan:
                 self._warn_of_given_variables()
         else:
             others = dict(variables)
-        for kind, expected, given in (
+        for what, expected, values in (
             ("parameters", self.parameters, parameters),
             ("other variables", self.variables, others),
         ):
-            if expected.keys() != given.keys():
+            if expected.keys() != values.keys():
                 missing, unexpected = (
-                    sorted(a.keys() - b.keys())[:5] for a, b in ((expected, given), (given, expected))
+                    sorted(a.keys() - b.keys())[:5] for a, b in ((expected, values), (values, expected))
                 )
                 raise ValueError(
-                    f"expected values for exactly the model's {kind}; missing {missing}, unexpected {unexpected}"
-                    + (": unshard(plan, state) gives all" if kind != "parameters" else "")
+                    f"expected values for exactly the model's {what}; missing {missing}, unexpected {unexpected}"
+                    + (": unshard(plan, state) gives all" if what != "parameters" else "")
                 )
         merged = self.model.merge(
             [parameters[path] for path in self.parameters],
@@ -336,7 +369,7 @@ class ShardingPlan:
         return as_given(merged)
 
     def _warn_of_given_variables(self) -> None:
-        changing = [path for path, info in self.variables.items() if not issubclass(info.kind, nnx.RngState)]
+        changing = [path for path, info in self.variables.items() if not issubclass(info.cls, nnx.RngState)]
         if changing:
             warn_caller(
                 f"plan.merge: {changing[:3]} have the values of the model that was sharded, which training changes: "

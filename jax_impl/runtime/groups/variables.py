@@ -1,8 +1,9 @@
 """Variables of a model that are no parameters: batch statistics, random streams, counters, caches.
 
-They are whole on every device, but for those that have a row for each row of the batch. Within a step each device has
-its own: statistics of its own rows, and random numbers of its own, because its number is folded into every random key.
-In the shard_map engine there is one value again after a step, by the variable's rule::
+They are whole on every device, but for those that have a row for each row of the batch. Within a
+step each device has its own: statistics of its own rows, and random numbers of its own, because its
+number is folded into every random key. In the shard_map engine there is one value again after a
+step, by the variable's rule::
 
     rule      one value from several                          variables that have it unless told
     mean      mean over the devices                           nnx.BatchStat
@@ -11,11 +12,11 @@ In the shard_map engine there is one value again after a step, by the variable's
     rows      each device keeps its rows, as of a batch       nnx.Cache with rows that the devices divide
     none      devices must have the same                      all others: counters, flags
 
-``fully_shard(..., variables={"codebook/counts": "sum"})`` tells. A random key is after a step what it was before. A
-variable without a rule that comes from rows of the batch is refused before anything is compiled, and so are a "sum" of
-anything but the value before and what does not depend on it, "rows" of another number than the batch's that are read,
-and a count by ``x.shape[0]``, which is that of one device's rows. The pjit engine sees all rows, so nothing is put
-together.
+``fully_shard(..., variables={"codebook/counts": "sum"})`` tells. A random key is after a step what
+it was before. A variable without a rule that comes from rows of the batch is refused before
+anything is compiled, and so are a "sum" of anything but the value before and what does not depend
+on it, "rows" of another number than the batch's that are read, and a count by ``x.shape[0]``, which
+is that of one device's rows. The pjit engine sees all rows, so nothing is put together.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def with_rules(infos: Infos, asked: Rules, stacks: Sequence[str], ranks: int) ->
                 f"{list(infos)[:12]}"
             )
         chosen.update(dict.fromkeys(matching, name))
-    found = {}
+    ruled = {}
     for path, info in infos.items():
         rows = int(any(path == stack or path.startswith(f"{stack}/") for stack in stacks))
         divides = len(info.shape) > rows and info.shape[rows] > 0 and info.shape[rows] % ranks == 0
@@ -81,21 +82,21 @@ def with_rules(infos: Infos, asked: Rules, stacks: Sequence[str], ranks: int) ->
                 f"variable {path!r}: rule 'rows': expected rows, as dimension {rows}, that {ranks} devices divide, got "
                 f"shape {info.shape}"
             )
-        found[path] = replace(info, rule=rule, rows=rows)
-    return found
+        ruled[path] = replace(info, rule=rule, rows=rows)
+    return ruled
 
 
 def _matches(path: str, info: VariableInfo, key: str | type) -> bool:
-    return fnmatch.fnmatchcase(path, key) if isinstance(key, str) else issubclass(info.kind, key)
+    return fnmatch.fnmatchcase(path, key) if isinstance(key, str) else issubclass(info.cls, key)
 
 
 def _usual(info: VariableInfo, divides: bool) -> str | None:
-    if issubclass(info.kind, nnx.BatchStat) and jnp.issubdtype(info.dtype, jnp.inexact):
+    if issubclass(info.cls, nnx.BatchStat) and jnp.issubdtype(info.dtype, jnp.inexact):
         return "mean"
-    if issubclass(info.kind, nnx.Cache) and divides:
+    if issubclass(info.cls, nnx.Cache) and divides:
         return "rows"
     # Streams are drawn from as often on all devices, or only some draw from them.
-    return "max" if issubclass(info.kind, nnx.RngState) else None
+    return "max" if issubclass(info.cls, nnx.RngState) else None
 
 
 def spec_of(info: VariableInfo, axes: DataParallelMesh) -> PartitionSpec:
@@ -117,7 +118,7 @@ def check_variables(
         info = infos[path]
         if info.rule is None and value.axes:
             raise ValueError(
-                f"variable {path!r} ({info.kind.__name__}): expected the same value on all devices, or a rule that "
+                f"variable {path!r} ({info.cls.__name__}): expected the same value on all devices, or a rule that "
                 "makes one of theirs, got a value that depends on rows of the batch and no rule: say "
                 f"fully_shard(..., variables={{{path!r}: 'mean'}}), or 'sum' (of what rows add), 'max' or 'rows' (a "
                 f"row for each of the batch); or make it the same in the model (jax.lax.psum(x, {axes.names[::-1]!r}))"
@@ -151,7 +152,7 @@ def _check_row_counts(
     for path in counters:
         if after[path].numbers != later[path].numbers:
             raise ValueError(
-                f"variable {path!r} ({infos[path].kind.__name__}): expected a change that does not depend on the "
+                f"variable {path!r} ({infos[path].cls.__name__}): expected a change that does not depend on the "
                 "number of rows, or that comes from the rows of all devices, got a change that depends on the number "
                 "of rows of one device, which x.shape[0] is inside of a step: count the rows of all devices by "
                 f"jax.lax.psum(jnp.sum(jnp.ones_like(x[:, 0])), {axes.names[::-1]!r}); or use engine='pjit'"
@@ -164,7 +165,7 @@ def check_rows(infos: Infos, read: Collection[str], rows: int) -> None:
         info = infos[path]
         if info.rule == "rows" and info.shape[info.rows] % rows:
             raise ValueError(
-                f"variable {path!r} ({info.kind.__name__}): rule 'rows', by which each device has a part of it: "
+                f"variable {path!r} ({info.cls.__name__}): rule 'rows', by which each device has a part of it: "
                 f"expected rows for the {rows} rows of the batch, got shape {info.shape}: where all rows share it, say "
                 f"fully_shard(..., variables={{{path!r}: 'max'}}), which leaves it whole on each device; or use "
                 "engine='pjit'"
@@ -173,6 +174,7 @@ def check_rows(infos: Infos, read: Collection[str], rows: int) -> None:
 
 def of_this_device(variables: Mapping[str, jax.Array], axes: DataParallelMesh) -> Variables:
     """Inside ``shard_map``: what this device starts a step with."""
+    # Folded in, or all devices would drop out the same elements of their rows.
     rank = lax.axis_index(axes.names[::-1])
     return {
         path: jax.vmap(lambda key: jax.random.fold_in(key, rank))(value.reshape(-1)).reshape(value.shape)
@@ -198,6 +200,8 @@ def of_all_devices(
         elif rule in (None, "rows"):
             merged[path] = value
         else:
+            # Before and after: the collective waits for the one before, and what comes next waits
+            # for it.
             value, last = fence((value, last))
             merged[path], last = fence((_merged(rule, before[path], value, axes.names), last))
     return merged, last

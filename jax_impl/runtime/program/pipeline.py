@@ -1,22 +1,25 @@
-"""Transfers of scanned layers, one pass of the loop apart from their layer: software pipelining of a traced program.
+"""Transfers of scanned layers, one pass of the loop apart from their layer: software pipelining of
+a traced program.
 
-The body of a loop gathers a layer, applies it, and in backward reduces its gradients. In one pass nothing can run
-during these transfers, so they move into the pass next to it. Backward over layers 3 to 0, a column a pass; the first
-and the last pass stand outside of the loop::
+The body of a loop gathers a layer, applies it, and in backward reduces its gradients. In one pass
+nothing can run during these transfers, so they move into the pass next to it. Backward over layers
+3 to 0, a column a pass; the first and the last pass stand outside of the loop::
 
                |          |            |     loop, 2 passes      |            |
     gather     | 3        | 2          | 1          | 0          |            |
     backward   |          | 3          | 2          | 1          | 0          |
     reduce     |          |            | 3          | 2          | 1          | 0
 
-Forward has no reductions, and no first pass outside. Each layer is still gathered and reduced as often as before. A
-gather waits for the input of the layer before (``order.py``), and a pass for the transfers of the pass before, so that
-two layers' whole weights and two layers' whole gradients exist at once.
+Forward has no reductions, and no first pass outside. Each layer is still gathered and reduced as
+often as before. A gather waits for the input of the layer before (``order.py``), and a pass for the
+transfers of the pass before, so that two layers' whole weights and two layers' whole gradients
+exist at once.
 
-Which loops a model has is known when it has run, and what they do in backward when JAX has differentiated them. So
-``pipelined`` reads the program of a function and writes these loops anew. A gather moves if it depends on what the loop
-is over, not on what it carries, and a reduction if its results leave the loop stacked. All else stays where it is, such
-as what is inside of ``jax.checkpoint``, ``lax.cond`` and ``lax.while_loop``.
+Which loops a model has is known when it has run, and what they do in backward when JAX has
+differentiated them. So ``pipeline`` reads the program of a function and writes these loops anew. A
+gather moves if it depends on what the loop is over, not on what it carries, and a reduction if its
+results leave the loop stacked. All else stays where it is, such as what is inside of
+``jax.checkpoint``, ``lax.cond`` and ``lax.while_loop``.
 """
 
 from __future__ import annotations
@@ -33,14 +36,23 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_impl.comm.collectives import fence
 from jax_impl.modules.seal import scan_counts
-from jax_impl.runtime.program.level import Gate, Level, Pass, Scan, Ways
-from jax_impl.runtime.program.loop_parts import TRANSFERS, Parts, sources_of, with_gate
+from jax_impl.runtime.program.level import (
+    TRANSFERS,
+    Gate,
+    Level,
+    Parts,
+    Pass,
+    Scan,
+    Ways,
+    sources_of,
+    with_gate,
+)
 from jax_impl.runtime.program.traced import (
     Split,
     Values,
-    called,
     evaluate,
-    flattened,
+    inline_around,
+    program_of,
     read,
     scope_of,
     variables,
@@ -50,19 +62,19 @@ from jax_impl.runtime.program.traced import (
 T = TypeVar("T")
 
 
-def pipelined(function: Callable[..., T], ways: Ways) -> Callable[..., T]:
+def pipeline(function: Callable[..., T], ways: Ways) -> Callable[..., T]:
     """``function`` with its loops' transfers moved."""
 
     def scan(equation: Any, values: Values, gate: Gate, reduced: Gate) -> tuple[Values, Gate, Gate]:
         loop = _Loop.of(equation, values, ways)
         if loop.length > 1 and (loop.parts.gather is not None or loop.parts.late):
             return loop.run(gate, reduced, scan)
-        return loop.as_it_is(scan), None, None
+        return loop.run_unmoved(scan), None, None
 
     def run(*args: Any) -> T:
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        found = Level(ways, scan).run(flattened(program, TRANSFERS), jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+        results = Level(ways, scan).run(inline_around(program, TRANSFERS), jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
 
@@ -99,7 +111,7 @@ class _Loop:
     @staticmethod
     def of(equation: Any, values: Values, ways: Ways) -> _Loop:
         length, reverse, unroll = (equation.params[name] for name in ("length", "reverse", "unroll"))
-        body = flattened(equation.params["jaxpr"], TRANSFERS)
+        body = inline_around(equation.params["jaxpr"], TRANSFERS)
         constants, carries = scan_counts(equation, body.jaxpr)
         parts = Parts.of(body.jaxpr, constants, carries, reductions=ways.reductions and not ways.chained)
         # A loop in the other direction begins with the pass that stands apart.
@@ -119,15 +131,15 @@ class _Loop:
             ways,
         )
 
-    def as_it_is(self, scan: Scan) -> Values:
+    def run_unmoved(self, scan: Scan) -> Values:
         """Results, where no transfer moves."""
 
-        def one(carry: Values, slices: Values) -> tuple[Values, Values]:
-            found = Level(self.ways, scan).run(self.body, [*self.constants, *carry, *slices])
-            return found[: len(carry)], found[len(carry) :]
+        def body(carry: Values, slices: Values) -> tuple[Values, Values]:
+            results = Level(self.ways, scan).run(self.body, [*self.constants, *carry, *slices])
+            return results[: len(carry)], results[len(carry) :]
 
         carry, stacks = lax.scan(
-            one, self.carry, whole(self.stacked), self.length, reverse=self.reverse, unroll=self.unroll
+            body, self.carry, whole(self.stacked), self.length, reverse=self.reverse, unroll=self.unroll
         )
         return [*carry, *stacks]
 
@@ -136,12 +148,15 @@ class _Loop:
         carry, gathered, gathers = self.carry, [], self.parts.gather is not None
         if gathers:
             if gate is None:
+                # Nothing was gathered before the loop: its first gather waits for the loop's input,
+                # as a unit's does for its own (fence 1 of unit.py).
                 carry, gate = fence((carry, jnp.array(True)))
             gathered = self._gather(0, gate)
         kept = [v.aval for v in self.body.jaxpr.outvars[len(carry) :]]
-        stacks = [jnp.zeros((self.length - self._splits, *one.shape), one.dtype) for one in kept]
+        stacks = [jnp.zeros((self.length - self._splits, *aval.shape), aval.dtype) for aval in kept]
         done = jnp.array(True) if reduced is None else reduced
         state, gate = _State(carry, gathered, [], stacks, done), None
+        # The first pass has no reduction of a pass before it, and its slice of a Split lies apart.
         first = int(bool(self.parts.late) or any(isinstance(x, Split) for x in self.stacked))
         end = self.length - int(gathers)
         if first:
@@ -154,8 +169,13 @@ class _Loop:
             state, gate = self._pass(end, state, scan, last=True)
         if not self.parts.late:
             return [*state.carry, *state.stacks], gate, None
-        late, reduced = fence((self._late(state.waiting), jnp.array(True)))
-        return [*state.carry, *self._stacked(state.stacks, late, self.length - 1, late=True)], gate, reduced
+        # The last reduction ends with the loop, and what follows learns of it by ``reduced``.
+        late, reduced = fence((self._run_late(state.waiting), jnp.array(True)))
+        return (
+            [*state.carry, *self._write_stacks(state.stacks, late, self.length - 1, late=True)],
+            gate,
+            reduced,
+        )
 
     @property
     def _splits(self) -> bool:
@@ -166,7 +186,8 @@ class _Loop:
         parts, outputs, carries = self.parts, self.body.jaxpr.outvars, len(self.carry)
         carry, stacked = state.carry, self.stacked
         if last and self.ways.row_major:
-            # Else XLA cuts what this pass needs before the loop and keeps it: a layer's saved arrays more.
+            # Else XLA cuts what this pass needs before the loop and keeps it: a layer's saved
+            # arrays more.
             carry, stacked = fence((carry, stacked))
         env = variables(self.body, [*self.constants, *carry, *self._slices(k, stacked)])
         issue = None
@@ -178,8 +199,10 @@ class _Loop:
         level = Pass(self.ways, scan, parts, done, issue)
         now = [v for i, v in enumerate(outputs) if i - carries not in parts.stacked]
         level.evaluate(self.body.jaxpr, parts.middle, env, [*now, *parts.waiting])
-        reduced = self._late(state.waiting) if state.waiting else []
-        # Transfers of this pass end with it, before its results are copied to where they are stacked.
+        reduced = self._run_late(state.waiting) if state.waiting else []
+        # Transfers of this pass end with it, before its results are copied to where they are
+        # stacked: so at most two layers' whole weights, and two layers' whole gradients, exist at
+        # once.
         results, waiting, gathered, reduced, done = fence(
             (whole(read(env, now)), whole(read(env, parts.waiting)), level.ahead, reduced, state.done)
         )
@@ -187,24 +210,26 @@ class _Loop:
             both = zip(state.stacks, results[carries:], strict=True)
             stacks: Values = [Split(looped, value, self.reverse) for looped, value in both]
         else:
-            stacks = self._stacked(state.stacks, results[carries:], k, late=False)
+            stacks = self._write_stacks(state.stacks, results[carries:], k, late=False)
         if reduced:
-            stacks = self._stacked(stacks, reduced, k - 1, late=True)
+            stacks = self._write_stacks(stacks, reduced, k - 1, late=True)
         return _State(results[:carries], gathered, waiting, stacks, done), level.gate
 
     def _gather(self, k: Any, gate: jax.Array) -> Values:
         """Whole weights of pass ``k``."""
         gather = self.parts.gather
         # Carried values have none here, and are not needed.
-        given = [*self.constants, *[None] * len(self.carry), *self._slices(k, self.stacked)]
-        env = variables(self.body, given)
+        inputs = [*self.constants, *[None] * len(self.carry), *self._slices(k, self.stacked)]
+        env = variables(self.body, inputs)
         evaluate(self.body.jaxpr, self.parts.early, env, sources_of(gather))
         with scope_of(gather):
             return list(
-                jaxpr_as_fun(called(gather))(*with_gate(gather, [env.get(v) for v in gather.invars], gate))
+                jaxpr_as_fun(program_of(gather))(
+                    *with_gate(gather, [env.get(v) for v in gather.invars], gate)
+                )
             )
 
-    def _late(self, waiting: Values) -> Values:
+    def _run_late(self, waiting: Values) -> Values:
         """Stacked results of a reduction that has moved."""
         nothing = [None] * (len(self.carry) + len(self.stacked))
         env = variables(self.body, [*self.constants, *nothing])
@@ -216,21 +241,21 @@ class _Loop:
 
     def _slices(self, k: Any, stacked: Values) -> Values:
         """What pass ``k`` gets of ``stacked``."""
-        found = []
+        slices = []
         for x in stacked:
             if not isinstance(x, Split):
-                found.append(lax.dynamic_index_in_dim(x, self._layer(k), keepdims=False))
+                slices.append(lax.dynamic_index_in_dim(x, self._layer(k), keepdims=False))
             elif type(k) is int and k == 0:
-                found.append(x.last)
+                slices.append(x.last)
             else:
-                found.append(lax.dynamic_index_in_dim(x.looped, self._layer(k) - x.reverse, keepdims=False))
-        return found
+                slices.append(lax.dynamic_index_in_dim(x.looped, self._layer(k) - x.reverse, keepdims=False))
+        return slices
 
     def _layer(self, k: Any) -> Any:
         """Of pass ``k``."""
         return self.length - 1 - k if self.reverse else k
 
-    def _stacked(self, stacks: Values, values: Values, k: Any, late: bool) -> Values:
+    def _write_stacks(self, stacks: Values, values: Values, k: Any, late: bool) -> Values:
         """``stacks`` with the late results of pass ``k``, or with the others."""
         mine = [i for i in range(len(stacks)) if (i in self.parts.stacked) == late]
         # The first layer stands apart where the loop ends with it.
@@ -239,5 +264,6 @@ class _Loop:
         for i, value in zip(mine, values, strict=True):
             stacks[i] = lax.dynamic_update_index_in_dim(stacks[i], value, at, 0)
             if self.ways.row_major:
+                # XLA:GPU chooses another layout for the loop of backward, and copies all layers.
                 stacks[i] = with_layout_constraint(stacks[i], Layout(tuple(range(stacks[i].ndim))))
         return stacks

@@ -1,21 +1,135 @@
-"""Which results of a traced function depend on its arguments, and which are constants.
+"""What a function saves for its backward, without constants, and without what elementwise
+operations make of the rest.
 
-A constant that a function saves for its backward, such as the zeros of ``jnp.where``, costs nothing as long as XLA may
-make it where it is used. Behind a barrier it is an array: of all of an activation's elements, on every device.
+A constant that a function saves, such as the zeros of ``jnp.where``, costs nothing as long as XLA
+may make it where it is used. Behind a barrier it is an array: of all of an activation's elements,
+on every device.
+
+JAX saves a softmax's exponentials besides its quotients, and of a gated layer gate, sigmoid and
+product. Alone, XLA fuses elementwise operations into what uses their results, also in backward, and
+keeps no such array. Behind a barrier each is an array. So of what elementwise operations make only
+the origins are saved, and backward makes the rest anew::
+
+    saved by JAX      exp(scores - max)    sum    exp(scores - max) / sum
+    saved             exp(scores - max)    sum
+    made anew         exp(scores - max) / sum
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from jax_impl.modules.seal import inner_program
-from jax_impl.runtime.program.derived import derive
-from jax_impl.runtime.program.traced import inlined, operands
+from jax_impl.modules.seal import WITNESSED, inner_program
+from jax_impl.runtime.program.traced import inline_calls, operands
+
+# In all versions of JAX: later ones have primitives of their own for what earlier ones write out,
+# as 1 - x * x.
+ELEMENTWISE = frozenset([
+    "abs", "add", "and", "atan2", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp",
+    "convert_element_type", "copy", "cos", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
+    "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "log2", "logistic", "lt",
+    "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "polynomial", "pow",
+    "reduce_precision", "reshape", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "cosh", "sqrt",
+    "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "transpose", "xor",
+])  # fmt: skip
+# Of the bytes of an array: how many may be saved instead, with such as the maxima of its rows, and
+# how many may be read to make it anew. Without a limit all layers' outputs would be read for a sum
+# over them.
+_SAVED, _READ = 1.1, 2.5
+
+
+@dataclass(frozen=True)
+class Derived:
+    """``program`` returns results, and then what it saves; ``recipe`` makes what was to be saved.
+
+    ``recipe`` takes what ``program`` saves, and after that the arguments that backward has.
+    """
+
+    program: ClosedJaxpr
+    recipe: ClosedJaxpr
+
+
+def derive(program: ClosedJaxpr, results: int, inputs: int) -> Derived:
+    """``program`` returns so many results, and then what it saves. Backward has its first ``inputs`` arguments."""
+    program = inline_calls(program)
+    jaxpr = program.jaxpr
+    wanted = jaxpr.outvars[results:]
+    free = jaxpr.invars[:inputs]
+    origins = _Origins.of(jaxpr)
+    saved: dict[Any, None] = {}
+    for variable in sorted(dict.fromkeys(operands(wanted)), key=origins.place):
+        origin = origins.find([variable], {*free, *saved})
+        new = [v for v in origin.read if v not in saved and v not in free]
+        cheap = _bytes(new) <= _SAVED * _bytes([variable]) and _bytes(origin.read) <= _READ * _bytes(
+            [variable]
+        )
+        saved.update(dict.fromkeys(new if cheap else [variable]))
+    equations = [jaxpr.eqns[i] for i in origins.find(operands(wanted), {*free, *saved}).equations]
+    whole = Jaxpr(
+        jaxpr.constvars,
+        jaxpr.invars,
+        [*jaxpr.outvars[:results], *saved],
+        jaxpr.eqns,
+        jaxpr.effects,
+        jaxpr.debug_info,
+    )
+    recipe = Jaxpr((), [*saved, *free], wanted, equations, frozenset(), jaxpr.debug_info)
+    return Derived(ClosedJaxpr(whole, program.consts), ClosedJaxpr(recipe, ()))
+
+
+class _Found(NamedTuple):
+    """``read``: the origins; ``equations``: the numbers of those between."""
+
+    read: list[Any]
+    equations: list[int]
+
+
+@dataclass(frozen=True)
+class _Origins:
+    """``made``: the number of the equation that makes a variable."""
+
+    jaxpr: Jaxpr
+    made: dict[Any, int]
+
+    @classmethod
+    def of(cls, jaxpr: Jaxpr) -> _Origins:
+        return cls(jaxpr, {v: i for i, equation in enumerate(jaxpr.eqns) for v in equation.outvars})
+
+    def place(self, variable: Any) -> int:
+        """Its place in the order of the program."""
+        return self.made.get(variable, -1)
+
+    def find(self, wanted: Iterable[Any], known: Container[Any]) -> _Found:
+        """What elementwise operations make ``wanted`` of: what is ``known``, and what no such operation makes."""
+        read: dict[Any, None] = {}
+        equations: set[int] = set()
+        left = list(wanted)
+        while left:
+            variable = left.pop()
+            number = self.made.get(variable)
+            if number is None or variable in known or not _is_elementwise(self.jaxpr.eqns[number]):
+                read[variable] = None
+            elif number not in equations:
+                equations.add(number)
+                left += operands(self.jaxpr.eqns[number].invars)
+        return _Found(list(read), sorted(equations))
+
+
+def _is_elementwise(equation: Any) -> bool:
+    if equation.primitive.name in ("custom_jvp_call", WITNESSED.name):
+        # From JAX 0.12 on exact GELU's derivative has one.
+        return all(map(_is_elementwise, equation.params["call_jaxpr"].jaxpr.eqns))
+    return equation.primitive.name in ELEMENTWISE
+
+
+def _bytes(variables: Iterable[Any]) -> int:
+    # A key of random numbers has a dtype of its own, and few bytes.
+    return sum(v.aval.size * getattr(v.aval.dtype, "itemsize", 4) for v in variables)
 
 
 def with_dependence(function: Callable[..., Any], *args: Any) -> tuple[Any, list[bool]]:
@@ -25,14 +139,14 @@ def with_dependence(function: Callable[..., Any], *args: Any) -> tuple[Any, list
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves), depends
 
 
-def with_derived(function: Callable[..., Any], given: int, *args: Any) -> tuple[Any, Saved, list[bool]]:
+def with_derived(function: Callable[..., Any], inputs: int, *args: Any) -> tuple[Any, Saved, list[bool]]:
     """Of ``function(*args)``, a result and what it saves: both, and which leaves of the result depend on ``args``.
 
-    Backward has the first ``given`` arguments: ``derived.py``.
+    Backward has the first ``inputs`` arguments.
     """
     program, (result, saved) = jax.make_jaxpr(function, return_shape=True)(*args)
     results = len(jax.tree.leaves(result))
-    derived = derive(program, results, len(jax.tree.leaves(args[:given])))
+    derived = derive(program, results, len(jax.tree.leaves(args[:inputs])))
     leaves, depends = _run(derived.program, args)
     return (
         jax.tree.unflatten(jax.tree.structure(result), leaves[:results]),
@@ -43,19 +157,20 @@ def with_derived(function: Callable[..., Any], given: int, *args: Any) -> tuple[
 
 def constants_of(program: ClosedJaxpr) -> list[Any]:
     """Variables that depend on no input, and are operands of operations that do. JAX moves those out of loops."""
-    jaxpr = inlined(program).jaxpr
+    jaxpr = inline_calls(program).jaxpr
     known = dict.fromkeys(jaxpr.invars, True)
-    found: dict[Any, None] = {}
+    constants: dict[Any, None] = {}
     for equation in jaxpr.eqns:
-        given = operands(equation.invars)
-        depends = any(known.get(one, False) for one in given)
+        used = operands(equation.invars)
+        depends = any(known.get(variable, False) for variable in used)
         known.update(dict.fromkeys(equation.outvars, depends))
         if depends:
-            found.update(dict.fromkeys(one for one in given if not known.get(one, True)))
-    return list(found)
+            constants.update(dict.fromkeys(variable for variable in used if not known.get(variable, True)))
+    return list(constants)
 
 
 def _run(program: ClosedJaxpr, args: Any) -> tuple[list[Any], list[bool]]:
+    # What runs is the program whose dependence is read, not a second trace of the function.
     leaves = jaxpr_as_fun(program)(*jax.tree.leaves(args))
     return leaves, _outputs(program.jaxpr, [True] * len(program.jaxpr.invars))
 
@@ -68,9 +183,9 @@ def _outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
         return not hasattr(operand, "val") and known.get(operand, False)
 
     for equation in jaxpr.eqns:
-        given = [depends(operand) for operand in equation.invars]
-        inner = inner_program(equation) if any(given) else None
-        results = [any(given)] * len(equation.outvars) if inner is None else _outputs(inner, given)
+        varies = [depends(operand) for operand in equation.invars]
+        inner = inner_program(equation) if any(varies) else None
+        results = [any(varies)] * len(equation.outvars) if inner is None else _outputs(inner, varies)
         known.update(zip(equation.outvars, results, strict=True))
     return [depends(variable) for variable in jaxpr.outvars]
 
@@ -98,14 +213,14 @@ class Saved:
     def of_leaves(
         cls, leaves: Sequence[Any], structure: Any, depends: Sequence[bool], recipe: ClosedJaxpr | None = None
     ) -> Saved:
-        varying = [leaf for leaf, one in zip(leaves, depends, strict=True) if one]
-        constants = [leaf for leaf, one in zip(leaves, depends, strict=True) if not one]
+        varying = [leaf for leaf, varies in zip(leaves, depends, strict=True) if varies]
+        constants = [leaf for leaf, varies in zip(leaves, depends, strict=True) if not varies]
         return cls(varying, constants, structure, tuple(depends), recipe)
 
-    def whole(self, *given: Any) -> Any:
-        """The tree that was saved. ``given``: the arguments that backward has."""
+    def whole(self, *arguments: Any) -> Any:
+        """The tree that was saved. ``arguments``: the arguments that backward has."""
         varying, constants = iter(self.varying), iter(self.constants)
-        leaves = [next(varying if one else constants) for one in self.where]
+        leaves = [next(varying if varies else constants) for varies in self.where]
         if self.recipe is not None:
-            leaves = jaxpr_as_fun(self.recipe)(*leaves, *jax.tree.leaves(given))
+            leaves = jaxpr_as_fun(self.recipe)(*leaves, *jax.tree.leaves(arguments))
         return jax.tree.unflatten(self.tree, leaves)

@@ -22,18 +22,20 @@ Env = dict[Any, Any]
 _NO_CALLS = ("scan", "while", "cond", "remat2", "checkpoint", "shard_map")
 
 
-def marked(name: str, function: Callable[..., T]) -> Callable[..., T]:
+def mark(name: str, function: Callable[..., T]) -> Callable[..., T]:
     """``function``, whose calls have ``name`` in a traced program. Its first argument is a scalar, true or false."""
 
     def call(gate: jax.Array, *args: Any) -> T:
         return function(gate, *args)
 
+    # A call of jit keeps its name where JAX differentiates or batches, and XLA inlines what it
+    # runs.
     call.__name__ = name
     return jax.jit(call)
 
 
 def mark_of(equation: Any) -> str | None:
-    """The name of a call of a ``marked`` function, or of another one like it."""
+    """The name of a call of a ``mark`` function, or of another one like it."""
     # What JAX moves out of a loop of such a call has its name, too, but no gate.
     if not _is_call(equation) or not any(map(is_gate, equation.invars)):
         return None
@@ -43,7 +45,8 @@ def mark_of(equation: Any) -> str | None:
 
 def is_gate(operand: Any) -> bool:
     """Whether an operand is a scalar, true or false."""
-    # Its place is not known: JAX puts operands that are the same in each pass of a loop behind the others.
+    # Its place is not known: JAX puts operands that are the same in each pass of a loop behind the
+    # others.
     aval = operand.aval
     return bool(getattr(aval, "shape", None) == () and aval.dtype == bool)
 
@@ -51,14 +54,14 @@ def is_gate(operand: Any) -> bool:
 def holds(equation: Any, marks: Sequence[str]) -> bool:
     """Whether calls of these names are in ``equation``, or in what it runs."""
     return mark_of(equation) in marks or any(
-        holds(one, marks) for inner in _programs(equation) for one in inner.eqns
+        holds(below, marks) for inner in _programs(equation) for below in inner.eqns
     )
 
 
 def runs_any(equation: Any, names: frozenset[str]) -> bool:
     """Whether operations of these names are ``equation``, or in what it runs."""
     return equation.primitive.name in names or any(
-        runs_any(one, names) for inner in _programs(equation) for one in inner.eqns
+        runs_any(below, names) for inner in _programs(equation) for below in inner.eqns
     )
 
 
@@ -67,20 +70,21 @@ def is_call_around(equation: Any, marks: Sequence[str]) -> bool:
     return _is_call(equation) and mark_of(equation) not in marks and holds(equation, marks)
 
 
-def flattened(program: ClosedJaxpr, marks: Sequence[str]) -> ClosedJaxpr:
+def inline_around(program: ClosedJaxpr, marks: Sequence[str]) -> ClosedJaxpr:
     """The program with calls of these names on its own level: calls around them are replaced by what they run."""
     return _without_calls(program, lambda equation: is_call_around(equation, marks))
 
 
-def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with calls of jitted functions replaced by what they run, except ``marked`` and sharded ones."""
+def inline_calls(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with calls of jitted functions replaced by what they run, except ``mark`` and sharded ones."""
 
     def is_plain(equation: Any) -> bool:
         shardings = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
         return (
+            # A call with shardings constrains what it is given, which would be lost with the call.
             equation.primitive.name == "jit"
             and mark_of(equation) is None
-            and not any(isinstance(one, jax.sharding.Sharding) for one in shardings)
+            and not any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
         )
 
     return _without_calls(program, is_plain)
@@ -101,7 +105,7 @@ def _without_calls(program: ClosedJaxpr, chosen: Callable[[Any], bool]) -> Close
             env,
             program.jaxpr.outvars,
             special=lambda equation, env: chosen(equation),
-            run=lambda equation, values: _flat(called(equation), values),
+            run=lambda equation, values: _flat(program_of(equation), values),
         )
         return read(env, program.jaxpr.outvars)
 
@@ -149,7 +153,7 @@ def read(env: Env, atoms: Iterable[Any]) -> Values:
     return [atom.val if hasattr(atom, "val") else env[atom] for atom in atoms]
 
 
-def called(equation: Any) -> ClosedJaxpr:
+def program_of(equation: Any) -> ClosedJaxpr:
     """What a call runs."""
     for value in equation.params.values():
         if jaxpr_of(value) is not None and jaxpr_of(value) is inner_program(equation):
@@ -198,10 +202,12 @@ def scope_of(equation: Any) -> AbstractContextManager[Any]:
 def _segment(jaxpr: Jaxpr, equations: Sequence[Any], env: Env, needed: Callable[[Any], bool]) -> None:
     made = [v for equation in equations for v in equation.outvars if needed(v)]
     effects = frozenset().union(*(equation.effects for equation in equations))
+    # Callbacks (watch_nonfinite_outputs) have no results that anything needs.
     if not made and not effects:
         return
     inside = {v for equation in equations for v in equation.outvars}
     taken = dict.fromkeys(v for equation in equations for v in operands(equation.invars) if v not in inside)
+    # One program for all equations between two special ones, which returns what is needed later.
     program = Jaxpr((), list(taken), made, equations, effects, jaxpr.debug_info)
     env.update(zip(made, jaxpr_as_fun(ClosedJaxpr(program, ()))(*whole(read(env, taken))), strict=True))
 
@@ -211,9 +217,9 @@ def _is_call(equation: Any) -> bool:
 
 
 def _programs(equation: Any) -> list[Any]:
-    found = []
+    programs = []
     for value in equation.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if jaxpr_of(one) is not None:
-                found.append(jaxpr_of(one))
-    return found
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if jaxpr_of(item) is not None:
+                programs.append(jaxpr_of(item))
+    return programs

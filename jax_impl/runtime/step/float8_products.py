@@ -4,9 +4,10 @@
     d lhs    = d output @ rhs^T        e5m2 by e4m3
     d rhs    = lhs^T @ d output        in the dtype of the factors
 
-``rhs`` is the weight. The factors of a product are written as float8 numbers times a power of two: XLA makes a float8
-product of that on GPUs that have one, with ``--xla_gpu_enable_triton_gemm=false``, and elsewhere multiplies the same
-numbers in the dtype of the factors.
+``rhs`` is the weight. The factors of a product are written as float8 numbers times a power of two:
+XLA makes a float8 product of that on GPUs that have one, with
+``--xla_gpu_enable_triton_gemm=false``, and elsewhere multiplies the same numbers in the dtype of
+the factors.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _Static = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], 
 
 # The kernels of torch_impl take matrices whose dimensions are multiples of it.
 _MULTIPLE = 16
-# With the default, Hopper's tensor cores would sum in fewer bits than float32 has. Factors need no more than this.
+# With the default, Hopper's tensor cores would sum in fewer bits than float32 has. Factors need no
+# more than this.
 _SUMS = lax.Precision.HIGH
 
 
@@ -76,8 +78,9 @@ def _can_multiply(lhs: jax.Array, rhs: jax.Array, dimensions: _Static) -> bool:
 def _product(
     lhs: jax.Array, rhs: jax.Array, dimensions: _Static, precision: lax.PrecisionLike, dtype: jnp.dtype
 ) -> jax.Array:
-    # XLA:GPU makes one of small products that have one input: their weights then have several scales, and no product is
-    # one of float8. Behind a barrier with its weight each product has an input of its own, and rounds it for itself.
+    # XLA:GPU makes one of small products that have one input: their weights then have several
+    # scales, and no product is one of float8. Behind a barrier with its weight each product has an
+    # input of its own, and rounds it for itself.
     lhs, rhs = lax.optimization_barrier((lhs, rhs))
     return lax.dot_general(_rounded(lhs, E4M3), _rounded(rhs, E4M3), dimensions, _SUMS, dtype)
 
@@ -107,10 +110,10 @@ def _backward(
 _product.defvjp(_forward, _backward)
 
 
-def _rounded(values: jax.Array, kind: Float8) -> jax.Array:
+def _rounded(values: jax.Array, float8: Float8) -> jax.Array:
     """In the dtype of ``values``: payload cast, times a power of two, as XLA looks for it."""
     wide = values.astype(jnp.float32)
     # The power of the least scale is a subnormal number, which some devices take for zero.
-    scale = jnp.maximum(scales_of(magnitudes(wide).max(initial=0), kind), 1)
-    payload = lax.bitcast_convert_type(encode(wide, scale, kind), kind.dtype)
+    scale = jnp.maximum(scales_of(magnitudes(wide).max(initial=0), float8), 1)
+    payload = lax.bitcast_convert_type(encode(wide, scale, float8), float8.dtype)
     return payload.astype(values.dtype) * power_of(scale).astype(values.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax import nnx
 
 from jax_impl.modules.seal import line_in
-from jax_impl.modules.stack_lengths import unnamed_stack
+from jax_impl.modules.stack import unnamed_stack
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 # Of JAX, where a function of derivatives of its own is differentiated twice, or forward.
@@ -20,7 +20,7 @@ _CONSTRAINTS = (
 _SHAPES = ("Incompatible types for broadcasting", "ncompatible shapes", "requires contracting dimensions")
 
 
-def explained(error: Exception, plan: ShardingPlan) -> str | None:
+def explain(error: Exception, plan: ShardingPlan) -> str | None:
     """What is wrong, and the way out; None for an error that says it."""
     message = str(error)
     if "Triggering __jax_array__() during abstractification" in message:
@@ -54,7 +54,7 @@ def explained(error: Exception, plan: ShardingPlan) -> str | None:
             "with_sharding_constraint: expected a mesh with the PartitionSpec: jax.sharding.NamedSharding(mesh, spec), "
             f"or jax.set_mesh(mesh) around the step, with the mesh that fully_shard got ({error})"
         )
-    caches = [path for path, info in plan.variables.items() if issubclass(info.kind, nnx.Cache)]
+    caches = [path for path, info in plan.variables.items() if issubclass(info.cls, nnx.Cache)]
     if caches and plan.engine == "shard_map" and any(part in message for part in _SHAPES):
         return (
             f"variables {caches[:3]} (Cache): expected rows of the batch as first dimension, behind that of a stack's "

@@ -11,18 +11,18 @@ from flax import nnx
 
 from jax_impl.comm.collectives import fence
 from jax_impl.comm.mesh import is_gpu, is_simulated
+from jax_impl.modules.interception import catch_calls
 from jax_impl.modules.module_tree import ROOT
 from jax_impl.modules.seal import no_elements, seal, witnessed, witnessed_constants
 from jax_impl.modules.tree_model import as_given
 from jax_impl.modules.uneven_means import mark_rows
-from jax_impl.modules.unit_methods import caught_calls
 from jax_impl.modules.unit_parameter import Arguments, Run, UnitRun, Values, origin_of, unit_parameters
+from jax_impl.runtime.groups.logical_group import Group
 from jax_impl.runtime.groups.memory_kinds import is_on_device, on_device
 from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
-from jax_impl.runtime.groups.unit_plan import Group
 from jax_impl.runtime.program.level import Ways
-from jax_impl.runtime.step.foreign_errors import explained
-from jax_impl.runtime.step.outputs import layer_numbers, look_at_output, watching
+from jax_impl.runtime.step.foreign_errors import explain
+from jax_impl.runtime.step.outputs import WATCHING, layer_numbers, look_at_output
 from jax_impl.runtime.unit.order import Order
 from jax_impl.runtime.unit.unit import Collectors, Sources, UnitCall
 
@@ -55,12 +55,16 @@ def hold(plan: ShardingPlan, weights: Buffers) -> AllSources:
             if not group.sends_once:
                 held.append(group.hold(arrays))
                 continue
+            # After the collective before: with all units gathered at once, a step of "optim_grads"
+            # aborted in 3 of 3 runs of 21 steps on 8 simulated devices, and ran in 3 of 3 so.
             arrays, last = fence((arrays, last))
             with jax.named_scope(scope_of(path)), jax.named_scope("gather"):
                 last = group.hold(arrays)
             held.append(last)
+        # From here to the unit's call nothing else may use them: their gradient is dropped
+        # (seal.py).
         sources[path] = seal(path, tuple(held))
-        if watching() and unit.module.layers is not None:
+        if WATCHING.value and unit.module.layers is not None:
             sources[path] = (*sources[path], (layer_numbers(unit.module.layers),))
     return sources
 
@@ -80,6 +84,7 @@ def finish(plan: ShardingPlan, gradients: AllCollectors) -> Buffers:
     for path in reversed(_in_forward(plan)):
         for group, collected in zip(plan.units[path].groups, gradients[path], strict=True):
             if group.trainable:
+                # As in ``hold``.
                 collected, last = fence((collected, last))
                 with jax.named_scope(scope_of(path)), jax.named_scope("reduce"):
                     last = group.finish(collected)
@@ -113,7 +118,7 @@ def call_model(
             output = witnessed_constants(output, own.changed_constants(module))
             return output, root.changed_variables(module)
         except (ValueError, RuntimeError, TypeError) as error:
-            hint = explained(error, plan)
+            hint = explain(error, plan)
             if hint is None:
                 raise
             raise ValueError(hint) from error
@@ -131,6 +136,8 @@ def call_model(
 def ways_of(plan: ShardingPlan, *, forward: bool = False) -> Ways:
     """How the program of a step is written. ``forward``: without backward."""
     written = plan.engine == "shard_map"
+    # GSPMD loses the sharding of an array with a layout constraint, so where XLA shards there is
+    # none.
     row_major = written and is_gpu(plan.mesh) and not plan.model_axes.names
     return Ways(plan.chained, forward, reductions=written, row_major=row_major)
 
@@ -152,19 +159,20 @@ def _call_unit(
     def apply(
         leaves: Sequence[Sequence[jax.Array]], inner: Mapping[str, Any], arrays: Any, layer: Any
     ) -> Any:
-        given = rebuild(arrays)
+        arguments = rebuild(arrays)
         fixed = {below: (mine, _without_gradient(below, its)) for below, (mine, its) in inner.items()}
         runs = {below: _unit_run(plan, order, below, fixed) for below in unit.module.inner}
         own = _in_model_order(unit.groups, leaves, unit.module.parameters)
         # Here, since backward may come back to it when the model is done.
-        with caught_calls({plan.units[below].module.cls for below in _units_inside(plan, ROOT)}):
-            output, after = run(unit.module.values(own, runs), given)
-        if watching():
-            look_at_output(plan, path, layer, _split_arrays(given[1:])[0], output)
-        changed[:] = [i for i, value in enumerate(after) if value is not given[0][i]]
+        with catch_calls({plan.units[below].module.cls for below in _units_inside(plan, ROOT)}):
+            output, after = run(unit.module.values(own, runs), arguments)
+        if WATCHING.value:
+            look_at_output(plan, path, layer, _split_arrays(arguments[1:])[0], output)
+        changed[:] = [i for i, value in enumerate(after) if value is not arguments[0][i]]
         # Outside of the model everything is an array.
         results, rebuilding[0] = (output, None) if path == ROOT else _split_output(path, output)
-        # With their gradients: a loss may add what units leave in variables, such as losses of routers.
+        # With their gradients: a loss may add what units leave in variables, such as losses of
+        # routers.
         return results, [after[i] for i in changed]
 
     changed: list[int] = []
@@ -173,6 +181,8 @@ def _call_unit(
     collectors, sources = held[path]
     # What comes after the groups' sources, while a watch is open, is the number of the layer.
     ((layer,),) = sources[len(unit.groups) :] or ((np.int32(-1),),)
+    # On H100s steps without recomputation so need 0.58 to 0.77 of the memory of a step by hand,
+    # without it 0.7 to 1.1. Simulated devices keep what JAX saves.
     derives = not is_simulated(plan.mesh)
     call = UnitCall(scope_of(path), apply, unit.groups, unit.recompute, order, derives)
     output, values = witnessed(call(collectors, sources[: len(unit.groups)], inner, arrays, layer), witnesses)
@@ -185,8 +195,9 @@ def _call_unit(
 
 def _without_gradient(path: str, sources: Sources) -> Sources:
     def stopped(x: jax.Array) -> jax.Array:
-        # Of arrays that a loop is over, JAX makes zero gradients on the device, wherever the arrays lie. These are
-        # sealed anew, since a loss may stop gradients for another reason; a seal on others would be a copy to save.
+        # Of arrays that a loop is over, JAX makes zero gradients on the device, wherever the arrays
+        # lie. These are sealed anew, since a loss may stop gradients for another reason; a seal on
+        # others would be a copy to save.
         return x if is_on_device(x) else seal(path, jax.lax.stop_gradient(x))
 
     return jax.tree.map(stopped, sources)
@@ -214,7 +225,8 @@ def _unit_run(
     ) -> tuple[Any, Sequence[Any]]:
         own = jax.tree.unflatten(tree, arrays)
         weights = [own[below][1][: len(plan.units[below].groups)] for below in own]
-        # Of the results, since sources that pass a call are new arrays, which loops would save for backward.
+        # Of the results, since sources that pass a call are new arrays, which loops would save for
+        # backward.
         whole = [*map(no_elements, jax.tree.leaves(weights)[:1]), *witnesses]
         return _call_unit(plan, order, path, own, run, arguments, whole)
 

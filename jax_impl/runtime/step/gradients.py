@@ -1,4 +1,5 @@
-"""Gradients of one global batch, in both engines: microbatches, accumulation, and what is reduced when.
+"""Gradients of one global batch, in both engines: microbatches, accumulation, and what is reduced
+when.
 
 ::
 
@@ -30,8 +31,7 @@ from jax_impl.runtime.groups.variables import (
     of_all_devices,
     of_this_device,
 )
-from jax_impl.runtime.program.pipeline import pipelined
-from jax_impl.runtime.step.divisors import Divisors
+from jax_impl.runtime.program.pipeline import pipeline
 from jax_impl.runtime.step.forward import (
     AllCollectors,
     AllSources,
@@ -41,10 +41,10 @@ from jax_impl.runtime.step.forward import (
     hold,
     ways_of,
 )
-from jax_impl.runtime.step.losses import LossParts, as_parts, sum_over_devices, twice_as_many
+from jax_impl.runtime.step.losses import Divisors, LossParts, as_parts, sum_over_devices, twice_as_many
 
-# Of an nnx model, or a pytree of parameters, and rows, and then inputs that every device has whole: a mean, or
-# (sum, weight); with ``has_aux`` a pair with aux.
+# Of an nnx model, or a pytree of parameters, and rows, and then inputs that every device has whole:
+# a mean, or (sum, weight); with ``has_aux`` a pair with aux.
 Loss = Callable[..., Any]
 Batch = Any
 Shared = tuple[Any, ...]
@@ -82,7 +82,7 @@ def make_gradients(
     ``grad_divisor``: what the sum over all parts (devices x microbatches; in the pjit engine microbatches) is divided
     by, loss and gradients, instead of their number. With 1 they are sums: ``loss_fn`` then returns a sum over its rows,
     which means the same in both engines. A mapping has divisors of the gradients of some units, by patterns of their
-    paths, ``{"layers/*/experts": 4.0}``; all else is divided as without it. See ``divisors.py``.
+    paths, ``{"layers/*/experts": 4.0}``; all else is divided as without it. See ``losses.py``.
 
     ``loss_fn`` is traced twice, once to check it. Raises ``ValueError`` there for such a quotient, for a weight that
     depends on the model, and for weights of a unit that are used outside of its calls; at once for a ``grad_divisor``
@@ -93,20 +93,20 @@ def make_gradients(
     def gradients(
         weights: Buffers, batch: Batch, variables: Variables | None = None, shared: Shared = ()
     ) -> tuple[Any, Buffers, Variables]:
-        given = (weights, batch, variables or {}, shared)
+        arguments = (weights, batch, variables or {}, shared)
 
         def trace(batch: Batch) -> Any:
-            return jax.make_jaxpr(function)(weights, batch, *given[2:])
+            return jax.make_jaxpr(function)(weights, batch, *arguments[2:])
 
-        program, shapes = jax.make_jaxpr(function, return_shape=True)(*given)
+        program, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         check_program(plan, program, trace, batch, microbatches, equal_parts)
 
         def aux_of(batch: Batch) -> Any:
-            return function(weights, batch, *given[2:])[0].aux
+            return function(weights, batch, *arguments[2:])[0].aux
 
         check_aux(plan, aux_of, shapes[0].aux, batch, microbatches)
-        loss, found, variables = function(*given)
-        return (loss.value, loss.aux) if has_aux else loss.value, found, variables
+        loss, grads, variables = function(*arguments)
+        return (loss.value, loss.aux) if has_aux else loss.value, grads, variables
 
     return gradients
 
@@ -134,8 +134,8 @@ def unchecked_gradients(
     def gradients(
         weights: Buffers, batch: Batch, variables: Variables, shared: Shared, to_host: bool = False
     ) -> tuple[LossParts, Buffers, Variables]:
-        loss, found, changed = functions[to_host](weights, batch, on_device(variables), shared)
-        return loss, found, as_before(changed, variables)
+        loss, grads, changed = functions[to_host](weights, batch, on_device(variables), shared)
+        return loss, grads, as_before(changed, variables)
 
     return gradients
 
@@ -178,7 +178,7 @@ def check_aux(
     try:
         later = jax.tree.leaves(jax.eval_shape(aux_of, twice_as_many(batch)))
     except Exception:
-        # A loss for just so many rows.
+        # A loss for just so many rows: no other number can be traced, so nothing is known.
         return
     leaves = zip(jax.tree.leaves_with_path(aux), later, strict=True)
     wrong = [path for (path, leaf), more in leaves if leaf.shape and more.shape[0] == 2 * leaf.shape[0]]
@@ -194,22 +194,24 @@ def _shard_map(
     plan: ShardingPlan, loss_fn: LossFunction, microbatches: int, divisors: Divisors, to_host: bool
 ) -> StepGradients:
     def local(
-        weights: Buffers, batch: Batch, given: Variables, shared: Shared
+        weights: Buffers, batch: Batch, before: Variables, shared: Shared
     ) -> tuple[LossParts, Buffers, Variables]:
         parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
-        own = mark_before(of_this_device(given, plan.axes))
+        own = mark_before(of_this_device(before, plan.axes))
         if not plan.brings_units:
             weights = on_device(weights)
-        loss, variables, gradients = _accumulated(
+        loss, variables, gradients = _accumulate(
             plan, loss_fn, hold(plan, weights), own, parts, shared, microbatches
         )
         finished = finish(plan, gradients)
         if plan.chained or not to_host:
-            # Each gradient leaves when it is reduced, where nothing waits for all of them.
+            # The loss's own collectives come after those of the gradients: on simulated devices two
+            # in flight meet. Towards the host there is no fence, since each gradient leaves when it
+            # is reduced only where nothing waits for all of them.
             loss, finished = fence((loss, finished))
         loss = sum_over_devices(loss, plan.axes.names)
-        variables, loss = of_all_devices(plan.variables, given, mark_after(variables), plan.axes, loss)
-        loss, finished = divisors.divided(loss, finished)
+        variables, loss = of_all_devices(plan.variables, before, mark_after(variables), plan.axes, loss)
+        loss, finished = divisors.divide(loss, finished)
         return loss, in_host(finished) if to_host else finished, variables
 
     specs = plan.data_specs
@@ -220,14 +222,16 @@ def _shard_map(
         in_specs=(specs, plan.axes.batch_spec, plan.variable_specs, PartitionSpec()),
         out_specs=(PartitionSpec(), trained, plan.variable_specs),
         axis_names=set(plan.axes.names),
-        # With the check on, explicit sums are done a second time: gradients come out N times too large.
+        # With the check on, explicit sums are done a second time: gradients under no_shard were
+        # exactly 8 times too large on 8 devices, and Adam, which knows no scale, hid it from the
+        # losses.
         check_vma=False,
     )
     if not plan.model_axes.names:
         return step
 
-    def placed(*given: Any) -> tuple[LossParts, Buffers, Variables]:
-        loss, gradients, variables = step(*given)
+    def placed(*arguments: Any) -> tuple[LossParts, Buffers, Variables]:
+        loss, gradients, variables = step(*arguments)
         # What is automatic on model axes would lie as the compiler likes.
         lying = {key: plan.sharding(key) for key in gradients}
         whole = {path: plan.variable_sharding(path) for path in variables}
@@ -242,29 +246,31 @@ def _pjit(
     rows = NamedSharding(plan.mesh, PartitionSpec(None, *plan.axes.batch_spec))
 
     def part(x: jax.Array) -> jax.Array:
-        # Each device's rows are cut into parts, as in the other engine, so that none changes its device.
+        # Each device's rows are cut into parts, as in the other engine, so that none changes its
+        # device.
         by_device = x.reshape(plan.data_ranks, microbatches, -1, *x.shape[1:])
         return lax.with_sharding_constraint(
             by_device.swapaxes(0, 1).reshape(microbatches, -1, *x.shape[1:]), rows
         )
 
     def whole(
-        weights: Buffers, batch: Batch, given: Variables, shared: Shared
+        weights: Buffers, batch: Batch, before: Variables, shared: Shared
     ) -> tuple[LossParts, Buffers, Variables]:
         parts = jax.tree.map(part, batch)
         sources = hold(plan, on_device(weights))
-        loss, variables, gradients = _accumulated(plan, loss_fn, sources, given, parts, shared, microbatches)
-        # Else XLA may leave statistics cut like the activations that they come from.
+        loss, variables, gradients = _accumulate(plan, loss_fn, sources, before, parts, shared, microbatches)
+        # Else XLA may leave statistics cut like the activations that they come from, and the next
+        # step would be compiled anew, for another sharding.
         variables = {
             path: lax.with_sharding_constraint(value, plan.variable_sharding(path))
             for path, value in variables.items()
         }
-        return *divisors.divided(loss, finish(plan, gradients)), variables
+        return *divisors.divide(loss, finish(plan, gradients)), variables
 
     return whole
 
 
-def _accumulated(
+def _accumulate(
     plan: ShardingPlan,
     loss_fn: LossFunction,
     sources: AllSources,
@@ -275,26 +281,28 @@ def _accumulated(
 ) -> tuple[LossParts, Variables, AllCollectors]:
     """Loss and gradients summed over the microbatches ``parts [K, ...]``; variables pass from one to the next."""
 
-    def one(rows: Batch, variables: Variables) -> tuple[LossParts, Variables, AllCollectors]:
+    def one_microbatch(rows: Batch, variables: Variables) -> tuple[LossParts, Variables, AllCollectors]:
         def loss(held: AllCollectors) -> tuple[jax.Array, tuple[LossParts, Variables]]:
-            found, changed = call_model(plan, held, sources, variables, loss_fn, rows, shared)
-            return found.value, (found, changed)
+            sums, changed = call_model(plan, held, sources, variables, loss_fn, rows, shared)
+            return sums.value, (sums, changed)
 
         differentiated = jax.value_and_grad(loss, has_aux=True)
         if plan.prefetch and any(unit.module.layers is not None for unit in plan.units.values()):
-            differentiated = pipelined(differentiated, ways_of(plan))
-        (_, (found, variables)), gradients = differentiated(collectors(plan))
-        return found, variables, gradients
+            differentiated = pipeline(differentiated, ways_of(plan))
+        (_, (sums, variables)), gradients = differentiated(collectors(plan))
+        return sums, variables, gradients
 
     first = jax.tree.map(lambda x: x[0], parts)
     if microbatches == 1:
-        return one(first, variables)
-    shapes = jax.eval_shape(one, first, variables)
+        return one_microbatch(first, variables)
+    # Zeros for the first sum, in place of a first microbatch outside of the loop: the program then
+    # has the model once, not twice.
+    shapes = jax.eval_shape(one_microbatch, first, variables)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0], shapes[2]))
 
     def add(carried: Any, rows: Batch) -> tuple[Any, None]:
         total, variables = carried
-        loss, variables, gradients = one(rows, variables)
+        loss, variables, gradients = one_microbatch(rows, variables)
         return (jax.tree.map(jnp.add, total, (loss, gradients)), variables), None
 
     ((loss, gradients), variables), _ = lax.scan(add, (zeros, variables), parts)

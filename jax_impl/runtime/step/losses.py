@@ -1,19 +1,34 @@
-"""What a loss returns for a part of the batch, and how the parts of a step come together.
+"""What a loss returns for a part of the batch, how the parts of a step come together, and by what
+they are divided.
 
-A part is what one call of the loss sees: the rows of one device in one microbatch, in the pjit engine those of all
-devices. A loss returns the mean over its part, or ``(sum, weight)``, such as summed token losses and their number::
+A part is what one call of the loss sees: the rows of one device in one microbatch, in the pjit
+engine those of all devices. A loss returns the mean over its part, or ``(sum, weight)``, such as
+summed token losses and their number::
 
     returned          a part adds                the step's loss and gradients      statistics with it (``aux``)
     mean              mean, and 1                sum / number of parts              floats: weighted mean of the parts
     (sum, weight)     sum, and weight            sum / sum of the weights           integers, bools: sum over the parts
 
-Means over unequal parts are wrong without a word, pairs are not: 3 tokens of one device count as much as 3 of another.
-What the sums are divided by is in ``divisors.py``.
+Means over unequal parts are wrong without a word, pairs are not: 3 tokens of one device count as
+much as 3 of another. What loss, statistics and gradients of all parts are divided by::
+
+    loss returns        grad_divisor     divisor
+    mean                None             the number of parts: the mean over equal parts
+    (sum, weight)       None             the sum of the weights; 1 where that is zero, since the sums are zeros, too
+    sum                 a number         that number; 1 gives sums
+    mean                by unit          the number of parts; gradients of these units by their own number
+
+The divisor of a unit is for weights that do not see each part once: experts that get the tokens of
+four devices of which each has averaged its own. In float16 reductions take means over the devices
+(``Wire.averages``), so what is left to divide by is less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -21,8 +36,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_impl.comm.collectives import fence
+from jax_impl.comm.collectives import divide_exactly, fence
 from jax_impl.modules.uneven_means import mark_loss, mark_weight
+from jax_impl.runtime.groups.sharding_plan import Buffers, ShardingPlan
 
 
 class LossParts(NamedTuple):
@@ -49,8 +65,10 @@ def as_parts(returned: Any, has_aux: bool) -> LossParts:
     if not pair:
         return LossParts(mark_loss(jnp.asarray(returned)), None, _addable(aux, None))
     value, weight = (jnp.asarray(x) for x in returned)
-    # A count in bfloat16 would end at 256.
+    # A count in bfloat16 would end at 256, since 257 rounds to 256.
     dtype = jnp.promote_types(value.dtype, jnp.float32)
+    # The loss is sum / weight; a weight that depends on the model is refused (uneven_means.py), so
+    # the derivative by it is zero and need not be traced.
     weight = lax.stop_gradient(mark_weight(weight.astype(dtype)))
     return LossParts(mark_loss(value.astype(dtype)), weight, _addable(aux, weight))
 
@@ -80,6 +98,7 @@ def _described(returned: Any) -> str:
 
 def _addable(aux: Any, weight: jax.Array | None) -> Any:
     def addable(leaf: Any) -> jax.Array:
+        # Statistics are told, not trained on.
         value = lax.stop_gradient(jnp.asarray(leaf))
         if not jnp.issubdtype(value.dtype, jnp.floating):
             return value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
@@ -105,6 +124,7 @@ def sum_over_devices(parts: LossParts, axes: Sequence[str]) -> LossParts:
         by_dtype.setdefault(leaf.dtype, []).append(index)
     last: list[jax.Array] = []
     for indices in by_dtype.values():
+        # One after another, as all collectives of simulated devices must come.
         own, last = fence(([leaves[i] for i in indices], last))
         if len(own) == 1:
             own = [lax.psum(own[0], axes)]
@@ -116,3 +136,90 @@ def sum_over_devices(parts: LossParts, axes: Sequence[str]) -> LossParts:
         for index, value in zip(indices, own, strict=True):
             leaves[index] = value
     return jax.tree.unflatten(tree, leaves)
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """``loss``: None where the loss has a weight, or the number of parts. ``gradients``: by key, where they are others.
+
+    ``averaged``: by key, by what the reduction has divided already.
+    """
+
+    parts: int
+    loss: float | None
+    gradients: Mapping[str, float]
+    averaged: Mapping[str, int]
+
+    @classmethod
+    def of(
+        cls, plan: ShardingPlan, microbatches: int, grad_divisor: float | Mapping[str, float] | None
+    ) -> Divisors:
+        """Raises ``ValueError`` for a divisor that is no positive number, and a pattern that matches no unit."""
+        flat = plan.engine == "shard_map"
+        own: dict[str, float] = {}
+        averaged: dict[str, int] = {}
+        for path, unit in plan.units.items():
+            divisor = _of_unit(path, grad_divisor) if isinstance(grad_divisor, Mapping) else None
+            for group in unit.groups:
+                for key in group.stored if group.trainable else ():
+                    if divisor is not None:
+                        own[key] = divisor
+                    if flat and group.wire.averages:
+                        averaged[key] = plan.data_ranks
+        if isinstance(grad_divisor, Mapping):
+            _check_patterns(plan, grad_divisor)
+        elif grad_divisor is not None:
+            _check("grad_divisor", grad_divisor)
+        whole = None if isinstance(grad_divisor, Mapping) else grad_divisor
+        return cls(microbatches * (plan.data_ranks if flat else 1), whole, own, averaged)
+
+    def divide(self, parts: LossParts, gradients: Buffers) -> tuple[LossParts, Buffers]:
+        """Loss, floating-point statistics and gradients from their sums over all parts.
+
+        Raises ``ValueError`` for a ``(sum, weight)`` with a ``grad_divisor``.
+        """
+        divisor: Any = self.parts if self.loss is None else self.loss
+        counted: Any = self.parts
+        if parts.weight is not None:
+            if self.loss is not None or self.gradients:
+                raise ValueError(
+                    "loss: expected a scalar, since grad_divisor is given, got (sum, weight), which says itself what "
+                    "to divide by: return the sum, or leave out grad_divisor"
+                )
+            divisor = counted = jnp.where(parts.weight == 0, jnp.ones_like(parts.weight), parts.weight)
+
+        def statistic(x: jax.Array) -> jax.Array:
+            return divide_exactly(x, counted) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+        def gradient(key: str, x: jax.Array) -> jax.Array:
+            left = self.gradients.get(key, divisor) / self.averaged.get(key, 1)
+            return divide_exactly(x, left)
+
+        loss = LossParts(
+            divide_exactly(parts.value, divisor), parts.weight, jax.tree.map(statistic, parts.aux)
+        )
+        return loss, {key: gradient(key, x) for key, x in gradients.items()}
+
+
+def _of_unit(path: str, by_pattern: Mapping[str, float]) -> float | None:
+    return next((d for pattern, d in by_pattern.items() if _matches(path, pattern)), None)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    parts, patterns = path.split("/"), pattern.split("/")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def _check_patterns(plan: ShardingPlan, by_pattern: Mapping[str, float]) -> None:
+    for pattern, divisor in by_pattern.items():
+        _check(f"grad_divisor[{pattern!r}]", divisor)
+        if not any(_matches(path, pattern) for path in plan.units):
+            raise ValueError(
+                f"grad_divisor: expected patterns of units, but {pattern!r} matches none of {list(plan.units)[:12]}"
+            )
+
+
+def _check(name: str, divisor: Any) -> None:
+    number = isinstance(divisor, int | float) and not isinstance(divisor, bool)
+    if not number or not 0 < divisor < math.inf:
+        raise ValueError(f"{name}: expected a positive number, got {divisor!r}")

@@ -1,8 +1,8 @@
 """Which unit's output is not finite first, seen while compiled steps run.
 
-A step that is traced while a watch is open has a callback at the end of each unit, which tells the host what the output
-holds on each device. The watch is part of the key of ``jax.jit``'s caches, so steps with and without it are programs of
-their own, and both are kept::
+A step that is traced while a watch is open has a callback at the end of each unit, which tells the
+host what the output holds on each device. The watch is part of the key of ``jax.jit``'s caches, so
+steps with and without it are programs of their own, and both are kept::
 
     step(...)                                 compiled
     with watch_nonfinite_outputs(plan):
@@ -18,30 +18,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from bridge.core.callers import warn_caller
-from jax_impl.comm.mesh import DataParallelMesh
-from jax_impl.comm.model_axes import ModelAxes
-
-
-class Plan(Protocol):
-    """What is watched, a ``ShardingPlan``."""
-
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def engine(self) -> str: ...
-    @property
-    def axes(self) -> DataParallelMesh: ...
-    @property
-    def model_axes(self) -> ModelAxes: ...
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -94,7 +80,7 @@ class _Seen:
 
 
 class _Watch:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ShardingPlan) -> None:
         self.plan = plan
         self.found: list[NonFiniteOutput] = []
         self.calls = 0
@@ -139,14 +125,18 @@ def _stack(unit: str) -> str:
     return unit.partition("/")[0]
 
 
-_watching = jax.make_user_context(default_value=False)
+# Whether programs that are traced are to be watched. A context of JAX's own is a part of the key of
+# jit's caches, a variable of Python would not be: the first program of a step would serve with and
+# without a watch.
+WATCHING = jax.make_user_context(default_value=False)
 _open: list[_Watch] = []
+# Callbacks run in threads of the runtime, while the program goes on.
 _lock = threading.Lock()
 _orders = itertools.count()
 
 
 @contextmanager
-def watch_nonfinite_outputs(plan: Plan) -> Iterator[list[NonFiniteOutput]]:
+def watch_nonfinite_outputs(plan: ShardingPlan) -> Iterator[list[NonFiniteOutput]]:
     """Look at the output of every unit of ``plan`` in the steps that run while the context is open.
 
     ::
@@ -168,8 +158,9 @@ def watch_nonfinite_outputs(plan: Plan) -> Iterator[list[NonFiniteOutput]]:
     with _lock:
         _open.append(watch)
     try:
-        with _watching(True):
+        with WATCHING(True):
             yield watch.found
+        # Steps return before their callbacks have run.
         jax.effects_barrier()
         if not watch.calls:
             warn_caller(
@@ -182,28 +173,24 @@ def watch_nonfinite_outputs(plan: Plan) -> Iterator[list[NonFiniteOutput]]:
             _open.remove(watch)
 
 
-def watching() -> bool:
-    """Whether a program that is traced now is to be watched."""
-    return bool(_watching.value)
-
-
 def layer_numbers(layers: int) -> jax.Array:
     """What a stacked unit carries so that its calls know their layer."""
     return jnp.arange(layers, dtype=jnp.int32)
 
 
-def look_at_output(plan: Plan, unit: str, layer: jax.Array, inputs: Any, output: Any) -> None:
+def look_at_output(plan: ShardingPlan, unit: str, layer: jax.Array, inputs: Any, output: Any) -> None:
     """Add a callback to the program that tells of a unit's output. ``layer``: int32, -1 outside of stacks."""
     site = _Site(unit, next(_orders))
-    given, held = (
+    ins, outs = (
+        # A callback has no derivative, and what it counts is not wanted in any.
         [lax.stop_gradient(x) for x in jax.tree.leaves(tree) if _may_be_nonfinite(x)]
         for tree in (inputs, output)
     )
 
-    def count(layer: jax.Array, given: list[jax.Array], held: list[jax.Array]) -> jax.Array:
-        nan = sum((jnp.isnan(x).sum(dtype=jnp.int32) for x in held), jnp.int32(0))
-        bad = sum(((~jnp.isfinite(x)).sum(dtype=jnp.int32) for x in held), jnp.int32(0))
-        before = sum(((~jnp.isfinite(x)).sum(dtype=jnp.int32) for x in given), jnp.int32(0))
+    def count(layer: jax.Array, ins: list[jax.Array], outs: list[jax.Array]) -> jax.Array:
+        nan = sum((jnp.isnan(x).sum(dtype=jnp.int32) for x in outs), jnp.int32(0))
+        bad = sum(((~jnp.isfinite(x)).sum(dtype=jnp.int32) for x in outs), jnp.int32(0))
+        before = sum(((~jnp.isfinite(x)).sum(dtype=jnp.int32) for x in ins), jnp.int32(0))
         device = lax.axis_index(plan.mesh.axis_names).astype(jnp.int32)
         return jnp.stack([device, layer, nan, bad - nan, before])[None]
 
@@ -213,34 +200,32 @@ def look_at_output(plan: Plan, unit: str, layer: jax.Array, inputs: Any, output:
         return ()
 
     if plan.engine == "shard_map" and plan.model_axes.names:
-        # Only where a step is manual on all axes does a device know its number; what model axes cut is gathered.
-        plan.model_axes.on_each(lambda *args: tell(count(*args)), PartitionSpec(), ())(layer, given, held)
+        # Only where a step is manual on all axes does a device know its number; what model axes cut
+        # is gathered.
+        plan.model_axes.on_each(lambda *args: tell(count(*args)), PartitionSpec(), ())(layer, ins, outs)
         return
     if plan.engine == "shard_map":
-        counts = count(layer, given, held)
+        counts = count(layer, ins, outs)
     else:
-        specs = (PartitionSpec(), [_spec(plan, x) for x in given], [_spec(plan, x) for x in held])
+        specs = (PartitionSpec(), [_spec(plan, x) for x in ins], [_spec(plan, x) for x in outs])
         by_device = PartitionSpec(plan.mesh.axis_names)
+        # By hand: counted by XLA each number would be one of all devices.
         counts = jax.shard_map(count, mesh=plan.mesh, in_specs=specs, out_specs=by_device, check_vma=False)(
-            layer, given, held
+            layer, ins, outs
         )
     tell(counts)
 
 
-def _spec(plan: Plan, x: jax.Array) -> PartitionSpec:
+def _spec(plan: ShardingPlan, x: jax.Array) -> PartitionSpec:
     # Rows of a batch lie so already; anything else would be gathered.
-    return plan.axes.batch_spec if x.ndim and x.shape[0] % _parts(plan) == 0 else PartitionSpec()
-
-
-def _parts(plan: Plan) -> int:
-    return plan.axes.shards(plan.axes.ndim)
+    return plan.axes.batch_spec if x.ndim and x.shape[0] % plan.data_ranks == 0 else PartitionSpec()
 
 
 def _may_be_nonfinite(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _record(plan: Plan, site: _Site, counts: Any) -> None:
+def _record(plan: ShardingPlan, site: _Site, counts: Any) -> None:
     device, layer, nan, inf, before = np.asarray(counts)[0].tolist()
     with _lock:
         for watch in _open:

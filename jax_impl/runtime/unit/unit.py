@@ -1,21 +1,35 @@
-"""Use a unit's weights without keeping them: gather, apply, drop; gather again in backward, reduce-scatter.
+"""Use a unit's weights without keeping them: gather, apply, drop; gather again in backward,
+reduce-scatter.
 
-The order of one training step over two units A and B inside the root R, under ``optim_grads_params``::
+The order of one training step over two units A and B inside the root R, under
+``optim_grads_params``::
 
     forward    gather R | gather A, apply A, drop A | gather B, apply B, drop B | loss, drop R
     backward   gather R | gather B, backward B, scatter dB | gather A, backward A, scatter dA | scatter dR
 
-Three fences make XLA keep that order:
+``UnitCall`` says what happens in which phase, and ``order.py`` when its transfers run. Three fences
+make XLA keep that order:
 
-1. a gather waits for the unit's input, or the gathers of all units and microbatches are issued at the start;
-2. a unit's output and what it saves leave together, or XLA recomputes a small residual from the gathered weights
-   and so keeps the whole buffer alive until backward;
-3. the second gather waits for the output's cotangent and the saved activations, or it merges with the first.
+1. a gather waits for the unit's input, or the gathers of all units and microbatches are issued at
+   the start;
+2. a unit's output and what it saves leave together, or XLA recomputes a small residual from the
+   gathered weights and so keeps the whole buffer alive until backward;
+3. the second gather waits for the output's cotangent and the saved activations, or it merges with
+   the first.
 
-A unit whose weights are whole during the step needs no gather, but its gradients still leave it here, as one array.
-With ``recompute`` a unit saves its inputs alone, and backward applies it again with the weights that it has gathered
-anyway; units inside are gathered for it once more, but for the last ones (``kept.py``). With a name instead
-(``bridge.core.sharding.policy.recompute``) it saves the results of products as well.
+A unit whose weights are whole during the step needs no gather, but its gradients still leave it
+here, as one array. With ``recompute`` a unit saves its inputs alone, and backward applies it again
+with the weights that it has gathered anyway; units inside are gathered for it once more, but for
+the last ones (``order.py``). With a name instead (``bridge.core.sharding.policy.recompute``) it
+saves the results of products as well.
+
+Under ``jax.vmap``, as a model for one row is called on many, a unit is vectorized inside::
+
+    jax.vmap(model)(rows)      for each unit   gather, vmap(apply) over all rows, reduce the sum of their gradients
+
+JAX's own way would vectorize the gather and the backward, too, so that a gradient of every row is
+kept and reduced. The axis has its name inside of the unit, and a result that is one for all rows,
+such as a mean over the axis, stays so.
 """
 
 from __future__ import annotations
@@ -25,18 +39,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.extend.core import jaxpr_as_fun
 
 from bridge.core.sharding.policy.recompute import Recompute
 from jax_impl.comm.collectives import fence, fence_some
 from jax_impl.modules.seal import open_sealed
-from jax_impl.runtime.groups.unit_plan import Group
-from jax_impl.runtime.program.batched_call import call_batched
-from jax_impl.runtime.program.kept import Held
+from jax_impl.runtime.groups.logical_group import Group
 from jax_impl.runtime.program.residuals import Saved, with_dependence, with_derived
-from jax_impl.runtime.unit.order import Order
+from jax_impl.runtime.unit.order import Held, Order
 
 Leaves = tuple[jax.Array, ...]
-# Of each group: the arrays whose cotangents are its gradients, and the arrays from which its weights come.
+# Of each group: the arrays whose cotangents are its gradients, and the arrays from which its
+# weights come.
 Collectors = tuple[tuple[jax.Array, ...], ...]
 Sources = tuple[tuple[jax.Array, ...], ...]
 
@@ -45,7 +61,7 @@ Sources = tuple[tuple[jax.Array, ...], ...]
 class UnitCall:
     """``apply(leaves of each group, inner, *inputs)`` with the weights of ``groups`` taken from their sources.
 
-    ``order``: of the model's transfers. ``derives``: see ``derived.py``.
+    ``order``: of the model's transfers. ``derives``: see ``residuals.py``.
 
     What profiles show of the unit has ``name`` in its name, and after it "gather", "recompute" or "reduce" where it is
     no plain forward or backward.
@@ -70,52 +86,64 @@ class UnitCall:
         Differentiating by ``collectors`` gives each group's reduced gradient; sources have none.
         """
         if any(group.layers is not None for group in self.groups):
-            # Members of an ensemble differ in their weights, and units may lie inside: JAX's own way is for that.
-            return self._once(collectors, sources, inner, *inputs)
-        return call_batched(self._calling, self.apply, collectors, sources, inner, *inputs)
+            # Members of an ensemble differ in their weights, and units may lie inside: JAX's own
+            # way is for that.
+            return self._call_once(collectors, sources, inner, *inputs)
+        return call_batched(self._call_with, self.apply, collectors, sources, inner, *inputs)
 
-    def _calling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        return replace(self, apply=apply)._once
+    def _call_with(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        return replace(self, apply=apply)._call_once
 
-    def _once(self, *arrays: Any) -> Any:
+    def _call_once(self, *arrays: Any) -> Any:
+        # Profiles and XLA's text show the unit by this name, and refusals of loops around a gather
+        # find it there (modules/device_values.py).
         in_scope = jax.named_scope(self.name)
-        call = jax.custom_vjp(in_scope(self._plain))
+        call = jax.custom_vjp(in_scope(self._primal))
         call.defvjp(in_scope(self._forward), in_scope(self._backward))
         return call(*arrays)
 
-    def _plain(self, collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> Any:
+    def _primal(self, collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> Any:
         held, inputs = self.order.gather(self.groups, open_sealed(sources), inputs, again=False)
         return self.apply(self._leaves(held), inner, *inputs)
 
     def _forward(self, collectors: Collectors, sources: Sources, inner: Any, *inputs: Any) -> tuple[Any, Any]:
         held, inputs = self.order.gather(self.groups, open_sealed(sources), inputs, again=False)
-        output, saved = self._applied(self._leaves(held), inner, inputs)
+        output, saved = self._apply_and_save(self._leaves(held), inner, inputs)
         use = self.order.kept.keep(held) if self._is_sharded else None
         return output, (sources, inner, saved, use)
 
-    def _applied(self, leaves: tuple[Leaves, ...], inner: Any, inputs: Any) -> tuple[Any, Any]:
+    def _apply_and_save(self, leaves: tuple[Leaves, ...], inner: Any, inputs: Any) -> tuple[Any, Any]:
         """The output, and what backward needs besides weights."""
         if self.recompute is True:
             return self.apply(leaves, inner, *inputs), inputs
         if not self._is_sharded:
-            output, vjp = self._differentiated(leaves, inner, *inputs)
+            # No fence 2: weights that are whole during the step are there in backward anyway.
+            output, vjp = self._differentiate(leaves, inner, *inputs)
             return output, Saved.of(vjp, [True] * len(jax.tree.leaves(vjp)))
         if self.derives:
-            output, rest, depends = with_derived(self._differentiated, 2, leaves, inner, *inputs)
+            output, rest, depends = with_derived(self._differentiate, 2, leaves, inner, *inputs)
         else:
-            (output, vjp), every = with_dependence(self._differentiated, leaves, inner, *inputs)
+            (output, vjp), every = with_dependence(self._differentiate, leaves, inner, *inputs)
             results = len(jax.tree.leaves(output))
             depends, rest = every[:results], Saved.of(vjp, every[results:])
+        # Fence 2. Without it ``dot + bias`` is computed again in backward from a slice of what was
+        # gathered, and each layer's whole buffer stays for its bias (unrolled: 27.75 MB instead of
+        # 8.98). Constants stay out, or they would be arrays: on 64 GPUs the pjit engine then held
+        # four times the memory of a step by hand.
         output, varying = fence_some((output, rest.varying), [*depends, *[True] * len(rest.varying)])
         return output, replace(rest, varying=varying)
 
-    def _differentiated(self, leaves: Any, inner: Any, *inputs: Any) -> tuple[Any, Any]:
+    def _differentiate(self, leaves: Any, inner: Any, *inputs: Any) -> tuple[Any, Any]:
         vjp: Any
         apply = self.apply
         if isinstance(self.recompute, str):
+            # The policy sees what the unit computes, not the gather, which is outside of ``apply``.
             apply = jax.checkpoint(apply, policy=getattr(jax.checkpoint_policies, self.recompute))
         output, vjp = jax.vjp(apply, leaves, inner, *inputs)
         # Residuals that are arguments are listed apart, so weights can be left out and put back.
+        # Policies of jax.checkpoint cannot do that: those that refuse gathers by name keep the
+        # slices of what was gathered (6 scanned layers: 38.1 MB, as much as without a policy; left
+        # out like this 18.5).
         vjp.args_res[:2] = [None, None]
         return output, vjp
 
@@ -124,8 +152,9 @@ class UnitCall:
         whole = self.recompute is True
         varying = rest if whole else rest.varying
         if self.recompute:
-            # Without it XLA would merge the second forward with the first, and keep what that computed, where no gather
-            # has a barrier between: where neither this unit nor one around it has weights of its own.
+            # Without it XLA would merge the second forward with the first, and keep what that
+            # computed, where no gather has a barrier between: where neither this unit nor one
+            # around it has weights of its own.
             cotangent, varying = fence((cotangent, varying))
         held, (cotangent, varying) = self.order.gather(
             self.groups, open_sealed(sources), (cotangent, varying), again=True, use=use
@@ -133,10 +162,11 @@ class UnitCall:
         leaves = self._leaves(held)
         if whole:
             with jax.named_scope("recompute"):
-                vjp = self._recomputed(leaves, inner, varying)
+                vjp = self._recompute(leaves, inner, varying)
         else:
             vjp = replace(rest, varying=varying).whole(leaves, inner)
             vjp.args_res[:2] = [leaves, inner]
+        # Fence 3 is in the order's gather above: the weights wait for cotangent and saved arrays.
         gradients, inner_gradients, *input_gradients = vjp(cotangent)
         collected = {path: mine for path, (mine, _) in inner_gradients.items()}
         reduced, collected, input_gradients = self.order.reduce(
@@ -149,7 +179,7 @@ class UnitCall:
             *input_gradients,
         )
 
-    def _recomputed(self, leaves: tuple[Leaves, ...], inner: Any, inputs: Any) -> Any:
+    def _recompute(self, leaves: tuple[Leaves, ...], inner: Any, inputs: Any) -> Any:
         try:
             with self.order.kept.recomputing():
                 return jax.vjp(self.apply, leaves, inner, *inputs)[1]
@@ -167,3 +197,96 @@ class UnitCall:
 
     def _leaves(self, held: Held) -> tuple[Leaves, ...]:
         return tuple(group.leaves(whole) for group, whole in zip(self.groups, held, strict=True))
+
+
+Apply = Callable[..., Any]
+# Of a name that a unit uses, the index along that axis: only the vmap that has the name maps it.
+Axes = Sequence[tuple[Any, jax.Array]]
+
+
+def call_batched(
+    calling: Callable[[Apply], Callable[..., Any]],
+    apply: Apply,
+    collectors: Any,
+    sources: Any,
+    inner: Any,
+    *inputs: Any,
+    axes: Axes | None = None,
+) -> Any:
+    """``calling(apply)(collectors, sources, inner, *inputs)``; ``apply(leaves, inner, *inputs)`` is vectorized.
+
+    Weights are the same for all of the batch. A loop around the call is vectorized in JAX's way, since it is traced
+    before it is vectorized. ``axes``: those of the vmaps around, where some are done already.
+    """
+    plain = calling(apply)
+    if is_mapped((inputs, [index for _, index in axes or ()])) is None:
+        return plain(collectors, sources, inner, *inputs)
+    program, shapes = jax.make_jaxpr(plain, return_shape=True)(collectors, sources, inner, *inputs)
+    if axes is None:
+        # In the same order in all processes.
+        names = sorted({effect.name for effect in program.effects if hasattr(effect, "name")}, key=str)
+        axes = [(name, jax.lax.axis_index(name)) for name in names]
+
+    @custom_vmap
+    def function(indices: Any, *arrays: Any) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(program)(*jax.tree.leaves(arrays)))
+
+    @function.def_vmap
+    def _(size: int, mapped: list[Any], indices: Any, *arrays: Any) -> Any:
+        if any(jax.tree.leaves(mapped[1:4])):
+            raise ValueError(
+                "unit: expected the same weights for all of a vmap, got some that differ: an ensemble is a stack, "
+                'whose path fully_shard is told (stacked=["members"])'
+            )
+        name = next((name for (name, _), is_named in zip(axes, mapped[0], strict=True) if is_named), None)
+        vectorized, flags = _vectorize(apply, size, name, mapped[4:])
+        others = [(other, index) for (other, _), index in zip(axes, indices, strict=True) if other != name]
+        output = call_batched(calling, vectorized, *arrays, axes=others)
+        return output, jax.tree.unflatten(jax.tree.structure(output), flags)
+
+    return function([index for _, index in axes], collectors, sources, inner, *inputs)
+
+
+def _vectorize(apply: Apply, size: int, name: Any, mapped: Sequence[Any]) -> tuple[Apply, list[bool]]:
+    """``apply`` over axis 0 of what is ``mapped`` of its inputs, and, after a call, which results have that axis."""
+    axes = jax.tree.map(lambda apply_row: 0 if apply_row else None, tuple(mapped))
+    flags: list[bool] = []
+
+    def vectorized(*arguments: Any) -> Any:
+        structures = []
+
+        def apply_row(row: jax.Array, *arguments: Any) -> Any:
+            leaves, structure = jax.tree.flatten(apply(*arguments))
+            structures.append(structure)
+            # The place is mapped, so that this vmap is the one that answers.
+            flags[:] = is_mapped((row, leaves))[1]
+            pairs = list(zip(leaves, flags, strict=True))
+            return [x for x, flag in pairs if flag], [x for x, flag in pairs if not flag]
+
+        mapped_apply = jax.vmap(apply_row, (0, None, None, *axes), (0, None), axis_name=name, axis_size=size)
+        own, shared = map(iter, mapped_apply(jnp.arange(size), *arguments))
+        return jax.tree.unflatten(structures[0], [next(own) if flag else next(shared) for flag in flags])
+
+    return vectorized, flags
+
+
+def is_mapped(values: Any) -> Any:
+    """Which of ``values`` the innermost ``jax.vmap`` around maps, None where no vmap maps any.
+
+    A custom_vmap alone could not be differentiated where there is none.
+    """
+    answers: list[Any] = []
+
+    @custom_vmap
+    def probe(values: Any) -> Any:
+        return values
+
+    @probe.def_vmap
+    def _(size: int, mapped: list[Any], values: Any) -> Any:
+        answers.append(mapped[0])
+        return values, mapped[0]
+
+    if jax.tree.leaves(values):
+        # The answer is wanted, not the result: stopped, the probe is no part of any derivative.
+        probe(jax.lax.stop_gradient(values))
+    return answers[0] if answers else None

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jax_impl.checkpoint.moments import Tensors, match_moments
-from jax_impl.checkpoint.names import Kind
+from jax_impl.checkpoint.names import ShapeDtype
 
 PARAMETERS = {"layers/0/kernel": (3, 4), "layers/1/kernel": (3, 4), "norm": (4,)}
-COUNT = Kind((), np.dtype(np.int32))
+COUNT = ShapeDtype((), np.dtype(np.int32))
 
 
 def state(*names: str, shapes: dict[str, tuple[int, ...]] = PARAMETERS) -> Tensors:
@@ -18,7 +18,7 @@ def state(*names: str, shapes: dict[str, tuple[int, ...]] = PARAMETERS) -> Tenso
     for name in names:
         if name.endswith("*"):
             for path, shape in shapes.items():
-                tensors[name[:-1] + path] = (name[:-1] + path, Kind(shape, np.dtype(np.float32)))
+                tensors[name[:-1] + path] = (name[:-1] + path, ShapeDtype(shape, np.dtype(np.float32)))
         else:
             tensors[name] = (name, COUNT)
     return tensors

@@ -14,8 +14,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jax_impl
 from bridge.core.sharding.policy.mesh_axes import MODEL_AXES, REFUSED_AXES
-from jax_impl.comm.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh, simulate_devices
-from jax_impl.comm.model_axes import ModelAxes
+from jax_impl.comm.mesh import DataParallelMesh, ModelAxes, checked_mesh, data_parallel_mesh, simulate_devices
 from tests.support.compiler_effort import inherited_flags
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from jax_impl import count_compiled_collectives
 from jax_impl.diagnostics.collectives import Collective
-from jax_impl.diagnostics.scheduled import Array, Scheduled, overlap_share, read_collectives
+from jax_impl.diagnostics.scheduled import Array, Scheduled, read_collectives
+from tests.support.compilers.setting import overlap_share
 
 GROUPS = "channel_id=1, replica_groups={{0,1,2,3}}"
 PRODUCT = '%p = (f32[8,8]{1,0}, s8[4]{0}) custom-call(%a, %a), custom_call_target="__cublas$lt$matmul"'

@@ -12,7 +12,7 @@ import pytest
 from flax import linen, nnx
 
 from jax_impl import data_parallel_mesh, fully_shard, init_sharded, plan_sharding
-from jax_impl.modules.annotations import warn_of_annotations
+from jax_impl.modules.partitioning import warn_of_annotations
 from jax_impl.modules.tree_model import as_module
 
 Tree = Any

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jax_impl import stack_layers
 from jax_impl.models import Decoder
+from jax_impl.modules.interception import catch_calls
 from jax_impl.modules.module_tree import (
     module_paths,
     parameter_leaves,
@@ -15,8 +16,7 @@ from jax_impl.modules.module_tree import (
     variable_infos,
     variable_leaves,
 )
-from jax_impl.modules.stack_lengths import stack_lengths
-from jax_impl.modules.unit_methods import caught_calls
+from jax_impl.modules.stack import stack_lengths
 from jax_impl.modules.unit_parameter import UnitRun
 from tests.support.jax_impl.tiny import CONFIG, decoder
 
@@ -85,7 +85,7 @@ def test_merging_units_gives_back_the_models_outputs():
 
     runs = {path: UnitRun(path, None, (), partial(call, path)) for path in units[""].inner}
     merged, x = units[""].merge(leaves(""), [], runs), jnp.array([1.0, -2.0])
-    with caught_calls([nnx.Linear]):
+    with catch_calls([nnx.Linear]):
         for child in (lambda m: m.blocks[0], lambda m: m.blocks[1], lambda m: m.named["0"]):
             np.testing.assert_array_equal(child(merged)(x), child(model)(x))
 
@@ -128,7 +128,7 @@ class Noisy(nnx.Module):
 def test_variables_that_are_no_parameters_are_listed_once_with_their_kinds():
     model = Noisy(nnx.Rngs(0, dropout=1))
     infos = variable_infos(model)
-    kinds = {path: info.kind.__name__ for path, info in infos.items()}
+    kinds = {path: info.cls.__name__ for path, info in infos.items()}
     assert kinds == {
         "again/mean": "BatchStat",
         "again/var": "BatchStat",

@@ -21,7 +21,7 @@ from jax_impl import (
     unshard,
     variable_leaves,
 )
-from jax_impl.modules.stack_lengths import recognized_stacks
+from jax_impl.modules.stack import recognized_stacks
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:pjit engine")

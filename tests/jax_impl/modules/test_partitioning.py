@@ -29,7 +29,7 @@ from jax_impl import (
 )
 from jax_impl.modules.module_tree import parameter_leaves
 from jax_impl.modules.partitioning import cuts_of
-from jax_impl.modules.stack_lengths import stack_lengths
+from jax_impl.modules.stack import stack_lengths
 from jax_impl.modules.tree_model import as_module
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from tests.support.jax_impl import cut_models

@@ -17,7 +17,7 @@ import jax_impl
 from jax_impl import data_parallel_mesh, fully_shard, init_state, main_weight_adamw, make_train_step, unshard
 from jax_impl.optimizer.chosen_form import chosen_form
 from jax_impl.optimizer.forms import arrays_of, trees_of
-from jax_impl.optimizer.logical import fitted
+from jax_impl.optimizer.logical import fit_to_plan
 from jax_impl.runtime.step.gradients import unchecked_gradients
 from tests.support.jax_impl.optimizers import PLAIN, RATE, transformations
 
@@ -407,7 +407,7 @@ def test_masks_made_of_a_flax_state_fit(made_of: Any, form: str) -> None:
     state = init_state(plan, weights, optimizer)
     assert len(jax.tree.leaves(state.opt_state)) == 10
     assert not any(is_state(x) for x in jax.tree.leaves(state.opt_state, is_leaf=is_state))
-    updates, after = jax.jit(fitted(plan, optimizer).update)(weights, state.opt_state, weights)
+    updates, after = jax.jit(fit_to_plan(plan, optimizer).update)(weights, state.opt_state, weights)
     assert jax.tree.structure(after) == jax.tree.structure(state.opt_state)
     given = jax_impl.unshard(plan, weights)
     for path, update in jax_impl.unshard(plan, updates).items():

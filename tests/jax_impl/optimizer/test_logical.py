@@ -26,7 +26,7 @@ from jax_impl import (
     shard_weights,
     unshard,
 )
-from jax_impl.optimizer.logical import fitted
+from jax_impl.optimizer.logical import fit_to_plan
 
 RATE = 0.02
 
@@ -228,7 +228,7 @@ def test_parameters_of_a_stack_are_given_with_their_layers(name: str) -> None:
     model, gradients = tree(), tree()
     plan, weights = fully_shard(model, data_parallel_mesh(4), stacked=["layers"], units=["layers/*"])
     optimizer = OPTIMIZERS[name]()
-    on_arrays = fitted(plan, optimizer)
+    on_arrays = fit_to_plan(plan, optimizer)
     named = {
         "layers/w": gradients["layers"]["w"],
         "layers/b": gradients["layers"]["b"],
@@ -281,7 +281,7 @@ def test_a_mask_made_of_an_nnx_models_state_fits_also_where_parameters_are_froze
 
     mask = jax.tree.map(lambda x: x.ndim > 1, nnx.to_pure_dict(nnx.state(Model(), nnx.Param)))
     plan, weights = fully_shard(Model(), data_parallel_mesh(4), engine=engine, frozen=["layers/0/*"])
-    optimizer = fitted(plan, optax.chain(optax.identity(), optax.add_decayed_weights(0.5, mask)))
+    optimizer = fit_to_plan(plan, optax.chain(optax.identity(), optax.add_decayed_weights(0.5, mask)))
     zeros = {key: jnp.zeros_like(weights[key]) for key in plan.trainable}
     trained = {key: weights[key] for key in plan.trainable}
     updates, _ = optimizer.update(zeros, optimizer.init(trained), trained)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl import AdamWState, main_weight_adamw
-from jax_impl.optimizer.update import Constants, step_scalars
+from jax_impl.optimizer.main_weight_adamw import Constants, step_scalars
 
 pytestmark = pytest.mark.optimized
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jax_impl import data_parallel_mesh, fully_shard, init_state, main_weight_adamw, make_train_step
-from jax_impl.optimizer.moments import MomentFormat, Rows, decoded
+from jax_impl.optimizer.moments import MomentFormat, Rows, decode_rows
 from tests.support.jax_impl import checkpoint_runs as runs
 from tests.support.jax_impl.tiny import decoder, loss, tokens
 
@@ -86,7 +86,7 @@ def test_second_moments_are_never_rounded_to_zero(dtype: str) -> None:
         assert found[0, 1:].astype(np.float32).tolist() == [least, least, 0]
         assert not found[1].astype(np.float32).any()
         assert scale[1] == 0
-        np.testing.assert_array_equal(decoded(found, scale)[1], values[1])
+        np.testing.assert_array_equal(decode_rows(found, scale)[1], values[1])
 
 
 @BITS
@@ -94,9 +94,9 @@ def test_second_moments_are_never_rounded_to_zero(dtype: str) -> None:
 def test_float8_second_moments_are_right_on_average_over_steps(dtype: str) -> None:
     kind = MomentFormat.of("nu_dtype", dtype, positive=True)
     values = (0.01 + np.random.default_rng(0).uniform(size=(4, 50))).astype(np.float32)
-    mean = np.mean([decoded(*stored(kind, values, step)) for step in range(1, 401)], axis=0)
+    mean = np.mean([decode_rows(*stored(kind, values, step)) for step in range(1, 401)], axis=0)
     np.testing.assert_allclose(mean, values, rtol=2e-3)
-    once = decoded(*stored(kind, values))
+    once = decode_rows(*stored(kind, values))
     assert np.abs(once / values - 1).max() > 0.05
 
 

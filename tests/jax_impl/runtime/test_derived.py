@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
-from jax_impl.runtime.program.derived import Derived, derive
-from jax_impl.runtime.program.traced import inlined, mark_of, marked
+from jax_impl.runtime.program.residuals import Derived, derive
+from jax_impl.runtime.program.traced import inline_calls, mark, mark_of
 
 SQUARE = jax.random.normal(jax.random.key(0), (16, 16))
 ROWS = jax.random.normal(jax.random.key(1), (8, 16))
@@ -114,7 +114,7 @@ def test_no_sum_over_layers_is_made_anew_of_all_of_them():
 
 
 def test_calls_by_whose_names_transfers_are_found_stay():
-    transfer = marked("transfer", lambda gate, x: jnp.where(gate, x, 0))
-    program = inlined(jax.make_jaxpr(jax.jit(lambda x: jnp.sin(transfer(jnp.array(True), x))))(ROWS))
+    transfer = mark("transfer", lambda gate, x: jnp.where(gate, x, 0))
+    program = inline_calls(jax.make_jaxpr(jax.jit(lambda x: jnp.sin(transfer(jnp.array(True), x))))(ROWS))
     assert [mark_of(one) for one in program.jaxpr.eqns].count("transfer") == 1
     assert [one.primitive.name for one in program.jaxpr.eqns][-1] == "sin"

@@ -25,7 +25,7 @@ from jax_impl import (
     parameter_norms,
     unshard,
 )
-from jax_impl.batch import shard_batch
+from jax_impl.train_state import shard_batch
 from tests.support.jax_impl import cut_models
 from tests.support.jax_impl.axis_collectives import OverAxes, collectives_over_axes
 from tests.support.jax_impl.tiny import loss, tokens

@@ -17,7 +17,7 @@ from bridge.core.sharding import Layout, Slot
 from jax_impl import count_collectives, data_parallel_mesh, fully_shard, make_gradients, plan_layout, unshard
 from jax_impl.models import Decoder
 from jax_impl.modules.seal import jaxpr_of
-from jax_impl.runtime.groups.buffer import pack, row_size, unpack
+from jax_impl.runtime.groups.flat_group import pack, row_size, unpack
 from tests.support.jax_impl.cut_models import DECODER
 from tests.support.jax_impl.tiny import CONFIG, loss, named, tokens
 
@@ -70,7 +70,7 @@ def as_on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards travel in rows, and units save what ``derived.py`` says."""
+    """Shards travel in rows, and units save what ``residuals.py`` says."""
     monkeypatch.setattr(jax_impl.grouping, "is_tpu", lambda mesh: True)
     monkeypatch.setattr(jax_impl.runtime.step.forward, "is_simulated", lambda mesh: False)
 

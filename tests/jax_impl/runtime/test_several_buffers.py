@@ -31,7 +31,7 @@ from jax_impl import (
     unshard,
 )
 from jax_impl.diagnostics.collectives import Collective
-from jax_impl.runtime.groups.buffer import pack, shard_boxes, unpack
+from jax_impl.runtime.groups.flat_group import pack, shard_boxes, unpack
 from tests.jax_impl.diagnostics.test_collectives import EXPECTED, unordered_collectives
 from tests.support.jax_impl.checkpoint_runs import assert_same_bits, logical, whole_buffer
 from tests.support.jax_impl.tiny import named

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_impl.diagnostics.scheduled import Array, Scheduled, overlap_share
+from bridge.core.hlo.collectives import KINDS
+from jax_impl.diagnostics.scheduled import Array, Scheduled
 
 BY_HAND, BY_HAND_XLA, SHARD_MAP, PJIT = "by hand", "by hand, gathers left to XLA", "shard_map", "pjit"
 CONTESTANTS = (BY_HAND, BY_HAND_XLA, SHARD_MAP, PJIT)
@@ -224,3 +226,11 @@ class Compiled:
 
     def overlap(self, *kinds: str) -> float:
         return overlap_share(self.collectives, kinds)
+
+
+def overlap_share(collectives: Iterable[Scheduled], kinds: Iterable[str] = KINDS.values()) -> float:
+    """The share of bytes whose collective overlaps with a matrix product; 0 where there are none."""
+    chosen = set(kinds)
+    known = [collective for collective in collectives if collective.kind in chosen]
+    total = sum(collective.bytes for collective in known)
+    return sum(collective.bytes for collective in known if collective.overlaps) / total if total else 0.0

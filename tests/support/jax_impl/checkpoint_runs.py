@@ -26,6 +26,7 @@ from jax_impl import (
     stack_layers,
     variable_leaves,
 )
+from jax_impl.checkpoint.contents import Contents, HostCopy
 from jax_impl.models import Decoder
 from jax_impl.modules.module_tree import parameter_leaves
 from jax_impl.runtime.groups.cut_group import CutGroup
@@ -238,4 +239,12 @@ def perturbed(state: Any) -> Any:
             jnp.where(x == 0, 0, x + 0.25 * jnp.cos(jnp.arange(x.size, dtype=x.dtype))) if x.ndim else x + 3
         ),
         state,
+    )
+
+
+def host_bytes(contents: Contents) -> int:
+    """Bytes of the copies that ``on_host`` made."""
+    copies = [copy for by_key in contents.arrays.values() for copy in by_key.values()]
+    return sum(copy.nbytes for copy in copies if isinstance(copy, HostCopy)) + sum(
+        int(value.nbytes) for value in contents.whole.values() if isinstance(value, np.ndarray)
     )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-import jax_impl.runtime.program.batched_call
+import jax_impl.runtime.unit.unit
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 
@@ -23,7 +23,7 @@ def as_accelerators(monkeypatch: Any) -> None:
     monkeypatch.setattr(ShardingPlan, "chained", False)
     monkeypatch.setattr(jax, "shard_map", _mapped)
     # No vmap of the user's.
-    monkeypatch.setattr(jax_impl.runtime.program.batched_call, "is_mapped", lambda values: None)
+    monkeypatch.setattr(jax_impl.runtime.unit.unit, "is_mapped", lambda values: None)
 
 
 def _mapped(

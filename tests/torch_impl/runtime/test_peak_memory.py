@@ -103,7 +103,7 @@ def recomputed(units: int) -> int:
 def test_units_inside_a_recomputed_one_are_all_there_when_its_backward_begins(
     ranks: RankGroup, units: int
 ) -> None:
-    """Two gathers each have this price; JAX keeps the last ones alone (``jax_impl/runtime/program/kept.py``)."""
+    """Two gathers each have this price; JAX keeps the last ones alone (``jax_impl/runtime/unit/order.py``)."""
     for peak in ranks.run(2, recomputed, units):
         # And one unit's gradients.
         assert units * UNIT < peak < (units + 2) * UNIT

@@ -1,19 +1,21 @@
-"""Moments with a scale for each row, in the shard of a flat group that a device has.
+"""Moments of a plan's arrays; with a scale for each row, those in the shard of a flat group that a
+device has.
 
-Which rows a device has differs from rank to rank, but all run one program. A *window* is a part of a shard, as long on
-every rank, that has all rows of a parameter wherever there are some, and maybe rows of others::
+Which rows a device has differs from rank to rank, but all run one program. A *window* is a part of
+a shard, as long on every rank, that has all rows of a parameter wherever there are some, and maybe
+rows of others::
 
     rank 0   |c c c c a a a|        window of a, 5 rows:   [ . . a a a ]     the last 5, where the shard ends with a
     rank 1   |a a a a a b b|                               [ a a a a a ]     else the first 5
     rank 2   |d d d d d d d|                               [ . . . . . ]     nothing in it is a's
 
-Windows are read, computed and written one after the other; rows that are not the parameter's are written back as they
-were. So the program grows with the number of parameters, not with that of devices, and works on one copy of the shard.
+Windows are read, computed and written one after the other; rows that are not the parameter's are
+written back as they were. So the program grows with the number of parameters, not with that of
+devices, and works on one copy of the shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,16 +24,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from bridge.core.sharding.layout.slot import Slot
 from bridge.core.sharding.policy.parallel import Cut
 from jax_impl.comm.collectives import fence
-from jax_impl.optimizer.moments import MomentFormat, Rows, decoded
+from jax_impl.optimizer.moments import (
+    Alike,
+    ArrayRows,
+    Compute,
+    MomentArrays,
+    MomentFormat,
+    MomentRows,
+    Parts,
+    Rows,
+    decode_rows,
+)
 from jax_impl.runtime.groups.flat_group import FlatGroup
+from jax_impl.runtime.groups.logical_group import Group
 from jax_impl.runtime.groups.precision import update_dtype
 from jax_impl.runtime.groups.row_arrays import SCALED, SCALES, UNSCALED, RowArray, is_scaled
-
-Parts = Mapping[str, jax.Array]
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -92,26 +105,27 @@ class ShardRows:
     def suffixes(self) -> tuple[str, ...]:
         return (SCALED, *self._numbers)
 
-    def zeros(self, kind: MomentFormat) -> dict[str, jax.Array]:
+    def zeros(self, moment_format: MomentFormat) -> dict[str, jax.Array]:
         """Whole arrays."""
         group = self.group
-        found = {SCALED: jnp.zeros(group.shape, kind.dtype)}
+        arrays = {SCALED: jnp.zeros(group.shape, moment_format.dtype)}
         for suffix, array in self._numbers.items():
-            found[suffix] = jnp.zeros(array.shape, array.dtype)
-        return found
+            arrays[suffix] = jnp.zeros(array.shape, array.dtype)
+        return arrays
 
     def decode(self, parts: Parts) -> jax.Array:
         rank, numbers = self._rank, self._padded(parts)
         values = parts[SCALED].astype(update_dtype(self.group.dtype))
         for window in self._windows:
+            # One window after the other, so that the shard is changed in its place.
             (old,) = fence((window.read(values, rank),))
             own = window.owned(rank)[:, None]
             number = self._number(window, numbers, rank)[:, None]
-            new = decoded(old, number).astype(old.dtype) if window.scaled else number
+            new = decode_rows(old, number).astype(old.dtype) if window.scaled else number
             values = window.write(values, rank, jnp.where(own, new, old))
         return values
 
-    def encode(self, kind: MomentFormat, values: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
+    def encode(self, moment_format: MomentFormat, values: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
         rank = self._rank
         numbers = self._padded(
             {suffix: jnp.zeros(array.rows, array.dtype) for suffix, array in self._numbers.items()}
@@ -123,7 +137,7 @@ class ShardRows:
             own = window.owned(rank)
             if window.scaled:
                 rows = self._rows(window, rank)
-                new, number = kind.encode(old.astype(jnp.float32), rows, step)
+                new, number = moment_format.encode(old.astype(jnp.float32), rows, step)
                 last = number
             else:
                 new, number = jnp.zeros_like(old), old
@@ -133,11 +147,11 @@ class ShardRows:
                 numbers[suffix], kept, self._place(window, rank), 0
             )
             values = window.write(values, rank, jnp.where(own[:, None], new.astype(old.dtype), old))
-        found = {SCALED: values.astype(kind.dtype)}
+        arrays = {SCALED: values.astype(moment_format.dtype)}
         for suffix, array in self._numbers.items():
             margin = self._margins[suffix]
-            found[suffix] = numbers[suffix][margin : margin + array.rows]
-        return found
+            arrays[suffix] = numbers[suffix][margin : margin + array.rows]
+        return arrays
 
     @property
     def _rank(self) -> Any:
@@ -151,7 +165,7 @@ class ShardRows:
 
     def _place(self, window: _Window, rank: Any) -> Any:
         margin = self._margins[SCALES if window.scaled else UNSCALED]
-        return _on_first(window, rank, *(place + margin for place in window.place))
+        return _on_first(window, rank, *(start + margin for start in window.place))
 
     def _padded(self, parts: Parts) -> dict[str, jax.Array]:
         """Arrays of the rows' numbers with margins, so that every window is inside."""
@@ -200,18 +214,107 @@ class ShardRows:
         first, last = slot.offset // size, (slot.end - 1) // size
         whole = size // slot.row_size
         held = slot.rows_before((first + 1) * size)
-        place = numbers.first_rows[slot.name]
+        number = numbers.first_rows[slot.name]
         if first == last:
             start, rows = slot.offset - first * size, held
         else:
             tail = slot.num_rows - slot.rows_before(last * size)
             rows = max(held, tail, whole if last - first > 1 else 0)
-            start, place = size - rows * slot.row_size, place - (rows - held)
-        starts, places = (base + start, base), (place, numbers.starts[slot.buffer])
-        return _Window(path, scaled, slot, rows, first, last, held, whole, starts, places)
+            start, number = size - rows * slot.row_size, number - (rows - held)
+        starts, number_starts = (base + start, base), (number, numbers.starts[slot.buffer])
+        return _Window(path, scaled, slot, rows, first, last, held, whole, starts, number_starts)
 
 
 def _offset(dimension: int, cuts: tuple[Cut, ...], part: tuple[int, ...]) -> Any:
     """Where the part that a device has begins in the whole parameter."""
     axis = next((cut.axis for cut in cuts if cut.dimension == dimension), None)
     return 0 if axis is None else lax.axis_index(axis) * part[dimension]
+
+
+class PlanMoments(MomentArrays):
+    """Of the arrays of a plan, by their keys."""
+
+    def __init__(self, plan: ShardingPlan) -> None:
+        self._plan = plan
+        self._groups: dict[str, Group] = {
+            key: group for unit in plan.units.values() for group in unit.groups for key in group.stored
+        }
+
+    def rows(self, moment_format: MomentFormat, weights: Any) -> list[MomentRows]:
+        def of(key: str, array: Any) -> MomentRows:
+            shape, dtype, group = tuple(array.shape), array.dtype, self._groups[key]
+            if not moment_format.scaled or key + SCALES not in self._plan.row_arrays:
+                return Alike(shape, dtype)
+            return ShardRows(group) if isinstance(group, FlatGroup) else ArrayRows(shape, dtype)
+
+        return [of(*item) for item in _items(weights)]
+
+    def parts(self, rows: list[MomentRows], weights: Any, values: Any, scales: Any) -> list[Parts]:
+        return [
+            {suffix: (scales if suffix == SCALES else values)[key + suffix] for suffix in stored.suffixes}
+            for (key, _), stored in zip(_items(weights), rows, strict=True)
+        ]
+
+    def join(self, moment_format: MomentFormat, weights: Any, parts: list[Parts]) -> tuple[Any, Any]:
+        values: dict[str, jax.Array] = {}
+        scales: dict[str, jax.Array] = {}
+        for (key, _), own in zip(_items(weights), parts, strict=True):
+            for suffix, array in own.items():
+                (scales if suffix == SCALES else values)[key + suffix] = array
+        return values, scales if moment_format.scaled else None
+
+    def compute_on(
+        self, number: int, weights: Any, compute: Compute, held: Any, gradient: Any, numbers: Any
+    ) -> Any:
+        key, _ = _items(weights)[number]
+        group = self._groups[key]
+        run = compute if group.layers is None else _by_layer(compute, group.layers)
+        if not isinstance(group, FlatGroup):
+            return run(held, gradient, numbers)
+        specs = [jax.tree.map(lambda _: group.spec, tree) for tree in (held, gradient)]
+        whole = jax.tree.map(lambda _: PartitionSpec(), numbers)
+        placed = jax.shard_map(
+            run, mesh=self._plan.mesh, in_specs=(*specs, whole), out_specs=specs[0], check_vma=False
+        )
+        return placed(held, gradient, numbers)
+
+
+class ParameterMoments(PlanMoments):
+    """Of a plan's parameters by path, as an optimizer has them that sees parameters (``optimizer/logical.py``)."""
+
+    def rows(self, moment_format: MomentFormat, weights: Any) -> list[MomentRows]:
+        scaled = self._plan.row_arrays if moment_format.scaled else {}
+        return [
+            (ArrayRows if path + SCALES in scaled else Alike)(tuple(array.shape), array.dtype)
+            for path, array in _items(weights)
+        ]
+
+    def compute_on(
+        self, number: int, weights: Any, compute: Compute, held: Any, gradient: Any, numbers: Any
+    ) -> Any:
+        path, _ = _items(weights)[number]
+        unit = self._plan.units[self._plan.parameters[path].unit]
+        layers = next(group.layers for group in unit.groups if path in group.paths)
+        run = compute if layers is None else _by_layer(compute, layers)
+        return run(held, gradient, numbers)
+
+
+def _items(weights: Any) -> list[tuple[str, Any]]:
+    """In the order of the leaves."""
+    return sorted(weights.items())
+
+
+def _by_layer(compute: Compute, layers: int) -> Compute:
+    """``compute`` on one layer after the other, in place: what it needs is as large as one layer."""
+
+    def computed(held: Any, gradient: Any, numbers: Any) -> Any:
+        def layer(number: Any, held: Any) -> Any:
+            def of(x: jax.Array) -> jax.Array:
+                return lax.dynamic_index_in_dim(x, number, keepdims=False)
+
+            new = compute(jax.tree.map(of, held), jax.tree.map(of, gradient), numbers)
+            return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, number, 0), held, new)
+
+        return lax.fori_loop(0, layers, layer, held)
+
+    return computed

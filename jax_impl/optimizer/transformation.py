@@ -1,0 +1,184 @@
+"""What optimizers of main weights share: what they are to optax, checks of what they are given, and
+arithmetic. ``of``: the optimizer's name, in errors.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jax_impl.comm.collectives import fence, round_to
+from jax_impl.optimizer.moments import MomentArrays, MomentFormat
+from jax_impl.runtime.groups.sharding_plan import ShardingPlan
+
+
+class MainWeightTransformation(optax.GradientTransformation):
+    """An optax transformation that can also return the new weights themselves.
+
+    ``apply(gradients, state, weights) -> (weights, state)``. Adding optax's ``updates`` to the weights rounds once
+    more, which is invisible to training but not to a comparison of bits. ``learning_rate``: a number, or a schedule
+    over the steps done before. ``on_plan``: the same for the arrays of a plan, where that makes a difference.
+    ``formats``: of the moments, by their fields of the state, beside which their scales are (``mu``, ``mu_scale``);
+    ``with_formats``: the same with others. ``with_arrays``: the same with moments that lie otherwise.
+    """
+
+    apply: Callable[[Any, Any, Any], tuple[Any, Any]]
+    learning_rate: float | optax.Schedule
+    on_plan: Callable[[ShardingPlan], MainWeightTransformation]
+    formats: Mapping[str, MomentFormat]
+    with_formats: Callable[[Mapping[str, MomentFormat]], MainWeightTransformation]
+    with_arrays: Callable[[MomentArrays], MainWeightTransformation]
+
+    def __new__(
+        cls,
+        init: Callable[[Any], Any],
+        apply: Callable[[Any, Any, Any], tuple[Any, Any]],
+        learning_rate: float | optax.Schedule,
+        on_plan: Callable[[ShardingPlan], MainWeightTransformation] | None = None,
+        formats: Mapping[str, MomentFormat] | None = None,
+        with_formats: Callable[[Mapping[str, MomentFormat]], MainWeightTransformation] | None = None,
+        name: str = "main_weight_adamw",
+        with_arrays: Callable[[MomentArrays], MainWeightTransformation] | None = None,
+    ) -> MainWeightTransformation:
+        def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            if params is None:
+                raise ValueError(f"{name}: expected the weights as third argument of update, got None")
+            weights, state = apply(gradients, state, params)
+            return jax.tree.map(jnp.subtract, weights, params), state
+
+        self = super().__new__(cls, init, update)
+        self.apply = apply
+        self.learning_rate = learning_rate
+        self.on_plan = on_plan or (lambda _: self)
+        self.formats = formats or {}
+        self.with_formats = with_formats or (lambda _: self)
+        self.with_arrays = with_arrays or (lambda _: self)
+        return self
+
+
+def check_rate(name: str, value: Any, of: str) -> None:
+    """``TypeError`` unless ``value`` is a number, a schedule or a scalar array; ``ValueError`` for one below 0."""
+    if callable(value):
+        return
+    if isinstance(value, jax.Array | np.ndarray):
+        real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+        if value.shape != () or not real:
+            raise TypeError(
+                f"{of}: {name}: expected a number or a schedule, got an array of {value.dtype}, shape {value.shape}"
+            )
+        if isinstance(value, jax.core.Tracer):
+            return
+    elif not _is_number(value):
+        raise TypeError(f"{of}: {name}: expected a number or a schedule, got {value!r}")
+    _check_range(name, value, of)
+
+
+def check_number(name: str, value: Any, of: str) -> None:
+    """``TypeError`` unless ``value`` is a number that the program has as a constant."""
+    if isinstance(value, jax.Array):
+        raise TypeError(
+            f"{of}: {name}: expected a number, got an array, as optax.inject_hyperparams gives for each number that it "
+            f"is not told of: name all but learning_rate, optax.inject_hyperparams({of}, "
+            f"static_args=({name!r}, ...)), or leave it out and give {of} the schedule itself"
+        )
+    if not _is_number(value):
+        raise TypeError(f"{of}: {name}: expected a number, got {value!r}")
+
+
+def check_not_negative(name: str, value: Any, of: str) -> None:
+    """``TypeError`` as ``check_number``; ``ValueError`` for a number below 0."""
+    check_number(name, value, of)
+    _check_range(name, value, of)
+
+
+def numbers_of(name: str, values: Any, count: int, of: str) -> tuple[float, ...]:
+    """As a tuple. ``TypeError`` unless ``values`` are numbers, ``ValueError`` for more or fewer than ``count``."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{of}: {name}: expected {count} numbers, got {values!r}")
+    listed = tuple(values)
+    for value in listed:
+        check_number(name, value, of)
+    if len(listed) != count:
+        raise ValueError(f"{of}: {name}: expected {count} numbers, got {listed!r}")
+    return listed
+
+
+def check_flag(name: str, value: Any, of: str) -> None:
+    """``TypeError`` unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{of}: {name}: expected True or False, got {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _check_range(name: str, value: Any, of: str) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{of}: expected {name} >= 0, got {value}")
+
+
+def check_weights(weights: Any, of: str) -> None:
+    for path, leaf in jax.tree.leaves_with_path(weights):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.finfo(leaf.dtype).bits < 16:
+            raise ValueError(
+                f"{of}: expected weights of a floating dtype of 16 bits or more, got {leaf.dtype}{_at(path)}"
+            )
+
+
+def check_gradient(path: Any, weight: Any, gradient: Any, of: str) -> None:
+    shape = getattr(gradient, "shape", None)
+    if shape != weight.shape or not jnp.issubdtype(gradient.dtype, jnp.floating):
+        got = type(gradient).__name__ if shape is None else f"{gradient.dtype} of shape {shape}"
+        raise ValueError(
+            f"{of}: expected a floating-point gradient of shape {weight.shape}, got {got}{_at(path)}"
+        )
+
+
+def _at(path: Any) -> str:
+    return f" at {jax.tree_util.keystr(path)}" if path else ""
+
+
+def rate_after(schedule: optax.Schedule, done: jax.Array, of: str) -> float | jax.Array:
+    """The learning rate after ``done`` steps; a number where the schedule does not depend on them."""
+    rate = schedule(done)
+    if np.shape(rate) != () or not jnp.issubdtype(jnp.result_type(rate), jnp.number):
+        raise ValueError(
+            f"{of}: expected a schedule that gives a scalar, got {type(rate).__name__}"
+            f" of shape {np.shape(rate)}"
+        )
+    if isinstance(rate, jax.Array):
+        return rate
+    check_not_negative("learning_rate", float(rate), of)
+    return float(rate)
+
+
+def as_stored(weights: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Updated weights in the dtype of main weights, rounded once."""
+    if dtype != jnp.float16:
+        return round_to(weights, dtype)
+    # ``round_to`` makes zeros of numbers below 2**-14, as many weights are. The fence keeps the
+    # cast a rounding: XLA may drop a cast to float16 and back as excess precision.
+    return fence(weights.astype(dtype))
+
+
+def lerp(m: jax.Array, g: jax.Array, weight: np.floating) -> jax.Array:
+    """From ``m`` towards ``g``, starting from the nearer one as PyTorch does."""
+    return m + weight * (g - m) if weight < 0.5 else g + (weight - weight.dtype.type(1)) * (g - m)
+
+
+def negative(rate: float | jax.Array, dtype: np.dtype, factor: float = 1.0) -> Any:
+    """``-(rate * factor)``, a double rounded once to ``dtype``."""
+    if not isinstance(rate, jax.Array):
+        return dtype.type(-(rate * factor))
+    with jax.enable_x64(True):
+        double = lax.convert_element_type(rate, np.float64)
+        return lax.convert_element_type(-(double * np.float64(factor)), dtype)
