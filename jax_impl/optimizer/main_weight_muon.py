@@ -18,6 +18,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from bridge.core.sharding.layout.matrices import MUON_DIMENSIONS
 from jax_impl.comm.collectives import fence
 from jax_impl.optimizer.arguments import check_flag, check_not_negative, check_number, check_rate, numbers_of
 from jax_impl.optimizer.logical import arrays_of_parameters, parameters_of_arrays
@@ -60,7 +61,7 @@ class MuonState:
 
 def is_matrix(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
     """Whether a parameter has two dimensions."""
-    return len(leaf.shape) == 2
+    return len(leaf.shape) in MUON_DIMENSIONS["jax"]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from bridge.planning.cost.buffers import GroupBuffers, buffers_of
 from bridge.planning.cost.exchanges import exchanges
 from bridge.planning.cost.mesh import MeshShape
 from bridge.planning.cost.moments import Placed, brought_together, staged
-from bridge.planning.cost.offload import offloaded
+from bridge.planning.cost.offload import in_cpu_memory
 from bridge.planning.cost.optimizers import ADAMW, Optimizer
 from bridge.planning.cost.peak import Peak, step_peak
 from bridge.planning.cost.peak_steps import StepUnit, steps_of
@@ -259,7 +259,7 @@ def make_plan(
         raise PlanError(str(error)) from error
     prefetch = 1 if policy.prefetch is None else policy.prefetch
     units_cut = cut(model, policy, runtime, dict(mesh.model), prefetch)
-    moved = offloaded(model, units_cut, mesh, runtime, optimizer.offload)
+    moved = in_cpu_memory(model, units_cut, mesh, runtime, optimizer.offload)
     kinds = {
         (kind, on_host): (tuple(paths), buffers_of(kind, mesh))
         for (kind, on_host), paths in _kinds(units_cut, moved).items()

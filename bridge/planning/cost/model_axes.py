@@ -1,35 +1,17 @@
-"""Which dimension of each parameter a policy cuts over which model axis, as the runtimes do.
-
-What a style means depends on what the dimensions of a parameter are::
-
-    kind                                          colwise         rowwise
-    linear       (out, in), of PyTorch            0               1
-    kernel       (in, out ...), of JAX            1               0
-    convolution  (..., in, out), of JAX           last            last but one
-    embedding    (vocabulary, features)           1               0
-    bias         and other vectors                0               whole
-    other        of PyTorch, without a style      refused         refused
-
-"expert" cuts dimension 0 of every kind.
-"""
+"""Which dimension of each parameter a policy cuts over which model axis, as the runtimes do."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from bridge.core.sharding import Cut, ParallelPolicy, PolicyError, ShardingPolicy, check_cuts
+from bridge.core.sharding.policy.parallel_styles import FEATURE_STYLES, styled_dimension
 from bridge.planning.models.errors import PlanError
 from bridge.planning.models.model import Model, Parameter
 
 Cuts = Mapping[str, tuple[Cut, ...]]
 """By the path of a parameter, in the order of the mesh; without those that stay whole."""
 
-_DIMENSIONS: dict[str, tuple[int, int | None]] = {
-    "linear": (0, 1),
-    "kernel": (1, 0),
-    "embedding": (1, 0),
-    "bias": (0, None),
-}
 _BY_NAME = {"weight": "linear", "bias": "bias", "embedding": "embedding"}
 
 
@@ -71,15 +53,11 @@ def _dimension(parameter: Parameter, entry: ParallelPolicy, path: str, runtime: 
     if entry.dimension is not None:
         # A parameter that is named itself must have the dimension.
         return entry.dimension if entry.dimension < ndim or parameter.path == path else None
-    if entry.style == "expert":
-        return 0
+    assert entry.style is not None
     kind = parameter.kind or _BY_NAME.get(parameter.path.rpartition(".")[2], "kernel")
-    if kind == "other" and runtime == "torch":
+    if kind == "other" and runtime == "torch" and entry.style in FEATURE_STYLES:
         raise PolicyError(
             f"{parameter.path}: expected a parameter of nn.Linear or nn.Embedding for style {entry.style!r}, got one "
             "of another module; say the dimension instead of a style"
         )
-    if kind == "convolution":
-        return ndim - 1 if entry.style == "colwise" else ndim - 2
-    colwise, rowwise = _DIMENSIONS["bias" if ndim < 2 else kind if kind in _DIMENSIONS else "kernel"]
-    return colwise if entry.style == "colwise" else rowwise
+    return styled_dimension(entry.style, "kernel" if kind == "other" else kind, ndim)

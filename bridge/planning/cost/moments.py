@@ -34,6 +34,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bridge.core.dtype_names import BYTES
+from bridge.core.sharding.layout.matrices import MUON_DIMENSIONS
 from bridge.core.sharding.layout.rows import rows_of
 from bridge.core.sharding.policy.optimizer_state import (
     CHUNK,
@@ -55,8 +56,6 @@ _FACTORED_FROM = 128
 # Halves of arrays like a key's weights in JAX, for each moment that has scales: as many as XLA:GPU needs, and its CPU
 # compiler.
 _CONVERTED = 5
-# Of what Muon takes for a matrix, or for a stack of them, unless a rule says otherwise.
-_MATRIX_DIMENSIONS = {"torch": (2, 3), "jax": (2,)}
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,7 @@ def _dtypes(optimizer: Optimizer, shape: Sequence[int], runtime: str) -> Sequenc
 
 def _is_matrix(optimizer: Optimizer, shape: Sequence[int], runtime: str) -> bool:
     """Whether Muon updates it as a matrix, or as a stack of them."""
-    return optimizer.name == "muon" and len(shape) in _MATRIX_DIMENSIONS[runtime]
+    return optimizer.name == "muon" and len(shape) in MUON_DIMENSIONS[runtime]
 
 
 def _of_parameter(optimizer: Optimizer, group: GroupBuffers, shape: Sequence[int]) -> int:

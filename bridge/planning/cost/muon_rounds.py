@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from bridge.core.sharding.layout.matrices import num_cut
 from bridge.core.sharding.layout.rows import rows_of
 from bridge.core.sharding.policy.optimizer_state import ROUND
 from bridge.planning.cost.buffers import GroupBuffers
@@ -45,12 +46,10 @@ class MuonRounds:
         rows = rows_of(shape)[1]
         if not rows:
             return
-        apart = {
-            bound // height for bound in group.layout.row_bounds(name) if bound % height and bound < rows
-        }
-        if apart:
-            self.cut.setdefault(group.layout.num_shards, Counter())[height, width] += len(apart) * times
-        if len(apart) < rows // height:
+        cut = num_cut(shape, group.layout.row_bounds(name))
+        if cut:
+            self.cut.setdefault(group.layout.num_shards, Counter())[height, width] += cut * times
+        if cut < rows // height:
             self.alone.add((height, width))
         self.moved += moved * times
         self.numel += numel * times

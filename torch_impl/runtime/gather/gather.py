@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from bridge.core.sharding.policy.strategy import Strategy
+from bridge.core.sharding.policy.strategy_collectives import collectives_of, keeps_shard
 from torch_impl.comm.streams import Step
 from torch_impl.runtime.ground.buffer import ShardLevels
 from torch_impl.runtime.ground.host_memory import fetch
@@ -51,19 +52,20 @@ class CastGather:
             self.resident = levels.buffer(strategy.parameters, compute, device).flat
 
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
-        level, steps = self._strategy.optimizer, list[Step]()
+        transfers, steps = collectives_of(self._strategy, self._levels.axes), list[Step]()
+        axes = (*transfers.gathered_once, *transfers.gathered)
         # The outer axis is the slow one: backward, and further microbatches, gather over the inner one only.
         if self.resident is not None and current:
-            level, source = self._strategy.parameters, self.resident
+            axes, source = (*transfers.gathered,), self.resident
         # Cast before the gather: fewer bytes cross the network.
         elif self._fetches:
             steps, source = fetch(main, self._compute, self._device)
         else:
             source = main.to(self._compute)
-        if level == 0:
+        if not axes:
             return [*steps, ("gather", partial(_copy, target, source))]
-        while level > 0:
-            level -= 1
+        # What is gathered over an axis is of the level that this axis does not cut.
+        for level in axes:
             if level == 0:
                 output = target
             elif self.resident is not None and level == self._strategy.parameters:
@@ -86,17 +88,13 @@ class SplitGather:
 
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
         """As of ``WeightGather``; ``main``, the remainders, stay where they are."""
-        steps, source = list[Step](), self._levels.shard_of(self._strategy.optimizer, target)
-        for level in reversed(range(self._strategy.optimizer)):
+        transfers, steps = collectives_of(self._strategy, self._levels.axes), list[Step]()
+        source = self._levels.shard_of(self._strategy.optimizer, target)
+        for level in (*transfers.gathered_once, *transfers.gathered):
             output = source.new_empty(self._levels.size(level)) if level else target
             steps.append((lane_of(level), partial(self._levels.gather, level, output, source)))
             source = output
         return steps
-
-
-def keeps_shard(strategy: Strategy) -> bool:
-    """Whether main weights are cut more finely than parameters, as in HFSDP."""
-    return 0 < strategy.parameters < strategy.optimizer
 
 
 def lane_of(axis: int) -> str:

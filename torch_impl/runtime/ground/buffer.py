@@ -34,6 +34,7 @@ import torch
 
 from bridge.core.sharding.layout.layout import Layout
 from bridge.core.sharding.layout.rows import local_shape
+from bridge.core.sharding.policy.strategy_collectives import num_flags
 from torch_impl.comm import collectives
 from torch_impl.comm.collectives import Work
 from torch_impl.comm.mesh import DataParallelMesh
@@ -116,8 +117,7 @@ class ShardLevels:
 
     def gradient_size(self, level: int) -> int:
         """Elements of a rank's gradient buffer of a level: ``size(level)``, and flags."""
-        finest = self.layouts[-1].num_shards // self.layouts[level].num_shards
-        return self._sizes[level] + finest * self._num_parameters
+        return self._sizes[level] + num_flags(self.layouts[-1], self.layouts[level].num_shards)
 
     def flags(self, level: int, gradient: torch.Tensor) -> torch.Tensor:
         """Of a gradient buffer of a level, a view ``[finest shards, parameters]``: not 0 where one was used."""

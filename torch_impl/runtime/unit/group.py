@@ -26,13 +26,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from bridge.core.sharding.policy.strategy_collectives import keeps_shard
 from bridge.core.text import first_of
 from torch_impl.comm.agreement import require_all_ranks
 from torch_impl.comm.collective_order import CollectiveOrder
 from torch_impl.comm.streams import Transfer
 from torch_impl.dtensor.local import local_of, plain_parts
 from torch_impl.dtensor.refusals import set_name
-from torch_impl.runtime.gather.gather import keeps_shard
 from torch_impl.runtime.gradients.gradient import GroupGradient
 from torch_impl.runtime.gradients.gradient_spec import AllReduceHook, Divisor, GradientSpec
 from torch_impl.runtime.gradients.reduction import GroupReduction

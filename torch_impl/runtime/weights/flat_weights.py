@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Placement
 
+from bridge.core.sharding.policy.strategy_collectives import computes_with_main
 from torch_impl.comm.streams import Step
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.remainders import attach, split, written_with_remainders
@@ -40,8 +41,8 @@ class FlatWeights:
         stored = torch.int16 if dtypes.remainders else dtypes.main
         self.main = levels.buffer(strategy.optimizer, stored, place, pinned)
         self.gather = self._gather_on(device)
-        as_they_are = dtypes.compute == dtypes.main and dtypes.gather is None and spec.host is None
-        if not strategy.optimizer and as_they_are:
+        # Weights in the host's memory have to be fetched, also where nothing else is between them and their use.
+        if computes_with_main(strategy, dtypes) and spec.host is None:
             self.compute = self.main
             views = [self.main.view(name) for name in spec.names]
         else:
