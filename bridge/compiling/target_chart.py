@@ -125,7 +125,7 @@ def timeline_figure(estimate: Estimate, spans: Sequence[Span]) -> Figure:
     frame.set_clip_on(False)
     waits = any(span.kind == "waiting" for span in spans)
     part.set_title(
-        f"enlarged, the black frame: {'around the longest wait' if waits else 'the middle of the step'}",
+        f"enlarged, the frame: {'around the longest wait' if waits else 'the middle of the step'}",
         loc="left",
         fontsize="medium",
     )
