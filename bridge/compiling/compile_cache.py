@@ -27,10 +27,10 @@ def cache_folder() -> Path:
 
 def key_of(parts: Iterable[str]) -> str:
     """A key for texts on which an answer depends, such as a program, a target and versions."""
-    found = hashlib.sha256(f"twinshard {VERSION}".encode())
+    digest = hashlib.sha256(f"twinshard {VERSION}".encode())
     for part in parts:
-        found.update(hashlib.sha256(part.encode()).digest())
-    return found.hexdigest()[:32]
+        digest.update(hashlib.sha256(part.encode()).digest())
+    return digest.hexdigest()[:32]
 
 
 def load(key: str) -> dict[str, Any] | None:

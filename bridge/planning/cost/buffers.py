@@ -120,8 +120,8 @@ class GroupBuffers:
         known = self.__dict__.setdefault("_real_on_level", {})
         if level not in known:
             known[level] = self.real_by_device(level)
-        found: np.ndarray = known[level]
-        return found
+        real: np.ndarray = known[level]
+        return real
 
 
 def buffers_of(kind: UnitKind, mesh: MeshShape) -> tuple[GroupBuffers, ...]:

@@ -19,16 +19,16 @@ def cuts_of(model: Model, policy: ShardingPolicy, sizes: Mapping[str, int], runt
     """What ``policy`` cuts over model axes of ``sizes``. Raises ``PlanError`` naming entry or parameter."""
     try:
         policy.check_model_axes()
-        entries = policy.parallel_of([*model.modules, *(one.path for one in model.parameters)])
-        found: dict[str, list[Cut]] = {}
+        entries = policy.parallel_of([*model.modules, *(parameter.path for parameter in model.parameters)])
+        by_path: dict[str, list[Cut]] = {}
         for path, matched in entries.items():
             for parameter in model.parameters:
                 if parameter.path == path or parameter.path.startswith(f"{path}."):
                     for entry in matched:
-                        _add(found, parameter, entry, path, runtime)
+                        _add(by_path, parameter, entry, path, runtime)
         order = policy.model_axes.index
         cuts = {
-            path: tuple(sorted(own, key=lambda one: order(one.axis))) for path, own in found.items() if own
+            path: tuple(sorted(own, key=lambda cut: order(cut.axis))) for path, own in by_path.items() if own
         }
         for parameter in model.parameters:
             check_cuts(parameter.path, parameter.shape, cuts.get(parameter.path, ()), sizes)
@@ -38,13 +38,13 @@ def cuts_of(model: Model, policy: ShardingPolicy, sizes: Mapping[str, int], runt
 
 
 def _add(
-    found: dict[str, list[Cut]], parameter: Parameter, entry: ParallelPolicy, path: str, runtime: str
+    by_path: dict[str, list[Cut]], parameter: Parameter, entry: ParallelPolicy, path: str, runtime: str
 ) -> None:
     dimension = _dimension(parameter, entry, path, runtime)
     if dimension is not None:
         # XLA makes of a plain cut what fused tensors need.
         fused = entry.fused if runtime == "torch" else ()
-        found.setdefault(parameter.path, []).append(Cut(entry.axis, dimension, fused))
+        by_path.setdefault(parameter.path, []).append(Cut(entry.axis, dimension, fused))
 
 
 def _dimension(parameter: Parameter, entry: ParallelPolicy, path: str, runtime: str) -> int | None:

@@ -134,13 +134,13 @@ def staged(optimizer: Optimizer, groups: Iterable[Placed], runtime: str, device:
     Muon's matrices. In JAX arrays that travel (those of an optimizer that sees parameters all at once), and what is
     converted of one key.
     """
-    groups = [one for one in groups if one.group.shape.trainable]
+    groups = [placed for placed in groups if placed.group.shape.trainable]
     if runtime == "torch":
         return _staged_in_torch(optimizer, groups, device)
     # Equal units share their groups.
-    known = {id(one.group): one.group for one in groups}
+    known = {id(placed.group): placed.group for placed in groups}
     whole = {number: sum(_in_jax(optimizer, group, device)[:1]) for number, group in known.items()}
-    hosts = [whole[id(one.group)] * one.layers for one in groups if one.on_host]
+    hosts = [whole[id(placed.group)] * placed.layers for placed in groups if placed.on_host]
     converted = max((_converted_in_jax(optimizer, group) for group in known.values()), default=0)
     return (sum(hosts) if optimizer.by_parameter else travelling(hosts)) + converted
 
@@ -149,8 +149,8 @@ def brought_together(optimizer: Optimizer, groups: Iterable[Placed]) -> int:
     """Bytes of whole weights and gradients on the device in an update of JAX's that sees parameters: at least."""
     if not optimizer.by_parameter:
         return 0
-    own = (one for one in groups if one.group.shape.trainable and one.group.strategy.optimizer)
-    return sum(2 * one.group.numel * one.group.main_bytes * one.layers for one in own)
+    own = (placed for placed in groups if placed.group.shape.trainable and placed.group.strategy.optimizer)
+    return sum(2 * placed.group.numel * placed.group.main_bytes * placed.layers for placed in own)
 
 
 def _staged_in_torch(optimizer: Optimizer, groups: Iterable[Placed], device: int) -> int:

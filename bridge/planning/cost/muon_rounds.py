@@ -58,13 +58,13 @@ class MuonRounds:
     def nbytes(self) -> int:
         """On the device at once, at most; moments that travel, of two rounds, included."""
         each = self.moved / self.numel if self.numel else 0
-        found = 0
+        largest = 0
         for height, width in self.alone:
             numel = height * width
             own = 6 * numel + 4 * min(height, width) ** 2
             if self.converted:
                 own = max(own, 10 * numel)
-            found = max(found, own + int(2 * numel * each))
+            largest = max(largest, own + int(2 * numel * each))
         for shards, members in self.cut.items():
             numels = {shape: math.prod(shape) * count for shape, count in members.items()}
             total = sum(numels.values())
@@ -74,5 +74,5 @@ class MuonRounds:
             tall = whole * sum(numel for shape, numel in numels.items() if shape[0] > shape[1]) // total
             products = max(2 * math.prod(shape) + 4 * min(shape) ** 2 for shape in members)
             own = max(4 * rows + 6 * whole + 2 * tall, 2 * rows + 4 * whole + products)
-            found = max(found, own + int(min(2 * rows, held) * each))
-        return found
+            largest = max(largest, own + int(min(2 * rows, held) * each))
+        return largest

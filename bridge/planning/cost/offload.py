@@ -29,8 +29,8 @@ def in_cpu_memory(
     sizes: dict[str, int] = {}
     members: dict[str, list[str]] = {}
     for unit in cut.units:
-        place = model.layer_of(unit.path)
-        name = f"{place[0]}.*.{place[2]}" if place else unit.path
+        layer = model.layer_of(unit.path)
+        name = f"{layer[0]}.*.{layer[2]}" if layer else unit.path
         for number, group in enumerate(buffers_of(unit.kind, mesh)):
             if group.shape.trainable:
                 # A unit has several where weights are gathered as float8, or cut over model axes.
@@ -39,7 +39,7 @@ def in_cpu_memory(
                 places = math.prod(size for axis, size in mesh.model if axis in group.shape.over)
                 sizes[key] = sizes.get(key, 0) + places * group.padded
                 members.setdefault(key, []).extend(
-                    f"{unit.path}.{one}".lstrip(".") for one in group.shape.names
+                    f"{unit.path}.{parameter}".lstrip(".") for parameter in group.shape.names
                 )
     return frozenset(path for name in offloaded(sizes, float(share)) for path in members[name])
 

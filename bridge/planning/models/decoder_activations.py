@@ -43,16 +43,16 @@ def decoder_activations(runtime: str, sizes: Any) -> tuple[Segment, ...]:
         TracedSegment(f"layers.{k}", "layer", runtime, _one_layer(sizes, window))
         for k, window in enumerate(windows)
     ]
-    one = _one_layer(sizes, None)
+    layer = _one_layer(sizes, None)
     return (
-        TracedSegment("embed", "embed", runtime, one),
+        TracedSegment("embed", "embed", runtime, layer),
         *(
-            [TracedSegment("positions", "positions", runtime, one)]
+            [TracedSegment("positions", "positions", runtime, layer)]
             if getattr(sizes, "max_length", None)
             else []
         ),
         *layers,
-        TracedSegment("", "head", runtime, one),
+        TracedSegment("", "head", runtime, layer),
     )
 
 
