@@ -27,9 +27,11 @@ from bridge.planning.models.language_models import is_language_model
 from bridge.planning.models.models import resolve_models
 
 TOLERANCE = 0.10
-"""Tolerance of the peak, relative to the compiled one."""
+"""Of the peak, relative to the compiled one: without prefetch, planned peaks were within 8 % of XLA's
+(``bridge.planning.cost.peak``). Bytes and calls must be equal."""
 LARGEST = 512
 """Most devices to simulate. XLA can compile for more, but takes a thread for each."""
+# A process that hangs in the compiler would keep the command waiting for ever.
 _SECONDS = 900
 
 

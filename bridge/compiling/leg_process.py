@@ -20,6 +20,7 @@ from bridge.compiling.machines.compilers import environment, folders
 from bridge.planning.models.errors import PlanError
 
 _LONGEST = 3000
+"""Letters of an error that are passed on."""
 
 
 class LegError(RuntimeError):

@@ -44,6 +44,7 @@ TIME_COLOURS = {
 _NAMES = {"psum": "all-reduce", "ppermute": "permute", "waiting": "waiting for transfers"}
 _COLUMNS = 1500
 """Columns of a picture. Where a lane has more spans, each column shows one of them."""
+# Of a step, at least, in the enlarged part: where the longest wait is short, its surroundings show.
 _ZOOM = 0.05
 _WIDTH = 11.0
 _LETTERS = 110

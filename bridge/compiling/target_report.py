@@ -30,7 +30,9 @@ HEADINGS = (
     "compile s",
 )
 LEFT = 3
+"""Columns of words, which stand on the left."""
 MANY_LAYERS = 8
+"""Layers in a row that are not scanned, above which ``--stacked`` is recommended."""
 FEW = 0.1
 """The share of gathered bytes during products, below which a schedule is told of."""
 _ANSWERS = {True: "yes", False: "no", None: "failed"}

@@ -22,6 +22,7 @@ from bridge.compiling.machines.targets import target_named
 from bridge.core.hlo.collectives import Transfer
 from bridge.planning.models.errors import PlanError
 
+# A ring passes each part around once to gather or to scatter; a sum is both, one after the other.
 _TIMES_AROUND = {"all_gather": 1, "reduce_scatter": 1, "psum": 2}
 
 

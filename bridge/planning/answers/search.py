@@ -29,8 +29,12 @@ from bridge.planning.models.model import Model
 NODE = 8
 """Devices of a node, where nobody says otherwise."""
 MOST_DEVICES = 16384
+"""The largest number of devices that is tried. A plan for as many takes under a gigabyte of memory."""
 LARGEST_BATCH = 1 << 20
+# Above as many nodes, eight numbers a doubling: each number is a plan of its own, and takes its time.
 _IN_STEPS_OF_A_NODE = 16
+# Turns in which the slope of the peak leads. The peak is nearly a line, which as few turns find; a
+# peak with a bend is left to halving, which always ends.
 _BY_SLOPE = 5
 
 Planner = Callable[[str, ShardingPolicy, int, Workload], CostPlan]

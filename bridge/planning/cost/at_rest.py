@@ -30,6 +30,7 @@ from bridge.planning.cost.buffers import GroupBuffers
 from bridge.planning.cost.moments import held
 from bridge.planning.cost.optimizers import ADAMW, Optimizer
 
+# Bytes of a remainder: the 16 bits of a float32 that bfloat16 leaves out, as int16.
 _REMAINDER = 2
 KINDS = ("main_weights", "moments", "gradients", "compute_weights")
 

@@ -139,6 +139,7 @@ def buffers_of(kind: UnitKind, mesh: MeshShape) -> tuple[GroupBuffers, ...]:
 
 
 # A comparison needs the layouts of one model for several strategies, numbers of devices and runtimes.
+# The key is everything that a layout depends on: other dtypes and runtimes share it.
 @lru_cache(maxsize=1024)
 def _layout(
     names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], shards: int, granularity: str, align: Align

@@ -52,9 +52,10 @@ from bridge.planning.cost.offload import travelling
 from bridge.planning.cost.optimizers import OF_MAIN_WEIGHTS, Optimizer
 from bridge.planning.cost.row_moments import row_moment_bytes
 
+# ``min_dim_size_to_factor`` of ``optax.adafactor``, its default.
 _FACTORED_FROM = 128
-# Halves of arrays like a key's weights in JAX, for each moment that has scales: as many as XLA:GPU needs, and its CPU
-# compiler.
+# Halves of arrays like a key's weights in JAX, for each moment that has scales: as many as XLA:GPU
+# needs, and XLA:CPU.
 _CONVERTED = 5
 
 

@@ -61,7 +61,7 @@ def _one_layer(sizes: Any, window: int | None) -> Any:
     return replace(sizes, n_layers=1, **({"windows": (window,)} if getattr(sizes, "windows", ()) else {}))
 
 
-# All layers are alike.
+# All layers are alike, so one trace serves them. A trace takes far longer than the sums of a plan.
 @lru_cache(maxsize=256)
 def _torch(kind: str, sizes: Any, batch: int, length: int, compute: str) -> SegmentBytes:
     torch, decoder = framework("torch"), part("torch", "models.decoder")
