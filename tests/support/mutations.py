@@ -943,9 +943,9 @@ JAX = [
     ),
     M(
         "a share of the moments is never more than asked",
-        "jax_impl/optimizer/offload.py",
-        "taken + size / 2 <=",
-        "taken + size <=",
+        "bridge/core/sharding/policy/offload_share.py",
+        "self._picked + numel / 2 >",
+        "self._picked + numel >",
         "jax_impl/optimizer/test_offload.py",
     ),
     M(
@@ -1224,9 +1224,9 @@ JAX = [
     ),
     M(
         "heads are cut by features",
-        "jax_impl/modules/partitioning.py",
-        'return ndim - 1 if kind == "convolution" else 1',
-        "return ndim - 1",
+        "bridge/core/sharding/policy/parallel_styles.py",
+        'return _OF_COLWISE[kind] if style == "colwise"',
+        'return (ndim - 1 if kind == "kernel" else _OF_COLWISE[kind]) if style == "colwise"',
         "jax_impl/modules/test_partitioning.py",
     ),
     M(
