@@ -20,25 +20,25 @@ _Proposals = list[tuple[str, str]]
 
 def families(incomplete: str) -> _Proposals:
     """Shipped families with their models."""
-    found = []
+    proposals = []
     for name in _starting(family_names(), incomplete):
         table = _table(name)
-        found.append((name, "" if table is None else f"{', '.join(table.models)}"[:60]))
-    return found
+        proposals.append((name, "" if table is None else f"{', '.join(table.models)}"[:60]))
+    return proposals
 
 
 def conventions(ctx: typer.Context, incomplete: str) -> _Proposals:
     """Conventions of the family that --mapping names; of all families where it does not."""
-    given = ctx.params.get("mapping")
-    tables = [_table(given)] if given else [_table(name) for name in family_names()]
+    mapping = ctx.params.get("mapping")
+    tables = [_table(mapping)] if mapping else [_table(name) for name in family_names()]
     names = dict.fromkeys(name for table in tables if table is not None for name in table.conventions)
     return [(name, "") for name in _starting(names, incomplete)]
 
 
 def axes(ctx: typer.Context, incomplete: str) -> _Proposals:
     """Axes of the mapping, with the "=" before their size."""
-    given = ctx.params.get("mapping")
-    table = _table(given) if given else None
+    mapping = ctx.params.get("mapping")
+    table = _table(mapping) if mapping else None
     known = () if table is None else dict.fromkeys((*table.config, *table.axes))
     return [(f"{name}=", "") for name in _starting(known, incomplete)]
 
@@ -47,8 +47,12 @@ def casts(incomplete: str) -> _Proposals:
     """Floating-point dtypes after a pattern."""
     pattern, equals, name = incomplete.rpartition("=")
     start = f"{pattern}=" if equals else "*="
-    dtypes = [one for one, dtype in DTYPES.items() if dtype.kind in "fV"]
-    return [(start + one, "") for one in _starting(dtypes, name)] if equals or not incomplete else []
+    dtypes = [dtype_name for dtype_name, dtype in DTYPES.items() if dtype.kind in "fV"]
+    return (
+        [(start + dtype_name, "") for dtype_name in _starting(dtypes, name)]
+        if equals or not incomplete
+        else []
+    )
 
 
 def policies(incomplete: str) -> _Proposals:

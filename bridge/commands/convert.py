@@ -166,11 +166,11 @@ def conversion_document(conversion: Conversion) -> dict[str, object]:
 
 def _left(dst: str, replace: bool, resume: bool) -> str:
     """What a conversion that was stopped leaves."""
-    if (place := place_here(dst)) is None:
+    if (local := place_here(dst)) is None:
         return "the same command with --resume goes on" if resume else f"nothing of it is at {dst}"
-    if not replace and os.path.lexists(place):
+    if not replace and os.path.lexists(local):
         return f"{dst} is complete"
-    kept = [str(directory) for directory in abandoned(place)] if resume else []
+    kept = [str(directory) for directory in abandoned(local)] if resume else []
     state = f"{dst} is one complete checkpoint, the old or the new one" if replace else f"{dst} is not there"
     if kept:
         return f"{state}; what is finished is in {kept[-1]}, and the same command with --resume goes on there"
@@ -204,7 +204,7 @@ def _print_plan(out: Console, conversion: Conversion, destination: str) -> None:
         print_line(out, f"left out {len(conversion.left_out)}: {some(conversion.left_out, ASKED_FOR)}")
     if conversion.inexact:
         print_line(out, f"calculated, with rounding, {len(conversion.inexact)}: {some(conversion.inexact)}")
-    there = (place := place_here(destination)) is not None and os.path.lexists(place)
+    there = (local := place_here(destination)) is not None and os.path.lexists(local)
     print_line(
         out,
         f"{conversion.source} ({conversion.source_format}) -> {destination} ({conversion.format}): "

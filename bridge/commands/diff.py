@@ -254,20 +254,20 @@ def _elsewhere(report: DiffReport) -> str:
         "values that cannot be compared": len(report.unreadable),
         "places of the tree": len(report.structure),
     }
-    found = [f"{what}: {count}" for what, count in counts.items() if count]
-    return f"; but A and B differ, as listed ({', '.join(found)})" if found else ""
+    counted = [f"{what}: {count}" for what, count in counts.items() if count]
+    return f"; but A and B differ, as listed ({', '.join(counted)})" if counted else ""
 
 
 def _print_mappings(out: Console, report: DiffReport) -> None:
     """Families that may relate two checkpoints without a name in common."""
     from bridge.core.mapping.plan.fitting import fitting
 
-    found = [
+    commands = [
         f"--mapping {family} --into {convention}"
         for family, convention in fitting(report.missing, report.extra)
     ]
-    if found:
-        print_line(out, f"the names of A may be translated to those of B: {some(found, _WORST)}")
+    if commands:
+        print_line(out, f"the names of A may be translated to those of B: {some(commands, _WORST)}")
 
 
 def _print_histogram(out: Console, tensor: TensorDiff) -> None:

@@ -24,8 +24,8 @@ def grouped(findings: Iterable[tuple[str, str]], most: int = _NAMED) -> list[str
     """
     kinds: dict[str, list[tuple[str, str]]] = {}
     for name, text in findings:
-        kind = _NUMBERS.sub("#", _NUMBER.sub("#", text.replace(name, "\0") if name else text))
-        kinds.setdefault(kind, []).append((name, text))
+        shape = _NUMBERS.sub("#", _NUMBER.sub("#", text.replace(name, "\0") if name else text))
+        kinds.setdefault(shape, []).append((name, text))
     lines = []
     for members in kinds.values():
         if len(members) <= most:

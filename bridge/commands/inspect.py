@@ -91,9 +91,9 @@ def inspect(
     out = Console()
     step = which.step_number()
     with user_errors(PictureError, json=json):
-        place = place_of(path)
-        if drawing.layout and isinstance(place, Path) and not _is_checkpoint(place):
-            _inspect_layout_file(out, place, drawing.picture, json)
+        location = place_of(path)
+        if drawing.layout and isinstance(location, Path) and not _is_checkpoint(location):
+            _inspect_layout_file(out, location, drawing.picture, json)
             return
         summary = run(path, items=which.items, step=step)
         if drawing.picture is not None:
@@ -104,8 +104,8 @@ def inspect(
         _print(out, summary, drawing)
 
 
-def _is_checkpoint(place: Path) -> bool:
-    return place.is_dir() or place.suffix in _CHECKPOINTS
+def _is_checkpoint(location: Path) -> bool:
+    return location.is_dir() or location.suffix in _CHECKPOINTS
 
 
 def _document(summary: Summary) -> dict[str, object]:

@@ -40,7 +40,7 @@ from bridge.commands.verify import verify
 TRACEBACK: Final = "TWINSHARD_TRACEBACK"
 """Variable of the environment that asks for the traceback of an error that no command explains."""
 
-_INTERRUPTED: Final = 130
+_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report a program that the signal ends.
 _OUTPUT_ERRORS: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN}
 
 app = typer.Typer(

@@ -75,9 +75,9 @@ def map_(
         hint = "" if values else "; --values settles them where both hold the same weights"
         print_line(notes, f"uncertain, {count}: {some(uncertain)}{hint}")
     sides = (("A", proposal.left_a, proposal.places[0]), ("B", proposal.left_b, proposal.places[1]))
-    for name, left_over, place in sides:
-        if place.doubt:
-            print_line(notes, f"uncertain, where {name} keeps its tensors: {place.doubt}")
+    for name, left_over, source in sides:
+        if source.doubt:
+            print_line(notes, f"uncertain, where {name} keeps its tensors: {source.doubt}")
         if left_over:
             print_line(notes, f"only in {name}: {some(left_over)}")
     raise typer.Exit(0 if proposal.certain else 1)

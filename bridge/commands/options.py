@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SHOWN = 20
 """Rows shown of a listing that may be long."""
 
-_SIZE_DIGITS = 18
+_SIZE_DIGITS = 18  # Sizes and steps stay below 2^63.
 
 MappingOption = Annotated[
     str | None,

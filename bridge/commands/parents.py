@@ -22,9 +22,9 @@ def place_here(destination: str) -> Path | None:
 
 def missing_parent(destination: str) -> Path | None:
     """The topmost directory above ``destination`` that does not exist; None where all do, and in a store."""
-    if (place := place_here(destination)) is None:
+    if (local := place_here(destination)) is None:
         return None
-    missing = [parent for parent in Path(os.path.abspath(place)).parents if not os.path.lexists(parent)]
+    missing = [parent for parent in Path(os.path.abspath(local)).parents if not os.path.lexists(parent)]
     return missing[-1] if missing else None
 
 

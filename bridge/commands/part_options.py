@@ -123,9 +123,9 @@ class PartOptions:
 
 
 def _part(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
-    if found and 1 <= int(found[1]) <= int(found[2]):
-        return int(found[1]), int(found[2])
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+    if match and 1 <= int(match[1]) <= int(match[2]):
+        return int(match[1]), int(match[2])
     raise typer.BadParameter(
         f"expected --part K/N with K from 1 to N, such as 3/16, got {text[:40]!r}"
         + ("; arrays that count from 0 need K+1" if text.startswith("0/") else "")

@@ -13,7 +13,7 @@ from bridge.core.sharding import ShardingPolicy
 from bridge.planning.answers.comparison import Comparison
 from bridge.planning.answers.search import Finding, search
 from bridge.planning.answers.search_report import answers, heading, only_file, policy_file, ways_table
-from bridge.planning.cost.cost import Plan, Workload, make_plan
+from bridge.planning.cost.cost import CostPlan, Workload, make_plan
 from bridge.planning.cost.optimizers import Optimizer
 from bridge.planning.models.errors import PlanError
 from bridge.planning.models.shipped_models import SHIPPED
@@ -48,7 +48,7 @@ def searched(
     """
     models = {plan.runtime: plan.model for plan in comparison.plans}
 
-    def planned(runtime: str, policy: ShardingPolicy, devices: int, work: Workload) -> Plan:
+    def planned(runtime: str, policy: ShardingPolicy, devices: int, work: Workload) -> CostPlan:
         return make_plan(models[runtime], policy, devices, runtime, work, optimizer=optimizer)
 
     findings = search(comparison, policies, planned, node)
@@ -104,7 +104,7 @@ def _how_to_check(finding: Finding, model: str, saved: Path | None, told: Sequen
     if model in SHIPPED and SHIPPED[model]().causal_lm() is None:
         return f"the search is by planning; {model} cannot be compiled: run one step and measure"
     work = finding.workload
-    options = "".join(f"--{name} {shlex.quote(one)} " for name, one in told)
+    options = "".join(f"--{name} {shlex.quote(option)} " for name, option in told)
     policy = "FILE" if saved is None else shlex.quote(str(saved))
     return (
         f"the search is by planning; to compile the JAX step: twinshard plan {policy} --model {shlex.quote(model)} "

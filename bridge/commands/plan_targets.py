@@ -112,7 +112,7 @@ class TargetRequest:
     @property
     def counts(self) -> tuple[int, ...]:
         """Numbers of devices, each once."""
-        return tuple(dict.fromkeys(one.devices for one in self.targets))
+        return tuple(dict.fromkeys(target.devices for target in self.targets))
 
     def roofline(self, model: Model, step: StepRequest) -> Roofline:
         """What times of the compiled steps assume."""
@@ -121,10 +121,10 @@ class TargetRequest:
         tokens = None if rows is None else work.microbatches * rows
         idle = idle_elements(step.model) if step.is_language_model else 0
         elements = Counter[str]()
-        for one in model.parameters:
-            elements[one.dtype] += one.numel
-        given = max(elements, key=lambda dtype: elements[dtype], default="float32")
-        return Roofline(model.numel - idle, tokens, self.price, self.efficiency, given)
+        for parameter in model.parameters:
+            elements[parameter.dtype] += parameter.numel
+        dtype = max(elements, key=lambda dtype: elements[dtype], default="float32")
+        return Roofline(model.numel - idle, tokens, self.price, self.efficiency, dtype)
 
     def step(
         self,
@@ -141,19 +141,19 @@ class TargetRequest:
                 "command once for each"
             )
         (work,) = works
-        found = StepRequest(model, work, stacked, self.loss, self.batch, optimizer, frozen)
-        if found.is_language_model and self.tokens is not None:
+        request = StepRequest(model, work, stacked, self.loss, self.batch, optimizer, frozen)
+        if request.is_language_model and self.tokens is not None:
             raise PlanError(
                 f"--tokens: expected none for {model}, whose tokens --batch and --length tell, got {self.tokens}"
             )
-        if not found.is_language_model and self.price is not None and self.tokens is None:
+        if not request.is_language_model and self.price is not None and self.tokens is None:
             raise PlanError("--price: expected --tokens N with it, of a device and microbatch, got none")
         # What cannot be compiled is told at once, not by each of many compilations.
         if self.loss is not None:
-            found.loss_function()
+            request.loss_function()
         elif not is_decoder(model):
             causal_lm_config(model)
-        return found
+        return request
 
 
 def compiled_steps(
@@ -221,9 +221,9 @@ def _described(model: Model, step: StepRequest) -> str:
     batch = (
         f"{work.microbatches} x {work.batch} sequences of {work.length} tokens"
         if step.is_language_model
-        else f"{work.microbatches} x ({', '.join(f'{name} {list(one.shape)}' for name, one in step.batch.items())})"
+        else f"{work.microbatches} x ({', '.join(f'{name} {list(array.shape)}' for name, array in step.batch.items())})"
     )
-    frozen = sum(one.numel for one in model.parameters if not one.trainable)
+    frozen = sum(parameter.numel for parameter in model.parameters if not parameter.trainable)
     parts = [f"{model.numel:,} parameters" + (f", of which {frozen:,} are frozen" if frozen else "")]
     parts += [f"{batch} a device and step"]
     parts += [f"optimizer {step.optimizer}"] if step.optimizer != ADAMW else []
@@ -239,7 +239,7 @@ def print_targets(out: Console, steps: CompiledSteps) -> None:
     for line in notes(plan):
         print_line(out, line)
     estimates = [roofline.estimate(row) for row in plan.rows]
-    if any(one.time for one in estimates):
+    if any(estimate.time for estimate in estimates):
         print_line(out)
         print_table(out, *target_time.table(estimates, roofline.price is not None), left=LEFT)
     for line in target_time.notes(roofline, estimates):

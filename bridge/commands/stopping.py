@@ -36,8 +36,8 @@ def stop_on_signals() -> None:
 
 def _stop(number: int, _: object) -> None:
     # A closing terminal may send its signal twice, and a second signal must not interrupt the cleaning up.
-    for one in _SIGNALS:
-        signal.signal(one, signal.SIG_IGN)
+    for other in _SIGNALS:
+        signal.signal(other, signal.SIG_IGN)
     raise Stopped(number)
 
 

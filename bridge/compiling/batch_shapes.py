@@ -36,25 +36,25 @@ def load_batch_shapes(path: Path) -> dict[str, BatchArray]:
         raise PlanError(
             f"batch shapes {path}: expected a TOML file with lines such as {EXAMPLE}: {error.strerror}"
         ) from error
-    found = {name: _array(f"batch shapes {path}: {name}", entry) for name, entry in content.items()}
-    rows = {array.shape[0] for array in found.values()}
+    arrays = {name: _array(f"batch shapes {path}: {name}", entry) for name, entry in content.items()}
+    rows = {array.shape[0] for array in arrays.values()}
     if len(rows) != 1:
         raise PlanError(
             f"batch shapes {path}: expected one or more arrays of the same first dimension, rows of a device and "
-            f"microbatch, got { ({name: list(array.shape) for name, array in found.items()}) }"
+            f"microbatch, got { ({name: list(array.shape) for name, array in arrays.items()}) }"
         )
-    return found
+    return arrays
 
 
-def _array(place: str, entry: object) -> BatchArray:
+def _array(where: str, entry: object) -> BatchArray:
     if not isinstance(entry, dict) or "shape" not in entry or entry.keys() - {"shape", "dtype"}:
-        raise PlanError(f"{place}: expected shape and dtype as in {EXAMPLE}, got {entry!r}")
+        raise PlanError(f"{where}: expected shape and dtype as in {EXAMPLE}, got {entry!r}")
     shape, dtype = entry["shape"], entry.get("dtype", "float32")
     sizes = shape if isinstance(shape, list) else []
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
-        raise PlanError(f"{place}: shape: expected a list of ints >= 1, rows first, got {shape!r}")
+        raise PlanError(f"{where}: shape: expected a list of ints >= 1, rows first, got {shape!r}")
     if isinstance(dtype, str):
         dtype = full_name(dtype, BYTES)
     if dtype not in BYTES:
-        raise PlanError(f"{place}: dtype: expected one of {', '.join(BYTES)}, got {dtype!r}")
+        raise PlanError(f"{where}: dtype: expected one of {', '.join(BYTES)}, got {dtype!r}")
     return BatchArray(tuple(sizes), dtype)

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# Answers of other versions have other fields.
+# Of the entries: answers of other versions have other fields, and their keys must differ.
 VERSION = 1
 
 
@@ -27,10 +27,11 @@ def cache_folder() -> Path:
 
 def key_of(parts: Iterable[str]) -> str:
     """A key for texts on which an answer depends, such as a program, a target and versions."""
-    found = hashlib.sha256(f"twinshard {VERSION}".encode())
+    digest = hashlib.sha256(f"twinshard {VERSION}".encode())
     for part in parts:
-        found.update(hashlib.sha256(part.encode()).digest())
-    return found.hexdigest()[:32]
+        # Digests have one length, so that ("ab", "c") and ("a", "bc") are no equal keys.
+        digest.update(hashlib.sha256(part.encode()).digest())
+    return digest.hexdigest()[:32]
 
 
 def load(key: str) -> dict[str, Any] | None:
@@ -64,6 +65,7 @@ def _digest(answer: dict[str, Any]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
+    # Several commands may compile the same step at once: each writes a file of its own and renames it.
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -40,14 +40,18 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
     loss, microbatches = asked.loss_function(), asked.workload.microbatches
     gradients = runtime.make_gradients(plan, loss, microbatches)
     traced: Counter[tuple[str, str, int]] = Counter()
-    for one, calls in runtime.count_collectives(gradients, state.weights, rows).items():
-        traced[_KINDS[one.kind], one.dtype, one.size * jax.numpy.dtype(one.dtype).itemsize] += calls
+    for collective, calls in runtime.count_collectives(gradients, state.weights, rows).items():
+        traced[
+            _KINDS[collective.kind],
+            collective.dtype,
+            collective.size * jax.numpy.dtype(collective.dtype).itemsize,
+        ] += calls
     step = runtime.make_train_step(plan, loss, optimizer, microbatches=microbatches)
     first, update = (program.compile() for program in step.lower_programs(state, rows))
     kept: Counter[tuple[str, int]] = Counter()
-    for one, calls in runtime.count_compiled_collectives(first).items():
+    for collective, calls in runtime.count_compiled_collectives(first).items():
         # The CPU compiler carries bfloat16 in float32: elements are what can be compared.
-        kept[_KINDS.get(one.kind, one.kind), one.size] += calls
+        kept[_KINDS.get(collective.kind, collective.kind), collective.size] += calls
 
     moments = held(jax.tree.leaves(state.opt_state))
     counters = [

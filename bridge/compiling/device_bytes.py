@@ -12,16 +12,16 @@ from typing import Any
 
 def held(arrays: Iterable[Any]) -> int:
     """Of arrays with a sharding, also abstract ones."""
-    return sum(math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in arrays)
+    return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
 
 
 def allocated(program: Any) -> dict[str, int]:
     """Of a ``jax.stages.Compiled``. ``total``: the most bytes of it that are alive while it runs."""
-    found = program.memory_analysis()
+    analysis = program.memory_analysis()
     parts = {
-        "arguments": found.argument_size_in_bytes,
-        "outputs": found.output_size_in_bytes,
-        "temporary": found.temp_size_in_bytes,
-        "aliased": found.alias_size_in_bytes,
+        "arguments": analysis.argument_size_in_bytes,
+        "outputs": analysis.output_size_in_bytes,
+        "temporary": analysis.temp_size_in_bytes,
+        "aliased": analysis.alias_size_in_bytes,
     }
     return {**parts, "total": sum(parts.values()) - 2 * parts["aliased"]}

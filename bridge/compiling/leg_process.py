@@ -20,6 +20,7 @@ from bridge.compiling.machines.compilers import environment, folders
 from bridge.planning.models.errors import PlanError
 
 _LONGEST = 3000
+"""Letters of an error that are passed on."""
 
 
 class LegError(RuntimeError):
@@ -101,9 +102,9 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         os.dup2(2, 1)
         for line in sys.stdin:
             try:
-                found = answer(json.loads(line))
+                reply = answer(json.loads(line))
             except PlanError as error:
-                found = {"error": str(error)}
+                reply = {"error": str(error)}
             except Exception as error:
-                found = {"error": f"{type(error).__name__}: {error}"[:_LONGEST]}
-            print(json.dumps(found), file=answers, flush=True)
+                reply = {"error": f"{type(error).__name__}: {error}"[:_LONGEST]}
+            print(json.dumps(reply), file=answers, flush=True)

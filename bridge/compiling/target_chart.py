@@ -44,6 +44,7 @@ TIME_COLOURS = {
 _NAMES = {"psum": "all-reduce", "ppermute": "permute", "waiting": "waiting for transfers"}
 _COLUMNS = 1500
 """Columns of a picture. Where a lane has more spans, each column shows one of them."""
+# Of a step, at least, in the enlarged part: where the longest wait is short, its surroundings show.
 _ZOOM = 0.05
 _WIDTH = 11.0
 _LETTERS = 110
@@ -57,11 +58,11 @@ def memory_figure(plan: TargetPlan) -> Figure:
     rows = plan.rows
     figure = Figure(figsize=(_WIDTH, 1.3 + 0.55 * len(rows)), layout="constrained")
     axis = figure.subplots()
-    for place, row in enumerate(rows):
+    for position, row in enumerate(rows):
         usable = row.memory * (1 - row.reserve)
-        axis.barh(place, row.memory, height=0.8, facecolor="none", edgecolor="black", linewidth=1)
+        axis.barh(position, row.memory, height=0.8, facecolor="none", edgecolor="black", linewidth=1)
         axis.barh(
-            place,
+            position,
             row.memory - usable,
             left=usable,
             height=0.8,
@@ -73,11 +74,13 @@ def memory_figure(plan: TargetPlan) -> Figure:
         )
         start = 0
         for kind, size in peak_by_kind(row).items():
-            axis.barh(place, size, left=start, height=0.55, color=MEMORY_COLOURS[kind])
+            axis.barh(position, size, left=start, height=0.55, color=MEMORY_COLOURS[kind])
             start += size
         peak = "no answer" if row.peak is None else f"{'> ' * row.exhausted}{human_bytes(row.peak)}"
         said = f"{peak} of {human_bytes(row.memory)}: {_ANSWERS[row.fits]}"
-        axis.annotate(said, (max(row.memory, start), place), (6, 0), textcoords="offset points", va="center")
+        axis.annotate(
+            said, (max(row.memory, start), position), (6, 0), textcoords="offset points", va="center"
+        )
     axis.set_yticks(range(len(rows)), [textwrap.fill(label(row), _LETTERS // 3) for row in rows])
     axis.set_ylim(len(rows) - 0.4, -0.6)
     most = max(max(row.memory, row.peak or 0) for row in rows)
@@ -125,7 +128,7 @@ def timeline_figure(estimate: Estimate, spans: Sequence[Span]) -> Figure:
     frame.set_clip_on(False)
     waits = any(span.kind == "waiting" for span in spans)
     part.set_title(
-        f"enlarged, the black frame: {'around the longest wait' if waits else 'the middle of the step'}",
+        f"enlarged, the frame: {'around the longest wait' if waits else 'the middle of the step'}",
         loc="left",
         fontsize="medium",
     )
@@ -159,13 +162,13 @@ def _enlarged(spans: Sequence[Span], end: float) -> tuple[float, float]:
 
 
 def _lanes(axis: Axes, spans: Sequence[Span], start: float, stop: float) -> None:
-    for place, lane in enumerate(_LANES):
+    for position, lane in enumerate(_LANES):
         seen = [span for span in spans if span.lane == lane and span.start < stop and span.end > start]
         for span in visible(seen, start, stop):
             begin, end = max(start, span.start), min(stop, span.end)
             axis.broken_barh(
                 [(begin * 1e3, (end - begin) * 1e3)],
-                (place - 0.4, 0.8),
+                (position - 0.4, 0.8),
                 facecolors=TIME_COLOURS[span.kind],
                 linewidth=0,
             )
@@ -184,17 +187,17 @@ def visible(spans: Sequence[Span], start: float, stop: float) -> list[Span]:
         return list(spans)
     width = (stop - start) / _COLUMNS
     owed: defaultdict[str, float] = defaultdict(float)
-    found: list[Span] = []
+    shown: list[Span] = []
     for column, filled in enumerate(_by_column(spans, start, width)):
         for kind, seconds in (*filled.items(), ("", width - sum(filled.values()))):
             owed[kind] += seconds
-        kind, left = max(owed, key=lambda one: owed[one]), start + column * width
+        kind, left = max(owed, key=owed.__getitem__), start + column * width
         owed[kind] -= width
-        if found and found[-1].kind == kind and left - found[-1].end < width / 2:
-            found[-1] = replace(found[-1], seconds=left + width - found[-1].start)
+        if shown and shown[-1].kind == kind and left - shown[-1].end < width / 2:
+            shown[-1] = replace(shown[-1], seconds=left + width - shown[-1].start)
         elif kind:
-            found.append(Span(spans[0].lane, kind, left, width))
-    return found
+            shown.append(Span(spans[0].lane, kind, left, width))
+    return shown
 
 
 def _by_column(spans: Sequence[Span], start: float, width: float) -> list[dict[str, float]]:

@@ -43,10 +43,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         plan, state, batch, lowered = lowered_step(request, target)
-    told = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    told = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
     used = versions(target.platform)
     options = options_of(target, request["recommended"])
-    texts = [one.as_text() for one in lowered]
+    texts = [program.as_text() for program in lowered]
     key = key_of([str(target), str(options), str(sorted(used.items())), *texts])
     kept = load(key)
     # What nobody could read may be readable now.
@@ -68,33 +68,35 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     tpu_text.clear()
     begun = time.monotonic()
     programs: dict[str, Any] = {}
-    for name, one in zip(PROGRAMS, lowered, strict=True):
+    for name, program in zip(PROGRAMS, lowered, strict=True):
         try:
-            programs[name] = one.compile(options)
+            programs[name] = program.compile(options)
         except framework("jax.errors").JaxRuntimeError as error:
             needed = exhausted(str(error), held, name)
             if needed is None:
                 raise
-            found = {
+            answer = {
                 "held": held,
                 "host": host,
                 "exhausted": needed,
                 "seconds": time.monotonic() - begun,
                 "versions": used,
             }
-            return {**save(key, found, {name: str(error)}), "warnings": told, "cached": False}
+            return {**save(key, answer, {name: str(error)}), "warnings": told, "cached": False}
     seconds = time.monotonic() - begun
-    memory = {name: _memory(one, name, held) for name, one in programs.items()}
-    found = {"held": held, "host": host, "memory": memory, "seconds": seconds, "versions": used}
+    memory = {name: _memory(program, name, held) for name, program in programs.items()}
+    answer = {"held": held, "host": host, "memory": memory, "seconds": seconds, "versions": used}
     hlo: dict[str, str] = {}
     try:
-        for text, (name, one) in zip(texts, programs.items(), strict=True):
-            hlo[name] = tpu_text.text_of(one, text)
-        found["collectives"] = [one for name in PROGRAMS for one in _collectives(name, hlo[name])]
+        for text, (name, program) in zip(texts, programs.items(), strict=True):
+            hlo[name] = tpu_text.text_of(program, text)
+        answer["collectives"] = [
+            collective for name in PROGRAMS for collective in _collectives(name, hlo[name])
+        ]
     except (framework("jax.errors").JaxRuntimeError, ValueError) as error:
         # Nobody may read what a newer compiler wrote, and loops of unknown length cannot be counted.
-        found["unread"] = " ".join(str(error).split())[:300]
-    return {**save(key, found, hlo), "warnings": told, "cached": False}
+        answer["unread"] = " ".join(str(error).split())[:300]
+    return {**save(key, answer, hlo), "warnings": told, "cached": False}
 
 
 def lowered_step(request: dict[str, Any], target: Target) -> tuple[Any, Any, Any, tuple[Any, Any]]:
@@ -134,17 +136,17 @@ def _model(step: str) -> Any:
 
 def _memory(program: Any, name: str, held: dict[str, int]) -> dict[str, int]:
     """Bytes on one device. ``beside``: alive, but not given to the program. ``peak``: alive while the program runs."""
-    found = device_bytes.allocated(program)
-    given = {
+    allocated = device_bytes.allocated(program)
+    arguments = {
         "gradients": ("weights", "batch", "variables"),
         "update": ("weights", "moments", "gradients"),
     }[name]
     alive = sum(size for kind, size in held.items() if name == "update" or kind != "gradients")
     # Frozen weights may be left out of a program's arguments, and are alive all the same.
-    left_out = max(0, sum(held[kind] for kind in given) - found["arguments"])
-    beside = alive - sum(held[kind] for kind in given) + left_out
-    own = found.pop("total")
-    return {**found, "beside": beside, "peak": own + beside}
+    left_out = max(0, sum(held[kind] for kind in arguments) - allocated["arguments"])
+    beside = alive - sum(held[kind] for kind in arguments) + left_out
+    own = allocated.pop("total")
+    return {**allocated, "beside": beside, "peak": own + beside}
 
 
 def _collectives(program: str, text: str) -> list[dict[str, Any]]:
@@ -152,21 +154,21 @@ def _collectives(program: str, text: str) -> list[dict[str, Any]]:
     return [
         {
             "program": program,
-            "kind": one.kind,
-            "arrays": [{"dtype": array.dtype, "size": array.size} for array in one.arrays],
-            "times": one.times,
-            "bytes": one.bytes,
-            "overlaps": one.overlaps,
-            "name": one.name,
+            "kind": collective.kind,
+            "arrays": [{"dtype": array.dtype, "size": array.size} for array in collective.arrays],
+            "times": collective.times,
+            "bytes": collective.bytes,
+            "overlaps": collective.overlaps,
+            "name": collective.name,
         }
-        for one in scheduled.read_collectives(text)
+        for collective in scheduled.read_collectives(text)
     ]
 
 
 def _bytes(tree: Any, on_host: bool = False) -> int:
     """On one device, or of its part in the host's memory."""
     leaves = framework("jax").tree.leaves(tree)
-    return device_bytes.held(one for one in leaves if (one.sharding.memory_kind == _HOST) == on_host)
+    return device_bytes.held(leaf for leaf in leaves if (leaf.sharding.memory_kind == _HOST) == on_host)
 
 
 def exhausted(message: str, held: dict[str, int], program: str) -> int | None:
@@ -182,8 +184,8 @@ def exhausted(message: str, held: dict[str, int], program: str) -> int | None:
     return sum(held.values()) if "CompileTimeHbmOom" in message else None
 
 
-def _amount(found: re.Match[str]) -> int:
-    return int(float(found[1]) * 2 ** (10 * "BKMGT".index(found[2] or "B")))
+def _amount(match: re.Match[str]) -> int:
+    return int(float(match[1]) * 2 ** (10 * "BKMGT".index(match[2] or "B")))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class TargetRow:
             return None
         if self.exhausted:
             return int(self.found["exhausted"])
-        return max(one["peak"] for one in self.found["memory"].values())
+        return max(program["peak"] for program in self.found["memory"].values())
 
     @property
     def exhausted(self) -> bool:
@@ -83,7 +83,7 @@ class TargetRow:
         """Bytes that the program with the highest peak needs besides its arguments and results."""
         if not self.found or self.exhausted:
             return None
-        return int(max(self.found["memory"].values(), key=lambda one: one["peak"])["temporary"])
+        return int(max(self.found["memory"].values(), key=lambda program: program["peak"])["temporary"])
 
     @property
     def fits(self) -> bool | None:
@@ -95,10 +95,14 @@ class TargetRow:
     def collectives(self, kinds: Iterable[str]) -> tuple[int, int, float]:
         """Number in a step, bytes of their full arrays, and the share of bytes during a matrix product."""
         chosen = set(kinds)
-        known = [one for one in (self.found or {}).get("collectives", []) if one["kind"] in chosen]
-        nbytes = sum(one["bytes"] for one in known)
-        beside = sum(one["bytes"] for one in known if one["overlaps"])
-        return sum(one["times"] for one in known), nbytes, beside / nbytes if nbytes else 0.0
+        known = [
+            collective
+            for collective in (self.found or {}).get("collectives", [])
+            if collective["kind"] in chosen
+        ]
+        nbytes = sum(collective["bytes"] for collective in known)
+        beside = sum(collective["bytes"] for collective in known if collective["overlaps"])
+        return sum(collective["times"] for collective in known), nbytes, beside / nbytes if nbytes else 0.0
 
     @property
     def unread(self) -> str | None:
@@ -111,7 +115,7 @@ class TargetRow:
         listed = (self.found or {}).get("collectives")
         if listed is None:
             return None
-        return sum(one["bytes"] * (2 if one["kind"] == "psum" else 1) for one in listed)
+        return sum(collective["bytes"] * (2 if collective["kind"] == "psum" else 1) for collective in listed)
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -230,7 +234,7 @@ def plan_targets(
 
 def in_order(rows: Sequence[TargetRow], tasks: Sequence[Task], refused: Sequence[str]) -> TargetPlan:
     """Rows in the order of the tasks, whenever each was compiled."""
-    places = {str(task): place for place, task in enumerate(tasks)}
+    places = {str(task): position for position, task in enumerate(tasks)}
     return TargetPlan(tuple(sorted(rows, key=lambda row: places[str(row.task)])), tuple(refused))
 
 

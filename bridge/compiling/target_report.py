@@ -30,7 +30,9 @@ HEADINGS = (
     "compile s",
 )
 LEFT = 3
+"""Columns of words, which stand on the left."""
 MANY_LAYERS = 8
+"""Layers in a row that are not scanned, above which ``--stacked`` is recommended."""
 FEW = 0.1
 """The share of gathered bytes during products, below which a schedule is told of."""
 _ANSWERS = {True: "yes", False: "no", None: "failed"}
@@ -41,11 +43,11 @@ def table(plan: TargetPlan) -> tuple[Row, list[Row]]:
     rows = [_row(row) for row in plan.rows]
     if not any(row.host for row in plan.rows):
         return HEADINGS, rows
-    place = HEADINGS.index("of")
+    column = HEADINGS.index("of")
     hosts = [human_bytes(row.host) if row.found else "" for row in plan.rows]
     return (
-        (*HEADINGS[:place], "in CPU memory", *HEADINGS[place:]),
-        [(*row[:place], host, *row[place:]) for row, host in zip(rows, hosts, strict=True)],
+        (*HEADINGS[:column], "in CPU memory", *HEADINGS[column:]),
+        [(*row[:column], host, *row[column:]) for row, host in zip(rows, hosts, strict=True)],
     )
 
 
@@ -121,5 +123,5 @@ def unrolled_layers(model: Model) -> tuple[str, int] | None:
         layer = re.fullmatch(r"(.*?)[._](\d+)", path)
         if layer and not any(path.startswith(f"{stack}.") for stack in model.stacks):
             numbers.setdefault(layer[1], set()).add(layer[2])
-    found = max(numbers, key=lambda name: len(numbers[name]), default="")
-    return (found, len(numbers[found])) if found and len(numbers[found]) > MANY_LAYERS else None
+    longest = max(numbers, key=lambda name: len(numbers[name]), default="")
+    return (longest, len(numbers[longest])) if longest and len(numbers[longest]) > MANY_LAYERS else None

@@ -55,16 +55,18 @@ class StepRequest:
         return {**asdict(self), "optimizer": self.optimizer.to_json()}
 
     @staticmethod
-    def from_json(found: dict[str, Any]) -> StepRequest:
-        batch = {name: BatchArray(tuple(one["shape"]), one["dtype"]) for name, one in found["batch"].items()}
+    def from_json(values: dict[str, Any]) -> StepRequest:
+        batch = {
+            name: BatchArray(tuple(array["shape"]), array["dtype"]) for name, array in values["batch"].items()
+        }
         return StepRequest(
-            found["model"],
-            Workload(**found["workload"]),
-            tuple(found["stacked"]),
-            found["loss"],
+            values["model"],
+            Workload(**values["workload"]),
+            tuple(values["stacked"]),
+            values["loss"],
             batch,
-            Optimizer.from_json(found["optimizer"]),
-            tuple(found["frozen"]),
+            Optimizer.from_json(values["optimizer"]),
+            tuple(values["frozen"]),
         )
 
     @property

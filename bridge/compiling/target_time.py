@@ -88,12 +88,12 @@ class Roofline:
         """The spans of a step, its programs one after the other; none where ``estimate`` has no time."""
         if self.estimate(row).time is None:
             return ()
-        machine, found, end = machine_named(row.task.target.name), list[Span](), 0.0
+        machine, placed, end = machine_named(row.task.target.name), list[Span](), 0.0
         for program in _programs(row):
             spans = timeline(program, machine, self.efficiency)
-            found += [replace(span, start=span.start + end) for span in spans]
-            end = max((span.end for span in found), default=end)
-        return tuple(found)
+            placed += [replace(span, start=span.start + end) for span in spans]
+            end = max((span.end for span in placed), default=end)
+        return tuple(placed)
 
 
 def _programs(row: TargetRow) -> Iterator[Program]:
@@ -139,21 +139,23 @@ class Estimate:
 
 def table(estimates: Sequence[Estimate], priced: bool) -> tuple[Row, list[Row]]:
     """Headings, and a row for each estimate."""
-    return (*HEADINGS, *([PRICE] if priced else [])), [one.cells(priced) for one in estimates]
+    return (*HEADINGS, *([PRICE] if priced else [])), [estimate.cells(priced) for estimate in estimates]
 
 
 def notes(roofline: Roofline, estimates: Sequence[Estimate]) -> Iterator[str]:
     """What the estimate is."""
     yield from (
-        f"{one.row.task}: no time: {one.why}" for one in estimates if one.why and one.row.found is not None
+        f"{estimate.row.task}: no time: {estimate.why}"
+        for estimate in estimates
+        if estimate.why and estimate.row.found is not None
     )
-    for one in estimates:
-        compute = one.row.task.policy.precision.compute_dtype or roofline.given
-        wide = wide_share(one.time) if one.time and compute in ("bfloat16", "float16") else 0.0
+    for estimate in estimates:
+        compute = estimate.row.task.policy.precision.compute_dtype or roofline.given
+        wide = wide_share(estimate.time) if estimate.time and compute in ("bfloat16", "float16") else 0.0
         if wide > 0.5:
             yield (
-                f"{one.row.task}: {wide:.0%} of the operations of products are in float32, though the policy computes "
-                f"in {compute}: a layer of the model widens its input, as nnx.Embed without dtype= does"
+                f"{estimate.row.task}: {wide:.0%} of the operations of products are in float32, though the "
+                f"policy computes in {compute}: a layer of the model widens its input, as nnx.Embed without dtype= does"
             )
     used = roofline.efficiency
     yield (
@@ -173,17 +175,17 @@ def wide_share(time: StepTime) -> float:
 
 def parse_efficiency(text: str) -> Efficiency:
     """``"products=0.6,links=0.9"``; what is not named keeps its default. Raises ``PlanError`` otherwise."""
-    found: dict[str, float] = {}
-    for one in text.split(","):
-        name, _, value = one.strip().partition("=")
+    shares: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
         try:
-            found[name] = float(value)
+            shares[name] = float(value)
         except ValueError:
             raise PlanError(
                 f"--efficiency: expected products=0.75,memory=0.8,links=0.8, got {text!r}"
             ) from None
     try:
-        return Efficiency(**found)
+        return Efficiency(**shares)
     except (TypeError, ValueError) as error:
         raise PlanError(
             f"--efficiency: expected products, memory and links, each above 0 and up to 1: {error}"
@@ -192,19 +194,19 @@ def parse_efficiency(text: str) -> Efficiency:
 
 def _sum(parts: Sequence[StepTime]) -> StepTime:
     flops: Counter[str] = Counter()
-    for one in parts:
-        flops.update(one.flops)
+    for part in parts:
+        flops.update(part.flops)
 
     def total(of: Callable[[StepTime], float]) -> float:
         return sum(map(of, parts))
 
     return StepTime(
-        total(lambda one: one.products),
-        total(lambda one: one.memory),
-        total(lambda one: one.exposed),
-        total(lambda one: one.communication),
+        total(lambda time: time.products),
+        total(lambda time: time.memory),
+        total(lambda time: time.exposed),
+        total(lambda time: time.communication),
         dict(flops),
-        total(lambda one: one.product_peak),
+        total(lambda time: time.product_peak),
     )
 
 

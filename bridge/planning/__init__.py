@@ -9,8 +9,8 @@ begin.
     print(plan.at_rest.total, plan.traffic.wire_bytes())
 """
 
-from bridge.planning.cost.cost import Plan, Workload, load_policy, make_plan, parse_policy
+from bridge.planning.cost.cost import CostPlan, Workload, load_policy, make_plan, parse_policy
 from bridge.planning.models.errors import PlanError
 from bridge.planning.models.models import resolve_models
 
-__all__ = ["Plan", "PlanError", "Workload", "load_policy", "make_plan", "parse_policy", "resolve_models"]
+__all__ = ["CostPlan", "PlanError", "Workload", "load_policy", "make_plan", "parse_policy", "resolve_models"]

@@ -15,7 +15,7 @@ a gather of 1-D shards of no multiple of 128 elements, and of every reduce-scatt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -127,11 +127,11 @@ class Wire:
         """Main weights -> compute weights, without communication."""
         return round_to(weights, self.compute)
 
-    def all_gather(self, shard: jax.Array, level: int, to: int, row: int | None = None) -> jax.Array:
-        """``[S]`` of ``level`` -> ``[S * devices of the axes between]`` of ``to``, in the compute dtype.
+    def all_gather(self, shard: jax.Array, axes: Iterable[int], row: int | None = None) -> jax.Array:
+        """``[S]`` -> ``[S * devices of axes]``, in the compute dtype; ``axes``: numbers, in the order of the gathers.
 
-        ``row``: in rows of so many elements, ``[devices of the axes between, S / row, row]``. The cast comes first, so
-        fewer bytes travel.
+        ``row``: in rows of so many elements, ``[devices of axes, S / row, row]``. The cast comes first, so fewer bytes
+        travel.
         """
         cast = self.cast(shard)
         # XLA's CPU compiler gathers float8 as float16, which does not keep every NaN: as bytes it
@@ -139,15 +139,15 @@ class Wire:
         narrow = self.compute.itemsize == 1 and jnp.issubdtype(self.compute, jnp.floating)
         if narrow:
             cast = lax.bitcast_convert_type(cast, np.uint8)
-        gathered = self.gather_as_it_is(cast, level, to, row)
+        gathered = self.gather_as_it_is(cast, axes, row)
         return lax.bitcast_convert_type(gathered, self.compute) if narrow else gathered
 
-    def gather_as_it_is(self, shard: jax.Array, level: int, to: int, row: int | None = None) -> jax.Array:
+    def gather_as_it_is(self, shard: jax.Array, axes: Iterable[int], row: int | None = None) -> jax.Array:
         """``all_gather`` in the shard's own dtype."""
         gathered = shard if row is None else shard.reshape(-1, row)
-        # The outermost axis first: it joins neighbours in the order of shards (mesh.py), so that no
+        # The outermost axis comes first: it joins neighbours in the order of shards (mesh.py), so that no
         # element moves within the array.
-        for axis in reversed(range(to, level)):
+        for axis in axes:
             gathered = self._over(axis, self._gather, gathered)
         return gathered if row is None else gathered.reshape(-1, shard.size // row, row)
 
@@ -157,26 +157,26 @@ class Wire:
             values = self._over(axis, lax.pmax, values)
         return values
 
-    def reduce_scatter(self, values: jax.Array, level: int, to: int) -> jax.Array:
-        """Each device's ``values`` of ``level`` -> its shard of ``to`` of their sum (see ``averages``), as ``grad``.
+    def reduce_scatter(self, values: jax.Array, axes: range) -> jax.Array:
+        """Each device's ``values`` -> its shard, cut over ``axes``, of their sum (see ``averages``), as ``grad``.
 
         ``values``: flat, or in rows ``[..., row]``, of which each shard has whole ones.
         """
-        if level == to:
+        if not axes:
             return round_to(values.reshape(-1), self.grad)
-        reduced = self._ready(values, range(level, to))
-        for axis in range(level, to):
+        reduced = self._ready(values, axes)
+        for axis in axes:
             reduced = self._over(axis, self._scatter, reduced)
-        return self._as_grad(reduced.reshape(-1), range(level, to))
+        return self._as_grad(reduced.reshape(-1), axes)
 
-    def all_reduce(self, values: jax.Array, level: int) -> jax.Array:
-        """The sum of ``values`` over the axes that ``level`` is not cut over, in the grad dtype; see ``averages``."""
-        if level == self.axes.ndim:
+    def all_reduce(self, values: jax.Array, axes: range) -> jax.Array:
+        """The sum of ``values`` over ``axes``, in the grad dtype; see ``averages``."""
+        if not axes:
             return values
-        reduced = self._ready(values, range(level, self.axes.ndim))
-        for axis in range(level, self.axes.ndim):
+        reduced = self._ready(values, axes)
+        for axis in axes:
             reduced = self._over(axis, lax.psum, reduced)
-        return self._as_grad(reduced, range(level, self.axes.ndim))
+        return self._as_grad(reduced, axes)
 
     def _ready(self, values: jax.Array, axes: range) -> jax.Array:
         """In the dtype of the summation over ``axes``."""

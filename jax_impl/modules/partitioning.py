@@ -6,15 +6,8 @@
     parallel=              {"layers/*/mlp/up": "colwise", "layers/*/mlp/down/kernel": PartitionSpec("tp", None)}
     the model              nnx.with_partitioning(init, (None, "tp")), linen's nn.Partitioned, logical names with rules
 
-Dimensions are those of one layer, also of a stack. A style says which dimension is meant by the kind of a parameter::
-
-                                              colwise     rowwise     expert
-    kernel   Linear (in, out)                 1           0           0
-             (in, heads, head_dim)            1
-             (heads, head_dim, out)                       0
-             nnx.Conv (..., in, out)          last        last but 1
-    embedding (tokens, features)              1           0
-    bias, other vectors                       0           whole       0
+Dimensions are those of one layer, also of a stack. Which one a style means depends on what a parameter is
+(``bridge.core.sharding.policy.parallel_styles``).
 """
 
 from __future__ import annotations
@@ -31,6 +24,7 @@ from bridge.core.callers import warn_caller
 from bridge.core.sharding import ShardingPolicy
 from bridge.core.sharding.policy.mesh_axes import EXPERT_AXES, is_model_axis
 from bridge.core.sharding.policy.parallel import Cut, ParallelPolicy, check_cuts, entries_of
+from bridge.core.sharding.policy.parallel_styles import styled_dimension
 from bridge.core.sharding.policy.patterns import matches
 from bridge.core.text import first_of
 from jax_impl.comm.mesh import ModelAxes
@@ -277,14 +271,8 @@ def _dimension(entry: ParallelPolicy, role: str, ndim: int) -> int | None:
     """Which dimension of a parameter an entry cuts; None for one that stays whole."""
     if entry.dimension is not None:
         return entry.dimension if entry.dimension < ndim else None
-    vector = role == "bias" or ndim < 2
-    if entry.style == "expert" or (vector and entry.style == "colwise"):
-        return 0
-    if entry.style == "colwise":
-        return ndim - 1 if role == "convolution" else 1
-    if vector:
-        return None
-    return ndim - 2 if role == "convolution" else 0
+    assert entry.style is not None
+    return styled_dimension(entry.style, role, ndim)
 
 
 def warn_of_annotations(model: nnx.Module, annotated: Mapping[str, Any] | None = None) -> None:

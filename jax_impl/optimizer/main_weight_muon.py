@@ -18,6 +18,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from bridge.core.sharding.layout.matrices import MUON_DIMENSIONS
 from jax_impl.comm.collectives import fence
 from jax_impl.optimizer.logical import arrays_of_parameters, parameters_of_arrays
 from jax_impl.optimizer.main_weight_adamw import AdamWState, main_weight_adamw
@@ -63,7 +64,7 @@ class MuonState:
 
 def is_matrix(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
     """Whether a parameter has two dimensions."""
-    return len(leaf.shape) == 2
+    return len(leaf.shape) in MUON_DIMENSIONS["jax"]
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 
+from bridge.core.sharding.policy.offload_share import offloaded
 from jax_impl.optimizer.in_turn import key_of
 from jax_impl.optimizer.transformation import check_flag
 from jax_impl.runtime.groups.memory_kinds import HOST
@@ -56,7 +56,7 @@ class Offload:
 
         Raises ``ValueError`` for a state without step counts if the host is to update it.
         """
-        picked: frozenset[str | None] = _picked(_sizes(plan, opt_state), self.moments)
+        picked: frozenset[str | None] = offloaded(_sizes(plan, opt_state), self.moments)
         if self.update == "host":
             if all(
                 key_of(plan, path, leaf) is not None for path, leaf in jax.tree.leaves_with_path(opt_state)
@@ -75,15 +75,3 @@ def _sizes(plan: ShardingPlan, opt_state: Any) -> dict[str, int]:
     """Elements of the arrays of weights that have moments, in the plan's order."""
     having = {key_of(plan, path, leaf) for path, leaf in jax.tree.leaves_with_path(opt_state)}
     return {key: math.prod(stored.shape) for key, stored in plan.arrays.items() if key in having}
-
-
-def _picked(sizes: Mapping[str, int], share: float) -> frozenset[str]:
-    """One by one, so that what is picked is ``share`` of what was seen, to within half of the largest."""
-    seen = taken = 0
-    picked = []
-    for key, size in sizes.items():
-        seen += size
-        if size and taken + size / 2 <= share * seen:
-            taken += size
-            picked.append(key)
-    return frozenset(picked)

@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.planning import Plan, PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
+from bridge.planning import (
+    CostPlan,
+    PlanError,
+    Workload,
+    load_policy,
+    make_plan,
+    parse_policy,
+    resolve_models,
+)
 from bridge.planning.answers.comparison import compare
 from bridge.planning.answers.document import document
 from bridge.planning.answers.report import notes, overview
@@ -211,7 +219,7 @@ def test_scanned_layers_rest_and_travel_like_others_and_are_cut_alike() -> None:
 
 @pytest.mark.parametrize("runtime", ["torch", "jax"])
 def test_prefetch_adds_one_units_weights_and_gradients_to_the_peak(runtime: str) -> None:
-    def planned(model: Model, strategy: str, line: str) -> Plan:
+    def planned(model: Model, strategy: str, line: str) -> CostPlan:
         return make_plan(model, parse_policy(policy(strategy, line), "x"), 4, runtime, Workload())
 
     serial, ahead, default = (

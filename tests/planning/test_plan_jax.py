@@ -14,7 +14,7 @@ from flax import nnx
 from hypothesis import given
 
 import jax_impl
-from bridge.planning import Plan, Workload, make_plan, parse_policy
+from bridge.planning import CostPlan, Workload, make_plan, parse_policy
 from bridge.planning.models.model import Model, Parameter
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from tests.jax_impl.runtime import test_kept as nested
@@ -104,7 +104,7 @@ def assert_measured(
     assert sum(by_size.values()) == sum(measured.values())
 
 
-def expected(plan: Plan) -> Counter[tuple[str, str, str, int]]:
+def expected(plan: CostPlan) -> Counter[tuple[str, str, str, int]]:
     found: Counter[tuple[str, str, str, int]] = Counter()
     for one, times in plan.traffic.calls.items():
         found[one.kind, one.axis, one.dtype, one.nbytes] += times

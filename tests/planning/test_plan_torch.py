@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from bridge.planning import Plan, Workload, make_plan, parse_policy
+from bridge.planning import CostPlan, Workload, make_plan, parse_policy
 from bridge.planning.cost.at_rest import at_rest
 from bridge.planning.models.model import Model, Parameter
 from tests.support.examples import examples
@@ -104,7 +104,7 @@ def test_remainders_in_place_of_float32_main_weights(
     assert_measured(ranks, mesh, text, [specs, specs], [Spec((6, 5))], 2)
 
 
-def assert_collectives(plan: Plan, found: dict[str, Any]) -> None:
+def assert_collectives(plan: CostPlan, found: dict[str, Any]) -> None:
     for unit in plan.units:
         for path in unit.paths:
             for kind in KINDS:

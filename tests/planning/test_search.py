@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.core.sharding import ShardingPolicy
-from bridge.planning import Plan, PlanError, Workload, load_policy, make_plan, parse_policy, resolve_models
+from bridge.planning import (
+    CostPlan,
+    PlanError,
+    Workload,
+    load_policy,
+    make_plan,
+    parse_policy,
+    resolve_models,
+)
 from bridge.planning.answers.changes import variants
 from bridge.planning.answers.comparison import compare, fits_within
 from bridge.planning.answers.search import (
@@ -58,7 +66,7 @@ def text(mesh: str, compute: str, strategy: str, recompute: bool) -> str:
     return f'[mesh]\n{mesh}\n[precision]\n{narrow}{layers}[[unit]]\nmatch = ""\n{chosen}'
 
 
-def planned(runtime: str, policy: ShardingPolicy, devices: int, work: Workload) -> Plan:
+def planned(runtime: str, policy: ShardingPolicy, devices: int, work: Workload) -> CostPlan:
     return make_plan(MODELS[runtime], policy, devices, runtime, work)
 
 
@@ -94,7 +102,7 @@ def searched(
     work, reserve = options.pop("work", WORK), options.pop("reserve", 0)
     comparison = compare(models, [policy], [devices], work, memory, reserve)
 
-    def plan(runtime: str, policy: ShardingPolicy, devices: int, work: Workload) -> Plan:
+    def plan(runtime: str, policy: ShardingPolicy, devices: int, work: Workload) -> CostPlan:
         return make_plan(models[runtime], policy, devices, runtime, work)
 
     (found,) = search(comparison, [policy], plan, **options)

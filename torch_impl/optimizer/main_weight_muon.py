@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.core.sharding.layout.matrices import MUON_DIMENSIONS
 from torch_impl.optimizer.arguments import check_flag, check_group, check_number, check_numbers, numbers_of
 from torch_impl.optimizer.main_weight import MainWeightOptimizer
 from torch_impl.optimizer.main_weight_adamw import check_adamw
@@ -24,7 +25,7 @@ _OF_ADAMW = ("betas",)
 
 def is_matrix(name: str | None, param: torch.Tensor) -> bool:
     """Whether a parameter is a matrix, or a stack of matrices such as the weights of experts."""
-    return param.ndim in (2, 3)
+    return param.ndim in MUON_DIMENSIONS["torch"]
 
 
 class MainWeightMuon(MainWeightOptimizer):

@@ -38,36 +38,6 @@ class Cut:
     owner: int
 
 
-def owner_of_all(rows: Sequence[int]) -> int | None:
-    """The one shard that has any rows; None for several. The first, where none has."""
-    holders = [shard for shard, count in enumerate(rows) if count]
-    return None if len(holders) > 1 else (holders or [0])[0]
-
-
-def balanced(costs: Sequence[float], loads: Sequence[float]) -> list[int]:
-    """An owner for each matrix, so that ranks that have ``loads`` already are done at about the same time."""
-    total, owners = list(loads), [0] * len(costs)
-    for number in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
-        owners[number] = min(range(len(total)), key=lambda rank: (total[rank], rank))
-        total[owners[number]] += costs[number]
-    return owners
-
-
-def rounds(owners: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Numbers of matrices that travel together: of each owner up to ``most`` elements, or one matrix that has more."""
-    runs: dict[int, list[list[int]]] = {}
-    # Large ones first, that those of one round take about as long as each other.
-    for number in sorted(range(len(owners)), key=lambda n: (-sizes[n], n)):
-        own = runs.setdefault(owners[number], [])
-        if not own or sum(sizes[n] for n in own[-1]) + sizes[number] > most:
-            own.append([])
-        own[-1].append(number)
-    return [
-        sorted(itertools.chain.from_iterable(filter(None, together)))
-        for together in itertools.zip_longest(*runs.values())
-    ]
-
-
 class Exchange:
     """Between ranks that hold rows cut over ``axes`` (outer to inner) of ``mesh``."""
 

@@ -24,19 +24,19 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from bridge.core.sharding.layout.matrices import balanced, cost, owner_of_all, rounds, rows_by_shard
 from bridge.core.sharding.policy.optimizer_state import ROUND
 from torch_impl.comm import collectives
 from torch_impl.dtensor.local import checked_dtensor, own_part, row_bounds_of
 from torch_impl.dtensor.placement import gather, replicated, row_axes, row_placement
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.optimizer.moments import MomentFormat
-from torch_impl.optimizer.muon_exchange import Cut, Exchange, balanced, owner_of_all, rounds
+from torch_impl.optimizer.muon_exchange import Cut, Exchange
 from torch_impl.optimizer.offload import Transfers
 from torch_impl.optimizer.update import Group, ParameterUpdate, Tensors, Updates
 
@@ -167,33 +167,14 @@ def _owned(
             if holder is None:
                 matrices.append((matrix, rows))
                 continue
-            loads[holder] += _cost(matrix.shape)
+            loads[holder] += cost(matrix.shape)
             if holder == exchange.shard:
                 own.append(matrix)
-    owners = balanced([_cost(matrix.shape) for matrix, _ in matrices], loads)
+    owners = balanced([cost(matrix.shape) for matrix, _ in matrices], loads)
     return own, [
         (matrix, Cut(rows, matrix.shape[1], owner))
         for (matrix, rows), owner in zip(matrices, owners, strict=True)
     ]
-
-
-@cache
-def rows_by_shard(shape: tuple[int, ...], bounds: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """For each matrix of a parameter of this shape, how many of its rows each shard has."""
-    height = shape[-2]
-    return tuple(
-        tuple(
-            max(0, min(last, (number + 1) * height) - max(first, number * height))
-            for first, last in itertools.pairwise(bounds)
-        )
-        for number in range(math.prod(shape[:-2]))
-    )
-
-
-def _cost(shape: tuple[int, int]) -> float:
-    """In proportion to the products of an iteration."""
-    short, long = sorted(shape)
-    return float(short * short * (2 * long + short))
 
 
 def _travelling(matrix: _Matrix) -> list[torch.Tensor]:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from bridge.core.sharding.policy.offload_share import OffloadShare
+
 
 @dataclass
 class Batch:
@@ -131,7 +133,7 @@ class CudaTransfers(Transfers):
             copy.record_stream(stream)
 
 
-class Share:
+class Share(OffloadShare):
     """Picks tensors one by one so that the picked ones are ``fraction`` of all elements, to within one tensor."""
 
     def __init__(self, fraction: float) -> None:
@@ -140,12 +142,4 @@ class Share:
             raise TypeError(f"offload_fraction: expected a number from 0 to 1, got {fraction!r}")
         if not 0 <= fraction <= 1:
             raise ValueError(f"offload_fraction: expected 0 to 1, got {fraction}")
-        self.fraction = fraction
-        self._seen = self._picked = 0
-
-    def picks(self, numel: int) -> bool:
-        self._seen += numel
-        if numel == 0 or self._picked + numel / 2 > self.fraction * self._seen:
-            return False
-        self._picked += numel
-        return True
+        super().__init__(fraction)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from bridge.core.sharding import Cut, ParallelPolicy, PolicyError, ShardingPolicy, check_cuts
+from bridge.core.sharding.policy.parallel_styles import FEATURE_STYLES, styled_dimension
 from torch_impl.dtensor.placement import FusedShard
 from torch_impl.parallel.modules import (
     ColwiseEmbedding,
@@ -26,9 +27,6 @@ from torch_impl.parallel.modules import (
 )
 from torch_impl.runtime.ground.tensor_parallel import TensorParallel, mark
 
-# The dimension of weight and bias that a style cuts; None: whole.
-_LINEAR: dict[str, tuple[int, int | None]] = {"colwise": (0, 0), "rowwise": (1, None)}
-_EMBEDDING: dict[str, int] = {"colwise": 1, "rowwise": 0}
 _KINDS: dict[tuple[type[nn.Module] | None, str], type[ComputesOnParts]] = {
     (nn.Linear, "colwise"): ColwiseLinear,
     (nn.Linear, "rowwise"): RowwiseLinear,
@@ -142,12 +140,12 @@ def _of_module(path: str, module: nn.Module, entries: Iterable[ParallelPolicy]) 
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
         raise PolicyError(f"{path}: expected a module with a forward, got {type(module).__name__}")
     # Two axes that cut one linear module leave no rank with a part that the other styles could exchange.
-    if len(entries) == 1 and entries[0].style in _LINEAR:
+    if len(entries) == 1 and entries[0].style in FEATURE_STYLES:
         (entry,) = entries
         return ModuleCuts(path, module, _of_style(path, module, entry), entry.style)
     cuts: dict[str, list[Cut]] = {}
     for entry in entries:
-        if entry.style in _LINEAR:
+        if entry.style in FEATURE_STYLES:
             own = _of_style(path, module, entry)
         else:
             dimension = entry.dimension or 0
@@ -167,7 +165,7 @@ def _of_parameter(
     path: str, module: nn.Module, name: str, param: nn.Parameter, entries: Iterable[ParallelPolicy]
 ) -> ModuleCuts:
     for entry in entries:
-        if entry.style in _LINEAR:
+        if entry.style in FEATURE_STYLES:
             raise PolicyError(
                 f"{path}.{name}: expected the path of a module for style {entry.style!r}, got that of a parameter; "
                 f"name {path!r}, or give the dimension instead of a style"
@@ -200,12 +198,16 @@ def _of_style(path: str, module: nn.Module, entry: ParallelPolicy) -> dict[str, 
                 )
         if entry.fused:
             raise PolicyError(f"{path}: fused: expected a linear module, got {type(module).__name__}")
-        return {"weight": (Cut(entry.axis, _EMBEDDING[entry.style]),)}
-    weight, bias = _LINEAR[entry.style]
-    cuts: dict[str, tuple[Cut, ...]] = {"weight": (Cut(entry.axis, weight, entry.fused),)}
-    if bias is not None and module.bias is not None:
-        cuts["bias"] = (Cut(entry.axis, bias, entry.fused),)
-    return cuts
+        dimension = styled_dimension(entry.style, "embedding", 2)
+        assert dimension is not None
+        return {"weight": (Cut(entry.axis, dimension),)}
+    kinds = {"weight": "linear"} | ({} if module.bias is None else {"bias": "bias"})
+    dimensions = {name: styled_dimension(entry.style, kind, 2) for name, kind in kinds.items()}
+    return {
+        name: (Cut(entry.axis, dimension, entry.fused),)
+        for name, dimension in dimensions.items()
+        if dimension is not None
+    }
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:

@@ -89,7 +89,7 @@ def devices_of(target: Target) -> list[Any]:
         if target.platform == "tpu":
             # A v4 chip has two cores, which work as one device.
             chip = {"chip_config_name": "megacore"} if target.kind == "v4" else {}
-            found = topologies.get_topology_desc(
+            topology = topologies.get_topology_desc(
                 platform="tpu", topology_name=target.topology, **chip
             ).devices
         else:
@@ -97,7 +97,7 @@ def devices_of(target: Target) -> list[Any]:
 
             # JAX looks for plugins when it first needs a device; a topology needs none.
             xla_bridge.discover_pjrt_plugins()
-            found = topologies.get_topology_desc(
+            topology = topologies.get_topology_desc(
                 platform="cuda",
                 topology_name=target.topology,
                 topology=target.topology,
@@ -108,11 +108,11 @@ def devices_of(target: Target) -> list[Any]:
             raise
         reason = re.sub(r"\s+", " ", str(error))[:300]
         raise PlanError(f"target {target.name}: the compiler knows no such machine: {reason}") from error
-    if len(found) != target.devices:
+    if len(topology) != target.devices:
         raise PlanError(
-            f"target {target.name}: expected {target.devices} devices, the compiler has {len(found)}"
+            f"target {target.name}: expected {target.devices} devices, the compiler has {len(topology)}"
         )
-    return list(found)
+    return list(topology)
 
 
 def options_of(target: Target, recommended: bool = False) -> dict[str, Any]:
@@ -127,10 +127,10 @@ def versions(platform: str) -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     names = {"gpu": ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12"), "tpu": ("libtpu",)}[platform]
-    found = {}
+    by_package = {}
     for name in ("jax", "jaxlib", *names):
         try:
-            found[name] = version(name)
+            by_package[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "unknown"
-    return found
+            by_package[name] = "unknown"
+    return by_package

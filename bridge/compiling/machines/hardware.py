@@ -75,8 +75,8 @@ class Hardware:
 
 def _gpu(bf16: float, f8: float, s8: float, tf32: float, f32: float, f64: float) -> dict[str, float]:
     """From Tflop/s. XLA takes TF32 below the highest precision, and no tensor core at the highest."""
-    found = {"bf16": bf16, "f8": f8, "s8": s8, "f32": tf32, "f32_high": tf32, "f32_highest": f32, "f64": f64}
-    return {dtype: value * 1e12 for dtype, value in found.items()}
+    rates = {"bf16": bf16, "f8": f8, "s8": s8, "f32": tf32, "f32_high": tf32, "f32_highest": f32, "f64": f64}
+    return {dtype: value * 1e12 for dtype, value in rates.items()}
 
 
 def _tpu(bf16: float, s8: float) -> dict[str, float]:
@@ -85,8 +85,8 @@ def _tpu(bf16: float, s8: float) -> dict[str, float]:
 
 
 HARDWARE = {
-    one.name: one
-    for one in (
+    machine.name: machine
+    for machine in (
         # Ampere has no float8: XLA widens it.
         Hardware("a100", _gpu(312, 312, 624, 156, 19.5, 19.5), CARDS["a100"].bandwidth, Fabric(300e9, 25e9)),
         Hardware(

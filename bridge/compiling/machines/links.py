@@ -22,6 +22,7 @@ from bridge.compiling.machines.targets import target_named
 from bridge.core.hlo.collectives import Transfer
 from bridge.planning.models.errors import PlanError
 
+# A ring passes each part around once to gather or to scatter; a sum is both, one after the other.
 _TIMES_AROUND = {"all_gather": 1, "reduce_scatter": 1, "psum": 2}
 
 
@@ -86,7 +87,7 @@ def _on_fabric(transfer: Transfer, group: tuple[int, ...], links: Fabric) -> flo
 
 def _on_torus(transfer: Transfer, group: tuple[int, ...], links: Torus, sizes: tuple[int, ...]) -> float:
     places = [_coordinates(device, sizes) for device in group]
-    lengths = [len({place[axis] for place in places}) for axis in range(len(sizes))]
+    lengths = [len({position[axis] for position in places}) for axis in range(len(sizes))]
     # A part of an axis is a line, whatever closes the axis.
     rates = [
         links.link * (2 if ring and length == size else 1)
@@ -105,8 +106,8 @@ def _on_torus(transfer: Transfer, group: tuple[int, ...], links: Torus, sizes: t
 
 
 def _coordinates(device: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    found = []
+    coordinates = []
     for size in sizes:
-        device, place = divmod(device, size)
-        found.append(place)
-    return tuple(found)
+        device, coordinate = divmod(device, size)
+        coordinates.append(coordinate)
+    return tuple(coordinates)

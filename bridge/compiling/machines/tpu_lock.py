@@ -14,7 +14,8 @@ from pathlib import Path
 from bridge.planning.models.errors import PlanError
 
 SECONDS = 3600.0
-"""How long to wait."""
+"""How long to wait. Whoever holds the lock may be compiling many steps, one after the other."""
+# Between two looks at the lock, which nobody is told of when it becomes free.
 _PAUSE = 0.5
 
 

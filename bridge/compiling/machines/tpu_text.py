@@ -30,12 +30,14 @@ def settings(folder: str, libraries: list[Path]) -> dict[str, str]:
 
     Empty where that libtpu does not know these flags: it refuses to start with one.
     """
-    library = next((file for one in libraries for file in Path(one, "libtpu").glob("libtpu*.so")), None)
+    library = next(
+        (file for library in libraries for file in Path(library, "libtpu").glob("libtpu*.so")), None
+    )
     if library is None or not _knows_flags(library):
         return {}
     flags = " ".join(f"--{name}={value or folder}" for name, value in _FLAGS.items())
-    given = os.environ.get("LIBTPU_INIT_ARGS", "")
-    return {_VARIABLE: folder, "LIBTPU_INIT_ARGS": f"{given} {flags}".strip()}
+    arguments = os.environ.get("LIBTPU_INIT_ARGS", "")
+    return {_VARIABLE: folder, "LIBTPU_INIT_ARGS": f"{arguments} {flags}".strip()}
 
 
 def clear() -> None:
@@ -54,10 +56,10 @@ def text_of(compiled: Any, lowered: str) -> str:
     except framework("jax.errors").JaxRuntimeError:
         name = re.search(r"module @([\w.]+)", lowered)
         written = (path.read_text(encoding="utf-8") for path in _texts())
-        found = [text for text in written if name and text.startswith(f"HloModule {name[1]},")]
-        if len(found) != 1:
+        texts = [text for text in written if name and text.startswith(f"HloModule {name[1]},")]
+        if len(texts) != 1:
             raise
-        return found[0]
+        return texts[0]
 
 
 def _texts() -> list[Path]:

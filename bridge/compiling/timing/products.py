@@ -26,12 +26,12 @@ _SCORES = re.compile(r'"intermediate_tensor_shape":\{[^}]*?"dimensions":\[([^\]]
 
 def product_flops(module: Module, computation: Computation, operation: Operation) -> Counter[str]:
     """Of ``operation``, an operation of ``computation``, and of what stands behind it; a loop's body counts once."""
-    found: Counter[str] = Counter()
-    for place, one in [(computation, operation), *module.within(operation)]:
-        flops, factor = _flops(place, one)
+    by_class: Counter[str] = Counter()
+    for owner, inner in [(computation, operation), *module.within(operation)]:
+        flops, factor = _flops(owner, inner)
         if flops:
-            found[_speed_class(one, factor)] += flops
-    return found
+            by_class[_speed_class(inner, factor)] += flops
+    return by_class
 
 
 def _flops(computation: Computation, operation: Operation) -> tuple[int, Array]:
@@ -39,7 +39,7 @@ def _flops(computation: Computation, operation: Operation) -> tuple[int, Array]:
     if operation.op == "dot":
         return _contraction(computation, operation)
     if operation.op == "convolution":
-        left, right = (computation.operand(operation, place).arrays[0] for place in (0, 1))
+        left, right = (computation.operand(operation, side).arrays[0] for side in (0, 1))
         return _convolution(operation, left, right, operation.arrays[0]), _wider(left, right)
     if operation.op == "custom-call" and (target := _TARGET.search(operation.attributes)):
         if target[1] == "cublas":
@@ -49,12 +49,12 @@ def _flops(computation: Computation, operation: Operation) -> tuple[int, Array]:
 
 
 def _contraction(computation: Computation, operation: Operation) -> tuple[int, Array]:
-    left, right = (computation.operand(operation, place).arrays[0] for place in (0, 1))
+    left, right = (computation.operand(operation, side).arrays[0] for side in (0, 1))
     named = _DIMENSIONS.search(operation.attributes)
     if named is None:
         raise ValueError(f"product {operation.name}: expected its contracting dimensions, got none")
-    contracted = [int(one.strip(' "')) for one in named[1].split(",") if one.strip(' "')]
-    return 2 * operation.arrays[0].size * math.prod(left.shape[one] for one in contracted), _wider(
+    contracted = [int(axis.strip(' "')) for axis in named[1].split(",") if axis.strip(' "')]
+    return 2 * operation.arrays[0].size * math.prod(left.shape[axis] for axis in contracted), _wider(
         left, right
     )
 
@@ -66,7 +66,7 @@ def _cudnn(target: str, computation: Computation, operation: Operation) -> tuple
         scores = _SCORES.search(operation.attributes)
         if scores is None:
             raise ValueError(f"attention {operation.name}: expected the shape of its scores, got none")
-        size = math.prod(int(one.strip(' "')) for one in scores[1].split(","))
+        size = math.prod(int(size_text.strip(' "')) for size_text in scores[1].split(","))
         return (5 if "Backward" in target else 2) * 2 * size * first.shape[-1], first
     if not target.startswith("conv"):
         return 0, first
@@ -126,14 +126,14 @@ def _met(
 
 def _window(attributes: str) -> dict[str, list[str]]:
     written = _WINDOW.search(attributes)
-    pairs = (one.split("=") for one in written[1].split()) if written else ()
+    pairs = (field.split("=") for field in written[1].split()) if written else ()
     return {key: value.split("x") for key, value in pairs}
 
 
 def _of_axis(values: list[str] | None, axis: int, default: int) -> list[int]:
     if values is None or axis >= len(values):
         return [default]
-    return [int(one) for one in values[axis].split("_")]
+    return [int(value) for value in values[axis].split("_")]
 
 
 def _wider(left: Array, right: Array) -> Array:

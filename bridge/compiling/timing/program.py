@@ -71,23 +71,25 @@ class Program:
     @property
     def flops(self) -> Counter[str]:
         """Of all matrix products, by class."""
-        found: Counter[str] = Counter()
-        for one, times in _each(self.steps, 1):
-            if isinstance(one, Work):
-                for dtype, count in one.flops.items():
-                    found[dtype] += times * count
-        return found
+        total: Counter[str] = Counter()
+        for step, times in _each(self.steps, 1):
+            if isinstance(step, Work):
+                for dtype, count in step.flops.items():
+                    total[dtype] += times * count
+        return total
 
     @property
     def bytes(self) -> int:
         """Of memory traffic, without collectives."""
-        works = (times * one.bytes for one, times in _each(self.steps, 1) if isinstance(one, Work))
-        return sum(works) + sum(times * one.bytes for one, times in self.transfers if one.kind == COPY)
+        works = (times * step.bytes for step, times in _each(self.steps, 1) if isinstance(step, Work))
+        return sum(works) + sum(
+            times * transfer.bytes for transfer, times in self.transfers if transfer.kind == COPY
+        )
 
     @property
     def transfers(self) -> list[tuple[Transfer, int]]:
         """Each with how often it runs."""
-        return [(one.transfer, times) for one, times in _each(self.steps, 1) if isinstance(one, Start)]
+        return [(step.transfer, times) for step, times in _each(self.steps, 1) if isinstance(step, Start)]
 
 
 def read_program(text: str) -> Program:
@@ -98,11 +100,11 @@ def read_program(text: str) -> Program:
 
 
 def _each(steps: tuple[Step, ...], times: int) -> Iterator[tuple[Step, int]]:
-    for one in steps:
-        if isinstance(one, Loop):
-            yield from _each(one.steps, times * one.times)
+    for step in steps:
+        if isinstance(step, Loop):
+            yield from _each(step.steps, times * step.times)
         else:
-            yield one, times
+            yield step, times
 
 
 class _Reader:
@@ -130,14 +132,16 @@ class _Reader:
         """``under_way``: chains of the TPU compiler's asynchronous collectives, which is brought up to date."""
         wrapped = collectives_of(self._module, operation)
         begun, ended = (marked(self._module, operation, mark) if wrapped else set() for mark in (START, DONE))
-        at_once = [one for one in wrapped if chain_of(one) not in begun | under_way]
+        at_once = [collective for collective in wrapped if chain_of(collective) not in begun | under_way]
         if at_once:
             yield Start(operation.name, transfer(self._module, at_once, operation, self._partitions))
             if not operation.op.endswith("-start"):
                 yield Done(operation.name)
-        for one in wrapped:
-            if chain_of(one) in begun:
-                yield Start(chain_of(one), transfer(self._module, [one], operation, self._partitions))
+        for collective in wrapped:
+            if chain_of(collective) in begun:
+                yield Start(
+                    chain_of(collective), transfer(self._module, [collective], operation, self._partitions)
+                )
         for chain in sorted(ended):
             yield Done(chain)
         under_way |= begun
@@ -157,7 +161,7 @@ class _Reader:
         branches = [Program(tuple(self.steps(branch))) for branch in self._module.called(operation)]
         if not branches:
             return ()
-        return max(branches, key=lambda one: (one.flops.total(), one.bytes)).steps
+        return max(branches, key=lambda branch: (branch.flops.total(), branch.bytes)).steps
 
     def _copied(self, operation: Operation) -> int:
         """Of ``copy-start``, ``slice-start`` and what runs asynchronously otherwise: its result is in HBM, or its

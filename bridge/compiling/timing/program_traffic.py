@@ -49,7 +49,7 @@ def traffic(module: Module, computation: Computation, operation: Operation) -> i
         written = sum(array.size for array in update)
         return _hbm(update) + sum(_capped(array, written) for array in results)
     return _hbm(results) + sum(
-        _hbm(_operand(computation, operation, place)) for place in range(len(operation.operands))
+        _hbm(_operand(computation, operation, index)) for index in range(len(operation.operands))
     )
 
 
@@ -66,10 +66,10 @@ def _fused(module: Module, computation: Computation, fusion: Operation) -> int:
         return 0
     demands: dict[str, int] = {}
     total = 0
-    for one in inner.operations:
-        if one.op == "parameter":
-            for array in _operand(computation, fusion, int(one.given)):
-                total += _capped(array, _demand(inner, one, demands))
+    for step in inner.operations:
+        if step.op == "parameter":
+            for array in _operand(computation, fusion, int(step.given)):
+                total += _capped(array, _demand(inner, step, demands))
     parts = [inner.by_name[name] for name in root.operands] if root.op == "tuple" else [root]
     if len(parts) != len(elements(fusion.result)):
         return total + _hbm(fusion.arrays)
@@ -117,10 +117,10 @@ def _written(inner: Computation, value: Operation) -> int:
     return size
 
 
-def _operand(computation: Computation, operation: Operation, place: int) -> tuple[Array, ...]:
-    found = computation.operand(operation, place)
+def _operand(computation: Computation, operation: Operation, index: int) -> tuple[Array, ...]:
+    operand = computation.operand(operation, index)
     # What a transfer is under way to is not read before it is there.
-    return () if found.op.endswith("-start") else found.arrays
+    return () if operand.op.endswith("-start") else operand.arrays
 
 
 def _hbm(arrays: tuple[Array, ...]) -> int:

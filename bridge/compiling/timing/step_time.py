@@ -138,15 +138,15 @@ class _Clock:
         self._due: dict[str, tuple[float, bool]] = {}
 
     def run(self, steps: tuple[Step, ...]) -> None:
-        for one in steps:
-            if isinstance(one, Work):
-                self._work(one)
-            elif isinstance(one, Start):
-                self._start(one)
-            elif isinstance(one, Done):
-                self._wait(one.key)
+        for step in steps:
+            if isinstance(step, Work):
+                self._work(step)
+            elif isinstance(step, Start):
+                self._start(step)
+            elif isinstance(step, Done):
+                self._wait(step.key)
             else:
-                self._loop(one)
+                self._loop(step)
 
     def finish(self) -> None:
         for key in list(self._due):

@@ -47,11 +47,11 @@ class Recorder:
     def add(self, span: Span) -> None:
         if span.seconds <= 0:
             return
-        place = self._last.get(span.lane)
-        if place is not None:
-            last = self._spans[place]
+        index = self._last.get(span.lane)
+        if index is not None:
+            last = self._spans[index]
             if last.kind == span.kind and span.start - last.end < _TOUCHES:
-                self._spans[place] = replace(last, seconds=span.end - last.start)
+                self._spans[index] = replace(last, seconds=span.end - last.start)
                 return
         self._last[span.lane] = len(self._spans)
         self._spans.append(span)

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from bridge.parity.partners.rows import Row, Verdict
 from bridge.parity.recorded.distance import FACTOR
 from bridge.parity.report_page.depth import Axis, place_of, thinned
+from bridge.parity.report_page.markup import number, times
 from bridge.parity.report_page.report import ParityReport
 
 _MARKS: dict[Verdict, tuple[str, str, float]] = {
@@ -24,6 +25,8 @@ _MARKS: dict[Verdict, tuple[str, str, float]] = {
 }
 _MOST_LABELS = 28
 _MOST_NAMED = 8
+MOST_NUMBERED = 30
+"""Introduced places that a page numbers."""
 _LONGEST = 34
 
 
@@ -43,7 +46,26 @@ def parity_figure(report: ParityReport) -> Figure:
     return figure
 
 
-def _panel(panel: Axes, rows: Sequence[Row], title: str) -> None:
+def depth_figure(rows: Sequence[Row]) -> Figure:
+    """One panel, for a page, which has title and names beside it."""
+    figure = Figure(figsize=(12.8, 4))
+    # Fixed margins, since to measure every label takes as long as to draw the figure.
+    figure.subplots_adjust(left=0.09, right=0.99, top=0.99, bottom=0.32)
+    _panel(figure.subplots(), rows, "", MOST_NUMBERED)
+    return figure
+
+
+def tips_of(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """By the ``gid`` of the marks of a verdict, what each of them is."""
+    tips: dict[str, list[str]] = {}
+    for row in rows:
+        numbers = f"error {number(row.error)}, floor {number(row.floor)}, ratio {times(row.ratio)}"
+        tips.setdefault(f"marks-{row.verdict}", []).append(f"{place_of(row)}: {numbers}, {row.verdict}")
+    return tips
+
+
+def _panel(panel: Axes, rows: Sequence[Row], title: str, numbered: int = 0) -> None:
+    """``numbered``: how many introduced places have numbers; 0: those that have names beside it."""
     panel.set_title(title, loc="left", fontsize=11)
     panel.spines[["top", "right"]].set_visible(False)
     axis = Axis.of(rows)
@@ -73,8 +95,11 @@ def _panel(panel: Axes, rows: Sequence[Row], title: str) -> None:
             markerfacecolor="white" if verdict == "inherited" else colour,
             ms=size,
             label=verdict,
+            gid=f"marks-{verdict}",
         )
-    _name_introduced(panel, rows, axis)
+    _number_introduced(panel, rows, axis, numbered or _MOST_NAMED)
+    if not numbered:
+        _name_introduced(panel, rows)
     places, names = zip(*axis.ticks(), strict=True)
     panel.set_yticks(places, names, fontsize=9)
     panel.set_ylim(0, 1.09)
@@ -96,15 +121,23 @@ def _panel(panel: Axes, rows: Sequence[Row], title: str) -> None:
         panel.text(0.5, 0.5, "no rows", transform=panel.transAxes, ha="center")
 
 
-def _name_introduced(panel: Axes, rows: Sequence[Row], axis: Axis) -> None:
-    """Numbers above the panel, none over another one, and the names of the first beside it."""
-    begin = [x for x, row in enumerate(rows) if row.verdict == "introduced"]
+def _number_introduced(panel: Axes, rows: Sequence[Row], axis: Axis, most: int) -> None:
+    """Numbers above the panel, none over another one."""
     taken = -math.inf
-    for count, x in enumerate(begin[:_MOST_NAMED], 1):
+    for count, x in enumerate(_introduced(rows)[:most], 1):
         panel.plot([x, x], [axis.place(rows[x].error), 1.02], color="#b3121d", lw=0.8, ls=":")
         if x - taken >= len(rows) / 70:
             panel.text(x, 1.03, str(count), ha="center", color="#b3121d", fontsize=9)
             taken = x
+
+
+def _introduced(rows: Sequence[Row]) -> list[int]:
+    return [x for x, row in enumerate(rows) if row.verdict == "introduced"]
+
+
+def _name_introduced(panel: Axes, rows: Sequence[Row]) -> None:
+    """The names of the first places beside the panel."""
+    begin = _introduced(rows)
     names = [
         f"{count}  {_plain(place_of(rows[x], _LONGEST))}" for count, x in enumerate(begin[:_MOST_NAMED], 1)
     ]

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from bridge.parity.partners.rows import Row
-from bridge.parity.report_page.depth import MODULE_STAGES, shown, worst
-from bridge.parity.report_page.markup import chip, facts, shade, text
+from bridge.parity.report_page.depth import MODULE_STAGES, worst
 from bridge.parity.report_page.report import ParityReport
 
 _MOST_DEPTH = 40
@@ -34,6 +33,51 @@ class Node:
     @property
     def rows(self) -> list[Row]:
         return [*self.modules, *self.parameters]
+
+    @property
+    def beyond_inside(self) -> int:
+        """Rows beyond rounding in the modules inside."""
+        return sum(child.beyond for child in self.children.values())
+
+    @property
+    def introduced_inside(self) -> int:
+        """Places inside where a difference begins."""
+        return sum(child.introduced for child in self.children.values())
+
+    @property
+    def style(self) -> str:
+        """A class of the page: whether a difference begins here, or none is here or inside."""
+        if not self.beyond:
+            return "quiet"
+        return "begin" if any(row.verdict == "introduced" for row in self.rows) else "plain"
+
+    @property
+    def worst_output(self) -> Row | None:
+        """Of the module's own rows; those of forward, if there are any."""
+        return worst(row for row in self.modules if row.stage == "forward") or worst(self.modules)
+
+    @property
+    def kind(self) -> str:
+        """The module's class, "" where nothing says it."""
+        return next((row.kind for row in self.modules if row.kind), "")
+
+    @property
+    def partner(self) -> str:
+        """The path of the JAX module, "" where there is none."""
+        return next((row.partner or "(model)" for row in self.modules), "")
+
+    def chips(self) -> Iterator[tuple[Row, str]]:
+        """The row that matters most of forward, backward and parameters, each with its words."""
+        for rows in (
+            [row for row in self.modules if row.stage == "forward"],
+            [row for row in self.modules if row.stage == "backward"],
+            self.parameters,
+        ):
+            # Where a difference begins is said even if a difference from elsewhere is larger.
+            row = worst([row for row in rows if row.verdict == "introduced"] or rows)
+            if row is not None:
+                single = row.stage in MODULE_STAGES or len(self.parameters) == 1
+                yield row, row.stage if single else f"worst of {row.stage}"
 
     def walk(self) -> Iterator[Node]:
         """The node and those below it, the outer first."""
@@ -66,54 +110,6 @@ def anchors(root: Node) -> dict[int, str]:
     return {id(row): node.anchor for node in root.walk() for row in node.rows}
 
 
-def tree_html(node: Node, first: Row | None) -> str:
-    """Nested ``<details>``; ``first`` is marked."""
-    marks = [chip(row, _words(row, node)) for row in _chips(node)]
-    if node.partnerless:
-        marks.append('<span class="chip">no JAX partner</span>')
-    if first is not None and any(row is first for row in node.rows):
-        marks.insert(0, '<span class="chip first">first divergence</span>')
-    below = sum(child.introduced for child in node.children.values())
-    more = sum(child.beyond for child in node.children.values())
-    if node.children and not more:
-        marks.append('<span class="inside">inside: nothing beyond rounding</span>')
-    if more:
-        began = f", {below} introduced" if below else ""
-        marks.append(f'<span class="inside">inside: {more} beyond rounding{began}</span>')
-    own = worst(row for row in node.modules if row.stage == "forward") or worst(node.modules)
-    kind = next((row.kind for row in node.modules if row.kind), "")
-    partner = next((row.partner or "(model)" for row in node.modules), "")
-    style = "begin" if any(row.verdict == "introduced" for row in node.rows) else "plain"
-    if not node.beyond:
-        style = "quiet"
-    begin = (
-        f'<details id="{node.anchor}"{" open" if node.open else ""}'
-        f' class="{style}">'
-        f'<summary class="{shade(own.ratio) if own else "c0"}"><b>{text(node.label)}</b>'
-        + (f" <em>{text(kind)}</em>" if kind else "")
-        + (f' <span class="partner">→ {text(shown(partner))}</span>' if partner else "")
-        + f" {' '.join(marks)}</summary>"
-    )
-    inner = "".join(facts(row, node.path) for row in node.rows) or '<p class="facts">Not compared itself.</p>'
-    below_html = "".join(tree_html(child, first) for child in node.children.values())
-    return f'{begin}<div class="node">{inner}{below_html}</div></details>'
-
-
-def _chips(node: Node) -> list[Row]:
-    groups = (
-        [row for row in node.modules if row.stage == "forward"],
-        [row for row in node.modules if row.stage == "backward"],
-        node.parameters,
-    )
-    # Where a difference begins is said even if a difference from elsewhere is larger.
-    chosen = (worst([row for row in group if row.verdict == "introduced"] or group) for group in groups)
-    return [row for row in chosen if row is not None]
-
-
-def _words(row: Row, node: Node) -> str:
-    return row.stage if row.stage in MODULE_STAGES or len(node.parameters) == 1 else f"worst of {row.stage}"
-
-
 def _at(root: Node, name: str) -> Node:
     node, parts = root, name.split(".", _MOST_DEPTH) if name else []
     for count, part in enumerate(parts, 1):
@@ -125,7 +121,7 @@ def _at(root: Node, name: str) -> Node:
 
 def _owner(name: str) -> str:
     """The module of a parameter; of many, the one that has all of them inside."""
-    owners = [one.split(".")[:-1] for one in name.split(", ")]
+    owners = [path.split(".")[:-1] for path in name.split(", ")]
     common = []
     for parts in zip(*owners, strict=False):
         if len(set(parts)) > 1:

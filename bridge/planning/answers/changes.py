@@ -85,11 +85,11 @@ def _recomputed(policy: ShardingPolicy, model: Model) -> list[_Change]:
 
 
 def _narrow(policy: ShardingPolicy) -> ShardingPolicy:
-    given = policy.precision
-    if given.compute_dtype in (None, "bfloat16", "float16"):
+    precision = policy.precision
+    if precision.compute_dtype in (None, "bfloat16", "float16"):
         return policy
     # Left out, the dtype of reductions would follow that of the computation.
-    return replace(policy, precision=replace(given, compute="bfloat16", reduce=given.reduce_dtype))
+    return replace(policy, precision=replace(precision, compute="bfloat16", reduce=precision.reduce_dtype))
 
 
 def _sharded(rung: Depths, ndim: int) -> _Change:
@@ -101,9 +101,9 @@ def _sharded(rung: Depths, ndim: int) -> _Change:
 
 def _raised(unit: UnitPolicy, rung: Depths, ndim: int) -> UnitPolicy:
     own = unit.chosen
-    given = own.parameters, own.gradients, own.optimizer
-    parameters, gradients, optimizer = depths = tuple(map(max, given, rung))
-    if depths == given:
+    own_depths = own.parameters, own.gradients, own.optimizer
+    parameters, gradients, optimizer = depths = tuple(map(max, own_depths, rung))
+    if depths == own_depths:
         return unit
     name = _named((parameters, gradients, optimizer), ndim)
     if name is not None:

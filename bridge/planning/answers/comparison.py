@@ -11,7 +11,7 @@ what a peak leaves out (see ``peak``): fragmentation, and the buffers of the fra
 A peak without activations is not the whole one: such a plan is never known to fit, and is never the cheapest. A peak on
 a mesh with model axes, or of a model with frozen layers, counts activations that are not there, and is an upper bound.
 Any other peak is an estimate: kernels and XLA may hold less. So a plan is known not to fit only where its bytes at rest
-do not; between these and the peak the answer is unknown (``Plan.least``).
+do not; between these and the peak the answer is unknown (``CostPlan.least``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from bridge.core.sharding import ShardingPolicy
-from bridge.planning.cost.cost import Plan, Workload, make_plan
+from bridge.planning.cost.cost import CostPlan, Workload, make_plan
 from bridge.planning.cost.optimizers import ADAMW, Optimizer
 from bridge.planning.models.errors import PlanError
 from bridge.planning.models.model import Model
@@ -30,7 +30,7 @@ RESERVE = Fraction(1, 10)
 """The share of a device's memory that a plan leaves free by default."""
 
 
-def fits_within(plan: Plan, usable: int) -> bool | None:
+def fits_within(plan: CostPlan, usable: int) -> bool | None:
     """Whether a plan's peak is within ``usable`` bytes; None where its bounds leave that open."""
     if plan.least > usable:
         return False
@@ -58,7 +58,7 @@ class Comparison:
     ``refused``: the reason why a policy is impossible on a number of devices.
     """
 
-    plans: tuple[Plan, ...]
+    plans: tuple[CostPlan, ...]
     memory: int | None = None
     refused: tuple[str, ...] = ()
     reserve: Fraction = RESERVE
@@ -68,7 +68,7 @@ class Comparison:
         """Bytes of one device without the reserve, rounded down; None without ``memory``."""
         return None if self.memory is None else int(self.memory * (1 - self.reserve))
 
-    def fits(self, plan: Plan) -> bool | None:
+    def fits(self, plan: CostPlan) -> bool | None:
         """Whether a plan's peak is within ``usable``; None without ``memory``, or when the answer is unknown."""
         return None if self.usable is None else fits_within(plan, self.usable)
 
@@ -97,7 +97,7 @@ class Comparison:
         return self.memory is None or any(choice.policy is not None for choice in self.choices)
 
     def _choice(self, devices: int, workload: Workload) -> Choice:
-        by_policy: dict[str, list[Plan]] = {}
+        by_policy: dict[str, list[CostPlan]] = {}
         for plan in self.plans:
             if (plan.mesh.devices, plan.workload) == (devices, workload):
                 by_policy.setdefault(plan.policy, []).append(plan)
@@ -131,12 +131,12 @@ def compare(
     Raises ``PlanError`` when a policy does not fit the model, or fits none of the numbers of devices, and when no
     runtime can run the optimizer.
     """
-    reasons = {one: optimizer.why_not(one, model.stacks) for one, model in models.items()}
-    models = {one: model for one, model in models.items() if reasons[one] is None}
+    reasons = {runtime: optimizer.why_not(runtime, model.stacks) for runtime, model in models.items()}
+    models = {runtime: model for runtime, model in models.items() if reasons[runtime] is None}
     if not models:
         raise PlanError("; ".join(reason for reason in reasons.values() if reason))
     works = [workloads] if isinstance(workloads, Workload) else workloads
-    plans: list[Plan] = []
+    plans: list[CostPlan] = []
     refused = [reason for reason in reasons.values() if reason]
     for policy in policies:
         possible = []

@@ -6,7 +6,7 @@ from typing import Any
 
 from bridge.planning.answers.comparison import Comparison
 from bridge.planning.cost.at_rest import AtRest
-from bridge.planning.cost.cost import Plan, UnitPlan
+from bridge.planning.cost.cost import CostPlan, UnitPlan
 from bridge.planning.cost.traffic import KINDS, Traffic
 
 FORMAT, VERSION = "twinshard.plan", 1
@@ -26,14 +26,14 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "reserve": float(comparison.reserve),
         "usable": comparison.usable,
         "optimizer": {**first.optimizer.to_json(), "offload": float(first.optimizer.offload)},
-        "frozen": sum(one.numel for one in first.model.parameters if not one.trainable),
+        "frozen": sum(parameter.numel for parameter in first.model.parameters if not parameter.trainable),
         "plans": [_plan(plan, comparison.fits(plan)) for plan in comparison.plans],
-        "cheapest": [{**vars(one), "workload": vars(one.workload)} for one in comparison.choices],
+        "cheapest": [{**vars(choice), "workload": vars(choice.workload)} for choice in comparison.choices],
         "refused": comparison.refused,
     }
 
 
-def _plan(plan: Plan, fits: bool | None) -> dict[str, Any]:
+def _plan(plan: CostPlan, fits: bool | None) -> dict[str, Any]:
     mesh, peak = plan.mesh, plan.peak
     return {
         "policy": plan.policy,

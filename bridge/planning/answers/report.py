@@ -8,7 +8,7 @@ from bridge.core.sharding.policy.recompute import Recompute
 from bridge.core.text import human_bytes
 from bridge.planning.answers.comparison import Comparison
 from bridge.planning.cost.at_rest import AtRest
-from bridge.planning.cost.cost import Plan
+from bridge.planning.cost.cost import CostPlan
 from bridge.planning.cost.optimizers import ADAMW
 from bridge.planning.cost.traffic import KINDS, Traffic
 
@@ -65,11 +65,11 @@ def overview(comparison: Comparison) -> tuple[Row, list[Row]]:
     return (*headings, "fits") if asked else headings, rows
 
 
-def by_unit(plan: Plan) -> tuple[Row, list[Row]]:
+def by_unit(plan: CostPlan) -> tuple[Row, list[Row]]:
     """Headings, and a row for each kind of unit, of all its units together; the last row is the total."""
     rows = []
     for unit in plan.units:
-        traffic = Traffic({one: calls * unit.count for one, calls in unit.calls.items()})
+        traffic = Traffic({call: calls * unit.count for call, calls in unit.calls.items()})
         rows.append(
             (
                 unit.title,
@@ -92,7 +92,7 @@ def _recomputed(recompute: Recompute) -> str:
     )
 
 
-def by_axis(plan: Plan) -> tuple[Row, list[Row]]:
+def by_axis(plan: CostPlan) -> tuple[Row, list[Row]]:
     """Headings, and a row for each kind of collective and mesh axis."""
     rows: list[Row] = [
         (
@@ -110,7 +110,7 @@ def by_axis(plan: Plan) -> tuple[Row, list[Row]]:
     return ("collective", "axis", "ranks", "per step", "of buffers", "sent"), rows
 
 
-def by_term(plan: Plan) -> tuple[Row, list[Row]]:
+def by_term(plan: CostPlan) -> tuple[Row, list[Row]]:
     """Headings, and a row for each term of the peak."""
     rows: list[Row] = [
         (name.replace("_", " "), human_bytes(value), f"{value:,}")
@@ -129,7 +129,7 @@ def _calls(traffic: Traffic) -> Row:
     return tuple(str(traffic.count(kind)) for kind in KINDS)
 
 
-def _peak(plan: Plan) -> str:
+def _peak(plan: CostPlan) -> str:
     if plan.peak.complete:
         return f"{'< ' if plan.peak_is_upper_bound else ''}{human_bytes(plan.peak.total)}"
     return f"> {human_bytes(plan.least)}"

@@ -22,18 +22,22 @@ from dataclasses import dataclass, replace
 from bridge.core.sharding import ShardingPolicy
 from bridge.planning.answers.changes import variants
 from bridge.planning.answers.comparison import Comparison, fits_within
-from bridge.planning.cost.cost import Plan, Workload
+from bridge.planning.cost.cost import CostPlan, Workload
 from bridge.planning.models.errors import PlanError
 from bridge.planning.models.model import Model
 
 NODE = 8
 """Devices of a node, where nobody says otherwise."""
 MOST_DEVICES = 16384
+"""The largest number of devices that is tried. A plan for as many takes under a gigabyte of memory."""
 LARGEST_BATCH = 1 << 20
+# Above as many nodes, eight numbers a doubling: each number is a plan of its own, and takes its time.
 _IN_STEPS_OF_A_NODE = 16
+# Turns in which the slope of the peak leads. The peak is nearly a line, which as few turns find; a
+# peak with a bend is left to halving, which always ends.
 _BY_SLOPE = 5
 
-Planner = Callable[[str, ShardingPolicy, int, Workload], Plan]
+Planner = Callable[[str, ShardingPolicy, int, Workload], CostPlan]
 """``(runtime, policy, devices, workload) -> plan``; raises ``PlanError`` where there is none."""
 
 
@@ -126,7 +130,7 @@ def search(
         raise PlanError("--search: expected --memory SIZE, the memory of one device, got none")
     models = {plan.runtime: plan.model for plan in comparison.plans}
     named = {policy.source: policy for policy in policies}
-    found: list[Finding] = []
+    findings: list[Finding] = []
     fewest: dict[tuple[str, Workload], tuple[FewestDevices, ...]] = {}
     grouped = itertools.groupby(
         comparison.plans, key=lambda plan: (plan.policy, plan.mesh.devices, plan.workload)
@@ -139,29 +143,29 @@ def search(
                 fewest_devices(planner, plan.runtime, policy, work, usable, node or NODE) for plan in plans
             )
         fits = _all(comparison.fits(plan) for plan in plans)
-        one = Finding(policy, devices, work, _batches(plans, usable), fewest[source, work], fits)
-        found.append(one if fits else _with_ways(one, models, planner, usable, node or NODE))
-    return tuple(found)
+        finding = Finding(policy, devices, work, _batches(plans, usable), fewest[source, work], fits)
+        findings.append(finding if fits else _with_ways(finding, models, planner, usable, node or NODE))
+    return tuple(findings)
 
 
-def largest_batch(plan: Plan, usable: int) -> LargestBatch:
+def largest_batch(plan: CostPlan, usable: int) -> LargestBatch:
     """Of the plan's policy, devices, length and microbatches; at most ``LARGEST_BATCH``."""
 
     def peak(batch: int) -> int:
         return replace(plan, workload=replace(plan.workload, batch=batch)).peak.total
 
-    one = replace(plan, workload=replace(plan.workload, batch=1))
-    answer, first = fits_within(one, usable), one.peak.total
+    smallest = replace(plan, workload=replace(plan.workload, batch=1))
+    answer, first = fits_within(smallest, usable), smallest.peak.total
     if not answer:
         return LargestBatch(plan.runtime, None if answer is None else 0)
     low, high, batch = 1, LARGEST_BATCH + 1, 2
     for turn in itertools.count():
         if high - low == 1:
             break
-        found = peak(batch)
-        low, high = (batch, high) if found <= usable else (low, batch)
+        total = peak(batch)
+        low, high = (batch, high) if total <= usable else (low, batch)
         # Nearly a line: its slope leads to the answer, or to a neighbour. Halving ends what a line does not.
-        slope = (found - first) / (batch - 1)
+        slope = (total - first) / (batch - 1)
         ahead = int((usable - first) / slope) + 1 if slope and turn < _BY_SLOPE else (low + high) // 2
         batch = min(max(ahead, low + 1), high - 1)
     return LargestBatch(plan.runtime, low)
@@ -236,7 +240,7 @@ def _with_ways(
     return replace(finding, nearest=nearest)
 
 
-def _batches(plans: Sequence[Plan], usable: int) -> tuple[LargestBatch, ...]:
+def _batches(plans: Sequence[CostPlan], usable: int) -> tuple[LargestBatch, ...]:
     return tuple(largest_batch(plan, usable) for plan in plans)
 
 

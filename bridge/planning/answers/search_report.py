@@ -16,28 +16,28 @@ SHOWN = 5
 
 def answers(findings: Sequence[Finding]) -> tuple[Row, list[Row]]:
     """Headings, and a row for each policy, number of devices, workload and runtime."""
-    several = len({one.workload for one in findings}) > 1
+    several = len({finding.workload for finding in findings}) > 1
     rows = []
-    for one in findings:
-        for batch, fewest in zip(one.batches, one.fewest, strict=True):
-            row: Row = (one.policy.source, str(one.devices), batch.runtime)
+    for finding in findings:
+        for batch, fewest in zip(finding.batches, finding.fewest, strict=True):
+            row: Row = (finding.policy.source, str(finding.devices), batch.runtime)
             if several:
-                row += (str(one.workload.microbatches), str(one.workload.length))
+                row += (str(finding.workload.microbatches), str(finding.workload.length))
             rows.append((*row, _batch(batch), _devices(fewest)))
     work = ("microbatches", "length") if several else ()
     return ("policy", "devices", "runtime", *work, "largest batch", "fewest devices"), rows
 
 
-def _batch(found: LargestBatch) -> str:
-    if found.batch is None:
+def _batch(largest: LargestBatch) -> str:
+    if largest.batch is None:
         return "unknown"
-    return f"{found.batch} or more" if found.batch else "none"
+    return f"{largest.batch} or more" if largest.batch else "none"
 
 
-def _devices(found: FewestDevices) -> str:
-    if found.devices is not None:
-        return f"{found.devices}" + ("" if found.not_below is None else f", perhaps {found.not_below}")
-    return f"> {MOST_DEVICES:,}" if found.not_below is None else f"unknown, >= {found.not_below}"
+def _devices(fewest: FewestDevices) -> str:
+    if fewest.devices is not None:
+        return f"{fewest.devices}" + ("" if fewest.not_below is None else f", perhaps {fewest.not_below}")
+    return f"> {MOST_DEVICES:,}" if fewest.not_below is None else f"unknown, >= {fewest.not_below}"
 
 
 def heading(finding: Finding) -> str:
@@ -60,7 +60,7 @@ def heading(finding: Finding) -> str:
             f"{where}: unknown, since not all of a peak is counted; the fewest bytes at rest are {lowest}: run a step "
             "and measure, or compile it with --target"
         )
-    needed = ", ".join(f"{one.runtime} {_devices(one)}" for one in nearest.fewest)
+    needed = ", ".join(f"{fewest.runtime} {_devices(fewest)}" for fewest in nearest.fewest)
     fits = (
         "fits; the fewest bytes at rest are"
         if nearest.bound == "lower"
@@ -85,7 +85,7 @@ def ways_table(finding: Finding) -> tuple[Row, list[Row]]:
         )
         for way in finding.ways[:SHOWN]
     ]
-    return ("changes", "peak", "sent", *(f"largest batch, {one}" for one in runtimes)), rows
+    return ("changes", "peak", "sent", *(f"largest batch, {runtime}" for runtime in runtimes)), rows
 
 
 def policy_file(finding: Finding, model: str) -> str | None:
@@ -117,13 +117,13 @@ def as_json(findings: Sequence[Finding], model: str) -> list[dict[str, Any]]:
     """See ``document``."""
     return [
         {
-            "policy": one.policy.source,
-            "devices": one.devices,
-            "workload": vars(one.workload),
-            "fits": one.fits,
-            "largest_batch": {batch.runtime: batch.batch for batch in one.batches},
-            "more_may_fit": {batch.runtime: bool(batch.batch) for batch in one.batches},
-            "fewest_devices": _fewest(one.fewest),
+            "policy": finding.policy.source,
+            "devices": finding.devices,
+            "workload": vars(finding.workload),
+            "fits": finding.fits,
+            "largest_batch": {batch.runtime: batch.batch for batch in finding.batches},
+            "more_may_fit": {batch.runtime: bool(batch.batch) for batch in finding.batches},
+            "fewest_devices": _fewest(finding.fewest),
             "ways": [
                 {
                     "changes": way.changes,
@@ -133,25 +133,25 @@ def as_json(findings: Sequence[Finding], model: str) -> list[dict[str, Any]]:
                     "largest_batch": {batch.runtime: batch.batch for batch in way.batches},
                     "policy": way.policy.to_toml(),
                 }
-                for way in one.ways
+                for way in finding.ways
             ],
-            "nearest": one.nearest and _nearest(one.nearest),
-            "file": policy_file(one, model),
+            "nearest": finding.nearest and _nearest(finding.nearest),
+            "file": policy_file(finding, model),
         }
-        for one in findings
+        for finding in findings
     ]
 
 
-def _fewest(found: Sequence[FewestDevices]) -> dict[str, dict[str, int | None]]:
-    return {one.runtime: {"devices": one.devices, "not_below": one.not_below} for one in found}
+def _fewest(fewest: Sequence[FewestDevices]) -> dict[str, dict[str, int | None]]:
+    return {answer.runtime: {"devices": answer.devices, "not_below": answer.not_below} for answer in fewest}
 
 
-def _nearest(found: Nearest) -> dict[str, Any]:
+def _nearest(nearest: Nearest) -> dict[str, Any]:
     return {
-        "changes": found.changes,
-        "peak": found.peak,
-        "lower_bound": found.bound == "lower",
-        "upper_bound": found.bound == "upper",
-        "policy": found.policy.to_toml(),
-        "fewest_devices": _fewest(found.fewest),
+        "changes": nearest.changes,
+        "peak": nearest.peak,
+        "lower_bound": nearest.bound == "lower",
+        "upper_bound": nearest.bound == "upper",
+        "policy": nearest.policy.to_toml(),
+        "fewest_devices": _fewest(nearest.fewest),
     }

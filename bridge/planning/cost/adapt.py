@@ -25,9 +25,9 @@ def with_units(policy: ShardingPolicy, patterns: Sequence[str]) -> ShardingPolic
         return policy
     inner = [unit for unit in policy.units if unit.match]
     if len(inner) != 1:
-        found = ", ".join(repr(unit.match) for unit in inner) or "none"
+        listed = ", ".join(repr(unit.match) for unit in inner) or "none"
         raise PlanError(
-            f"--units: expected a policy with one [[unit]] besides the root's, got {found} in {policy.source}; write "
+            f"--units: expected a policy with one [[unit]] besides the root's, got {listed} in {policy.source}; write "
             "the patterns into a policy file"
         )
     if "" in patterns:
@@ -82,8 +82,8 @@ def with_frozen(model: Model, patterns: Sequence[str]) -> Model:
 
     Raises ``PlanError`` for a pattern that matches no parameter, and where none is left to train.
     """
-    paths = [one.path for one in model.parameters]
-    found: set[str] = set()
+    paths = [parameter.path for parameter in model.parameters]
+    frozen: set[str] = set()
     for pattern in patterns:
         matching = fnmatch.filter(paths, pattern.replace("/", "."))
         if not matching:
@@ -91,10 +91,11 @@ def with_frozen(model: Model, patterns: Sequence[str]) -> Model:
                 f"--frozen: expected patterns of parameter paths, but {pattern!r} matches none of "
                 f"{first_of(paths)}"
             )
-        found.update(matching)
+        frozen.update(matching)
     parameters = tuple(
-        replace(one, trainable=one.trainable and one.path not in found) for one in model.parameters
+        replace(parameter, trainable=parameter.trainable and parameter.path not in frozen)
+        for parameter in model.parameters
     )
-    if not any(one.trainable for one in parameters):
+    if not any(parameter.trainable for parameter in parameters):
         raise PlanError(f"--frozen: expected parameters that are trained, got none left in {model.name}")
     return replace(model, parameters=parameters)

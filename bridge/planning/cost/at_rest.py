@@ -25,10 +25,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from bridge.core.sharding.policy.strategy_collectives import keeps_shard
 from bridge.planning.cost.buffers import GroupBuffers
 from bridge.planning.cost.moments import held
 from bridge.planning.cost.optimizers import ADAMW, Optimizer
 
+# Bytes of a remainder: the 16 bits of a float32 that bfloat16 leaves out, as int16.
 _REMAINDER = 2
 KINDS = ("main_weights", "moments", "gradients", "compute_weights")
 
@@ -138,4 +140,5 @@ def _of_group(
 def keeps_weights(group: GroupBuffers) -> bool:
     """Whether PyTorch keeps compute weights of this group between steps, whole or a resident shard."""
     strategy = group.strategy
-    return strategy.parameters < max(strategy.optimizer, 1) and not group.computes_with_main
+    kept = not strategy.shard_parameters or keeps_shard(strategy)
+    return kept and not group.computes_with_main

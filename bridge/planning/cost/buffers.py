@@ -19,6 +19,12 @@ import numpy as np
 from bridge.core.dtype_names import BYTES
 from bridge.core.sharding import Align, Layout, Strategy, plan_layout
 from bridge.core.sharding.policy.float8 import gather_bytes
+from bridge.core.sharding.policy.strategy_collectives import (
+    StrategyCollectives,
+    collectives_of,
+    computes_with_main,
+    num_flags,
+)
 from bridge.planning.cost.mesh import MeshShape
 from bridge.planning.cost.units import GroupShape, UnitKind
 
@@ -53,8 +59,7 @@ class GroupBuffers:
 
     def gradient_size(self, level: int, runtime: str) -> int:
         """Elements of a gradient buffer of ``level``: in PyTorch with a flag for each parameter and finest shard."""
-        finest = self.layout.num_shards // self.mesh.shards(level)
-        flags = finest * len(self.layout.slots) if runtime == "torch" else 0
+        flags = num_flags(self.layout, self.mesh.shards(level)) if runtime == "torch" else 0
         return self.size(level) + flags
 
     def real_by_device(self, level: int) -> np.ndarray:
@@ -98,9 +103,13 @@ class GroupBuffers:
 
     @property
     def computes_with_main(self) -> bool:
-        """Whether forward and backward read the main weights themselves: these are whole and in the compute dtype."""
-        dtypes = self.shape.dtypes
-        return self.strategy.optimizer == 0 and dtypes.main == dtypes.compute and dtypes.gather is None
+        """Whether forward and backward read the main weights themselves."""
+        return computes_with_main(self.strategy, self.shape.dtypes)
+
+    @property
+    def collectives(self) -> StrategyCollectives:
+        """Over which axes the buffers are gathered and reduced."""
+        return collectives_of(self.strategy, self.mesh.ndim)
 
     @property
     def has_remainders(self) -> bool:
@@ -111,8 +120,8 @@ class GroupBuffers:
         known = self.__dict__.setdefault("_real_on_level", {})
         if level not in known:
             known[level] = self.real_by_device(level)
-        found: np.ndarray = known[level]
-        return found
+        real: np.ndarray = known[level]
+        return real
 
 
 def buffers_of(kind: UnitKind, mesh: MeshShape) -> tuple[GroupBuffers, ...]:
@@ -130,6 +139,7 @@ def buffers_of(kind: UnitKind, mesh: MeshShape) -> tuple[GroupBuffers, ...]:
 
 
 # A comparison needs the layouts of one model for several strategies, numbers of devices and runtimes.
+# The key is everything that a layout depends on: other dtypes and runtimes share it.
 @lru_cache(maxsize=1024)
 def _layout(
     names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], shards: int, granularity: str, align: Align

@@ -21,7 +21,7 @@ from bridge.planning.cost.buffers import GroupBuffers, buffers_of
 from bridge.planning.cost.exchanges import exchanges
 from bridge.planning.cost.mesh import MeshShape
 from bridge.planning.cost.moments import Placed, brought_together, staged
-from bridge.planning.cost.offload import offloaded
+from bridge.planning.cost.offload import in_cpu_memory
 from bridge.planning.cost.optimizers import ADAMW, Optimizer
 from bridge.planning.cost.peak import Peak, step_peak
 from bridge.planning.cost.peak_steps import StepUnit, steps_of
@@ -92,7 +92,7 @@ class UnitPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CostPlan:
     """``device``: the one that ``at_rest`` speaks of, row-major on the mesh; by default it is the fullest.
 
     ``exchanges``: collectives over model axes in a step, None where they are not known; none without model axes.
@@ -120,7 +120,7 @@ class Plan:
         """Collectives of one optimizer step."""
         calls: Calls = Calls()
         for unit in self.units:
-            calls.update({one: times * unit.count for one, times in unit.calls.items()})
+            calls.update({call: times * unit.count for call, times in unit.calls.items()})
             for layers in self._together(unit.paths) if self.runtime == "jax" else ():
                 for group in unit.groups:
                     calls.update(amax_calls(group, layers))
@@ -160,15 +160,15 @@ class Plan:
         for unit in self.units:
             arrays: Counter[Any] = Counter()
             for path in unit.paths:
-                place = self.model.layer_of(path) if self.runtime == "jax" else None
-                arrays[(place[0], place[2]) if place else path] += 1
+                layer = self.model.layer_of(path) if self.runtime == "jax" else None
+                arrays[(layer[0], layer[2]) if layer else path] += 1
             for layers in arrays.values():
                 yield from (Placed(group, unit.on_host, layers) for group in unit.groups)
 
     @property
     def peak_is_upper_bound(self) -> bool:
         """Whether the peak counts activations that are not there: model axes cut some, frozen layers save fewer."""
-        frozen = not all(one.trainable for one in self.model.parameters)
+        frozen = not all(parameter.trainable for parameter in self.model.parameters)
         return (self.mesh.model_ranks > 1 or frozen) and self.peak.complete
 
     @property
@@ -179,11 +179,11 @@ class Plan:
     def _together(self, paths: Collection[str]) -> Collection[int]:
         """How many of equal units are one in JAX: those of a stack's layers."""
         places = {path: self.model.layer_of(path) for path in paths}
-        return Counter((one[0], one[2]) if one else path for path, one in places.items()).values()
+        return Counter((layer[0], layer[2]) if layer else path for path, layer in places.items()).values()
 
     def _stack(self, path: str) -> str | None:
-        place = self.model.layer_of(path) if self.runtime == "jax" else None
-        return place and place[0]
+        layer = self.model.layer_of(path) if self.runtime == "jax" else None
+        return layer and layer[0]
 
     @property
     def numel(self) -> int:
@@ -231,7 +231,7 @@ def make_plan(
     *,
     device: int | None = None,
     optimizer: Optimizer = ADAMW,
-) -> Plan:
+) -> CostPlan:
     """Plan ``model`` under ``policy``; nothing is allocated, and no device is needed.
 
     model, policy: or their names, as ``resolve_models`` and ``load_policy`` take them.
@@ -259,7 +259,7 @@ def make_plan(
         raise PlanError(str(error)) from error
     prefetch = 1 if policy.prefetch is None else policy.prefetch
     units_cut = cut(model, policy, runtime, dict(mesh.model), prefetch)
-    moved = offloaded(model, units_cut, mesh, runtime, optimizer.offload)
+    moved = in_cpu_memory(model, units_cut, mesh, runtime, optimizer.offload)
     kinds = {
         (kind, on_host): (tuple(paths), buffers_of(kind, mesh))
         for (kind, on_host), paths in _kinds(units_cut, moved).items()
@@ -288,16 +288,16 @@ def make_plan(
         for (kind, on_host), (paths, groups) in kinds.items()
     )
     known = _exchanges(model, policy, mesh, runtime, workload)
-    return Plan(model, policy.source, runtime, mesh, workload, prefetch, device, units, known, optimizer)
+    return CostPlan(model, policy.source, runtime, mesh, workload, prefetch, device, units, known, optimizer)
 
 
 def _check_remainders(policy: ShardingPolicy, optimizer: Optimizer) -> None:
     if optimizer.name != "adamw" or policy.parallel:
-        found = f"--optimizer {optimizer.name}" if optimizer.name != "adamw" else "[[parallel]]"
+        other = f"--optimizer {optimizer.name}" if optimizer.name != "adamw" else "[[parallel]]"
         raise PlanError(
             f"{policy.source}: [precision] store_param_remainders: expected --optimizer adamw and no [[parallel]] in "
             f"PyTorch, where MainWeightAdamW alone updates remainders, of parameters that no model axis cuts, got "
-            f"{found}; plan JAX by --runtime jax"
+            f"{other}; plan JAX by --runtime jax"
         )
 
 
@@ -316,9 +316,9 @@ def _exchanges(
 
 def _kinds(model: CutModel, moved: Collection[str]) -> dict[tuple[UnitKind, frozenset[str]], list[str]]:
     """Paths of equal units, by their kind and the names in them of which the moments are in CPU memory."""
-    found: dict[tuple[UnitKind, frozenset[str]], list[str]] = {}
+    paths_by_kind: dict[tuple[UnitKind, frozenset[str]], list[str]] = {}
     for unit in model.units:
         names = (name for group in unit.kind.groups for name in group.names) if moved else ()
         on_host = frozenset(name for name in names if f"{unit.path}.{name}".lstrip(".") in moved)
-        found.setdefault((unit.kind, on_host), []).append(unit.path)
-    return found
+        paths_by_kind.setdefault((unit.kind, on_host), []).append(unit.path)
+    return paths_by_kind

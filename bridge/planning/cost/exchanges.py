@@ -49,44 +49,48 @@ def exchanges(
     units = policy.units_of(model.modules)
     calls: Calls = Calls()
     entered: set[tuple[str, str, int]] = set()
-    for number, one in enumerate(styled):
-        around = [path for path in outward(one.path) if path in units]
+    for number, module in enumerate(styled):
+        around = [path for path in outward(module.path) if path in units]
         runs = 1 + sum(bool(units[path].recompute) for path in around)
-        beside = [other for other in styled if (other.parent, other.axis) == (one.parent, one.axis)]
+        beside = [other for other in styled if (other.parent, other.axis) == (module.parent, module.axis)]
         beside = [other for other in beside if not other.embeds]
         after = styled[number + 1 :]
-        found: list[tuple[str, int, int]] = []
-        if one.embeds:
-            found.append(("all_gather" if one.style == "colwise" else "all_reduce", one.shape[1], runs))
-        elif one.style == "rowwise":
+        needed: list[tuple[str, int, int]] = []
+        if module.embeds:
+            needed.append(
+                ("all_gather" if module.style == "colwise" else "all_reduce", module.shape[1], runs)
+            )
+        elif module.style == "rowwise":
             own = f"{around[0]}.".lstrip(".")
             last = not any(other.style == "rowwise" and other.path.startswith(own) for other in after)
-            found.append(("all_reduce", one.shape[0], runs - (last and bool(units[around[0]].recompute))))
+            needed.append(("all_reduce", module.shape[0], runs - (last and bool(units[around[0]].recompute))))
             if not any(other.style == "colwise" and other not in after for other in beside):
-                found.append(("all_gather", one.shape[1], 1))
+                needed.append(("all_gather", module.shape[1], 1))
         elif any(other.style == "rowwise" and other in after for other in beside):
-            key = one.parent, one.axis, one.shape[1]
-            found += [] if key in entered else [("all_reduce", one.shape[1], 1)]
+            key = module.parent, module.axis, module.shape[1]
+            needed += [] if key in entered else [("all_reduce", module.shape[1], 1)]
             entered.add(key)
         else:
-            found += [("all_gather", one.shape[0], runs), ("all_reduce", one.shape[1], 1)]
-        for kind, features, times in found:
-            size, dtype = sizes[one.axis], policy.precision.compute_dtype or one.dtype
+            needed += [("all_gather", module.shape[0], runs), ("all_reduce", module.shape[1], 1)]
+        for kind, features, times in needed:
+            size, dtype = sizes[module.axis], policy.precision.compute_dtype or module.dtype
             if size > 1:
-                collective = Collective(kind, one.axis, size, dtype, tokens * features * BYTES[dtype])
+                collective = Collective(kind, module.axis, size, dtype, tokens * features * BYTES[dtype])
                 calls[collective] += times * microbatches
     return calls
 
 
 def _styled(model: Model, policy: ShardingPolicy) -> list[_Styled]:
     """In the order of definition, which is taken for that of forward."""
-    entries = policy.parallel_of([*model.modules, *(one.path for one in model.parameters)])
-    weights = {one.module: one for one in model.parameters if one.path.endswith(".weight")}
-    found = []
+    entries = policy.parallel_of([*model.modules, *(parameter.path for parameter in model.parameters)])
+    weights = {
+        parameter.module: parameter for parameter in model.parameters if parameter.path.endswith(".weight")
+    }
+    styled = []
     for path, matched in entries.items():
         if len(matched) == 1 and matched[0].style in ("colwise", "rowwise") and path in weights:
             weight, entry = weights[path], matched[0]
             assert entry.style is not None
             embeds = weight.kind == "embedding"
-            found.append(_Styled(path, entry.axis, entry.style, embeds, weight.shape, weight.dtype))
-    return found
+            styled.append(_Styled(path, entry.axis, entry.style, embeds, weight.shape, weight.dtype))
+    return styled

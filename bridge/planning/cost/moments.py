@@ -34,6 +34,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bridge.core.dtype_names import BYTES
+from bridge.core.sharding.layout.matrices import MUON_DIMENSIONS
 from bridge.core.sharding.layout.rows import rows_of
 from bridge.core.sharding.policy.optimizer_state import (
     CHUNK,
@@ -51,12 +52,11 @@ from bridge.planning.cost.offload import travelling
 from bridge.planning.cost.optimizers import OF_MAIN_WEIGHTS, Optimizer
 from bridge.planning.cost.row_moments import row_moment_bytes
 
+# ``min_dim_size_to_factor`` of ``optax.adafactor``, its default.
 _FACTORED_FROM = 128
-# Halves of arrays like a key's weights in JAX, for each moment that has scales: as many as XLA:GPU needs, and its CPU
-# compiler.
+# Halves of arrays like a key's weights in JAX, for each moment that has scales: as many as XLA:GPU
+# needs, and XLA:CPU.
 _CONVERTED = 5
-# Of what Muon takes for a matrix, or for a stack of them, unless a rule says otherwise.
-_MATRIX_DIMENSIONS = {"torch": (2, 3), "jax": (2,)}
 
 
 @dataclass(frozen=True)
@@ -135,13 +135,13 @@ def staged(optimizer: Optimizer, groups: Iterable[Placed], runtime: str, device:
     Muon's matrices. In JAX arrays that travel (those of an optimizer that sees parameters all at once), and what is
     converted of one key.
     """
-    groups = [one for one in groups if one.group.shape.trainable]
+    groups = [placed for placed in groups if placed.group.shape.trainable]
     if runtime == "torch":
         return _staged_in_torch(optimizer, groups, device)
     # Equal units share their groups.
-    known = {id(one.group): one.group for one in groups}
+    known = {id(placed.group): placed.group for placed in groups}
     whole = {number: sum(_in_jax(optimizer, group, device)[:1]) for number, group in known.items()}
-    hosts = [whole[id(one.group)] * one.layers for one in groups if one.on_host]
+    hosts = [whole[id(placed.group)] * placed.layers for placed in groups if placed.on_host]
     converted = max((_converted_in_jax(optimizer, group) for group in known.values()), default=0)
     return (sum(hosts) if optimizer.by_parameter else travelling(hosts)) + converted
 
@@ -150,8 +150,8 @@ def brought_together(optimizer: Optimizer, groups: Iterable[Placed]) -> int:
     """Bytes of whole weights and gradients on the device in an update of JAX's that sees parameters: at least."""
     if not optimizer.by_parameter:
         return 0
-    own = (one for one in groups if one.group.shape.trainable and one.group.strategy.optimizer)
-    return sum(2 * one.group.numel * one.group.main_bytes * one.layers for one in own)
+    own = (placed for placed in groups if placed.group.shape.trainable and placed.group.strategy.optimizer)
+    return sum(2 * placed.group.numel * placed.group.main_bytes * placed.layers for placed in own)
 
 
 def _staged_in_torch(optimizer: Optimizer, groups: Iterable[Placed], device: int) -> int:
@@ -249,7 +249,7 @@ def _dtypes(optimizer: Optimizer, shape: Sequence[int], runtime: str) -> Sequenc
 
 def _is_matrix(optimizer: Optimizer, shape: Sequence[int], runtime: str) -> bool:
     """Whether Muon updates it as a matrix, or as a stack of them."""
-    return optimizer.name == "muon" and len(shape) in _MATRIX_DIMENSIONS[runtime]
+    return optimizer.name == "muon" and len(shape) in MUON_DIMENSIONS[runtime]
 
 
 def _of_parameter(optimizer: Optimizer, group: GroupBuffers, shape: Sequence[int]) -> int:

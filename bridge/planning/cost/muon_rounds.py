@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from bridge.core.sharding.layout.matrices import num_cut
 from bridge.core.sharding.layout.rows import rows_of
 from bridge.core.sharding.policy.optimizer_state import ROUND
 from bridge.planning.cost.buffers import GroupBuffers
@@ -45,12 +46,10 @@ class MuonRounds:
         rows = rows_of(shape)[1]
         if not rows:
             return
-        apart = {
-            bound // height for bound in group.layout.row_bounds(name) if bound % height and bound < rows
-        }
-        if apart:
-            self.cut.setdefault(group.layout.num_shards, Counter())[height, width] += len(apart) * times
-        if len(apart) < rows // height:
+        cut = num_cut(shape, group.layout.row_bounds(name))
+        if cut:
+            self.cut.setdefault(group.layout.num_shards, Counter())[height, width] += cut * times
+        if cut < rows // height:
             self.alone.add((height, width))
         self.moved += moved * times
         self.numel += numel * times
@@ -59,13 +58,13 @@ class MuonRounds:
     def nbytes(self) -> int:
         """On the device at once, at most; moments that travel, of two rounds, included."""
         each = self.moved / self.numel if self.numel else 0
-        found = 0
+        largest = 0
         for height, width in self.alone:
             numel = height * width
             own = 6 * numel + 4 * min(height, width) ** 2
             if self.converted:
                 own = max(own, 10 * numel)
-            found = max(found, own + int(2 * numel * each))
+            largest = max(largest, own + int(2 * numel * each))
         for shards, members in self.cut.items():
             numels = {shape: math.prod(shape) * count for shape, count in members.items()}
             total = sum(numels.values())
@@ -75,5 +74,5 @@ class MuonRounds:
             tall = whole * sum(numel for shape, numel in numels.items() if shape[0] > shape[1]) // total
             products = max(2 * math.prod(shape) + 4 * min(shape) ** 2 for shape in members)
             own = max(4 * rows + 6 * whole + 2 * tall, 2 * rows + 4 * whole + products)
-            found = max(found, own + int(min(2 * rows, held) * each))
-        return found
+            largest = max(largest, own + int(min(2 * rows, held) * each))
+        return largest

@@ -8,38 +8,29 @@ last. A stack of scanned layers is one buffer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fractions import Fraction
 
+from bridge.core.sharding.policy.offload_share import offloaded
 from bridge.planning.cost.buffers import buffers_of
 from bridge.planning.cost.mesh import MeshShape
 from bridge.planning.cost.units import CutModel
 from bridge.planning.models.model import Model
 
 
-def picked(sizes: Mapping[str, int], share: Fraction) -> frozenset[str]:
-    """Of arrays by name, as ``torch_impl.optimizer.offload.Share`` and ``jax_impl.Offload`` pick them."""
-    found, seen, taken = set(), 0, 0
-    for name, size in sizes.items():
-        seen += size
-        # In floating point, as they have it.
-        if size and taken + size / 2 <= float(share) * seen:
-            taken += size
-            found.add(name)
-    return frozenset(found)
-
-
-def offloaded(model: Model, cut: CutModel, mesh: MeshShape, runtime: str, share: Fraction) -> frozenset[str]:
+def in_cpu_memory(
+    model: Model, cut: CutModel, mesh: MeshShape, runtime: str, share: Fraction
+) -> frozenset[str]:
     """Paths of the parameters whose moments lie in CPU memory."""
     if not share:
         return frozenset()
     if runtime == "torch":
-        return picked({one.path: one.numel for one in model.parameters}, share)
+        return offloaded({leaf.path: leaf.numel for leaf in model.parameters}, float(share))
     sizes: dict[str, int] = {}
     members: dict[str, list[str]] = {}
     for unit in cut.units:
-        place = model.layer_of(unit.path)
-        name = f"{place[0]}.*.{place[2]}" if place else unit.path
+        layer = model.layer_of(unit.path)
+        name = f"{layer[0]}.*.{layer[2]}" if layer else unit.path
         for number, group in enumerate(buffers_of(unit.kind, mesh)):
             if group.shape.trainable:
                 # A unit has several where weights are gathered as float8, or cut over model axes.
@@ -48,9 +39,9 @@ def offloaded(model: Model, cut: CutModel, mesh: MeshShape, runtime: str, share:
                 places = math.prod(size for axis, size in mesh.model if axis in group.shape.over)
                 sizes[key] = sizes.get(key, 0) + places * group.padded
                 members.setdefault(key, []).extend(
-                    f"{unit.path}.{one}".lstrip(".") for one in group.shape.names
+                    f"{unit.path}.{parameter}".lstrip(".") for parameter in group.shape.names
                 )
-    return frozenset(path for name in picked(sizes, share) for path in members[name])
+    return frozenset(path for name in offloaded(sizes, float(share)) for path in members[name])
 
 
 def travelling(arrays: Iterable[int]) -> int:

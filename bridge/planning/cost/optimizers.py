@@ -43,7 +43,7 @@ class Optimizer:
             raise PlanError(
                 f"--optimizer: expected one of {', '.join(NAMES)}, got {self.name!r}{did_you_mean(self.name, NAMES)}"
             )
-        full = (one if one is None else full_name(one, MOMENTS) for one in self.moments)
+        full = (dtype if dtype is None else full_name(dtype, MOMENTS) for dtype in self.moments)
         object.__setattr__(self, "moments", tuple(full))
         for dtype in self.moments:
             if dtype is not None and dtype not in MOMENTS:
@@ -56,7 +56,9 @@ class Optimizer:
     def __str__(self) -> str:
         words = [self.name]
         if self.moments != (None, None):
-            words.append(f"moments in {' and '.join(one or 'the main dtype' for one in self.of_elements)}")
+            words.append(
+                f"moments in {' and '.join(dtype or 'the main dtype' for dtype in self.of_elements)}"
+            )
         if self.offload:
             words.append(f"{float(100 * self.offload):g} % of the state in CPU memory")
         return ", ".join(words)
@@ -65,9 +67,9 @@ class Optimizer:
         return {"name": self.name, "moments": list(self.moments), "offload": str(self.offload)}
 
     @staticmethod
-    def from_json(found: dict[str, Any]) -> Optimizer:
-        first, second = found["moments"]
-        return Optimizer(found["name"], (first, second), Fraction(found["offload"]))
+    def from_json(values: dict[str, Any]) -> Optimizer:
+        first, second = values["moments"]
+        return Optimizer(values["name"], (first, second), Fraction(values["offload"]))
 
     @property
     def of_elements(self) -> Sequence[str | None]:

@@ -133,6 +133,6 @@ def step_peak(
         if runtime == "jax"
         else peak_torch.moments(steps, units, microbatches, prefetch, staged)
     )
-    moment, terms = max(moments, key=lambda one: sum({**always, **one[1]}.values()))
+    moment, terms = max(moments, key=lambda candidate: sum({**always, **candidate[1]}.values()))
     named = {name: {**always, **terms}.get(name, 0) for name in TERMS}
     return Peak(moment, named, complete)

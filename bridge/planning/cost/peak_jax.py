@@ -92,25 +92,25 @@ def moments(
     """``kept``: bytes of compute weights that are there during the whole step. ``staged``: see ``step_peak``."""
     sizes = {unit.path: _Sizes.of(unit, microbatches, prefetch) for unit in units}
     outputs = _outputs(units, sizes)
-    held = outputs + sum(one.sums for one in sizes.values())
+    held = outputs + sum(unit.sums for unit in sizes.values())
     yield from _forward(steps, sizes, held)
     yield from _backward(steps, sizes, held, kept)
     every = sizes.values()
     if microbatches > 1:
         # Sums are not made in place, but unit by unit.
-        summed = max((one.late or one.output for one in every), default=0)
-        yield "sum", {"gradients": held + sum(one.micro for one in every) + summed}
+        summed = max((unit.late or unit.output for unit in every), default=0)
+        yield "sum", {"gradients": held + sum(unit.micro for unit in every) + summed}
     yield (
         "reduction",
-        {"compute_weights": 0, "gradients": sum(one.late + one.output for one in every)},
+        {"compute_weights": 0, "gradients": sum(unit.late + unit.output for unit in every)},
     )
     # A program of its own, which holds no compute weights.
     yield (
         "update",
         {
             "compute_weights": 0,
-            "gradients": sum(one.output for one in every),
-            "segment": max((one.updated for one in every), default=0) + staged,
+            "gradients": sum(unit.output for unit in every),
+            "segment": max((unit.updated for unit in every), default=0) + staged,
         },
     )
 
@@ -121,24 +121,24 @@ def _outputs(units: Sequence[StepUnit], sizes: Mapping[str, _Sizes]) -> int:
     A stack's gradients are one array. Where these are written at the end of the step, a layer's array of that size or
     less takes their memory before.
     """
-    found = sum(one.output for one in sizes.values())
+    total = sum(unit.output for unit in sizes.values())
     for stack in {unit.stack for unit in units if unit.stack}:
         inside = [sizes[unit.path] for unit in units if unit.stack == stack]
-        array = sum(one.output for one in inside)
-        fitting = [one.late for one in inside if one.late <= array]
-        found -= max(fitting, default=0)
-    return found
+        array = sum(unit.output for unit in inside)
+        fitting = [unit.late for unit in inside if unit.late <= array]
+        total -= max(fitting, default=0)
+    return total
 
 
 def _forward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int) -> Iterator[Moment]:
-    for place, step in enumerate(steps):
-        following = steps[place + 1].running if place + 1 < len(steps) else ()
+    for index, step in enumerate(steps):
+        following = steps[index + 1].running if index + 1 < len(steps) else ()
         yield (
             f"forward of {step.title}",
             {
                 "gathered_weights": _gathered(step, step.running, following, sizes),
                 "gradients": held,
-                "activations": saved_before(steps, place),
+                "activations": saved_before(steps, index),
                 "segment": step.forward + (step.fixed if step.stack else 0),
             },
         )
@@ -147,25 +147,25 @@ def _forward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int) -> I
 def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kept: int) -> Iterator[Moment]:
     made: Counter[str] = Counter()
     reducing = waiting = 0
-    for place in reversed(range(len(steps))):
-        step = steps[place]
+    for index in reversed(range(len(steps))):
+        step = steps[index]
         # Of the units around, only those that backward has yet to read are gathered: none.
         running = step.running[: step.inner] if step.reads else ()
-        after = steps[place - 1] if place else None
+        after = steps[index - 1] if index else None
         following = after.running[: after.inner] if after and after.reads else ()
         loops = {step.stack, after.stack if after else None}
-        looping = [path for path in sizes if any(is_inside(path, one) for one in loops)]
-        done = [path for path, one in sizes.items() if one.raw and made[path] >= one.raw]
-        read = {one.owner for one in steps[: place + 1] if one.reads}
+        looping = [path for path in sizes if any(is_inside(path, stack) for stack in loops)]
+        done = [path for path, unit in sizes.items() if unit.raw and made[path] >= unit.raw]
+        read = {earlier.owner for earlier in steps[: index + 1] if earlier.reads}
         unread = [path for path in sizes if path not in read and path not in looping]
         weights = kept - sum(sizes[path].freed for path in unread if made[path])
         # A loop's results are allocated before its start, and its inputs until its end.
-        there = held + sum(one.micro for path, one in sizes.items() if path in done or path in looping)
-        saved = saved_before(steps, place)
+        there = held + sum(unit.micro for path, unit in sizes.items() if path in done or path in looping)
+        saved = saved_before(steps, index)
         whole = all(sizes[path].whole for path in running)
         # Without a barrier between forward and backward XLA makes constants, and what the loss scatters, before they
         # are read.
-        early = (step.fixed_kept if step.stack else 0) if place < len(steps) - 1 else step.largest
+        early = (step.fixed_kept if step.stack else 0) if index < len(steps) - 1 else step.largest
         yield (
             f"backward of {step.title}",
             {
@@ -181,7 +181,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes], held: int, kep
         made.update(step.raw)
         finished = [path for path in step.raw if path not in done and made[path] >= sizes[path].raw]
         unfinished = [path for path in sizes if path not in done and path not in finished]
-        if place == len(steps) - 1 and not finished:
+        if index == len(steps) - 1 and not finished:
             # The gradient of the output projection is made when its unit is reduced. Until then its product's operands
             # wait: the cotangent of the logits, and the logits where weights are whole and no barrier is in between.
             waiting = step.largest * (1 + whole)
@@ -207,6 +207,6 @@ def _gathered(
     step: Step, running: Sequence[str], following: Sequence[str], sizes: Mapping[str, _Sizes]
 ) -> int:
     own = sum(sizes[path].sliced for path in running)
-    looped = sum(one.copied for one in sizes.values()) if step.stack else 0
+    looped = sum(unit.copied for unit in sizes.values()) if step.stack else 0
     ahead = sum(sizes[path].ahead for path in {*following} - {*running})
     return own + looped + ahead + sum(sizes[path].gathered for path in {*running})

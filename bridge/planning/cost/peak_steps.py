@@ -65,21 +65,21 @@ def is_inside(path: str, stack: str | None) -> bool:
     return stack is not None and path.startswith(f"{stack}.")
 
 
-def saved_before(steps: Sequence[Step], place: int) -> int:
+def saved_before(steps: Sequence[Step], index: int) -> int:
     """Activations of the segments before, and of all layers of the loop that runs."""
-    stack = steps[place].stack
+    stack = steps[index].stack
     return sum(
-        step.kept for other, step in enumerate(steps) if other < place or (stack and step.stack == stack)
+        step.kept for other, step in enumerate(steps) if other < index or (stack and step.stack == stack)
     )
 
 
 def steps_of(model: Model, units: Sequence[StepUnit], batch: int, length: int) -> Iterator[Step]:
     by_path = {unit.path: unit for unit in units}
-    places = dict(_places(model, by_path)) or {path: _Place() for path in by_path}
-    raw = _raw_gradients(units, places)
-    for path, place in places.items():
+    stages = dict(_stages(model, by_path)) or {path: _Stage() for path in by_path}
+    raw = _raw_gradients(units, stages)
+    for path, stage in stages.items():
         around = [outer for outer in outward(path) if outer in by_path]
-        apart = [part.path for part in place.apart]
+        apart = [part.path for part in stage.apart]
         inside = [
             inner
             for inner in by_path
@@ -87,10 +87,10 @@ def steps_of(model: Model, units: Sequence[StepUnit], batch: int, length: int) -
         ]
         owner = by_path[around[0]]
         needed = SegmentBytes()
-        if place.segment is not None:
+        if stage.segment is not None:
             dtypes = [group.shape.dtypes.compute for group in owner.groups] or ["float32"]
-            needed = place.segment.bytes_for(batch, length, dtypes[0])
-            others = sum(part.bytes_for(batch, length, dtypes[0]).saved for part in place.apart)
+            needed = stage.segment.bytes_for(batch, length, dtypes[0])
+            others = sum(part.bytes_for(batch, length, dtypes[0]).saved for part in stage.apart)
             needed = replace(
                 needed,
                 saved=max(0, needed.saved - others),
@@ -107,7 +107,7 @@ def steps_of(model: Model, units: Sequence[StepUnit], batch: int, length: int) -
             stack,
             (*inside, *around),
             len(inside) + 1,
-            place.segment is None or needed.input > 0,
+            stage.segment is None or needed.input > 0,
             needed.input,
             needed.saved,
             needed.forward,
@@ -121,33 +121,33 @@ def steps_of(model: Model, units: Sequence[StepUnit], batch: int, length: int) -
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A segment, and the parts of it that are places of their own."""
+class _Stage:
+    """A segment, and the parts of it that are stages of their own."""
 
     segment: Segment | None = None
     apart: tuple[Segment, ...] = ()
 
 
-def _places(model: Model, by_path: Mapping[str, StepUnit]) -> Iterator[tuple[str, _Place]]:
+def _stages(model: Model, by_path: Mapping[str, StepUnit]) -> Iterator[tuple[str, _Stage]]:
     """Segments in the order of forward; parts that are units follow the rest of theirs."""
     for segment in model.activations:
         owner = by_path[next(path for path in outward(segment.path) if path in by_path)]
         # A segment that is recomputed as a whole saves nothing of its parts.
         apart = () if owner.recompute else tuple(part for part in segment.parts if part.path in by_path)
-        yield segment.path, _Place(segment, apart)
+        yield segment.path, _Stage(segment, apart)
         for part in apart:
-            yield part.path, _Place(part)
+            yield part.path, _Stage(part)
 
 
-def _raw_gradients(units: Sequence[StepUnit], segments: Mapping[str, _Place]) -> dict[str, Counter[str]]:
+def _raw_gradients(units: Sequence[StepUnit], segments: Mapping[str, _Stage]) -> dict[str, Counter[str]]:
     """For each segment, bytes of unreduced gradients by unit; parameters outside of all segments go with the last."""
     last = list(segments)[-1]
-    found: dict[str, Counter[str]] = {path: Counter() for path in segments}
+    raw: dict[str, Counter[str]] = {path: Counter() for path in segments}
     for unit in units:
         for group in unit.groups:
             if group.shape.trainable:
                 for slot in group.layout.slots:
                     full = f"{unit.path}.{slot.name}".lstrip(".")
                     holders = [path for path in outward(full) if path in segments and path]
-                    found[holders[0] if holders else last][unit.path] += slot.numel * group.compute_bytes
-    return found
+                    raw[holders[0] if holders else last][unit.path] += slot.numel * group.compute_bytes
+    return raw

@@ -64,19 +64,19 @@ def moments(
     sizes = {unit.path: _Sizes.of(unit, microbatches, prefetch) for unit in units}
     yield from _forward(steps, sizes)
     yield from _backward(steps, sizes)
-    yield "update", {"gradients": sum(one.done for one in sizes.values()), "segment": staged}
+    yield "update", {"gradients": sum(unit.done for unit in sizes.values()), "segment": staged}
 
 
 def _forward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Moment]:
-    before = sum(one.before for one in sizes.values())
-    for place, step in enumerate(steps):
-        following = steps[place + 1].running if place + 1 < len(steps) else ()
+    before = sum(unit.before for unit in sizes.values())
+    for index, step in enumerate(steps):
+        following = steps[index + 1].running if index + 1 < len(steps) else ()
         yield (
             f"forward of {step.title}",
             {
                 "gathered_weights": _gathered(step, following, sizes),
                 "gradients": before,
-                "activations": saved_before(steps, place),
+                "activations": saved_before(steps, index),
                 "segment": step.forward,
             },
         )
@@ -85,11 +85,11 @@ def _forward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Mom
 def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Moment]:
     made: Counter[str] = Counter()
     reducing = 0
-    for place in reversed(range(len(steps))):
-        step = steps[place]
-        following = steps[place - 1].running if place else ()
-        done = [path for path, one in sizes.items() if one.raw and made[path] >= one.raw]
-        gradients = sum(one.done if path in done else one.before for path, one in sizes.items())
+    for index in reversed(range(len(steps))):
+        step = steps[index]
+        following = steps[index - 1].running if index else ()
+        done = [path for path, unit in sizes.items() if unit.raw and made[path] >= unit.raw]
+        gradients = sum(unit.done if path in done else unit.before for path, unit in sizes.items())
         before = Counter(made)
         if step.early:
             # The loss comes before the products that make gradients of parameters.
@@ -99,7 +99,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Mo
                     "gathered_weights": _gathered(step, following, sizes),
                     "gradients": gradients,
                     "gradient_buffers": reducing + sum(made[path] for path in sizes if path not in done),
-                    "activations": saved_before(steps, place),
+                    "activations": saved_before(steps, index),
                     "segment": step.early,
                 },
             )
@@ -112,7 +112,7 @@ def _backward(steps: Sequence[Step], sizes: Mapping[str, _Sizes]) -> Iterator[Mo
                 "gradients": gradients,
                 "gradient_buffers": reducing
                 + sum(_collecting(before[path], made[path], sizes[path]) for path in open_units),
-                "activations": saved_before(steps, place),
+                "activations": saved_before(steps, index),
                 "segment": step.backward,
             },
         )

@@ -1,14 +1,12 @@
 """The collectives of one optimizer step of K microbatches, by unit, kind and mesh axis.
 
-For a group with strategy (p, g, o) on a mesh of d axes (axis 0 innermost; level a is cut over the a innermost ones)::
+Which there are says ``bridge.core.sharding.policy.strategy_collectives``; here are their bytes. For
+a group with strategy (p, g, o), of the whole buffer::
 
-    when                 what                              over axis            bytes of the whole buffer
-    once a step          gather levels o .. p              o-1 ... p            c S_(axis)        (c: compute dtype, or
-    forward, backward    gather levels p .. 0              p-1 ... 0            c S_(axis)        payload and scales)
-    once a step          all-reduce of magnitudes          0 ... o-1            4 a parameter     float8_e4m3fn only
-    each microbatch      reduce-scatter levels 0 .. g      0 ... g-1            r G_(axis)        (r: reduce dtype)
-    once a step          reduce-scatter levels g .. o      g ... o-1            r G_(axis)
-    once a step          all-reduce the shard of level o   o ... d-1            r G_o
+    gathered once a step, and for each use    c S_(axis)      c: compute dtype, or payload and scales
+    all-reduce of magnitudes                  4 a parameter   once a step, float8_e4m3fn only
+    reduce-scatter                            r G_(axis)      r: reduce dtype
+    all-reduce of the shard of level o        r G_o
 
 S_a are the elements of the buffers at level a. G_a are those of a gradient buffer: in JAX as many, in PyTorch one more
 for each parameter and each of the finest shards in it, by which ranks learn which parameters others used.
@@ -30,6 +28,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from bridge.core.dtype_names import BYTES
 from bridge.planning.cost.buffers import GroupBuffers
 from bridge.planning.cost.gathers import TWICE
 
@@ -66,21 +65,21 @@ class Traffic:
 
     def count(self, kind: str, axis: str | None = None) -> int:
         """Calls of a kind, over one axis or all."""
-        return sum(calls for one, calls in self.calls.items() if _matches(one, kind, axis))
+        return sum(times for call, times in self.calls.items() if _matches(call, kind, axis))
 
     def nbytes(self, kind: str, axis: str | None = None) -> int:
         """Bytes of whole buffers, of a kind, over one axis or all."""
-        return sum(one.nbytes * calls for one, calls in self.calls.items() if _matches(one, kind, axis))
+        matching = (item for item in self.calls.items() if _matches(item[0], kind, axis))
+        return sum(call.nbytes * times for call, times in matching)
 
     def wire_bytes(self, kind: str | None = None, axis: str | None = None) -> int:
         """Bytes that a device sends in a step."""
-        return round(
-            sum(one.wire_bytes * calls for one, calls in self.calls.items() if _matches(one, kind, axis))
-        )
+        matching = (item for item in self.calls.items() if _matches(item[0], kind, axis))
+        return round(sum(call.wire_bytes * times for call, times in matching))
 
 
-def _matches(one: Collective, kind: str | None, axis: str | None) -> bool:
-    return kind in (None, one.kind) and axis in (None, one.axis)
+def _matches(call: Collective, kind: str | None, axis: str | None) -> bool:
+    return kind in (None, call.kind) and axis in (None, call.axis)
 
 
 def step_calls(
@@ -101,41 +100,39 @@ def step_calls(
 
 
 def _gathers(group: GroupBuffers, runtime: str, microbatches: int, gathers: int) -> Calls:
-    strategy, calls = group.strategy, Counter[Collective]()
+    axes, calls = group.collectives, Counter[Collective]()
     once = 0 if runtime == "torch" and not group.shape.trainable else 1
-    for axis in range(strategy.optimizer):
-        if group.mesh.size(axis) > 1:
-            times = gathers * microbatches if axis < strategy.parameters else once
-            calls[_collective(group, "all_gather", axis, group.gather_dtype, group.gather_bytes(axis))] += (
-                times
-            )
-    return +calls
+    for axis in (*axes.gathered_once, *axes.gathered):
+        times = gathers * microbatches if axis in axes.gathered else once
+        gather = _collective(group, "all_gather", axis, group.gather_dtype, group.gather_bytes(axis))
+        calls[gather] += times
+    return _needed(calls)
 
 
 def amax_calls(group: GroupBuffers, layers: int = 1) -> Calls:
     """All-reduces of the largest magnitudes, once a step; ``layers``: how many equal groups share them."""
     calls: Calls = Counter()
     if group.shape.dtypes.gather == "float8_e4m3fn":
+        nbytes = BYTES["float32"] * layers * len(group.layout.slots)
         for axis in range(group.strategy.optimizer):
-            if group.mesh.size(axis) > 1:
-                nbytes = 4 * layers * len(group.layout.slots)
-                calls[
-                    Collective("all_reduce", group.mesh.name(axis), group.mesh.size(axis), "float32", nbytes)
-                ] += 1
-    return calls
+            calls[_collective(group, "all_reduce", axis, "float32", nbytes)] += 1
+    return _needed(calls)
 
 
 def _reductions(group: GroupBuffers, runtime: str, microbatches: int) -> Calls:
-    strategy, calls = group.strategy, Counter[Collective]()
-    for axis in range(group.mesh.ndim):
-        if group.mesh.size(axis) == 1:
-            continue
-        scatters = axis < strategy.optimizer
-        kind, level = ("reduce_scatter", axis) if scatters else ("all_reduce", strategy.optimizer)
-        times = microbatches if axis < strategy.gradients else 1
+    axes, calls = group.collectives, Counter[Collective]()
+    for axis in axes.reduced(last=True):
+        summed = axis in axes.summed_once
+        kind, level = ("all_reduce", group.strategy.optimizer) if summed else ("reduce_scatter", axis)
+        times = microbatches if axis in axes.scattered else 1
         nbytes = group.gradient_size(level, runtime) * group.reduce_bytes
         calls[_collective(group, kind, axis, group.shape.dtypes.reduce, nbytes)] += times
-    return calls
+    return _needed(calls)
+
+
+def _needed(calls: Calls) -> Calls:
+    """Those that run, over axes of several devices."""
+    return Counter({call: times for call, times in calls.items() if times and call.size > 1})
 
 
 def _collective(group: GroupBuffers, kind: str, axis: int, dtype: str, nbytes: int) -> Collective:

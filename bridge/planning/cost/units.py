@@ -76,10 +76,10 @@ class CutModel:
 
     def kinds(self) -> dict[UnitKind, list[str]]:
         """Each kind once, with the paths of its units."""
-        found: dict[UnitKind, list[str]] = {}
+        paths_by_kind: dict[UnitKind, list[str]] = {}
         for unit in self.units:
-            found.setdefault(unit.kind, []).append(unit.path)
-        return found
+            paths_by_kind.setdefault(unit.kind, []).append(unit.path)
+        return paths_by_kind
 
 
 def cut(
@@ -99,7 +99,7 @@ def cut(
     gathers = _gathers(model, chosen, sharded, prefetch) if runtime == "jax" else {}
     units = []
     for path, unit in chosen.items():
-        inside = next((one for one in chosen if one != path and path in outward(one)), None)
+        inside = next((inner for inner in chosen if inner != path and path in outward(inner)), None)
         if inside is not None and (reason := why_not_around(unit.recompute, path, inside)):
             raise PlanError(f"model {model.name}: {policy.source}: {reason}")
         kind = UnitKind(
@@ -136,11 +136,11 @@ def _check_stacks(model: Model, units: Iterable[Unit]) -> None:
     """Scanned layers run one program, so all of a stack must be cut alike."""
     layers: dict[str, dict[str, dict[str, UnitKind]]] = {stack: {} for stack in model.stacks}
     for path in model.modules:
-        if place := model.layer_of(path):
-            layers[place[0]].setdefault(place[1], {})
+        if layer := model.layer_of(path):
+            layers[layer[0]].setdefault(layer[1], {})
     for unit in units:
-        if place := model.layer_of(unit.path):
-            layers[place[0]][place[1]][place[2]] = unit.kind
+        if layer := model.layer_of(unit.path):
+            layers[layer[0]][layer[1]][layer[2]] = unit.kind
     for stack, cuts in layers.items():
         first, *others = cuts
         for other in others:
@@ -181,21 +181,24 @@ def _groups(
         # In JAX the main weights that a unit trains are a group, whatever they were given in.
         own = runtime == "torch" or not parameter.trainable
         dtype = parameter.dtype if own else policy.precision.main_dtype or parameter.dtype
-        over = tuple(one.axis for one in cuts.get(parameter.path, ())) if runtime == "jax" else ()
+        over = tuple(own_cut.axis for own_cut in cuts.get(parameter.path, ())) if runtime == "jax" else ()
         narrow = policy.precision.gather is not None and dtype in FLOATING and is_quantized(parameter.shape)
         members.setdefault(_Kind(dtype, parameter.trainable, narrow, over), []).append(parameter)
     dtypes = list(dict.fromkeys((kind.dtype, kind.trainable) for kind in members))
 
     def order(kind: _Kind) -> tuple[bool, int, bool, int, tuple[str, ...]]:
-        place = dtypes.index((kind.dtype, kind.trainable))
-        return not kind.trainable, place, not kind.quantized, len(kind.over), kind.over
+        position = dtypes.index((kind.dtype, kind.trainable))
+        return not kind.trainable, position, not kind.quantized, len(kind.over), kind.over
 
     kinds = list(members) if runtime == "torch" else sorted(members, key=order)
     start, asked = len(path) + 1 if path else 0, policy.precision.asked(runtime)
     return tuple(
         GroupShape(
-            names=tuple(one.path[start:] for one in members[kind]),
-            shapes=tuple(local_shape(one.shape, cuts.get(one.path, ()), model_axes) for one in members[kind]),
+            names=tuple(parameter.path[start:] for parameter in members[kind]),
+            shapes=tuple(
+                local_shape(parameter.shape, cuts.get(parameter.path, ()), model_axes)
+                for parameter in members[kind]
+            ),
             trainable=kind.trainable,
             dtypes=asked.of_group(kind.dtype, trainable=kind.trainable, quantized=kind.quantized),
             over=kind.over,

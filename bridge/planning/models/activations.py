@@ -48,7 +48,7 @@ class SegmentBytes:
 
     @staticmethod
     def of_residuals(
-        saved: int, given: int, largest: int, fixed: int = 0, fixed_saved: int = 0
+        saved: int, input_bytes: int, largest: int, fixed: int = 0, fixed_saved: int = 0
     ) -> SegmentBytes:
         """Of a segment in JAX that saves ``saved`` bytes of residuals, and whose input has ``given`` bytes.
 
@@ -56,11 +56,11 @@ class SegmentBytes:
         """
         return SegmentBytes(
             saved,
-            given,
-            forward=saved + given,
-            backward=saved + 2 * given + largest,
+            input_bytes,
+            forward=saved + input_bytes,
+            backward=saved + 2 * input_bytes + largest,
             # Of a chain such as scores, exponentials, quotients, each made of the one before, XLA holds three.
-            once=2 * given + 3 * largest,
+            once=2 * input_bytes + 3 * largest,
             again=saved + largest,
             fixed=fixed,
             fixed_saved=fixed_saved,

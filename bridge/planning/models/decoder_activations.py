@@ -43,16 +43,16 @@ def decoder_activations(runtime: str, sizes: Any) -> tuple[Segment, ...]:
         TracedSegment(f"layers.{k}", "layer", runtime, _one_layer(sizes, window))
         for k, window in enumerate(windows)
     ]
-    one = _one_layer(sizes, None)
+    layer = _one_layer(sizes, None)
     return (
-        TracedSegment("embed", "embed", runtime, one),
+        TracedSegment("embed", "embed", runtime, layer),
         *(
-            [TracedSegment("positions", "positions", runtime, one)]
+            [TracedSegment("positions", "positions", runtime, layer)]
             if getattr(sizes, "max_length", None)
             else []
         ),
         *layers,
-        TracedSegment("", "head", runtime, one),
+        TracedSegment("", "head", runtime, layer),
     )
 
 
@@ -61,7 +61,7 @@ def _one_layer(sizes: Any, window: int | None) -> Any:
     return replace(sizes, n_layers=1, **({"windows": (window,)} if getattr(sizes, "windows", ()) else {}))
 
 
-# All layers are alike.
+# All layers are alike, so one trace serves them. A trace takes far longer than the sums of a plan.
 @lru_cache(maxsize=256)
 def _torch(kind: str, sizes: Any, batch: int, length: int, compute: str) -> SegmentBytes:
     torch, decoder = framework("torch"), part("torch", "models.decoder")

@@ -24,14 +24,14 @@ def function_named(what: str, path: str, example: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     module, _, name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for attribute in name.split("."):
-            found = getattr(found, attribute)
+            target = getattr(target, attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise PlanError(f"{what} {path}: expected {example} that can be imported: {error}") from error
-    if not callable(found):
-        raise PlanError(f"{what} {path}: expected a class or function, got {type(found).__name__}")
-    return found
+    if not callable(target):
+        raise PlanError(f"{what} {path}: expected a class or function, got {type(target).__name__}")
+    return target
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class Factory:
         called: Any = factory
         if isinstance(factory, type):
             # The metaclass of nnx hides the constructor's signature.
-            called = next(vars(one)["__init__"] for one in factory.__mro__ if "__init__" in vars(one))
+            called = next(vars(base)["__init__"] for base in factory.__mro__ if "__init__" in vars(base))
         taken = inspect.signature(called).parameters
-        return Factory(name, factory, tuple(one for one in ("rngs", "key") if one in taken))
+        return Factory(name, factory, tuple(name for name in ("rngs", "key") if name in taken))
 
     @property
     def is_jax(self) -> bool:
         return bool(self.wanted) or (
             isinstance(self.make, type)
-            and any(one.__module__.startswith("flax.nnx") for one in self.make.__mro__)
+            and any(base.__module__.startswith("flax.nnx") for base in self.make.__mro__)
         )
 
     def jax_module(self) -> Any:
@@ -67,9 +67,9 @@ class Factory:
         jax, tree_model = framework("jax"), part("jax", "modules.tree_model")
 
         def make(rngs: Any) -> Any:
-            given = {"rngs": rngs} if "rngs" in self.wanted else {}
-            given |= {"key": jax.random.key(0)} if self.wanted == ("key",) else {}
-            return tree_model.as_module(self.make(**given))
+            arguments = {"rngs": rngs} if "rngs" in self.wanted else {}
+            arguments |= {"key": jax.random.key(0)} if self.wanted == ("key",) else {}
+            return tree_model.as_module(self.make(**arguments))
 
         try:
             return abstract_module(make)

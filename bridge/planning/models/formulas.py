@@ -62,11 +62,13 @@ class FormulaSegment:
         kept = scores * (_WIDE + (size if size != _WIDE else 0))
         saved = round(tokens * (self.saved * size + self.saved_bytes)) + kept
         working = round(tokens * (self.working * size + self.working_bytes))
-        given = round(tokens * self.input * size)
+        input_bytes = round(tokens * self.input * size)
         attending = saved - round(tokens * self.after * size)
-        forward = given + max(saved + working, attending + scores * _WIDE)
+        forward = input_bytes + max(saved + working, attending + scores * _WIDE)
         backward = max(saved + working, attending + scores * (_WIDE + size))
-        return SegmentBytes(saved, given, forward, backward, given + max(forward, backward), forward)
+        return SegmentBytes(
+            saved, input_bytes, forward, backward, input_bytes + max(forward, backward), forward
+        )
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,15 @@ class LossSegment:
     def bytes_for(self, batch: int, length: int, compute: str) -> SegmentBytes:
         """See ``Segment``."""
         tokens, size = batch * length, BYTES[compute]
-        given = tokens * self.hidden * size
+        input_bytes = tokens * self.hidden * size
         wide = tokens * self.vocabulary * _WIDE
-        saved = 2 * given + tokens * (self.hidden + 1) * _WIDE + wide
+        saved = 2 * input_bytes + tokens * (self.hidden + 1) * _WIDE + wide
         rounded = 0 if size == _WIDE else tokens * self.vocabulary * size
-        forward = given + saved + rounded + wide
-        backward = saved + given + tokens * self.vocabulary * size - wide
+        forward = input_bytes + saved + rounded + wide
+        backward = saved + input_bytes + tokens * self.vocabulary * size - wide
         early = saved + 2 * wide
-        again = given + max(forward, early)
-        return SegmentBytes(saved, given, forward, backward, again, forward, early=early)
+        again = input_bytes + max(forward, early)
+        return SegmentBytes(saved, input_bytes, forward, backward, again, forward, early=early)
 
 
 @dataclass(frozen=True)

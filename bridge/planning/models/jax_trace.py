@@ -18,7 +18,7 @@ from bridge.planning.models.runtimes import framework, part
 
 def trace_segment(
     module: Any,
-    given: Any,
+    example: Any,
     compute: str,
     finish: Callable[[Any], Any] = lambda output: output,
     others: Sequence[Any] = (),
@@ -31,11 +31,11 @@ def trace_segment(
     jax, nnx, jnp = framework("jax"), framework("flax.nnx"), framework("jax.numpy")
     graph, state = nnx.split(module)
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, compute), state)
-    differentiable = jnp.issubdtype(given.dtype, jnp.floating)
+    differentiable = jnp.issubdtype(example.dtype, jnp.floating)
 
-    def differentiated(state: Any, _inner: Any, given: Any) -> Any:
+    def differentiated(state: Any, _inner: Any, values: Any) -> Any:
         output, vjp = jax.vjp(
-            lambda state, _, given: finish(nnx.merge(graph, state)(given, *others)), state, (), given
+            lambda state, _, values: finish(nnx.merge(graph, state)(values, *others)), state, (), values
         )
         # The weights are there in backward in any case.
         vjp.args_res[:2] = [None, None]
@@ -43,19 +43,21 @@ def trace_segment(
 
     residuals = part("jax", "runtime.program.residuals")
 
-    def split(state: Any, given: Any) -> tuple[list[Any], list[Any]]:
-        (output, vjp), depends = residuals.with_dependence(differentiated, state, (), given)
+    def split(state: Any, values: Any) -> tuple[list[Any], list[Any]]:
+        (output, vjp), depends = residuals.with_dependence(differentiated, state, (), values)
         leaves, results = jax.tree.leaves(vjp), len(jax.tree.leaves(output))
-        found = list(zip(leaves, depends[results:], strict=True))
+        residuals_of_input = list(zip(leaves, depends[results:], strict=True))
         # Constants, such as the zeros of a mask, are made where they are used.
-        return [leaf for leaf, one in found if one], [leaf for leaf, one in found if not one]
+        return [leaf for leaf, varies in residuals_of_input if varies], [
+            leaf for leaf, varies in residuals_of_input if not varies
+        ]
 
-    kept, constants = jax.eval_shape(split, state, given)
+    kept, constants = jax.eval_shape(split, state, example)
     sizes = [_bytes(leaf) for leaf in kept]
     saved, largest = sum(sizes), max(sizes, default=0)
-    size = _bytes(given) if differentiable else 0
-    program = jax.make_jaxpr(lambda state, given: finish(nnx.merge(graph, state)(given, *others)))(
-        state, given
+    size = _bytes(example) if differentiable else 0
+    program = jax.make_jaxpr(lambda state, values: finish(nnx.merge(graph, state)(values, *others)))(
+        state, example
     )
     return SegmentBytes.of_residuals(
         saved,

@@ -69,7 +69,7 @@ def causal_lm_config(name: str) -> Any:
         return models.CausalLMConfig(**keywords, rotary=models.Rotary(theta=SHIPPED[name]().rope_theta))
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     try:
-        found = load_json(
+        config = load_json(
             path, lambda text: PlanError(f"model {text}"), "JSON, as Hugging Face writes a config.json"
         )
     except OSError as error:
@@ -77,10 +77,10 @@ def causal_lm_config(name: str) -> Any:
             f"model {path}: expected a config.json, as Hugging Face writes it: {error.strerror}"
             f"{_on_the_hub(name)}"
         ) from error
-    if not isinstance(found, Mapping):
-        raise PlanError(f"model {path}: expected a table of names and values, got a {type(found).__name__}")
+    if not isinstance(config, Mapping):
+        raise PlanError(f"model {path}: expected a table of names and values, got a {type(config).__name__}")
     try:
-        return models.CausalLMConfig.from_hf(found)
+        return models.CausalLMConfig.from_hf(config)
     except (ValueError, TypeError, AttributeError) as error:
         raise PlanError(f"model {path}: {error}") from error
 

@@ -41,16 +41,18 @@ def resolve_models(
     None for what each runtime runs.
     """
     stacked = tuple(path.replace("/", ".") for path in stacked)
-    kind, colon, rest = name.partition(":")
+    prefix, colon, rest = name.partition(":")
     if name in SHIPPED:
         models = {
             "torch": shipped_model(name, "torch", attention),
             "jax": _stacked_shape(shipped_model(name, "jax", attention), stacked),
         }
-    elif kind == "decoder" and colon:
+    elif prefix == "decoder" and colon:
         _check_own_attention(name, attention, runs=Attention.plain)
         config = decoder_config(rest)
-        models = {one: _decoder(one, name, config, stacked) for one in runtimes if installed(one)}
+        models = {
+            runtime: _decoder(runtime, name, config, stacked) for runtime in runtimes if installed(runtime)
+        }
         if not any(map(installed, RUNTIMES)):
             raise PlanError(
                 f"model {name}: the decoder needs PyTorch or JAX, and neither is installed; install "
@@ -66,12 +68,12 @@ def resolve_models(
             f"model: expected decoder:CONFIG, a path of a config.json, package.module:Factory or one of "
             f"{', '.join(SHIPPED)}, got {name!r}{did_you_mean(name, SHIPPED)}"
         )
-    found = {one: models[one] for one in runtimes if one in models}
-    if not found:
+    chosen = {runtime: models[runtime] for runtime in runtimes if runtime in models}
+    if not chosen:
         raise PlanError(
             f"model {name}: expected a model of {' or '.join(runtimes)}, got one of {', '.join(models)}"
         )
-    return found
+    return chosen
 
 
 def _stacked_shape(model: Model, stacked: Sequence[str]) -> Model:
@@ -204,18 +206,18 @@ def nnx_shapes(
     ]
     modules = list(_nnx_modules(model))
     for stack, length in stacks.items():
-        inside = [one for one in parameters if one.path.startswith(f"{stack}.")]
+        inside = [parameter for parameter in parameters if parameter.path.startswith(f"{stack}.")]
         layers = [
-            replace(one, path=_in_layer(one.path, stack, number), shape=one.shape[1:])
+            replace(parameter, path=_in_layer(parameter.path, stack, number), shape=parameter.shape[1:])
             for number in range(length)
-            for one in inside
+            for parameter in inside
         ]
-        place = parameters.index(inside[0])
-        parameters[place : place + len(inside)] = layers
-        below = [one for one in modules if one == stack or one.startswith(f"{stack}.")]
-        place = modules.index(below[0])
-        modules[place : place + len(below)] = [
-            _in_layer(one, stack, number) for number in range(length) for one in below
+        start = parameters.index(inside[0])
+        parameters[start : start + len(inside)] = layers
+        below = [path for path in modules if path == stack or path.startswith(f"{stack}.")]
+        start = modules.index(below[0])
+        modules[start : start + len(below)] = [
+            _in_layer(path, stack, number) for number in range(length) for path in below
         ]
     return tuple(parameters), tuple(modules)
 
@@ -226,8 +228,8 @@ def _in_layer(path: str, stack: str, number: int) -> str:
 
 def _nnx_modules(model: Any) -> Iterator[str]:
     nnx, tree_model = framework("flax.nnx"), part("jax", "modules.tree_model")
-    found = [(path, module) for path, module in nnx.iter_modules(model) if tree_model.may_be_unit(module)]
-    yield from (_dotted(path) for path, _ in sorted(found, key=lambda one: _order(one[0])))
+    units = [(path, module) for path, module in nnx.iter_modules(model) if tree_model.may_be_unit(module)]
+    yield from (_dotted(path) for path, _ in sorted(units, key=lambda unit: _order(unit[0])))
 
 
 def _order(path: Sequence[Any]) -> list[tuple[bool, Any]]:

@@ -352,10 +352,10 @@ def shape_model(name: str, shape: DecoderShape, runtime: str, attention: Attenti
     chosen = attention or DEFAULTS[runtime]
     if runtime == "torch":
         source = "published shapes; activations of Hugging Face's layers"
-        found = Model.of(name, shape.parameters(), shape.torch_activations(chosen), source)
+        model = Model.of(name, shape.parameters(), shape.torch_activations(chosen), source)
     else:
         fits = shape.causal_lm() is not None
         source = "jax_impl.models.CausalLM" if fits else "published shapes; activations as CausalLM's"
         parameters = shape.jax_parameters() if fits else shape.parameters()
-        found = Model.of(name, parameters, shape.jax_activations(chosen), source)
-    return replace(found, attention=chosen.value)
+        model = Model.of(name, parameters, shape.jax_activations(chosen), source)
+    return replace(model, attention=chosen.value)

@@ -23,10 +23,10 @@ def parse_bytes(text: str) -> int:
         )
     if match is None or match[2].lower() not in _UNITS:
         raise PlanError(f"memory: expected an amount such as 80GB or 79.5GiB, got {text!r}")
-    found = int(Fraction(match[1]) * _UNITS[match[2].lower()])
-    if not found:
+    nbytes = int(Fraction(match[1]) * _UNITS[match[2].lower()])
+    if not nbytes:
         raise PlanError(f"memory: expected at least one byte, such as 80GB, got {text!r}")
-    return found
+    return nbytes
 
 
 def parse_share(text: str) -> Fraction:

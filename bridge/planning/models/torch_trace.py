@@ -24,9 +24,9 @@ def trace_segment(
     """
     torch = framework("torch")
     with torch.device("meta"):
-        module, given = build(), make_input()
-        differentiable = given.is_floating_point()
-        source = given.requires_grad_() if differentiable else given
+        module, example = build(), make_input()
+        differentiable = example.is_floating_point()
+        source = example.requires_grad_() if differentiable else example
         weight = None
         parameter_gradients: set[int] = set()
         log = _Log(torch)
@@ -83,10 +83,10 @@ class _Log:
     def peak(self, after: int = 0, without: frozenset[int] | set[int] = frozenset()) -> int:
         """The most bytes alive at once since a mark, the storages ``without`` left out."""
         live = most = 0
-        for place, (key, size) in enumerate(self._events):
+        for index, (key, size) in enumerate(self._events):
             if key not in without:
                 live += size
-            if place >= after:
+            if index >= after:
                 most = max(most, live)
         return most
 

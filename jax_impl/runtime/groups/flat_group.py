@@ -35,6 +35,7 @@ from jax.sharding import PartitionSpec
 
 from bridge.core.sharding import Layout, Strategy, row_boxes
 from bridge.core.sharding.policy.parallel import Cut
+from bridge.core.sharding.policy.strategy_collectives import StrategyCollectives, collectives_of
 from jax_impl.comm.collectives import LANES, Wire
 from jax_impl.runtime.groups.stored import BufferSlice, Read, read_box
 
@@ -54,9 +55,14 @@ class Levels:
         return self.wire.main
 
     @property
+    def transfers(self) -> StrategyCollectives:
+        """Over which axes weights are gathered, and gradients reduced."""
+        return collectives_of(self.strategy, self.wire.axes.ndim)
+
+    @property
     def sends_once(self) -> bool:
         """Whether ``hold`` has collectives."""
-        return self.strategy.parameters != self.strategy.optimizer
+        return bool(self.transfers.gathered_once)
 
     @property
     def holds_at_rest(self) -> bool:
@@ -122,12 +128,10 @@ class FlatGroup(Levels):
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Arrays at rest -> sources."""
         (array,) = arrays
-        levels = self.strategy
         if self.holds_at_rest:
             return (array,)
-        return (
-            self._each_layer(lambda x: self.wire.all_gather(x, levels.optimizer, levels.parameters), array),
-        )
+        axes = self.transfers.gathered_once
+        return (self._each_layer(lambda x: self.wire.all_gather(x, axes), array),)
 
     def collectors(self) -> tuple[jax.Array, ...]:
         """Zeros whose cotangent is the gradient: what a step differentiates by."""
@@ -142,7 +146,7 @@ class FlatGroup(Levels):
         Raises ``ValueError`` for those of a whole stack, which nothing has sliced.
         """
         self._check_layer(sources[0])
-        return (self.wire.all_gather(sources[0], self.strategy.parameters, 0, self._row),)
+        return (self.wire.all_gather(sources[0], self.transfers.gathered, self._row),)
 
     def leaves(self, whole: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Whole compute weights of one layer -> parameters, in the order of ``paths``.
@@ -157,18 +161,16 @@ class FlatGroup(Levels):
     def reduce(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Gradients of the leaves on each device -> what its collectors get."""
         packed = pack(self.layout, gradients, self._row)
-        return (self.wire.reduce_scatter(packed, 0, self.strategy.gradients),)
+        return (self.wire.reduce_scatter(packed, self.transfers.scattered),)
 
     def finish(self, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Accumulated gradients -> the sum over all devices, sharded as at rest."""
-        levels, wire = self.strategy, self.wire
+        axes, wire = self.transfers, self.wire
 
         # First the levels that microbatches left whole, then the axes over which weights are
         # copies: so the last all-reduce is of a shard.
         def reduce(x: jax.Array) -> jax.Array:
-            return wire.all_reduce(
-                wire.reduce_scatter(x, levels.gradients, levels.optimizer), levels.optimizer
-            )
+            return wire.all_reduce(wire.reduce_scatter(x, axes.scattered_once), axes.summed_once)
 
         return (self._each_layer(reduce, gradients[0]),)
 

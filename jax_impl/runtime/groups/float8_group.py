@@ -39,9 +39,9 @@ class Float8Group(Float8Levels, FlatGroup):
     """Sources are pieces of uint8 ``[piece_bytes * shards]``, and of float8_e4m3fn the scales of parameters."""
 
     def hold(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        levels, layout = self.strategy, self.layout
+        layout = self.layout
         values = arrays[0].astype(jnp.float32)
-        rank = self.wire.axes.shard_index(levels.optimizer)
+        rank = self.wire.axes.shard_index(self.strategy.optimizer)
         scales: tuple[jax.Array, ...] = ()
         if self._by_tensor:
             bits = self._on_layers(lambda x: amax_of_tensors(layout, x, rank), values)
@@ -50,15 +50,14 @@ class Float8Group(Float8Levels, FlatGroup):
             pieces = self._on_layers(lambda x, s: quantize_tensors(layout, x, s, rank), values, *scales)
         else:
             pieces = self._on_layers(lambda x: quantize_blocks(layout, x, rank), values)
-        if levels.parameters < levels.optimizer:
-            gather = partial(self.wire.gather_as_it_is, level=levels.optimizer, to=levels.parameters)
-            pieces = self._each_layer(gather, pieces)
+        if axes := self.transfers.gathered_once:
+            pieces = self._each_layer(partial(self.wire.gather_as_it_is, axes=axes), pieces)
         return (pieces, *scales)
 
     def gather(self, sources: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         pieces, *scales = sources
         self._check_layer(pieces)
-        return (self.wire.gather_as_it_is(pieces, self.strategy.parameters, 0, self._piece_row), *scales)
+        return (self.wire.gather_as_it_is(pieces, self.transfers.gathered, self._piece_row), *scales)
 
     def leaves(self, whole: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         pieces, *scales = whole

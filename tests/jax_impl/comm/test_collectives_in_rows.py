@@ -27,9 +27,9 @@ def both_ways(size: int, dtype: str, *, in_rows: bool) -> Any:
     wire = Wire(axes, main, compute, main, main, in_rows=in_rows)
 
     def local(shard: jax.Array) -> tuple[jax.Array, jax.Array]:
-        whole = wire.all_gather(shard, 2, 0).astype(main)
+        whole = wire.all_gather(shard, (1, 0)).astype(main)
         own = axes_index(axes) + 1
-        return whole, wire.reduce_scatter(whole * own, 0, 2)
+        return whole, wire.reduce_scatter(whole * own, range(2))
 
     def axes_index(axes: DataParallelMesh) -> jax.Array:
         return sum(
@@ -63,15 +63,15 @@ def test_what_stays_in_rows_is_the_same(row, dtype):
     values = jnp.arange(4.0 * 768) % 13 + 1
 
     def local(shard: jax.Array) -> tuple[jax.Array, ...]:
-        inner = wire.all_gather(shard, 2, 1)
+        inner = wire.all_gather(shard, (1,))
         found = []
         for one, level in ((shard, 2), (inner.astype(main), 1)):
-            whole = wire.all_gather(one, level, 0, row).astype(main)
+            whole = wire.all_gather(one, reversed(range(level)), row).astype(main)
             assert whole.shape == (2**level, one.size // row, row)
             found.append(whole.reshape(-1))
             number = 2 * jax.lax.axis_index("outer") + jax.lax.axis_index("inner") + 1
-            found += [wire.reduce_scatter(whole * number, 0, 2)]
-        return (*found, wire.reduce_scatter(whole, 0, 0))
+            found += [wire.reduce_scatter(whole * number, range(2))]
+        return (*found, wire.reduce_scatter(whole, range(0)))
 
     spec, whole = axes.spec(2, 0), PartitionSpec()
     run = jax.shard_map(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from bridge.core.sharding.layout.matrices import balanced, rounds, rows_by_shard
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy, whole
 from tests.torch_impl.optimizer.test_moment_dtypes import random_gradients
@@ -22,7 +23,6 @@ from torch_impl import MainWeightMuon, count_collectives, load_checkpoint, save_
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.tensor import RowDTensor
 from torch_impl.optimizer import muon_update
-from torch_impl.optimizer.muon_exchange import balanced, rounds
 
 OPTIONS: dict[str, Any] = {"lr": 2e-2, "weight_decay": 0.1}
 PLACED: dict[str, dict[str, Any]] = {
@@ -272,7 +272,7 @@ def test_owners_are_balanced_and_rounds_bounded() -> None:
 
 @pytest.mark.parametrize(("shape", "bounds"), [((5, 3), (0, 0, 2, 5)), ((3, 2, 4), (0, 3, 3, 5, 6))])
 def test_rows_of_matrices_by_shard(shape: tuple[int, ...], bounds: tuple[int, ...]) -> None:
-    found = muon_update.rows_by_shard(shape, bounds)
+    found = rows_by_shard(shape, bounds)
     owners: Sequence[int] = [
         next(s for s, (a, b) in enumerate(itertools.pairwise(bounds)) if a <= row < b)
         for row in range(bounds[-1])

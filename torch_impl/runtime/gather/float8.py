@@ -23,10 +23,11 @@ import torch.distributed as dist
 
 from bridge.core.sharding.policy import float8
 from bridge.core.sharding.policy.strategy import Strategy
+from bridge.core.sharding.policy.strategy_collectives import collectives_of, keeps_shard
 from torch_impl.comm import collectives
 from torch_impl.comm.collectives import Work
 from torch_impl.comm.streams import Step
-from torch_impl.runtime.ground.buffer import ShardLevels, keeps_shard, lane_of
+from torch_impl.runtime.ground.buffer import ShardLevels, lane_of
 from torch_impl.runtime.ground.host_memory import fetch
 from torch_impl.runtime.ground.tensor_parallel import TensorParallel
 
@@ -94,16 +95,16 @@ class QuantizedGather:
 
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
         """See ``WeightGather``."""
-        level, steps = self._strategy.optimizer, list[Step]()
+        transfers, steps = collectives_of(self._strategy, self._levels.axes), list[Step]()
+        axes = (*transfers.gathered_once, *transfers.gathered)
         if self.resident is not None and current:
-            level, source = self._strategy.parameters, self.resident
+            axes, source = (*transfers.gathered,), self.resident
         else:
             source = torch.zeros(self._piece, dtype=torch.uint8, device=self._device)
             if self._fetches:
                 steps, main = fetch(main, main.dtype, self._device)
             steps += self._quantize_steps(main, source, current)
-        while level > 0:
-            level -= 1
+        for level in axes:
             output = self.resident if level == self._strategy.parameters else None
             if output is None:
                 output = source.new_empty(self._bytes(level))

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from bridge.core.sharding.policy.strategy_collectives import collectives_of
 from torch_impl.comm.streams import Step, Transfer
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.placement import RowShard
@@ -239,9 +240,9 @@ class GroupReduction:
     def _steps(self, values: torch.Tensor, last: bool) -> tuple[list[Step], torch.Tensor]:
         """What sums ``values``, of level 0, axis by axis, and where the sums will be."""
         strategy, levels = self._group_spec.strategy, self._group_spec.levels
-        steps: list[Step] = []
+        transfers, steps = collectives_of(strategy, levels.axes), list[Step]()
         # All memory is allocated here: see ``streams``.
-        for axis in range(levels.axes if last else strategy.gradients):
+        for axis in transfers.reduced(last=last):
             lane = "reduce" if axis == 0 else "outer"
             # Earlier microbatches were reduced up to here; on axis 0 all were collected together.
             if axis == strategy.gradients and axis > 0:
@@ -249,7 +250,7 @@ class GroupReduction:
             # What one rank has collected is the sum, and its shard.
             if levels.mesh.sizes[axis] == 1:
                 continue
-            if axis < strategy.optimizer:
+            if axis not in transfers.summed_once:
                 shard = values.new_empty(levels.gradient_size(axis + 1))
                 steps.append((lane, partial(levels.reduce, axis, shard, values)))
                 values = shard

@@ -38,6 +38,7 @@ import torch
 from bridge.core.sharding.layout.layout import Layout
 from bridge.core.sharding.layout.rows import local_shape
 from bridge.core.sharding.policy.strategy import Strategy
+from bridge.core.sharding.policy.strategy_collectives import collectives_of, keeps_shard, num_flags
 from torch_impl.comm import collectives
 from torch_impl.comm.collectives import Work
 from torch_impl.comm.mesh import DataParallelMesh
@@ -99,6 +100,10 @@ class ShardLevels:
         self._slices = [level_layout.shard_slices for level_layout in self.layouts]
         self._geometry = [self._places(level) for level in range(finest + 1)]
         self._num_parameters = len(layout.slots)
+        self._gradient_sizes = [
+            level_layout.shard_size + num_flags(self.layouts[-1], level_layout.num_shards)
+            for level_layout in self.layouts
+        ]
         self._gaps = self._padding()
 
     def buffer(
@@ -115,8 +120,7 @@ class ShardLevels:
 
     def gradient_size(self, level: int) -> int:
         """Elements of a rank's gradient buffer of a level: ``size(level)``, and flags."""
-        finest = self.layouts[-1].num_shards // self.layouts[level].num_shards
-        return self._sizes[level] + finest * self._num_parameters
+        return self._gradient_sizes[level]
 
     def flags(self, level: int, gradient: torch.Tensor) -> torch.Tensor:
         """View ``[finest shards, parameters]`` of a gradient buffer: not 0 where it was used."""
@@ -220,19 +224,20 @@ class CastGather:
             self.resident = levels.buffer(strategy.parameters, compute, device).flat
 
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
-        level, steps = self._strategy.optimizer, list[Step]()
+        transfers, steps = collectives_of(self._strategy, self._levels.axes), list[Step]()
+        axes = (*transfers.gathered_once, *transfers.gathered)
         # The outer axis is slow: backward and later microbatches gather over the inner one.
         if self.resident is not None and current:
-            level, source = self._strategy.parameters, self.resident
+            axes, source = (*transfers.gathered,), self.resident
         # Cast before the gather: fewer bytes cross the network.
         elif self._fetches:
             steps, source = fetch(main, self._compute, self._device)
         else:
             source = main.to(self._compute)
-        if level == 0:
+        if not axes:
             return [*steps, ("gather", partial(_copy, target, source))]
-        while level > 0:
-            level -= 1
+        # An axis leads to the level of the same number, which this axis does not cut.
+        for level in axes:
             if level == 0:
                 output = target
             elif self.resident is not None and level == self._strategy.parameters:
@@ -255,17 +260,13 @@ class SplitGather:
 
     def steps(self, main: torch.Tensor, target: torch.Tensor, current: bool) -> list[Step]:
         """As of ``WeightGather``; ``main``, the remainders, stay where they are."""
-        steps, source = list[Step](), self._levels.shard_of(self._strategy.optimizer, target)
-        for level in reversed(range(self._strategy.optimizer)):
+        transfers, steps = collectives_of(self._strategy, self._levels.axes), list[Step]()
+        source = self._levels.shard_of(self._strategy.optimizer, target)
+        for level in (*transfers.gathered_once, *transfers.gathered):
             output = source.new_empty(self._levels.size(level)) if level else target
             steps.append((lane_of(level), partial(self._levels.gather, level, output, source)))
             source = output
         return steps
-
-
-def keeps_shard(strategy: Strategy) -> bool:
-    """Whether main weights are cut more finely than parameters, as in HFSDP."""
-    return 0 < strategy.parameters < strategy.optimizer
 
 
 def lane_of(axis: int) -> str:

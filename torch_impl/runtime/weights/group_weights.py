@@ -27,6 +27,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import nn
 
+from bridge.core.sharding.policy.strategy_collectives import computes_with_main, keeps_shard
 from bridge.core.text import first_of
 from torch_impl.comm.agreement import require_all_ranks
 from torch_impl.comm.streams import Step, Transfer
@@ -34,7 +35,7 @@ from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.remainders import written_with_remainders
 from torch_impl.runtime.gather.float8 import QuantizedGather
 from torch_impl.runtime.ground import autograd
-from torch_impl.runtime.ground.buffer import CastGather, FlatBuffer, SplitGather, WeightGather, keeps_shard
+from torch_impl.runtime.ground.buffer import CastGather, FlatBuffer, SplitGather, WeightGather
 from torch_impl.runtime.ground.group_spec import GroupSpec
 from torch_impl.runtime.ground.host_memory import HOST
 from torch_impl.runtime.memory.compute_buffer import ComputeBuffer
@@ -255,8 +256,8 @@ class FlatWeights(GroupWeights):
         stored = torch.int16 if dtypes.remainders else dtypes.main
         self.main = levels.buffer(strategy.optimizer, stored, main_device, pinned)
         self._gather = self._gather_on(device)
-        as_they_are = dtypes.compute == dtypes.main and dtypes.gather is None and spec.host is None
-        self.separate = bool(strategy.optimizer) or not as_they_are
+        # Weights in the host's memory have to be fetched, whatever else they need before their use.
+        self.separate = not computes_with_main(strategy, dtypes) or spec.host is not None
         self.gathers = self.separate and (strategy.optimizer > 0 or not dtypes.remainders)
         self.on_meta, self.compute_device = self.main.flat.is_meta, device
         if not self.separate:

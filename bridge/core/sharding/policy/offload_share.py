@@ -1,0 +1,27 @@
+"""Which arrays of an optimizer's state lie in CPU memory, so that they are a share of all elements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class OffloadShare:
+    """Picks arrays one by one, so that ``fraction`` of all elements is picked, to within half an array."""
+
+    def __init__(self, fraction: float) -> None:
+        self.fraction = fraction
+        self._seen = self._picked = 0
+
+    def picks(self, numel: int) -> bool:
+        """Whether an array of ``numel`` elements, which comes after those asked for so far, is picked."""
+        self._seen += numel
+        if numel == 0 or self._picked + numel / 2 > self.fraction * self._seen:
+            return False
+        self._picked += numel
+        return True
+
+
+def offloaded(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
+    """Names of the arrays that are picked, of elements by name."""
+    share = OffloadShare(fraction)
+    return frozenset(name for name, numel in sizes.items() if share.picks(numel))

@@ -1,0 +1,31 @@
+"""Which dimension of a parameter a style of ``[[parallel]]`` cuts, by what the parameter is.
+
+"colwise" cuts output features, "rowwise" input features, "expert" dimension 0 of every parameter::
+
+    kind                                                 colwise     rowwise
+    linear        of PyTorch: (out, in)                  0           1
+    kernel        of JAX: (in, out), (in, heads, d)      1           0
+                  (heads, d, out)                                    0
+    convolution   of JAX: (..., in, out)                 last        last but one
+    embedding     (tokens, features)                     1           0
+    bias          and every other vector                 0           whole
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+FEATURE_STYLES: Final = ("colwise", "rowwise")
+"""Styles that mean features, and with them a computation on parts of them."""
+_OF_COLWISE: Final = {"linear": 0, "kernel": 1, "embedding": 1}
+
+
+def styled_dimension(style: str, kind: str, ndim: int) -> int | None:
+    """The dimension of a parameter of ``ndim`` dimensions; None for one that stays whole."""
+    if style == "expert":
+        return 0
+    if kind == "bias" or ndim < 2:
+        return 0 if style == "colwise" else None
+    if kind == "convolution":
+        return ndim - 1 if style == "colwise" else ndim - 2
+    return _OF_COLWISE[kind] if style == "colwise" else 1 - _OF_COLWISE[kind]
