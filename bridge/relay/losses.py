@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from bridge.parity.curves.compare import compare_series
-from bridge.parity.curves.found import Departure
 from bridge.parity.curves.report import CurvesReport
 from bridge.parity.curves.series import Series
+from bridge.parity.curves.verdict import Departure
 
 FP32_TOLERANCE = 1e-5
 # Five times what `twinshard relay bfloat16` measured; one rounding to bfloat16 is off by up to 2 ** -9 = 2e-3.

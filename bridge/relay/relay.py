@@ -26,11 +26,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from bridge.checkpoints.compare.diff import diff
 from bridge.checkpoints.convert.conversion import convert
+from bridge.relay.chart import save_picture
 from bridge.relay.config import ConfigError, Leg, RelayConfig
 from bridge.relay.job import Job, read_metrics
 from bridge.relay.launch import LegError, OnStep, Reference, rehearse, run_leg, run_references
 from bridge.relay.norms import Norms
-from bridge.relay.plot import save_picture
 from bridge.relay.report import Hop, LegResult, RelayReport
 
 MAPPING = "decoder"

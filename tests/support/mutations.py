@@ -1924,7 +1924,7 @@ PARITY = [
     ),
     M(
         "a module alone has JAX's outputs of the modules inside",
-        "bridge/parity/stages/alone.py",
+        "bridge/parity/stages/rerun_module.py",
         "if outputs and not any(",
         "if False and not any(",
         "parity/pair/test_run_file.py",

@@ -14,13 +14,13 @@ import numpy as np
 
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
 from bridge.core.mapping.one_rule.sizes import with_config_fields
-from bridge.parity.compare.sensitivity import planted
 from bridge.parity.partners.weight_map import WeightMap
 from bridge.parity.recorded.probe import matched_probes
 from bridge.parity.recorded.recording import Leaves, Side, checked_dtype
 from bridge.parity.recorded.store import Store
 from bridge.parity.report_page.report import ParityReport
 from bridge.parity.stages.compare import Progress, compare_sides
+from bridge.parity.torch.self_test import planted
 
 _PACKAGES = ("torch", "jax", "flax", "numpy", "twinshard")
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from bridge.core.text import first_lines
-from bridge.parity.curves.found import Curves, Departure, Noise
 from bridge.parity.curves.growth import Growth
+from bridge.parity.curves.verdict import Curves, Departure, Noise
 
 _ROWS = 11
 
@@ -106,7 +106,7 @@ class CurvesReport:
 
         ``MetricsError`` for a suffix that matplotlib does not know.
         """
-        from bridge.parity.curves.picture import save_picture
+        from bridge.parity.curves.chart import save_picture
 
         save_picture(
             Path(path), self.curves, self.departures, self.noise, title=self.verdict, metric=self.metric

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 from flax import linen
 
-from bridge.parity.jax.float64 import changed
 from bridge.parity.jax.function import floating_of, merged
 from bridge.parity.jax.leaves import Hidden, cast_floats, is_leaf, named, on_host, reveal
 from bridge.parity.jax.nnx_paths import below
 from bridge.parity.jax.recorder import Again, Arguments, Recorder
+from bridge.parity.jax.run_in_dtype import changed
 from bridge.parity.jax.stacks import Arrays, layer_of, length_of
 from bridge.parity.recorded.recording import heads_of
 from bridge.parity.recorded.tap import listening

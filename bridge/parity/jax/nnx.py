@@ -11,11 +11,11 @@ import jax
 from flax import nnx
 
 from bridge.parity.jax.eager import attribute, without_checkpoint
-from bridge.parity.jax.float64 import changed
 from bridge.parity.jax.function import floating_of, merged
 from bridge.parity.jax.leaves import cast_floats, is_leaf, named, on_host, reveal
 from bridge.parity.jax.nnx_paths import Paths, below
 from bridge.parity.jax.recorder import Again, Arguments, Recorder
+from bridge.parity.jax.run_in_dtype import changed
 from bridge.parity.recorded.recording import heads_of
 from bridge.parity.recorded.tap import listening
 

@@ -22,7 +22,6 @@ import optax
 from flax import nnx
 
 from bridge.core.dtype_names import FLOATING
-from bridge.parity.jax.float64 import settings
 from bridge.parity.jax.function import FunctionModel, merged
 from bridge.parity.jax.leaves import Frozen, described, is_floating, leaves, to_numpy
 from bridge.parity.jax.linen import LinenModel, is_linen
@@ -38,6 +37,7 @@ from bridge.parity.jax.recorder import (
     argument_tree,
     map_arguments,
 )
+from bridge.parity.jax.run_in_dtype import settings
 from bridge.parity.recorded.recording import (
     Leaves,
     Recording,

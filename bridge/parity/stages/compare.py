@@ -19,7 +19,6 @@ from bridge.parity.recorded.distance import FACTOR, epsilon, noise, norm
 from bridge.parity.recorded.recording import Leaves, Side
 from bridge.parity.recorded.store import Store, trim_heap
 from bridge.parity.report_page.report import ParityReport, by_stage
-from bridge.parity.stages.alone import with_right_inputs
 from bridge.parity.stages.backward import (
     activation_rows,
     backward_alone,
@@ -30,6 +29,7 @@ from bridge.parity.stages.backward import (
 from bridge.parity.stages.buffers import buffer_rows, changed_without_partner
 from bridge.parity.stages.forward import Forward, compare_forward
 from bridge.parity.stages.order import Reordered, reordered
+from bridge.parity.stages.rerun_module import with_right_inputs
 
 Progress = Callable[[str], None]
 

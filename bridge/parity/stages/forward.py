@@ -23,8 +23,8 @@ from bridge.parity.causes.makers import moved_to_makers
 from bridge.parity.partners.rows import Row, row_of
 from bridge.parity.partners.runs import CallPair, Runs, children_of, ended, largest_ratio, same_call
 from bridge.parity.recorded.distance import FACTOR, noise
-from bridge.parity.stages.alone import Alone, run_alone
 from bridge.parity.stages.precision import odd_ones, precision_rows
+from bridge.parity.stages.rerun_module import Alone, run_alone
 
 _EQUAL = 0.04
 """Ratio below which float64 runs are equal: what float32 constants leave is larger."""

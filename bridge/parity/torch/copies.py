@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from bridge.core.dtype_names import FLOATING
-from bridge.parity.torch.float64 import all_float64
 from bridge.parity.torch.leaves import cast, deep_copy, is_leaf, is_sharded
+from bridge.parity.torch.run_in_dtype import all_float64
 
 SEED = 0
 
