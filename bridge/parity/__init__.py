@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bridge.parity.compare.captured import capture_jax, capture_torch, compare_traces
     from bridge.parity.compare.parity import parity
     from bridge.parity.compare.run import write_report
-    from bridge.parity.recorded.tap import tap
+    from bridge.parity.recorded.recording import tap
     from bridge.parity.report_page.report import ParityReport
 
 __all__ = [

@@ -157,7 +157,7 @@ class LegPolicy:
         return LegPolicy(path.stem, path.name if name in shipped else str(path), text)
 
     @staticmethod
-    def spelled_out(strategy: str, granularity: str, precision: str) -> LegPolicy:
+    def of_strategy(strategy: str, granularity: str, precision: str) -> LegPolicy:
         """One strategy for a decoder's layers and its root."""
         lines = ["[precision]", f'compute = "{precision}"', 'reduce = "float32"']
         for match in ("layers.*", ""):
@@ -253,7 +253,7 @@ class Leg:
         if self.policy is not None:
             return self.policy
         assert self.strategy is not None
-        return LegPolicy.spelled_out(self.strategy, self.granularity or "row", self.precision or "float32")
+        return LegPolicy.of_strategy(self.strategy, self.granularity or "row", self.precision or "float32")
 
     @property
     def title(self) -> str:

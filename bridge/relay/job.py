@@ -130,7 +130,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def reported_errors(folder: Path, rank: int) -> Iterator[None]:
+def report_errors(folder: Path, rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
@@ -156,10 +156,10 @@ def main(run: Callable[[Job], None], rehearse: Callable[[Job], None] | None = No
     if rehearse is not None and sys.argv[1] == REHEARSE:
         end_with_parent(signal.SIGKILL)
         for job in map(Job.read, sys.argv[2:]):
-            with suppress(Exception), reported_errors(job.folder, rank):
+            with suppress(Exception), report_errors(job.folder, rank):
                 rehearse(job)
         return
     job = Job.read(sys.argv[1])
-    with reported_errors(job.folder, rank):
+    with report_errors(job.folder, rank):
         end_with_parent(signal.SIGKILL)
         run(job)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.relay.job import REHEARSE, Job, read_metrics
-from bridge.relay.lifetime import naming_parent
+from bridge.relay.lifetime import parent_variables
 
 POLL_SECONDS = 0.2
 STALL_SECONDS = 900.0
@@ -67,7 +67,7 @@ def _file_of(job: Job) -> Path:
 def environment(processes: int) -> dict[str, str]:
     """A leg's environment, with the machine's cores shared out over its rank processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    env = {**os.environ, **naming_parent()}
+    env = {**os.environ, **parent_variables()}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]).rstrip(
         os.pathsep
     )
@@ -82,7 +82,7 @@ def run_leg(job: Job, on_step: OnStep) -> float:
     """
     job.write()
     started = time.perf_counter()
-    with _running(command(job), job, job.leg.ranks if job.leg.framework == "torch" else 1) as process:
+    with _run_process(command(job), job, job.leg.ranks if job.leg.framework == "torch" else 1) as process:
         _follow(process, job, on_step)
     _require_success(process, job, job)
     return time.perf_counter() - started
@@ -98,7 +98,7 @@ def run_references(
     for one in references:
         one.job.write()
     first = references[0].job
-    with _running(command_of_references(references), first, 1) as process:
+    with _run_process(command_of_references(references), first, 1) as process:
         for one in references:
             started = time.perf_counter()
             _follow(process, one.job, on_step(one))
@@ -109,7 +109,7 @@ def run_references(
 
 
 @contextmanager
-def _running(command: Sequence[str], job: Job, processes: int) -> Iterator[subprocess.Popen[bytes]]:
+def _run_process(command: Sequence[str], job: Job, processes: int) -> Iterator[subprocess.Popen[bytes]]:
     """A process, which has ended or is stopped at the end; its output goes to the job's folder."""
     with (job.folder / OUTPUT).open("wb") as output:
         process = subprocess.Popen(
@@ -163,10 +163,10 @@ def rehearse(jobs: Sequence[Job]) -> list[str | None]:
                 ) from None
             if status:
                 raise LegError(f"{first.leg.framework}: {_own_error(first, status, first.folder / OUTPUT)}")
-    return [_rehearsed(job) for job in jobs]
+    return [_rehearsal_error(job) for job in jobs]
 
 
-def _rehearsed(job: Job) -> str | None:
+def _rehearsal_error(job: Job) -> str | None:
     report = job.folder / "error-rank0"
     return _summary(report) if report.exists() else None
 

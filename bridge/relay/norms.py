@@ -11,6 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
 from bridge.core.mapping.language.table import MappingTable
 
 Norms = Mapping[str, Mapping[str, float]]
@@ -116,3 +119,30 @@ def first_departure(
             ordered = sorted(beyond, key=lambda far: far.distance / far.allowed, reverse=True)
             return Departure(step, tuple(ordered))
     return None
+
+
+STATE = dict(zip(KINDS[1:], ("exp_avg", "exp_avg_sq"), strict=True))
+
+
+def state_norms(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, with_moments: bool = True
+) -> dict[str, dict[str, float]]:
+    """The norms of whole parameters and of their moments after a step, in float64. Collective.
+
+    ``with_moments``: not of those that are stored in low precision, which are too coarse to be compared.
+    """
+    named = dict(model.named_parameters())
+    kinds: dict[str, dict[str, torch.Tensor]] = {KINDS[0]: dict(named)}
+    if with_moments:
+        kinds |= {
+            kind: {name: optimizer.state[parameter][key] for name, parameter in named.items()}
+            for kind, key in STATE.items()
+        }
+    return {
+        kind: {name: _norm(tensor.detach()) for name, tensor in tensors.items()}
+        for kind, tensors in kinds.items()
+    }
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))

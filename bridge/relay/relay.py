@@ -164,7 +164,7 @@ class _Runner:
         done: list[Callable[[str], None]] = []
 
         def follow(reference: Reference) -> OnStep:
-            on_step, at_end = self._following(titles[len(done)], reference.job.leg.steps)
+            on_step, at_end = self._follow_steps(titles[len(done)], reference.job.leg.steps)
             done.append(at_end)
             return on_step
 
@@ -174,7 +174,9 @@ class _Runner:
         except LegError as error:
             raise RelayError(f"{titles[len(done) - 1]} failed: {error}") from error
         assert start.destination is not None
-        return start.destination, [self._measured(one.job) for one in titled.values() if one.job is not start]
+        return start.destination, [
+            self._read_measurements(one.job) for one in titled.values() if one.job is not start
+        ]
 
     def legs(self, checkpoint: Path) -> list[LegResult]:
         """All legs in order, each from the one before it."""
@@ -192,7 +194,7 @@ class _Runner:
             job = replace(job, source=checkpoint, destination=destination)
             seconds = self._run(f"leg {number} {leg.title}", job)
             size = folder_bytes(destination)
-            losses, norms = self._measured(job)
+            losses, norms = self._read_measurements(job)
             results.append(
                 LegResult(leg.title, leg.precision_words, first, losses, seconds, size, hop, norms)
             )
@@ -203,14 +205,14 @@ class _Runner:
         config = self.config
         return Job(config.model, config.data, config.optimizer, leg, self.out / name, source, None)
 
-    def _measured(self, job: Job) -> Measured:
+    def _read_measurements(self, job: Job) -> Measured:
         lines = read_metrics(job.metrics)
         if len(lines) != job.leg.steps:
             raise RelayError(f"{job.metrics}: expected {job.leg.steps} steps, got {len(lines)}")
         return Measured(*(tuple(line[key] for line in lines) for key in ("loss", "norms")))
 
     def _run(self, title: str, job: Job) -> float:
-        on_step, done = self._following(title, job.leg.steps)
+        on_step, done = self._follow_steps(title, job.leg.steps)
         try:
             seconds = run_leg(job, on_step)
         except LegError as error:
@@ -218,7 +220,7 @@ class _Runner:
         done(f"{seconds:.1f} s")
         return seconds
 
-    def _following(self, title: str, steps: int) -> tuple[OnStep, Callable[[str], None]]:
+    def _follow_steps(self, title: str, steps: int) -> tuple[OnStep, Callable[[str], None]]:
         """What shows each step of a run, and its end with a note."""
         task, done = self._start(title, steps)
 

@@ -164,7 +164,7 @@ class RelayReport:
                 f"{beyond[0].first} ({self._leg_of(beyond[0].first)}), by {beyond[0].largest:+.1e} of the loss at most"
             )
         if (departure := self.departure) is not None:
-            found.append(self._departed(departure))
+            found.append(self._departure_text(departure))
         if self.all_fp32:
             ratio = self.closeness
             if not 1 / CLOSENESS <= ratio <= CLOSENESS:
@@ -204,7 +204,7 @@ class RelayReport:
             )
         return found
 
-    def _departed(self, departure: Departure) -> str:
+    def _departure_text(self, departure: Departure) -> str:
         farthest = "; ".join(map(str, departure.norms[:NAMED]))
         more = f"; {len(departure.norms) - NAMED} more" if len(departure.norms) > NAMED else ""
         return (

@@ -169,3 +169,31 @@ def _offset(torch: np.ndarray, jax: np.ndarray, floor: float, parameters: Leaves
                 if float(np.linalg.norm(mean - sign * value)) <= scale:
                     return f"{words} torch's {name}"
     return "JAX's is torch's plus one vector at every position"
+
+
+def statistics_cause(
+    torch_before: np.ndarray, jax_before: np.ndarray, torch: np.ndarray, jax: np.ndarray, floor: float
+) -> str:
+    """Why two running statistics that began alike differ after a forward; empty where nothing known explains it."""
+    if not fits(torch_before, jax_before, floor):
+        return ""
+    start = torch_before.astype(np.float64).ravel()
+    ours, theirs = torch.astype(np.float64).ravel(), jax.astype(np.float64).ravel()
+    moved, other = ours - start, theirs - start
+    square = float(moved @ moved)
+    factor = float(moved @ other) / square if square > 0 else 0.0
+    if factor and abs(factor - 1) > 1e-6 and fits(factor * moved, other, floor):
+        return f"JAX's moves {factor:.6g} times as far in a step as torch's: momentum a in torch is 1 - a in flax"
+    # torch - r = a (n / (n - 1) v - r) and JAX - r = a (v - r), so (n - 1) (torch - JAX) = JAX - (1 - a) r.
+    known = np.stack([theirs, -start], 1)
+    (part, kept), _, rank, _ = np.linalg.lstsq(known, ours - theirs)
+    if rank < 2 or start.size < 3 or not fits(known @ np.array([part, kept]), ours - theirs, floor):
+        return ""
+    count = 1 / part + 1 if part > 0 else 0.0
+    if count < 1.5 or abs(count - round(count)) > 1e-3 * count or not 0 <= kept / part < 1:
+        return ""
+    return (
+        f"torch keeps the unbiased variance, {round(count)} / {round(count) - 1} times the batch's, and flax the "
+        "biased one; that is the libraries' convention and no fault of the port: compare in eval mode, or list this "
+        "buffer under drop"
+    )

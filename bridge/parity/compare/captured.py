@@ -48,7 +48,7 @@ def capture_torch(
     A sharded model (parameters that are DTensors: FSDP2, ``torch_impl``, tensor parallelism) runs as it is, on all
     ranks of the process group: call this on all of them, with each rank's own batch. See ``capture_sharded``.
     """
-    from bridge.parity.torch.copies import has_shards
+    from bridge.parity.torch.run_in_dtype import has_shards
 
     if has_shards(model):
         from bridge.parity.torch.sharded import capture_sharded
@@ -137,7 +137,14 @@ def compare_traces(
     assert table is not None
     relation = WeightMap.of_sides(table, torch, jax)
     report = compare_sides(
-        torch, jax, None, relation, dtype=torch.dtype, given=pairs, steps=torch.steps, progress=progress
+        torch,
+        jax,
+        None,
+        relation,
+        dtype=torch.dtype,
+        module_pairs=pairs,
+        steps=torch.steps,
+        progress=progress,
     )
     return replace(report, notes=tuple(_notes(torch, jax)))
 

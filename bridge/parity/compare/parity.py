@@ -15,8 +15,8 @@ import numpy as np
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
 from bridge.core.mapping.one_rule.sizes import with_config_fields
 from bridge.parity.partners.weight_map import WeightMap
-from bridge.parity.recorded.probe import matched_probes
-from bridge.parity.recorded.recording import Leaves, Side, checked_dtype
+from bridge.parity.recorded.align import match_leaves
+from bridge.parity.recorded.recording import Leaves, Side, checked_dtype, probe_values
 from bridge.parity.recorded.store import Store
 from bridge.parity.report_page.report import ParityReport
 from bridge.parity.stages.compare import Progress, compare_sides
@@ -84,7 +84,7 @@ def parity(
         jax.hold(name for name, own in relation.sources.items() if relation.torch_buffers.issuperset(own))
     with _weights_for(torch, jax, relation, weights, scale):
         report = compare_sides(
-            torch, jax, batch, relation, dtype=dtype, given=pairs, steps=steps, progress=progress
+            torch, jax, batch, relation, dtype=dtype, module_pairs=pairs, steps=steps, progress=progress
         )
         if self_test and progress is not None:
             progress("self-test: typical faults, one at a time")
@@ -186,3 +186,24 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def matched_probes(torch: Side, jax: Side, batch: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Numbers for both models' output leaves, by the leaves' places.
+
+    Raises ``ValueError`` where no floating output of the one fits one of the other.
+    """
+    ours, theirs = (side.record(batch, "float64", backward=False).calls[0].outputs for side in (torch, jax))
+    first: dict[str, np.ndarray] = {}
+    second: dict[str, np.ndarray] = {}
+    for name, other, way in match_leaves(ours, theirs):
+        if ours[name].dtype.kind not in "iub":
+            first[name] = probe_values(str(len(first)), ours[name].shape)
+            second[other] = way.to_jax(first[name])
+    if not first:
+        shapes = [{name or "output": leaf.shape for name, leaf in one.items()} for one in (ours, theirs)]
+        raise ValueError(
+            f"loss: expected a floating output of the torch model, {shapes[0]}, that fits one of the JAX model, "
+            f"{shapes[1]}; give a loss"
+        )
+    return first, second

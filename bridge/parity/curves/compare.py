@@ -10,11 +10,10 @@ from functools import reduce
 import numpy as np
 
 from bridge.parity.curves.band import default_window, seed_band
-from bridge.parity.curves.growth import Growth, growth
 from bridge.parity.curves.metrics_files import read_metrics
 from bridge.parity.curves.report import CurvesReport
 from bridge.parity.curves.series import MetricsError, Series
-from bridge.parity.curves.verdict import Curves, Departure, Noise, relative_difference
+from bridge.parity.curves.verdict import Curves, Departure, Growth, Noise, growth, relative_difference
 
 PathLike = str | os.PathLike[str]
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from bridge.core.text import first_lines
-from bridge.parity.curves.growth import Growth
-from bridge.parity.curves.verdict import Curves, Departure, Noise
+from bridge.parity.curves.verdict import Curves, Departure, Growth, Noise
 
 _ROWS = 11
 

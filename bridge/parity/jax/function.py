@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
-from bridge.parity.jax.leaves import cast_floats, is_floating, is_leaf, named, on_host, reveal
-from bridge.parity.jax.recorder import Again, Arguments, Recorder
-from bridge.parity.recorded.tap import listening
+from bridge.parity.jax.leaves import cast_floats, floating_of, merge_leaves, on_host, others_of, reveal
+from bridge.parity.jax.recorder import Arguments, CallReplay, Recorder
+from bridge.parity.recorded.recording import listening
 
 
 class FunctionModel:
@@ -29,7 +27,7 @@ class FunctionModel:
     left_out = ()
 
     def load(self, weights: Mapping[str, Any]) -> None:
-        self.tree = merged(self.tree, weights)
+        self.tree = merge_leaves(self.tree, weights)
 
     def instance(self, dtype: str) -> FunctionInstance:
         return FunctionInstance(self.function, cast_floats(on_host(self.tree), dtype))
@@ -57,7 +55,7 @@ class FunctionInstance:
             return loss(lambda *args, **kwargs: self._noted(parameters, (args, kwargs), recorder)), state
 
     def _call(self, parameters: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
-        return self.function(merged(self.tree, parameters), *args, **kwargs)
+        return self.function(merge_leaves(self.tree, parameters), *args, **kwargs)
 
     def _noted(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
         return recorder.call(
@@ -65,7 +63,7 @@ class FunctionInstance:
             getattr(self.function, "__name__", type(self.function).__name__),
             arguments,
             lambda: self._call(parameters, *arguments),
-            lambda: FunctionAgain(self, {path: reveal(leaf) for path, leaf in parameters.items()}),
+            lambda: FunctionReplay(self, {path: reveal(leaf) for path, leaf in parameters.items()}),
         )
 
     def buffers(self, state: Any) -> dict[str, Any]:
@@ -73,7 +71,7 @@ class FunctionInstance:
         return others_of(self.tree)
 
 
-class FunctionAgain(Again):
+class FunctionReplay(CallReplay):
     """The whole function once more."""
 
     def __init__(self, instance: FunctionInstance, parameters: Mapping[str, Any]) -> None:
@@ -84,20 +82,3 @@ class FunctionAgain(Again):
         args, kwargs = arguments
         instance = FunctionInstance(self.function, self.tree)
         return instance.run(parameters, {}, lambda model: model(*args, **kwargs), recorder)[0]
-
-
-def floating_of(tree: Any) -> dict[str, Any]:
-    """The floating arrays of a pytree by path."""
-    return {path: leaf for path, leaf in named(tree) if is_leaf(leaf) and is_floating(leaf)}
-
-
-def others_of(tree: Any) -> dict[str, Any]:
-    """The arrays of integers and booleans of a pytree by path."""
-    return {path: leaf for path, leaf in named(tree) if is_leaf(leaf) and not is_floating(leaf)}
-
-
-def merged(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """A pytree with the leaves that ``leaves`` names in place of its own."""
-    old = list(named(tree))
-    new = [leaves.get(path, leaf) for path, leaf in old]
-    return jax.tree.unflatten(jax.tree.structure(tree), new)

@@ -63,7 +63,7 @@ class Frozen:
         graphdef, state = nnx.split(node)
         return Frozen(graphdef, jax.tree.map(reveal, nnx.as_pure(state)))
 
-    def thawed(self) -> Any:
+    def thaw(self) -> Any:
         """A new one with those values."""
         return nnx.merge(self.graphdef, self.state)
 
@@ -133,7 +133,7 @@ def to_numpy(tree: Any) -> dict[str, np.ndarray]:
     return {place: np.asarray(reveal(leaf)) for place, leaf in leaves(tree).items()}
 
 
-def watched(array: jax.Array, token: jax.Array, note: Callable[[np.ndarray], None]) -> jax.Array:
+def watch_gradient(array: jax.Array, token: jax.Array, note: Callable[[np.ndarray], None]) -> jax.Array:
     """``array``, whose gradient goes to ``note`` in the backward.
 
     ``token``: a number that the backward differentiates by; through it the backward also comes to arrays that no
@@ -170,7 +170,7 @@ def on_host(tree: Any) -> Any:
     return jax.tree.map(whole, tree)
 
 
-def described(batch: Any) -> str:
+def describe(batch: Any) -> str:
     """The leaves of a batch with shape and dtype, for messages."""
     found = leaves(batch)
     return (
@@ -183,7 +183,65 @@ def key_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def named(tree: Any) -> Iterator[tuple[str, Any]]:
+def leaves_by_path(tree: Any) -> Iterator[tuple[str, Any]]:
     """Leaves of a pytree with the keys above them, joined by slashes."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         yield key_name(path), leaf
+
+
+def below(path: str, *names: Any) -> str:
+    """A path of one more part."""
+    return "/".join([*([path] if path else []), *map(str, names)])
+
+
+Arrays = Mapping[str, Any]
+
+
+def length_of(arrays: Arrays, stack: Arrays) -> int:
+    """How many layers with the names and shapes of ``arrays`` a stack has, on leading axes; 0 if it is no stack."""
+    if not arrays or arrays.keys() != stack.keys():
+        return 0
+    shapes = {
+        (np.shape(stack[name])[:1], np.shape(stack[name])[1:] == np.shape(x)) for name, x in arrays.items()
+    }
+    (first, same), *others = shapes
+    return int(first[0]) if first and same and not others else 0
+
+
+def equal(arrays: Arrays, others: Arrays, layer: int | None = None) -> bool:
+    """Whether names and values are equal, of the other's ``layer`` if given. Raises ``Hidden``."""
+    if arrays.keys() != others.keys():
+        return False
+    for name, array in arrays.items():
+        other = reveal(others[name])
+        mine, theirs = np.asarray(reveal(array)), np.asarray(other if layer is None else other[layer])
+        if mine.shape != theirs.shape or not np.array_equal(mine, theirs, equal_nan=True):
+            return False
+    return True
+
+
+def layer_of(arrays: Arrays, stack: Arrays, turn: int) -> int | None:
+    """The layer of a stack with these values; of several, the first from ``turn`` on, around the end.
+
+    None if there is none. Raises ``Hidden``.
+    """
+    length = length_of(arrays, stack)
+    turns = [(turn + step) % length for step in range(length)]
+    return next((number for number in turns if equal(arrays, stack, number)), None)
+
+
+def floating_of(tree: Any) -> dict[str, Any]:
+    """The floating arrays of a pytree by path."""
+    return {path: leaf for path, leaf in leaves_by_path(tree) if is_leaf(leaf) and is_floating(leaf)}
+
+
+def others_of(tree: Any) -> dict[str, Any]:
+    """The arrays of integers and booleans of a pytree by path."""
+    return {path: leaf for path, leaf in leaves_by_path(tree) if is_leaf(leaf) and not is_floating(leaf)}
+
+
+def merge_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
+    """A pytree with the leaves that ``leaves`` names in place of its own."""
+    old = list(leaves_by_path(tree))
+    new = [leaves.get(path, leaf) for path, leaf in old]
+    return jax.tree.unflatten(jax.tree.structure(tree), new)

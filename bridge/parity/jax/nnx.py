@@ -8,16 +8,27 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import jax
+import numpy as np
 from flax import nnx
 
-from bridge.parity.jax.eager import attribute, without_checkpoint
-from bridge.parity.jax.function import floating_of, merged
-from bridge.parity.jax.leaves import cast_floats, is_leaf, named, on_host, reveal
-from bridge.parity.jax.nnx_paths import Paths, below
-from bridge.parity.jax.recorder import Again, Arguments, Recorder
-from bridge.parity.jax.run_in_dtype import changed
-from bridge.parity.recorded.recording import heads_of
-from bridge.parity.recorded.tap import listening
+from bridge.parity.jax.leaves import (
+    Arrays,
+    Hidden,
+    below,
+    cast_floats,
+    equal,
+    floating_of,
+    is_leaf,
+    layer_of,
+    leaves_by_path,
+    length_of,
+    merge_leaves,
+    on_host,
+    reveal,
+)
+from bridge.parity.jax.recorder import Arguments, CallReplay, Recorder
+from bridge.parity.jax.run_in_dtype import attribute, change_dtypes, without_checkpoint
+from bridge.parity.recorded.recording import heads_of, listening
 
 
 def parameters_of(module: nnx.Module) -> dict[str, Any]:
@@ -76,7 +87,7 @@ class NnxModel:
         module = nnx.merge(graphdef, parameters, state)
         for _, one in nnx.iter_modules(module):
             for name, value in list(vars(one).items()):
-                new = changed(value, dtype, name)
+                new = change_dtypes(value, dtype, name)
                 if new is not value:
                     setattr(one, name, new)
         return NnxInstance(module)
@@ -97,11 +108,11 @@ class NnxInstance:
         loss: Callable[[Any], Any],
         recorder: Recorder | None = None,
     ) -> tuple[Any, Any]:
-        module = nnx.merge(self.graphdef, merged(self.tree, parameters), state)
+        module = nnx.merge(self.graphdef, merge_leaves(self.tree, parameters), state)
         if recorder is None:
             value = loss(module)
         else:
-            with noted_calls(Paths(module), recorder):
+            with record_calls(Paths(module), recorder):
                 value = loss(module)
         return value, nnx.as_pure(nnx.state(module, nnx.Not(nnx.Param)))
 
@@ -110,7 +121,7 @@ class NnxInstance:
 
 
 @contextmanager
-def noted_calls(paths: Paths, recorder: Recorder) -> Iterator[None]:
+def record_calls(paths: Paths, recorder: Recorder) -> Iterator[None]:
     """While this is open, ``recorder`` notes every call of the modules below ``paths.root``, and every tap."""
 
     def wrap(owner: type, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +136,7 @@ def noted_calls(paths: Paths, recorder: Recorder) -> Iterator[None]:
                 owner.__name__,
                 (args, kwargs),
                 lambda: call(self, *args, **kwargs),
-                lambda: NnxAgain(self, paths),
+                lambda: NnxReplay(self, paths),
                 heads_of(self),
             )
 
@@ -140,19 +151,112 @@ def noted_calls(paths: Paths, recorder: Recorder) -> Iterator[None]:
         yield
 
 
-class NnxAgain(Again):
+class NnxReplay(CallReplay):
     """A module with the values of all its variables at the time of the call, and the paths of what is in it."""
 
     def __init__(self, module: nnx.Module, paths: Paths) -> None:
         self.names = paths.inside(module)
         self.graphdef, *trees = split(module)
         self.tree, self.state = jax.tree.map(reveal, trees)
-        self.full = {name: self.names.get(name, name) for name, _ in named(self.tree)}
+        self.full = {name: self.names.get(name, name) for name, _ in leaves_by_path(self.tree)}
         self.parameters = {self.full[name]: leaf for name, leaf in floating_of(self.tree).items()}
 
     def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
         own = {name: parameters[full] for name, full in self.full.items() if full in parameters}
-        module: Any = nnx.merge(self.graphdef, merged(self.tree, own), self.state)
-        with noted_calls(Paths(module, self.names), recorder):
+        module: Any = nnx.merge(self.graphdef, merge_leaves(self.tree, own), self.state)
+        with record_calls(Paths(module, self.names), recorder):
             args, kwargs = arguments
             return module(*args, **kwargs)
+
+
+def variables_of(module: nnx.Module) -> dict[str, Any]:
+    """Values of a module's parameters by path below it."""
+    return {below("", *path): one[...] for path, one in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+
+
+class Paths:
+    """Paths of the modules and variables below ``root``.
+
+    ``names``: what they are called, by path below ``root``; by default just so.
+    """
+
+    def __init__(self, root: nnx.Module, names: Mapping[str, str] | None = None) -> None:
+        self.root = root
+        self._paths: dict[int, str] = {}
+        self._held: list[Any] = []
+        self._modules: list[tuple[str, Any]] = []
+        self._turns: dict[str, int] = {}
+        self._adopt(root, "", names)
+        self._own = list(self._modules)
+
+    def of(self, module: Any, around: str | None) -> str | None:
+        """The path of a module that is called inside of a call of ``around``; None for one that is no part of it."""
+        if id(module) not in self._paths:
+            try:
+                path = self._recognized(module, around or "")
+            except Hidden:
+                path = None
+            if path is None:
+                return None
+            self._adopt(module, path)
+        return self._paths[id(module)]
+
+    def inside(self, module: nnx.Module) -> dict[str, str]:
+        """Paths by path below ``module``, of modules and variables."""
+        return {
+            below("", *path): self._paths[id(node)]
+            for path, node in _nodes(module)
+            if id(node) in self._paths
+        }
+
+    def _adopt(self, module: Any, prefix: str, names: Mapping[str, str] | None = None) -> None:
+        self._held.append(module)
+        for path, node in _nodes(module):
+            local = below("", *path)
+            name = below(prefix, *path) if names is None else names.get(local)
+            if name is None or id(node) in self._paths:
+                continue
+            self._held.append(node)
+            self._paths[id(node)] = name
+            if isinstance(node, nnx.Module):
+                self._modules.append((name, node))
+
+    def _recognized(self, module: Any, around: str) -> str | None:
+        arrays = variables_of(module)
+
+        def nearest(one: tuple[str, Arrays]) -> bool:
+            """Those inside of the call that runs come first."""
+            return bool(around) and not one[0].startswith(around + "/")
+
+        def alike(modules: list[tuple[str, Any]]) -> list[tuple[str, Arrays]]:
+            return [(path, variables_of(other)) for path, other in modules if type(other) is type(module)]
+
+        stacks = sorted((one for one in alike(self._modules) if length_of(arrays, one[1])), key=nearest)
+        for path, stack in stacks:
+            number = layer_of(arrays, stack, self._turns.get(path, 0))
+            if number is not None:
+                return self._layer_path(path, number, around, length_of(arrays, stack))
+        same = sorted((one for one in alike(self._own) if equal(arrays, one[1])), key=nearest)
+        if same and (arrays or len(same) == 1):
+            return same[0][0]
+        if stacks:
+            # Its parameters were changed on the way, such as to another dtype.
+            path, stack = stacks[0]
+            length = length_of(arrays, stack)
+            return self._layer_path(path, self._turns.get(path, 0) % length, around, length)
+        return None
+
+    def _layer_path(self, path: str, number: int, around: str, length: int) -> str:
+        self._turns[path] = self._turns.get(path, 0) + 1
+        # The scan may be within the call of the stack itself, which then never calls its layers.
+        if around and path.startswith(around + "/"):
+            outer = next((variables_of(other) for name, other in self._modules if name == around), {})
+            if outer and all(np.shape(array)[:1] == (length,) for array in outer.values()):
+                return below(around, number, path[len(around) + 1 :])
+        return below(path, number)
+
+
+def _nodes(module: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    return (
+        (path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree | nnx.Variable)
+    )

@@ -20,10 +20,10 @@ from bridge.parity.jax.leaves import (
     map_leaves,
     reveal,
     to_numpy,
-    watched,
+    watch_gradient,
 )
 from bridge.parity.recorded.recording import Call, Heads, Leaves, Replacements
-from bridge.parity.recorded.store import Store, Stored, StoredLeaves, mapped_together
+from bridge.parity.recorded.store import Store, Stored, StoredLeaves, map_together
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -45,7 +45,7 @@ def map_arguments(
     )
 
 
-def shelved(tree: Any, store: Store, known: dict[int, tuple[Any, Any]]) -> Any:
+def store_leaves(tree: Any, store: Store, known: dict[int, tuple[Any, Any]]) -> Any:
     """A pytree with ``Stored`` in place of its large arrays; see ``Again.shelve``."""
 
     def leaf(x: Any) -> Any:
@@ -64,11 +64,11 @@ def _kept(array: Any, place: str, inputs: MutableMapping[str, np.ndarray]) -> An
     """An array of a call's arguments, or where it is on disk."""
     if not isinstance(inputs, StoredLeaves) or not isinstance(array, jax.Array) or array.weak_type:
         return array
-    stored = inputs.kept(place)
+    stored = inputs.location(place)
     return stored if isinstance(stored, Stored) else array
 
 
-class Again(Protocol):
+class CallReplay(Protocol):
     """A module as it was when it was called: its own weights and state, without anything of a gradient.
 
     ``parameters``: by full path. ``tree``: the same and all that has no gradient, as the module has them.
@@ -80,15 +80,15 @@ class Again(Protocol):
     def shelve(self, store: Store, known: dict[int, tuple[Any, Any]]) -> None:
         """Write the weights to ``store``. ``known``: by id, arrays that were written, each with what stands for it."""
         self.tree, self.parameters = (
-            shelved(one, store, known) for one in (self.tree, dict(self.parameters))
+            store_leaves(one, store, known) for one in (self.tree, dict(self.parameters))
         )
 
-    def loaded(self) -> Self:
+    def load_weights(self) -> Self:
         """The same with its weights mapped."""
         twin = copy.copy(self)
         leaves, structure = jax.tree.flatten((self.tree, self.parameters))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Stored)]
-        arrays = mapped_together([leaves[place] for place in places])
+        arrays = map_together([leaves[place] for place in places])
         for place, array in zip(places, arrays, strict=True):
             leaves[place] = jnp.asarray(array)
         twin.tree, twin.parameters = jax.tree.unflatten(structure, leaves)
@@ -163,7 +163,7 @@ class Entry:
     inputs: Leaves
     parent: int | None
     arguments: Arguments
-    again: Again | None
+    replay: CallReplay | None
     outputs: Leaves | None = None
     heads: Heads = ((), ())
     gradients: MutableMapping[str, np.ndarray] = field(default_factory=dict)
@@ -199,13 +199,13 @@ class Recorder:
         kind: str,
         arguments: Arguments,
         run: Callable[[], Any],
-        keep: Callable[[], Again | None],
+        keep: Callable[[], CallReplay | None],
         heads: Heads = ((), ()),
     ) -> Any:
         """``run()``, noted. Calls whose arguments have no values, as inside of ``vmap``, are run and not noted."""
         try:
             inputs = self._leaves(to_numpy(argument_tree(arguments)))
-            again = keep()
+            replay = keep()
             kept = map_arguments(
                 lambda place, array: _kept(reveal(array), place, inputs), arguments, Frozen.of
             )
@@ -214,7 +214,7 @@ class Recorder:
         number = self._counts.get(path, 0)
         self._counts[path] = number + 1
         parent = self._open[-1] if self._open else None
-        entry = Entry(path, number, kind, inputs, parent, kept, again, gradients=self._leaves(), heads=heads)
+        entry = Entry(path, number, kind, inputs, parent, kept, replay, gradients=self._leaves(), heads=heads)
         self._open.append(len(self.entries))
         self.entries.append(entry)
         try:
@@ -246,7 +246,9 @@ class Recorder:
             if self.token is None or not is_floating(array):
                 return array
             entry.gradients[place] = np.zeros(array.shape, array.dtype)
-            return watched(jnp.asarray(array), self.token, lambda got: entry.gradients.update({place: got}))
+            return watch_gradient(
+                jnp.asarray(array), self.token, lambda got: entry.gradients.update({place: got})
+            )
 
         return map_leaves(leaf, output)
 

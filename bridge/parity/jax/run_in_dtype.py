@@ -7,15 +7,15 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FunctionType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from bridge.parity.jax.eager import attribute, no_checkpoints
+from flax import nnx
 
 NARROW = ("bfloat16", "float16")
 _SCALARS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -34,7 +34,7 @@ def target(dtype: str, of: str) -> str | None:
     return None
 
 
-def retyped(value: Any, dtype: str, *, text: bool = False) -> Any:
+def retype(value: Any, dtype: str, *, text: bool = False) -> Any:
     """A dtype in any spelling for a run in ``dtype``; other values as they are. ``text``: may be a dtype's name."""
     if isinstance(value, str):
         return (target(dtype, value) if text else None) or value
@@ -45,18 +45,20 @@ def retyped(value: Any, dtype: str, *, text: bool = False) -> Any:
     return value
 
 
-def changed(value: Any, dtype: str, name: str = "") -> Any:
+def change_dtypes(value: Any, dtype: str, name: str = "") -> Any:
     """``value``, an attribute called ``name``, for a run in ``dtype``: a copy where something changed, else itself.
 
     Dtypes are found in the attribute itself, in dataclasses, tuples, lists and dicts, and as text in what is called
     ``dtype``.
     """
-    new = retyped(value, dtype, text="dtype" in name)
+    new = retype(value, dtype, text="dtype" in name)
     if new is not value:
         return new
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
-        different = {key: new for key, old in fields.items() if (new := changed(old, dtype, key)) is not old}
+        different = {
+            key: new for key, old in fields.items() if (new := change_dtypes(old, dtype, key)) is not old
+        }
         if not different:
             return value
         twin = copy.copy(value)
@@ -64,10 +66,10 @@ def changed(value: Any, dtype: str, name: str = "") -> Any:
             object.__setattr__(twin, key, new)
         return twin
     if type(value) in (tuple, list):
-        items = [changed(item, dtype, name) for item in value]
+        items = [change_dtypes(item, dtype, name) for item in value]
         return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
     if type(value) is dict:
-        new_items = {key: changed(item, dtype, str(key)) for key, item in value.items()}
+        new_items = {key: change_dtypes(item, dtype, str(key)) for key, item in value.items()}
         return new_items if any(new_items[key] is not value[key] for key in value) else value
     return value
 
@@ -146,8 +148,8 @@ def _with_float64(function: Callable[..., Any]) -> Callable[..., Any]:
         if _by_jax():
             return function(*args, **kwargs)
         return function(
-            *(retyped(value, "float64", text=True) for value in args),
-            **{name: retyped(value, "float64", text=True) for name, value in kwargs.items()},
+            *(retype(value, "float64", text=True) for value in args),
+            **{name: retype(value, "float64", text=True) for name, value in kwargs.items()},
         )
 
     return wide
@@ -179,3 +181,89 @@ def _with_float32_chance(bernoulli: Callable[..., Any]) -> Callable[..., Any]:
         return bernoulli(key, p if _by_jax() else _CONVERT(p, np.float32), *args, **kwargs)
 
     return drawn
+
+
+@contextmanager
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is ``value`` while this is open."""
+    own = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+@contextmanager
+def no_checkpoints(modules: Iterable[str]) -> Iterator[None]:
+    """While this is open, ``jax.checkpoint`` and ``jax.remat`` do nothing.
+
+    Neither do those that were put before around functions of the Python ``modules`` and methods of their classes.
+    """
+    with ExitStack() as stack:
+        for name in ("checkpoint", "remat"):
+            stack.enter_context(attribute(jax, name, _transparent))
+        for owner, name, inner in _checkpointed(tuple(modules)):
+            stack.enter_context(attribute(owner, name, inner))
+        yield
+
+
+@functools.lru_cache(maxsize=8)
+def _checkpointed(modules: tuple[str, ...]) -> list[tuple[Any, str, Any]]:
+    """Where functions with checkpoints are, and the functions without them; a run has many reruns."""
+    found = []
+    for module in {name: sys.modules[name] for name in modules if name in sys.modules}.values():
+        own = [
+            one
+            for one in vars(module).values()
+            if isinstance(one, type) and one.__module__ == module.__name__
+        ]
+        for owner in [module, *own]:
+            for name, value in list(vars(owner).items()):
+                inner = without_checkpoint(value)
+                if inner is not value:
+                    found.append((owner, name, inner))
+    return found
+
+
+def _transparent(function: Any = None, **options: Any) -> Any:
+    return function if function is not None else lambda given: given
+
+
+def without_checkpoint(function: Any) -> Any:
+    """What ``jax.checkpoint`` or ``nnx.remat`` was put around; anything else as it is."""
+    if not isinstance(function, FunctionType):
+        return function
+    links = _links(function)
+    marks = [_mark(link) for link in links]
+    for wrappers in CHECKPOINTS:
+        if len(links) > len(wrappers) and marks[: len(wrappers)] == wrappers:
+            return without_checkpoint(links[len(wrappers)])
+    return function
+
+
+def _links(function: Any) -> list[Any]:
+    """A function and what it wraps, from the outside to the inside."""
+    links = [function]
+    while hasattr(links[-1], "__wrapped__"):
+        links.append(links[-1].__wrapped__)
+    return links
+
+
+def _mark(function: Any) -> frozenset[Any]:
+    """The code of a wrapper and of the functions that it calls, without the function that it wraps."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    inner = [one for one in cells if one is not getattr(function, "__wrapped__", None)]
+    return frozenset(one.__code__ for one in (function, *inner) if isinstance(one, FunctionType))
+
+
+def _wrappers(checkpoint: Callable[..., Any]) -> list[frozenset[Any]]:
+    """What ``checkpoint`` puts around a function."""
+    return [_mark(link) for link in _links(checkpoint(lambda: None))[:-1]]
+
+
+CHECKPOINTS = [_wrappers(jax.checkpoint), _wrappers(nnx.remat)]

@@ -22,15 +22,15 @@ import optax
 from flax import nnx
 
 from bridge.core.dtype_names import FLOATING
-from bridge.parity.jax.function import FunctionModel, merged
-from bridge.parity.jax.leaves import Frozen, described, is_floating, leaves, to_numpy
+from bridge.parity.jax.function import FunctionModel
+from bridge.parity.jax.leaves import Frozen, describe, is_floating, leaves, merge_leaves, to_numpy
 from bridge.parity.jax.linen import LinenModel, is_linen
 from bridge.parity.jax.losses import Loss, as_batch, as_loss, in_order
 from bridge.parity.jax.nnx import NnxModel
 from bridge.parity.jax.recorder import (
     Adapter,
-    Again,
     Arguments,
+    CallReplay,
     Entry,
     Instance,
     Recorder,
@@ -157,13 +157,13 @@ class JaxSide:
             self._entries[dtype] = {
                 (entry.path, entry.number): entry
                 for entry in recorder.entries
-                if entry.outputs is not None and entry.again is not None
+                if entry.outputs is not None and entry.replay is not None
             }
             found = _stored(gradients, store)
             known: dict[int, tuple[Any, Any]] = {}
             for entry in self._entries[dtype].values():
-                assert entry.again is not None
-                entry.again.shelve(store, known)
+                assert entry.replay is not None
+                entry.replay.shelve(store, known)
             buffers = _stored(instance.buffers(state), store)
             return Recording(dtype, recorder.calls(), float(value), found, buffers)
 
@@ -196,17 +196,17 @@ class JaxSide:
         that was not recorded, for a tap, and for leaves that the call has not.
         """
         entry = self._entries.get(dtype, {}).get((path, number))
-        if entry is None or entry.again is None:
+        if entry is None or entry.replay is None:
             raise KeyError(f"no call {number} of module {path!r} was recorded in {dtype}")
         _known(path, "input", inputs, entry.inputs)
         with settings(dtype, self._python):
-            again = entry.again.loaded()
+            replay = entry.replay.load_weights()
             given = _arguments_with(entry.arguments, inputs)
             if cotangents is None:
                 recorder = Recorder(None, replaced)
-                output = again(again.parameters, _thawed(given), recorder)
+                output = replay(replay.parameters, _thaw(given), recorder)
                 return Rerun(to_numpy(output), recorder.calls(first=1))
-            return _backward(path, again, given, cotangents, replaced)
+            return _backward(path, replay, given, cotangents, replaced)
 
     def forget(self) -> None:
         """Free the calls, with their modules, that ``rerun`` needs; of a large model also JAX's compiled operations."""
@@ -242,7 +242,7 @@ class JaxSide:
 
             # Copies, because the instance may share arrays with the model or hold one twice. It needs its own no more.
             parameters = {path: jnp.array(array, copy=True) for path, array in instance.parameters.items()}
-            instance.tree = merged(instance.tree, dict.fromkeys(instance.parameters, 0.0))
+            instance.tree = merge_leaves(instance.tree, dict.fromkeys(instance.parameters, 0.0))
             instance.parameters, state = {}, instance.state
             trained = {path: array for path, array in parameters.items() if path not in self._held}
             moments = _unshared(self._optimizer.init(trained), parameters.values())
@@ -275,7 +275,7 @@ class JaxSide:
             )
         except Exception as error:
             raise ValueError(
-                f"the model or its loss refuses the batch ({described(batch)}): "
+                f"the model or its loss refuses the batch ({describe(batch)}): "
                 f"{type(error).__name__}: {error}"
             ) from error
         shape = getattr(value, "shape", None)
@@ -315,7 +315,7 @@ def _stored(arrays: Mapping[str, Any], store: Store) -> Leaves:
 
 
 def _backward(
-    path: str, again: Again, given: Arguments, cotangents: Leaves, replaced: Replacements | None
+    path: str, replay: CallReplay, given: Arguments, cotangents: Leaves, replaced: Replacements | None
 ) -> Rerun:
     recorders: list[Recorder] = []
     outputs: dict[str, np.ndarray] = {}
@@ -323,11 +323,11 @@ def _backward(
 
     def run(parameters: Mapping[str, Any], floating: Mapping[str, Any], token: Any) -> Any:
         recorders.append(Recorder(token, replaced))
-        output = again(parameters, _thawed(_arguments_with(given, floating)), recorders[-1])
+        output = replay(parameters, _thaw(_arguments_with(given, floating)), recorders[-1])
         outputs.update(to_numpy(output))
         return {place: leaf for place, leaf in leaves(output).items() if is_floating(leaf)}
 
-    found, pull = jax.vjp(run, dict(again.parameters), floating, jnp.zeros((), jnp.float32))
+    found, pull = jax.vjp(run, dict(replay.parameters), floating, jnp.zeros((), jnp.float32))
     _known(path, "output", cotangents, found)
     gradients, input_gradients, _ = pull(
         {
@@ -354,10 +354,10 @@ def _arguments_with(arguments: Arguments, given: Mapping[str, Any]) -> Arguments
     return map_arguments(leaf, arguments, lambda node: node)
 
 
-def _thawed(arguments: Arguments) -> Arguments:
+def _thaw(arguments: Arguments) -> Arguments:
     """Arguments with new modules and ``Rngs`` in place of frozen ones, for one run."""
     return map_arguments(
-        lambda _, array: array, arguments, lambda node: node.thawed() if isinstance(node, Frozen) else node
+        lambda _, array: array, arguments, lambda node: node.thaw() if isinstance(node, Frozen) else node
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -146,7 +146,7 @@ class Runs:
 
     def pairs(self, modules: Modules, weights: WeightMap) -> list[CallPair]:
         """Partner calls, in the order in which torch's began."""
-        return decided(list(self._pairs(modules, weights)))
+        return decide_layouts(list(self._pairs(modules, weights)))
 
     def _pairs(self, modules: Modules, weights: WeightMap) -> Iterator[CallPair]:
         matrices = {name: leaf.shape for name, leaf in self.parameters.items() if leaf.ndim == 2}
@@ -170,7 +170,7 @@ def _like(instead: Alignment, way: Alignment, jax: np.ndarray) -> Alignment:
     return next((other for other in ways if other.moves == instead.moves), way)
 
 
-def decided(pairs: Sequence[CallPair]) -> list[CallPair]:
+def decide_layouts(pairs: Sequence[CallPair]) -> list[CallPair]:
     """The pairs, with what the others and their kinds of modules say where a layout is in doubt."""
     certain, chosen = ([_moves(pair, doubted) for pair in pairs] for doubted in (False, True))
     decided_pairs = []
@@ -197,26 +197,35 @@ def _channels(pair: CallPair) -> tuple[Moves, ...]:
     return CHANNELS_LAST if {pair.torch.kind[:4], pair.jax.kind[:4]} == {"Conv"} else ()
 
 
-def same_call(recording: Recording, call: Call) -> Call | None:
-    """This call in another run of the same side."""
-    return recording.find(call.path, call.number)
+Group = Literal["inputs", "outputs", "gradients"]
 
 
-def largest_ratio(runs: Runs, pair: CallPair, what: Literal["inputs", "outputs"]) -> float:
+class LeafPair(NamedTuple):
+    """A leaf of two partner calls in float64, torch's in the JAX layout, and what rounding explains, absolute."""
+
+    torch: np.ndarray
+    jax: np.ndarray
+    floor: float
+
+
+def leaf_pair(runs: Runs, pair: CallPair, group: Group, matched: tuple[str, str, Alignment]) -> LeafPair:
+    """The values of one matched leaf as they happened."""
+    name, jax_name, way = matched
+    torch, jax = way.to_jax(getattr(pair.torch, group)[name]), getattr(pair.jax, group)[jax_name]
+    # Rounding may tip a router over, and a call of the float64 run then has no twin in the compute dtype.
+    torch_call = runs.torch_low.find(pair.torch.path, pair.torch.number)
+    jax_call = runs.jax_low.find(pair.jax.path, pair.jax.number)
+    torch_low = None if torch_call is None else getattr(torch_call, group).get(name)
+    jax_low = None if jax_call is None else getattr(jax_call, group).get(jax_name)
+    torch_noise = noise(None if torch_low is None else way.to_jax(torch_low), torch, runs.dtype)
+    return LeafPair(torch, jax, max(torch_noise, noise(jax_low, jax, runs.dtype)))
+
+
+def largest_ratio(runs: Runs, pair: CallPair, group: Literal["inputs", "outputs"]) -> float:
     """How far a pair's matched inputs or outputs are apart as they happened, over the floor; NaN without any."""
-    coarse, other_coarse = same_call(runs.torch_low, pair.torch), same_call(runs.jax_low, pair.jax)
-    matched: Matched = getattr(pair, what)
-    ratios = []
-    for name, other, way in matched:
-        high = way.to_jax(getattr(pair.torch, what)[name])
-        found = getattr(pair.jax, what)[other]
-        floor = max(
-            noise(None if coarse is None else way.to_jax(getattr(coarse, what)[name]), high, runs.dtype),
-            noise(
-                None if other_coarse is None else getattr(other_coarse, what).get(other), found, runs.dtype
-            ),
-        )
-        ratios.append(ratio_of(distance(high, found, runs.dtype), floor))
+    matched: Matched = getattr(pair, group)
+    values = (leaf_pair(runs, pair, group, leaf) for leaf in matched)
+    ratios = [ratio_of(distance(torch, jax, runs.dtype), floor) for torch, jax, floor in values]
     return max(ratios, default=math.nan)
 
 
@@ -248,7 +257,8 @@ def children_of(outer: CallPair, every: Sequence[CallPair], runs: Runs) -> Child
         pair = known.get(id(call))
         if pair is None or not any(pair.jax is one for one in inside_jax):
             continue
-        if _nearest(call, known, runs.torch_high) is not outer.torch:
+        around = calls_around(call, runs.torch_high)
+        if next((parent for parent in around if id(parent) in known), None) is not outer.torch:
             continue
         found.append(pair)
         torch_numbers.append(_number(call, inside_torch))
@@ -265,14 +275,12 @@ def _inside(outer: Call, recording: Recording) -> list[Call]:
     return [calls[index] for index in sorted(found)]
 
 
-def _nearest(call: Call, known: dict[int, CallPair], recording: Recording) -> Call | None:
+def calls_around(call: Call, recording: Recording) -> Iterator[Call]:
+    """The calls around a call, from inside."""
     parent = call.parent
     while parent is not None:
-        around = recording.calls[parent]
-        if id(around) in known:
-            return around
-        parent = around.parent
-    return None
+        yield recording.calls[parent]
+        parent = recording.calls[parent].parent
 
 
 def _number(call: Call, among: Sequence[Call]) -> int:
@@ -280,17 +288,15 @@ def _number(call: Call, among: Sequence[Call]) -> int:
     return next(number for number, one in enumerate(same) if one is call)
 
 
-def ended(runs: Runs, pairs: Sequence[CallPair]) -> list[CallPair]:
+def inner_first(runs: Runs, pairs: Sequence[CallPair]) -> list[CallPair]:
     """The pairs in the order in which torch's calls end: inner modules before those around them."""
     calls = runs.torch_high.calls
     ends = {id(call): number for number, call in enumerate(calls)}
     depths = dict.fromkeys(ends, 0)
     for number, call in enumerate(calls):
-        parent = call.parent
-        while parent is not None:
-            ends[id(calls[parent])] = number
+        for around in calls_around(call, runs.torch_high):
+            ends[id(around)] = number
             depths[id(call)] += 1
-            parent = calls[parent].parent
     return sorted(pairs, key=lambda pair: (ends[id(pair.torch)], -depths[id(pair.torch)]))
 
 

@@ -15,10 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 
-from bridge.core.formats.tensors.base import Box
+from bridge.core.formats.tensors.base import Box, TensorInfo, TreePath, Wanted
 from bridge.core.mapping import MappingError, MappingTable
 from bridge.core.mapping.language.entries import Entry, Rule
 from bridge.core.mapping.one_rule.apply import AppliedRule
@@ -27,7 +30,6 @@ from bridge.core.mapping.one_rule.sizes import known_sizes
 from bridge.core.mapping.states.found import Found, NameIndex, find
 from bridge.core.text import first_of
 from bridge.parity.partners.rows import BUFFER
-from bridge.parity.recorded.in_memory import ArrayReader
 from bridge.parity.recorded.recording import Leaves, Side
 
 Key = tuple[str, tuple[int, ...]]
@@ -352,3 +354,48 @@ def _along(entry: Entry, values: Mapping[str, int]) -> tuple[int, ...]:
         return ()
     axes: Iterable[str] = dict.fromkeys(axis for axes in entry.expression.axis_sets() for axis in axes)
     return tuple(values[axis] for axis in axes if axis in values and axis not in entry.path.indices)
+
+
+class ArrayReader:
+    """A ``CheckpointReader`` over ``arrays`` by name. ``where`` stands for its path in errors."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], separator: str, where: str) -> None:
+        self.format = "orbax" if separator == "/" else "dcp"
+        self.path: Path | str = where
+        self._arrays = arrays
+        self.tensors = {
+            name: TensorInfo(
+                name,
+                tuple(name.split("/")) if separator == "/" else (name,),
+                array.shape,
+                array.dtype,
+                (Box.whole(array.shape),),
+            )
+            for name, array in arrays.items()
+        }
+        self.objects: Mapping[str, object] = {}
+        self.object_paths: Mapping[str, TreePath] = {}
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        box = Box.whole(self.tensors[name].shape) if box is None else box
+        return np.array(self._arrays[name][box.slices()], order="C")
+
+    def lend(self, name: str, box: Box, offset: int = 0) -> None:
+        return None
+
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
+        return [None] * len(wanted)
+
+    def files(self) -> list[Path]:
+        return []
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None

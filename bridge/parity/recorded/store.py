@@ -63,7 +63,7 @@ class Stored:
         return np.frombuffer(mapped, np.uint8, size, self.offset - start).view(self.dtype).reshape(self.shape)
 
 
-def mapped_together(many: Sequence[Stored]) -> list[np.ndarray]:
+def map_together(many: Sequence[Stored]) -> list[np.ndarray]:
     """Arrays of one file by one map, which takes one file descriptor. Changes in place are seen nowhere else."""
     if not many:
         return []
@@ -142,11 +142,11 @@ class StoredLeaves(MutableMapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self._kept)
 
-    def kept(self, name: str) -> Stored | np.ndarray:
+    def location(self, name: str) -> Stored | np.ndarray:
         """Where an array is, or the array if it is in memory."""
         return self._kept[name]
 
-    def stored(self, name: str) -> Stored:
+    def file_location(self, name: str) -> Stored:
         """Where an array is. ``KeyError`` for one that is in memory."""
         one = self._kept[name]
         if not isinstance(one, Stored):
@@ -158,7 +158,7 @@ class StoredLeaves(MutableMapping[str, np.ndarray]):
         """Bytes that are in memory."""
         return sum(one.nbytes for one in self._kept.values() if isinstance(one, np.ndarray))
 
-    def only(self, names: Mapping[str, object]) -> StoredLeaves:
+    def select(self, names: Mapping[str, object]) -> StoredLeaves:
         """Those among ``names``, in that order, without another copy."""
         found = StoredLeaves(self._store)
         found._kept = {name: self._kept[name] for name in names if name in self._kept}

@@ -66,7 +66,7 @@ def write_trace(
     """
     dtype = checked_dtype(dtype, steps)
     check_new(path)
-    taken = Taken.of(side, batch, ("float64", dtype), steps, samples)
+    taken = Capture.of(side, batch, ("float64", dtype), steps, samples)
     taken.write(path, dict(batch_leaves(batch)))
 
 
@@ -77,7 +77,7 @@ def check_new(path: str | os.PathLike[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Taken:
+class Capture:
     """What a trace will hold. ``statistics``: of the arrays before samples were taken of them."""
 
     header: Mapping[str, Any]
@@ -93,7 +93,7 @@ class Taken:
         dtypes: Sequence[str],
         steps: int = 3,
         samples: Mapping[int, int] | None = None,
-    ) -> Taken:
+    ) -> Capture:
         """Run a side in ``dtypes``, of which the last is the compute dtype."""
         weights = side.weights()
         sampling = Sampling.of(samples, weights)

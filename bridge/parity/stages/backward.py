@@ -8,17 +8,18 @@ before.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from bridge.parity.partners.rows import Row, ratio_of, row_of
-from bridge.parity.partners.runs import CallPair, Runs, in_layout, same_call
+from bridge.parity.partners.runs import CallPair, Runs, calls_around, in_layout, leaf_pair
 from bridge.parity.partners.weight_map import Key, WeightMap
-from bridge.parity.recorded.distance import distance, noise
+from bridge.parity.recorded.distance import FACTOR, distance, noise
 from bridge.parity.recorded.recording import Call, Leaves, Rerun
+from bridge.parity.stages.forward import Forward
 
 
 def gradient_rows(runs: Runs, weights: WeightMap, least: Mapping[str, float]) -> Iterator[Row]:
@@ -42,19 +43,12 @@ def gradient_rows(runs: Runs, weights: WeightMap, least: Mapping[str, float]) ->
 def activation_rows(runs: Runs, pairs: Sequence[CallPair]) -> Iterator[Row]:
     """A row for each floating output leaf of each pair of calls: the loss's gradient by it, from the last call on."""
     for pair in reversed(pairs):
-        torch_low, jax_low = same_call(runs.torch_low, pair.torch), same_call(runs.jax_low, pair.jax)
-        for name, other, way in pair.outputs:
-            if name not in pair.torch.gradients or other not in pair.jax.gradients:
+        for name, jax_name, way in pair.outputs:
+            if name not in pair.torch.gradients or jax_name not in pair.jax.gradients:
                 continue
-            high, found = way.to_jax(pair.torch.gradients[name]), pair.jax.gradients[other]
-            theirs = None if torch_low is None else torch_low.gradients.get(name)
-            ours = None if jax_low is None else jax_low.gradients.get(other)
-            floor = max(
-                noise(None if theirs is None else way.to_jax(theirs), high, runs.dtype),
-                noise(ours, found, runs.dtype),
-            )
             names = (pair.modules.torch, pair.modules.jax)
-            row = row_of("backward", names, high, found, floor, dtype=runs.dtype, kind=pair.torch.kind)
+            values = leaf_pair(runs, pair, "gradients", (name, jax_name, way))
+            row = row_of("backward", names, *values, dtype=runs.dtype, kind=pair.torch.kind)
             yield replace(row, leaf=name, call=pair.number, layout=str(way))
 
 
@@ -63,31 +57,34 @@ def backward_alone(runs: Runs, pair: CallPair, weights: WeightMap) -> tuple[floa
 
     NaN where the module's output has no gradient, or where the module cannot be run alone.
     """
-    theirs = {name: pair.torch.gradients[name] for name, _, _ in pair.outputs if name in pair.torch.gradients}
-    if not theirs:
+    cotangents = {
+        name: pair.torch.gradients[name] for name, _, _ in pair.outputs if name in pair.torch.gradients
+    }
+    if not cotangents:
         return math.nan, ""
-    ours = in_layout(pair.outputs, theirs)
+    jax_cotangents = in_layout(pair.outputs, cotangents)
     torch_inputs = {name: pair.torch.inputs[name] for name, _, _ in pair.inputs}
     jax_inputs = in_layout(pair.inputs, pair.torch.inputs)
-    path, other, number = pair.modules.torch, pair.modules.jax, pair.number
+    path, jax_path, number = pair.modules.torch, pair.modules.jax, pair.number
     try:
         high, low = (
-            runs.torch.rerun(dtype, path, number, torch_inputs, cotangents=theirs)
+            runs.torch.rerun(dtype, path, number, torch_inputs, cotangents=cotangents)
             for dtype in ("float64", runs.dtype)
         )
-        found, found_low = (
-            runs.jax.rerun(dtype, other, number, jax_inputs, cotangents=ours)
+        jax_high, jax_low = (
+            runs.jax.rerun(dtype, jax_path, number, jax_inputs, cotangents=jax_cotangents)
             for dtype in ("float64", runs.dtype)
         )
+    # A module that cannot be called alone is no fault of the model.
     except Exception as error:
         return math.nan, f"not run alone: {type(error).__name__}: {error!s:.200}"
     worst, note = 0.0, ""
-    for what, one, two, one_low, two_low in (
-        *_inputs(pair, high, found, low, found_low),
-        *_parameters(weights, high, found, low, found_low),
+    for what, torch_values, jax_values, torch_coarse, jax_coarse in (
+        *_inputs(pair, high, jax_high, low, jax_low),
+        *_parameters(weights, high, jax_high, low, jax_low),
     ):
-        floor = max(noise(one_low, one, runs.dtype), noise(two_low, two, runs.dtype))
-        ratio = ratio_of(distance(one, two, runs.dtype), floor)
+        floor = max(noise(torch_coarse, torch_values, runs.dtype), noise(jax_coarse, jax_values, runs.dtype))
+        ratio = ratio_of(distance(torch_values, jax_values, runs.dtype), floor)
         if ratio > worst:
             worst, note = ratio, f"in the gradient of {what}"
     return worst, note
@@ -202,16 +199,22 @@ def _key(name: str, weights: WeightMap) -> Key:
     return name, ()
 
 
-def blamed(suspects: set[int], pairs: Sequence[CallPair], runs: Runs, faulty: set[int]) -> set[int]:
+def innermost_suspects(
+    suspects: set[int], pairs: Sequence[CallPair], runs: Runs, faulty: set[int]
+) -> set[int]:
     """Those of the suspects inside of which no other pair is suspected, in either direction. All are indices."""
     index = {id(pair.torch): number for number, pair in enumerate(pairs)}
     explained = set()
     for number in suspects | faulty:
-        explained |= {index[id(call)] for call in _around(pairs[number].torch, runs) if id(call) in index}
+        explained |= {
+            index[id(call)]
+            for call in calls_around(pairs[number].torch, runs.torch_high)
+            if id(call) in index
+        }
     return suspects - explained - faulty
 
 
-def suspects_without_running(
+def suspects_without_reruns(
     rows: Sequence[Row], gradients: Sequence[Row], pairs: Sequence[CallPair], local: Mapping[int, float]
 ) -> set[int]:
     """Indices of pairs that could not run alone, such as taps, and in which a difference of gradients begins.
@@ -255,9 +258,48 @@ def _gives(giver: Call, taker: Call) -> bool:
     )
 
 
-def _around(call: Call, runs: Runs) -> Iterator[Call]:
-    calls = runs.torch_high.calls
-    parent = call.parent
-    while parent is not None:
-        yield calls[parent]
-        parent = calls[parent].parent
+def without_shifted(rows: Iterable[Row], pairs: Sequence[CallPair], forward: Forward) -> list[Row]:
+    """Gradients of modules whose share another one has are no twins of each other."""
+    names = {(pairs[n].modules.torch, pairs[n].number): where for n, where in forward.shifted.items()}
+    return [
+        replace(row, verdict="same", note=f"made up for in {names[row.name, row.call]}")
+        if (row.name, row.call) in names
+        else row
+        for row in rows
+    ]
+
+
+def with_blame(
+    rows: Sequence[Row],
+    gradients: Sequence[Row],
+    pairs: Sequence[CallPair],
+    runs: Runs,
+    weights: WeightMap,
+    forward: Forward,
+) -> list[Row]:
+    place = {(pair.modules.torch, pair.number): number for number, pair in enumerate(pairs)}
+    # Also of modules that were acquitted because what they were given without a twin was wrong.
+    faulty = {
+        place[row.name, row.call]
+        for row in forward.rows
+        if row.stage == "forward" and row.local > FACTOR and place[row.name, row.call] not in forward.shifted
+    }
+    alone = {
+        number: (math.nan, "") if number in forward.shifted else backward_alone(runs, pair, weights)
+        for number, pair in enumerate(pairs)
+    }
+    local = {number: ratio for number, (ratio, _) in alone.items()}
+    suspects = {number for number, ratio in local.items() if ratio > FACTOR}
+    if not any(row.counts for row in forward.rows):
+        suspects |= suspects_without_reruns(rows, gradients, pairs, local)
+    guilty = innermost_suspects(suspects, pairs, runs, faulty)
+    found = []
+    for row in rows:
+        number = place[row.name, row.call]
+        ratio, note = alone[number]
+        if number in guilty:
+            row = replace(row, verdict="introduced", local=ratio, note=note)
+        elif row.counts:
+            row = replace(row, verdict="inherited", local=ratio)
+        found.append(row)
+    return found

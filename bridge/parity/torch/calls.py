@@ -21,14 +21,14 @@ from bridge.parity.torch.leaves import (
     has_objects,
     is_leaf,
     leaves_of,
-    mapped,
+    map_leaves,
     to_numpy,
     to_torch,
 )
 
 
 @dataclass
-class Given:
+class CallArguments:
     """What is needed to make a call again: arguments with slots in place of leaves, and the state around."""
 
     args: tuple[Any, ...]
@@ -38,7 +38,7 @@ class Given:
 
 
 @dataclass
-class Noted:
+class CallRecord:
     """A call as long as the run lasts."""
 
     path: str
@@ -46,7 +46,7 @@ class Noted:
     kind: str
     parent: int | None
     inputs: Leaves
-    given: Given | None
+    given: CallArguments | None
     heads: Heads = ((), ())
     outputs: Leaves = field(default_factory=dict)
     gradients: MutableMapping[str, np.ndarray] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Noted:
         parent = None if self.parent is None or self.parent < shift else self.parent - shift
         made = self.gradients
         gradients = (
-            made.only(self.outputs)
+            made.select(self.outputs)
             if isinstance(made, StoredLeaves)
             else {place: made[place] for place in self.outputs if place in made}
         )
@@ -65,7 +65,7 @@ class Noted:
         )
 
 
-class Watched:
+class GradientWatch:
     """A floating output whose gradient is noted.
 
     The module around goes on with ``view``: the gradient of the output itself would be that of all its uses, also of
@@ -73,7 +73,7 @@ class Watched:
     out of the graph. Then the gradient of ``new`` is noted: the output as it was made, None if not in this call.
     """
 
-    def __init__(self, noted: Noted, place: str, output: torch.Tensor, new: torch.Tensor | None) -> None:
+    def __init__(self, noted: CallRecord, place: str, output: torch.Tensor, new: torch.Tensor | None) -> None:
         self.view = output.view_as(output)
         self._noted, self._place = noted, place
         self._made = self.view.grad_fn
@@ -82,7 +82,7 @@ class Watched:
         if new is not None:
             new.register_hook(lambda gradient: self._note(gradient, changed=True))
 
-    def forward_ended(self) -> None:
+    def end_forward(self) -> None:
         """From now on gradients are those of the loss."""
         self._changed = self.view.grad_fn is not self._made
         del self.view, self._made
@@ -92,7 +92,7 @@ class Watched:
             self._noted.gradients[self._place] = to_numpy(gradient)
 
 
-class Seen(NamedTuple):
+class TensorHistory(NamedTuple):
     """A tensor that modules were given or returned; kept so that no other tensor gets its id.
 
     ``new``: the output of ``call`` itself, if the tensor is a view of it; ``made``: the tensor's history since then.
@@ -120,16 +120,18 @@ class Recorder:
         replaced: Replacements | None = None,
         store: Store | None = None,
     ) -> None:
-        self.calls: list[Noted] = []
+        self.calls: list[CallRecord] = []
         self._leaves: Callable[..., MutableMapping[str, np.ndarray]] = dict if store is None else store.leaves
         self.replaced = dict(replaced or {})
         self._paths = dict(paths)
         self._counts: Counter[str] = Counter()
         self._keep = keep
         self._open: list[tuple[nn.Module, int]] = []
-        self._watched: list[Watched] = []
+        self._watched: list[GradientWatch] = []
         self._seen = {
-            id(one): Seen(one, None, -1, None) for module in paths for one in module.parameters(recurse=False)
+            id(one): TensorHistory(one, None, -1, None)
+            for module in paths
+            for one in module.parameters(recurse=False)
         }
 
     @contextmanager
@@ -146,7 +148,7 @@ class Recorder:
                 handle.remove()
             self._seen.clear()
             for one in self._watched:
-                one.forward_ended()
+                one.end_forward()
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         path = self._paths[module]
@@ -159,18 +161,18 @@ class Recorder:
         index = len(self.calls)
         self._open.append((module, index))
         kind, heads = type(module).__name__, heads_of(module)
-        noted = Noted(path, self._counts[path], kind, parent, inputs, given, heads)
+        noted = CallRecord(path, self._counts[path], kind, parent, inputs, given, heads)
         noted.outputs, noted.gradients = self._leaves(), self._leaves()
         self.calls.append(noted)
         self._counts[path] += 1
         for leaf in leaves.values():
-            self._seen.setdefault(id(leaf), Seen(leaf, None, index - 1, leaf.grad_fn))
+            self._seen.setdefault(id(leaf), TensorHistory(leaf, None, index - 1, leaf.grad_fn))
 
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: dict[int, Any]) -> Given:
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: dict[int, Any]) -> CallArguments:
         def slot(place: str, value: Any) -> Any:
             return Slot(place, value.device, value.dtype, value.stride()) if is_leaf(value) else value
 
-        everything = mapped(arguments(args, kwargs), slot)
+        everything = map_leaves(arguments(args, kwargs), slot)
         if has_objects(everything):
             # Such as a cache, into which the call will write.
             everything = _copied(everything, dict(keep))
@@ -179,7 +181,7 @@ class Recorder:
         kept = dict(zip(names, values[len(args) :], strict=True))
         device = next((leaf.device.type for leaf in leaves_of(arguments(args, kwargs)).values()), "cpu")
         autocast = (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        return Given(tuple(values[: len(args)]), kept, random_state(), autocast)
+        return CallArguments(tuple(values[: len(args)]), kept, random_state(), autocast)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         # A call that raised is open still, if the module around it caught the error.
@@ -198,17 +200,17 @@ class Recorder:
             if place in instead:
                 value = fresh_leaf(instead[place], value.device, value.dtype)
             if not (value.is_floating_point() and value.requires_grad and torch.is_grad_enabled()):
-                self._seen.setdefault(id(value), Seen(value, None, index, None))
+                self._seen.setdefault(id(value), TensorHistory(value, None, index, None))
                 return value
-            known = self._seen.setdefault(id(value), Seen(value, value, index, value.grad_fn))
+            known = self._seen.setdefault(id(value), TensorHistory(value, value, index, value.grad_fn))
             inside = known.call >= index and known.made is value.grad_fn
             new = known.new if inside else None
-            self._watched.append(Watched(noted, place, value, new))
+            self._watched.append(GradientWatch(noted, place, value, new))
             view = self._watched[-1].view
-            self._seen[id(view)] = Seen(view, new, known.call if inside else index, view.grad_fn)
+            self._seen[id(view)] = TensorHistory(view, new, known.call if inside else index, view.grad_fn)
             return view
 
-        changed = mapped(output, change)
+        changed = map_leaves(output, change)
         return None if changed is output else changed
 
 
@@ -259,6 +261,6 @@ def set_random_state(state: Sequence[torch.Tensor]) -> None:
         torch.cuda.set_rng_state_all(state[1:])
 
 
-def filled(tree: Any, leaf: Callable[[Slot], torch.Tensor]) -> Any:
+def fill_slots(tree: Any, leaf: Callable[[Slot], torch.Tensor]) -> Any:
     """Kept arguments with ``leaf(slot)`` in place of each slot."""
-    return mapped(tree, lambda _, value: leaf(value) if isinstance(value, Slot) else value)
+    return map_leaves(tree, lambda _, value: leaf(value) if isinstance(value, Slot) else value)

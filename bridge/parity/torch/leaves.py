@@ -31,7 +31,7 @@ def is_leaf(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
 
 
-def mapped(tree: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
+def map_leaves(tree: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
     """The tree with ``change(place, value)`` for each value that is no container.
 
     Containers: tuples, named tuples, lists, dicts and dataclasses, which includes the outputs of ``transformers``. A
@@ -40,7 +40,7 @@ def mapped(tree: Any, change: Callable[[str, Any], Any], place: str = "") -> Any
     if not isinstance(tree, type):
         parts = _parts(tree)
         if parts is not None:
-            new = [mapped(value, change, f"{place}.{key}" if place else str(key)) for key, value in parts]
+            new = [map_leaves(value, change, f"{place}.{key}" if place else str(key)) for key, value in parts]
             if all(one is value for one, (_, value) in zip(new, parts, strict=True)):
                 return tree
             return _of_parts(tree, [key for key, _ in parts], new)
@@ -88,7 +88,7 @@ def leaves_of(tree: Any) -> dict[str, torch.Tensor]:
             found[place] = value
         return value
 
-    mapped(tree, note)
+    map_leaves(tree, note)
     return found
 
 
@@ -125,7 +125,7 @@ def has_objects(tree: Any) -> bool:
         found = found or not isinstance(value, (Slot, *PLAIN))
         return value
 
-    mapped(tree, look)
+    map_leaves(tree, look)
     return found
 
 
@@ -150,10 +150,10 @@ def to_numpy(tensor: torch.Tensor, *, copy: bool = True) -> np.ndarray:
 
 def to_torch(array: np.ndarray, device: torch.device | None = None) -> torch.Tensor:
     """A copy, in the array's own dtype."""
-    return shared(np.array(array, order="C")).to(device)
+    return share_memory(np.array(array, order="C")).to(device)
 
 
-def shared(array: np.ndarray) -> torch.Tensor:
+def share_memory(array: np.ndarray) -> torch.Tensor:
     """A tensor of the same memory."""
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

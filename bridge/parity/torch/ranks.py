@@ -15,11 +15,10 @@ from torch import nn
 
 from bridge.core.text import first_lines
 from bridge.parity.recorded.distance import distance, epsilon
-from bridge.parity.recorded.probe import probe_values
-from bridge.parity.recorded.recording import Call, Leaves
+from bridge.parity.recorded.recording import Call, Leaves, probe_values
 from bridge.parity.recorded.trace import TraceError, batch_leaves
 from bridge.parity.torch.leaves import leaves_of, whole
-from bridge.parity.torch.losses import Loss, called
+from bridge.parity.torch.losses import Loss, call_model
 
 T = TypeVar("T")
 _LIKE = 64.0
@@ -54,7 +53,7 @@ class Ranks:
             )
         group = dist.new_group(backend="gloo")
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, _described(batch), group)
+        dist.all_gather_object(found, _describe(batch), group)
         for rank, (problem, _, _, _) in enumerate(found):
             if problem:
                 raise ValueError(f"batch of rank {rank}: {problem}")
@@ -80,7 +79,7 @@ class Ranks:
     def notes(self) -> list[str]:
         return first_lines(self.unlike, _SHOWN, " of these")
 
-    def together(self, action: Callable[[], None]) -> None:
+    def run_on_all(self, action: Callable[[], None]) -> None:
         """Run what does not communicate; where it fails on one rank, all raise."""
         error: Exception | None = None
         try:
@@ -97,19 +96,19 @@ class Ranks:
 
     def mean(self, value: float) -> float:
         """Over the different batches; noted if replicas differ."""
-        found = self._all(value)
+        found = self._all_gather(value)
         for rank, owner in enumerate(self.owner):
             self._compare("the loss", np.asarray(found[owner]), np.asarray(found[rank]), owner, rank)
         return math.fsum(found[one] for one in self.holders) / len(self.holders)
 
     def note_unlike(self, what: str, array: np.ndarray) -> None:
         """Note on rank 0 if the ranks have an array otherwise than rank 0."""
-        for rank, one in enumerate(self._gathered(array)):
+        for rank, one in enumerate(self._gather(array)):
             self._compare(what, array, one, 0, rank)
 
     def whole_batch(self, batch: Any) -> dict[str, np.ndarray]:
         """All rows; on rank 0, elsewhere nothing."""
-        found = self._gathered(dict(batch_leaves(batch)))
+        found = self._gather(dict(batch_leaves(batch)))
         return {
             name: np.concatenate([found[one][name] for one in self.holders]) if leaf.ndim else leaf
             for name, leaf in (found[0].items() if found else ())
@@ -120,7 +119,7 @@ class Ranks:
 
         ``ValueError`` on all ranks if they called other modules.
         """
-        made = self._all([(one.path, one.number) for one in calls])
+        made = self._all_gather([(one.path, one.number) for one in calls])
         for rank, theirs in enumerate(made):
             if theirs != made[0]:
                 place = next(
@@ -136,24 +135,24 @@ class Ranks:
             yield self._whole_call(call)
 
     def _whole_call(self, call: Call) -> tuple[Leaves, Leaves, Leaves]:
-        found = self._gathered((call.inputs, call.outputs, call.gradients))
+        found = self._gather((call.inputs, call.outputs, call.gradients))
         if not found:
             return {}, {}, {}
         where = f"{call.path or '(model)'}" + (f"#{call.number}" if call.number else "")
-        inputs, _ = self._merged(f"an input of {where}", [one[0] for one in found])
-        outputs, ways = self._merged(f"the output of {where}", [one[1] for one in found])
+        inputs, _ = self._merge(f"an input of {where}", [one[0] for one in found])
+        outputs, ways = self._merge(f"the output of {where}", [one[1] for one in found])
         gradients: dict[str, np.ndarray] = {}
         for name, way in ways.items():
             parts = [found[one][2][name] for one in self.holders if name in found[one][2]]
             if len(parts) == len(self.holders):
                 # A rank's loss is one of as many, of which the loss is the mean.
-                joined = _joined(parts, way)
+                joined = _join(parts, way)
                 gradients[name] = (
                     (joined / len(parts)).astype(joined.dtype) if isinstance(way, int) else joined
                 )
         return inputs, outputs, gradients
 
-    def _merged(self, where: str, leaves: Sequence[Leaves]) -> tuple[dict[str, np.ndarray], dict[str, Way]]:
+    def _merge(self, where: str, leaves: Sequence[Leaves]) -> tuple[dict[str, np.ndarray], dict[str, Way]]:
         found: dict[str, np.ndarray] = {}
         ways: dict[str, Way] = {}
         for name in leaves[0]:
@@ -169,7 +168,7 @@ class Ranks:
             if way is None:
                 self.unlike.append(f"{what} does not fit together over the ranks: left out")
             else:
-                ways[name], found[name] = way, _joined(parts, way)
+                ways[name], found[name] = way, _join(parts, way)
         return found, ways
 
     def _compare(self, what: str, one: np.ndarray, other: np.ndarray, first: int, second: int) -> None:
@@ -182,19 +181,19 @@ class Ranks:
                 + ": a part of it, or a reduction that is missing"
             )
 
-    def _all(self, value: T) -> list[T]:
+    def _all_gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, self.group)
         return found
 
-    def _gathered(self, value: T) -> list[T]:
+    def _gather(self, value: T) -> list[T]:
         """On rank 0 all ranks' values, elsewhere nothing."""
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, found, 0, self.group)
         return found or []
 
 
-def _described(batch: Any) -> tuple[str, Any, int, str]:
+def _describe(batch: Any) -> tuple[str, Any, int, str]:
     """A problem or nothing; names; rows; a fingerprint."""
     try:
         leaves = dict(batch_leaves(batch))
@@ -231,7 +230,7 @@ def _way(parts: Sequence[np.ndarray], rows: int) -> Way | None:
     return 0 if len({one.shape[1:] for one in parts}) == 1 else None
 
 
-def _joined(parts: Sequence[np.ndarray], way: Way) -> np.ndarray:
+def _join(parts: Sequence[np.ndarray], way: Way) -> np.ndarray:
     first = parts[0]
     if isinstance(way, int):
         return np.concatenate(parts, way)
@@ -257,7 +256,7 @@ def probe_of_all(ranks: Ranks) -> Loss:
     def probe(model: nn.Module, batch: Any) -> torch.Tensor:
         index, number = ranks.holders.index(ranks.owner[ranks.rank]), len(ranks.holders)
         terms: list[torch.Tensor] = []
-        for place, found in leaves_of(called(model, batch)).items():
+        for place, found in leaves_of(call_model(model, batch)).items():
             leaf = whole(found)
             if not (leaf.is_floating_point() and leaf.numel()):
                 continue

@@ -8,8 +8,12 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import nn
 
 from bridge.parity.partners.rows import ratio_of
 from bridge.parity.recorded.distance import FACTOR, distance, noise
@@ -80,3 +84,154 @@ def _ratio(call: Call, right: Recording, low: Recording, found: Recording, dtype
 
 def _spread(faults: Sequence[Any], most: int) -> list[Any]:
     return [faults[number * len(faults) // most] for number in range(most)]
+
+
+_EPSILONS = ("eps", "epsilon", "variance_epsilon", "layer_norm_eps", "layer_norm_epsilon")
+
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+
+
+_STALE = 1e-3
+
+
+_ROTARY = 50.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``plant`` changes a model for good: give it a copy. ``module``: the path where the fault lies."""
+
+    name: str
+    module: str
+    plant: Callable[[nn.Module], None]
+
+
+def faults_of(model: nn.Module) -> Iterator[Fault]:
+    """All faults that this model can have, module by module."""
+    for path, module in model.named_modules():
+        for name in _EPSILONS:
+            if isinstance(getattr(module, name, None), float):
+                yield Fault(f"{name} ten times as large", path, _set(path, name))
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 2 and parameter.shape[0] == parameter.shape[1]:
+                yield Fault(f"{name} transposed", path, _weight(path, name, lambda w: w.t().contiguous()))
+            if parameter.ndim >= 2 and not isinstance(module, nn.Embedding):
+                yield Fault(f"{name} a little old", path, _weight(path, name, _stale))
+            if name == "bias" and parameter.is_floating_point():
+                yield Fault("bias left out", path, _weight(path, name, torch.zeros_like))
+        heads = _heads(model, module)
+        if heads is not None:
+            yield Fault("first two heads of the query swapped", path, _swap_heads(path, heads))
+        if isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+            yield Fault(f"rotary base {_ROTARY:g} times as large", path, _rotary(path))
+        if type(module).__name__ in _ACTIVATIONS:
+            yield Fault("another activation", path, _activation(path))
+        if "attention" in type(module).__name__.lower():
+            yield Fault("mask off by one", path, _mask(path))
+
+
+def _set(path: str, name: str) -> Callable[[nn.Module], None]:
+    def plant(model: nn.Module) -> None:
+        module = model.get_submodule(path)
+        setattr(module, name, 10 * getattr(module, name))
+
+    return plant
+
+
+def _weight(
+    path: str, name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[nn.Module], None]:
+    def plant(model: nn.Module) -> None:
+        parameter = model.get_submodule(path).get_parameter(name)
+        with torch.no_grad():
+            parameter.copy_(change(parameter.detach().clone()))
+
+    return plant
+
+
+def _stale(weight: torch.Tensor) -> torch.Tensor:
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
+    return weight + _STALE * weight.std() * noise
+
+
+def _heads(model: nn.Module, module: nn.Module) -> tuple[str, int] | None:
+    """The query's projection below an attention module, and how many heads the model has."""
+    query = next((n for n, _ in module.named_children() if n in ("q_proj", "query", "wq", "q")), None)
+    if query is None or not isinstance(getattr(module.get_submodule(query), "weight", None), torch.Tensor):
+        return None
+    for owner in (module, getattr(model, "config", None)):
+        for name in _HEADS:
+            count = getattr(owner, name, None)
+            if isinstance(count, int) and count > 1:
+                rows = module.get_submodule(query).get_parameter("weight").shape[0]
+                return (query, rows // count) if rows % count == 0 else None
+    return None
+
+
+def _swap_heads(path: str, heads: tuple[str, int]) -> Callable[[nn.Module], None]:
+    name, size = heads
+
+    def swapped(weight: torch.Tensor) -> torch.Tensor:
+        return torch.cat((weight[size : 2 * size], weight[:size], weight[2 * size :]))
+
+    return _weight(f"{path}.{name}" if path else name, "weight", swapped)
+
+
+def _rotary(path: str) -> Callable[[nn.Module], None]:
+    def plant(model: nn.Module) -> None:
+        module: Any = model.get_submodule(path)
+        count = module.inv_freq.shape[0]
+        powers = torch.arange(count, dtype=torch.float64) / count
+        module.inv_freq = (module.inv_freq.double() * _ROTARY**-powers).to(module.inv_freq)
+
+    return plant
+
+
+_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "SiLU": nn.functional.gelu,
+    "SiLUActivation": nn.functional.gelu,
+    "GELU": nn.functional.silu,
+    "GELUActivation": nn.functional.silu,
+    "NewGELUActivation": nn.functional.gelu,
+    "GELUTanh": nn.functional.gelu,
+    "PytorchGELUTanh": nn.functional.gelu,
+    "ReLU": nn.functional.gelu,
+}
+
+
+def _activation(path: str) -> Callable[[nn.Module], None]:
+    def plant(model: nn.Module) -> None:
+        module = model.get_submodule(path)
+        other = _ACTIVATIONS[type(module).__name__]
+
+        def instead(_: nn.Module, args: Any, __: Any) -> torch.Tensor:
+            return other(args[0])
+
+        module.register_forward_hook(instead)
+
+    return plant
+
+
+def _mask(path: str) -> Callable[[nn.Module], None]:
+    def shifted(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        mask = kwargs.get("attention_mask")
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+            return args, {**kwargs, "attention_mask": torch.roll(mask, 1, dims=-1)}
+        # Fused attention that is causal by a flag.
+        if mask is None and getattr(module, "is_causal", False) and isinstance(hidden, torch.Tensor):
+            length = hidden.shape[1]
+            hides = (
+                torch.full((length, length), torch.finfo(hidden.dtype).min)
+                .triu()
+                .fill_diagonal_(0, wrap=False)
+            )
+            mask = torch.roll(hides.to(hidden), 1, dims=-1)[None, None]
+            return args, {**kwargs, "attention_mask": mask}
+        return None
+
+    def plant(model: nn.Module) -> None:
+        model.get_submodule(path).register_forward_pre_hook(shifted, with_kwargs=True)
+
+    return plant

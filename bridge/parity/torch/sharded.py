@@ -30,12 +30,12 @@ from bridge.parity.recorded.recording import (
     Training,
     checked_dtype,
 )
-from bridge.parity.recorded.trace import NotRecorded, Taken, check_new
+from bridge.parity.recorded.trace import Capture, NotRecorded, check_new
 from bridge.parity.torch.calls import Recorder
-from bridge.parity.torch.copies import device_of, running
 from bridge.parity.torch.leaves import is_sharded, to_numpy
-from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, described
+from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, describe
 from bridge.parity.torch.ranks import Ranks, probe_of_all
+from bridge.parity.torch.run_in_dtype import device_of, running
 from bridge.parity.torch.side import OptimizerFactory, default_optimizer
 
 
@@ -74,17 +74,17 @@ def capture_sharded(
             check_new(path)
         _check(model, loss, reference)
 
-    ranks.together(checked)
+    ranks.run_on_all(checked)
     side = ShardedTorchSide(model, loss, ranks, dtype=dtype, optimizer=optimizer, reference=reference)
     dtypes = (dtype,) if reference is None else ("float64", dtype)
-    taken = Taken.of(side, batch, dtypes, steps, samples)
+    taken = Capture.of(side, batch, dtypes, steps, samples)
     whole = ranks.whole_batch(batch)
 
     def written() -> None:
         if ranks.rank == 0:
             taken.write(path, whole, side.notes)
 
-    ranks.together(written)
+    ranks.run_on_all(written)
 
 
 def _check(model: nn.Module, loss: str | Loss | None, reference: nn.Module | None) -> None:
@@ -223,7 +223,7 @@ class ShardedTorchSide:
         except Exception as error:
             raise ValueError(
                 f"rank {self._ranks.rank}: {type(model).__name__} or its loss refused the batch "
-                f"({described(batch)}): {type(error).__name__}: {error}"
+                f"({describe(batch)}): {type(error).__name__}: {error}"
             ) from error
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             raise ValueError(f"expected the loss to be a floating-point scalar, got {loss!r:.80}")

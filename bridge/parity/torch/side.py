@@ -14,16 +14,18 @@ import torch
 from torch import nn
 
 from bridge.parity.recorded.recording import Leaves, Recording, Replacements, Rerun, Training
-from bridge.parity.recorded.store import LEAST, Store, StoredLeaves, mapped_together
+from bridge.parity.recorded.store import LEAST, Store, StoredLeaves, map_together
 from bridge.parity.torch.calls import (
-    Noted,
+    CallRecord,
     Recorder,
     check_leaves,
-    filled,
+    fill_slots,
     fresh_leaf,
     set_random_state,
 )
-from bridge.parity.torch.copies import (
+from bridge.parity.torch.leaves import Slot, deep_copy, leaves_of, share_memory, to_numpy, to_torch
+from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, describe, in_order
+from bridge.parity.torch.run_in_dtype import (
     buffers_of,
     check_unsharded,
     copy_in,
@@ -33,9 +35,7 @@ from bridge.parity.torch.copies import (
     second_copy,
     state_of,
 )
-from bridge.parity.torch.faults import Fault, faults_of
-from bridge.parity.torch.leaves import Slot, deep_copy, leaves_of, shared, to_numpy, to_torch
-from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, described, in_order
+from bridge.parity.torch.self_test import Fault, faults_of
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -53,7 +53,7 @@ class _Run:
     """
 
     model: nn.Module
-    calls: Sequence[Noted]
+    calls: Sequence[CallRecord]
     weights: StoredLeaves
 
     def shelve(self) -> None:
@@ -65,14 +65,14 @@ class _Run:
                 parameter.data = _only_shape(parameter)
 
     @contextmanager
-    def loaded(self) -> Iterator[nn.Module]:
+    def load_weights(self) -> Iterator[nn.Module]:
         """The model with its parameters mapped; changes in place stay private."""
         parameters = dict(self.model.named_parameters())
         try:
             names = list(self.weights)
-            arrays = mapped_together([self.weights.stored(name) for name in names])
+            arrays = map_together([self.weights.file_location(name) for name in names])
             for name, array in zip(names, arrays, strict=True):
-                parameters[name].data = shared(array)
+                parameters[name].data = share_memory(array)
             yield self.model
         finally:
             for name in self.weights:
@@ -235,14 +235,14 @@ class TorchSide:
         noted = run.calls[index]
         check_leaves(inputs, noted.inputs, f"the input of {where}")
         check_leaves(cotangents or {}, noted.outputs, f"the output of {where}")
-        with run.loaded() as whole_model:
+        with run.load_weights() as whole_model:
             return self._again(whole_model, dtype, noted, inputs, cotangents, replaced)
 
     def _again(
         self,
         whole_model: nn.Module,
         dtype: str,
-        noted: Noted,
+        noted: CallRecord,
         inputs: Leaves,
         cotangents: Leaves | None,
         replaced: Replacements | None,
@@ -267,7 +267,7 @@ class TorchSide:
         device, on, low = noted.given.autocast
         with running(whole_model, dtype):
             set_random_state(noted.given.random)
-            args, kwargs = filled(deep_copy((noted.given.args, noted.given.kwargs), memo), leaf)
+            args, kwargs = fill_slots(deep_copy((noted.given.args, noted.given.kwargs), memo), leaf)
             zeros = {
                 place: one.detach().clone().zero_() for place, one in leaves.items() if one.requires_grad
             }
@@ -324,7 +324,7 @@ class TorchSide:
             loss = (loss_of or self._loss)(model, batch)
         except Exception as error:
             raise ValueError(
-                f"{type(model).__name__} or its loss refused the batch ({described(batch)}): "
+                f"{type(model).__name__} or its loss refused the batch ({describe(batch)}): "
                 f"{type(error).__name__}: {error}"
             ) from error
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
@@ -386,7 +386,7 @@ def _stored_gradients(loss: torch.Tensor, model: nn.Module, store: Store) -> Lea
     for name, parameter in wanted.items():
         if name not in made:
             made.update(_gradients([(name, parameter)]))
-    return made.only(wanted)
+    return made.select(wanted)
 
 
 def _gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, np.ndarray]:

@@ -16,8 +16,7 @@ from bridge.core.mapping import parse_mapping
 from bridge.parity.compare.parity import parity
 from bridge.parity.recorded.recording import Call
 from bridge.parity.recorded.trace import TraceSide, write_trace
-from bridge.parity.torch.faults import Fault
-from bridge.parity.torch.self_test import planted
+from bridge.parity.torch.self_test import Fault, planted
 from bridge.parity.torch.side import TorchSide
 from tests.support.parity.causal_pairs import SIZES
 from tests.support.parity.pair_tools import randomize, tokens

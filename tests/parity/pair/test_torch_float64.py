@@ -13,9 +13,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bridge.parity.torch.copies import copy_in, running
 from bridge.parity.torch.losses import probe_loss
-from bridge.parity.torch.run_in_dtype import all_float64
+from bridge.parity.torch.run_in_dtype import all_float64, copy_in, running
 from bridge.parity.torch.side import TorchSide
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bridge.parity.recorded.probe import probe_values
+from bridge.parity.recorded.recording import probe_values
 from bridge.parity.torch.side import TorchSide
 
 RNG = np.random.default_rng(0)
