@@ -53,6 +53,7 @@ class Job:
 
     def write(self) -> Path:
         """Create the leg's folder and its job file; returns the file's path."""
+        # Raises for a folder that is there: a second leg must not append to its metrics.
         self.folder.mkdir(parents=True)
         path = self.folder / "job.json"
         path.write_text(json.dumps(dataclasses.asdict(self), default=str, indent=1), encoding="utf-8")
@@ -112,6 +113,8 @@ class Metrics:
 
     def add(self, step: int, loss: float, norms: Norms) -> None:
         self._file.write(json.dumps({"step": step, "loss": loss, "norms": norms}) + "\n")
+        # The relay follows the file, and a rank that is killed must not take its last steps with
+        # it.
         self._file.flush()
 
 

@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from bridge.relay.job import REHEARSE, Job, read_metrics
 from bridge.relay.lifetime import parent_variables
 
+# Short beside the shortest step, long beside reading a file of a thousand lines.
 POLL_SECONDS = 0.2
+# A first step compiles for minutes on one core; a deadlock never ends.
 STALL_SECONDS = 900.0
 REHEARSE_SECONDS = 600.0
 # torchrun itself gives its workers 30 s before it kills them.
@@ -51,7 +54,9 @@ def command(job: Job) -> list[str]:
 
 def command_of_references(references: Sequence[Reference]) -> list[str]:
     """The command line of all references, one after another in one process."""
-    arguments = ((str(_file_of(one.job)), one.dtype, str(one.repeat)) for one in references)
+    arguments = (
+        (str(_file_of(reference.job)), reference.dtype, str(reference.repeat)) for reference in references
+    )
     return [
         sys.executable,
         "-m",
@@ -95,15 +100,15 @@ def run_references(
 
     ``on_step`` is asked for each reference at its start. Raises ``LegError`` as ``run_leg`` does.
     """
-    for one in references:
-        one.job.write()
+    for reference in references:
+        reference.job.write()
     first = references[0].job
     with _run_process(command_of_references(references), first, 1) as process:
-        for one in references:
+        for reference in references:
             started = time.perf_counter()
-            _follow(process, one.job, on_step(one))
-            if not one.job.done.exists():
-                _require_success(process, one.job, first)
+            _follow(process, reference.job, on_step(reference))
+            if not reference.job.done.exists():
+                _require_success(process, reference.job, first)
             yield time.perf_counter() - started
     _require_success(process, references[-1].job, first)
 
@@ -112,20 +117,25 @@ def run_references(
 def _run_process(command: Sequence[str], job: Job, processes: int) -> Iterator[subprocess.Popen[bytes]]:
     """A process, which has ended or is stopped at the end; its output goes to the job's folder."""
     with (job.folder / OUTPUT).open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment(processes),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = _start(command, processes, output)
         try:
             yield process
         except BaseException:
             _stop(process)
             raise
         process.wait()
+
+
+def _start(command: Sequence[str], processes: int, output: BinaryIO) -> subprocess.Popen[bytes]:
+    """A process in a session of its own: it is stopped as a group, and Ctrl-C reaches the relay alone."""
+    return subprocess.Popen(
+        command,
+        env=environment(processes),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def rehearse(jobs: Sequence[Job]) -> list[str | None]:
@@ -144,14 +154,8 @@ def rehearse(jobs: Sequence[Job]) -> list[str | None]:
         for framework, own in by_framework.items():
             files = [str(job.write()) for job in own]
             log = stack.enter_context((own[0].folder / OUTPUT).open("wb"))
-            process = subprocess.Popen(
-                [sys.executable, "-m", f"bridge.relay.{framework}_leg", REHEARSE, *files],
-                env=environment(len(by_framework)),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            command = [sys.executable, "-m", f"bridge.relay.{framework}_leg", REHEARSE, *files]
+            process = _start(command, len(by_framework), log)
             stack.callback(_stop, process)
             started.append((process, own[0]))
         for process, first in started:

@@ -35,6 +35,8 @@ def end_with_parent(number: signal.Signals) -> None:
         return
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number)):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # After the request: a parent that ended in between is seen here, one that ends later sends the
+    # signal.
     if os.getppid() != int(parent):
         raise RuntimeError(f"expected process {parent}, which started this one, to run, but it has ended")
 

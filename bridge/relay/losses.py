@@ -48,7 +48,7 @@ class LossCurves:
 
     @property
     def reports(self) -> list[CurvesReport]:
-        return [one for one in (self.fp32, self.low) if one is not None]
+        return [report for report in (self.fp32, self.low) if report is not None]
 
     @property
     def departures(self) -> list[Departure]:
@@ -62,8 +62,12 @@ class LossCurves:
 
     def verdict_between(self, first: int, stop: int) -> str:
         """ "same", or "from k": the first step of ``range(first, stop)`` that departs."""
-        found = [max(one.first, first) for one in self.departures if one.first < stop and one.last >= first]
-        return f"from {min(found)}" if found else "same"
+        starts = [
+            max(departure.first, first)
+            for departure in self.departures
+            if departure.first < stop and departure.last >= first
+        ]
+        return f"from {min(starts)}" if starts else "same"
 
     def summary(self) -> str:
         """The verdict and what it rests on."""

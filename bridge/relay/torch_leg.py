@@ -46,10 +46,10 @@ def _train(job: Job, device: torch.device) -> None:
     corpus = Corpus.of_standard_library()
     model = Decoder(DecoderConfig(**vars(job.model))).to(device)
     model.init_weights(job.data.seed)
-    given = leg.sharding
+    sharding = leg.sharding
     # Ranks of model axes, which are innermost, have the same rows.
-    alike = world // given.data_ranks(world)
-    sharded = cast(FSDPModule, ShardingPolicy.parse(given.text, given.source).apply(model))
+    alike = world // sharding.data_ranks(world)
+    sharded = cast(FSDPModule, ShardingPolicy.parse(sharding.text, sharding.source).apply(model))
     moments = getattr(torch, leg.moments)
     optimizer = MainWeightAdamW(
         model.parameters(),
@@ -75,6 +75,7 @@ def _train(job: Job, device: torch.device) -> None:
             mean += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
+        # In float64: the mean of the ranks' losses is then no rounding of its own.
         dist.all_reduce(mean)
         norms = state_norms(model, optimizer, with_moments=leg.moments == "float32")
         if metrics is not None:
@@ -87,8 +88,8 @@ def _train(job: Job, device: torch.device) -> None:
 
 def rehearse(job: Job) -> None:
     """Shard the leg's model by its policy, on one rank instead of many, and run it over two tokens and back."""
-    given = job.leg.sharding
-    policy = ShardingPolicy.parse(given.text, given.source)
+    sharding = job.leg.sharding
+    policy = ShardingPolicy.parse(sharding.text, sharding.source)
     sizes = policy.mesh_sizes(job.leg.ranks)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -80,10 +80,10 @@ def stored_weights(
     own, names = found_in_model(mapping, parameters, buffers, separator, None, where)
     with open_checkpoint(path) as reader:
         table = with_config(mapping, reader)
-        found = find(reader.tensors.values(), table, None, str(path))
-        same = found.convention.name == own.convention.name
+        stored = find(reader.tensors.values(), table, None, str(path))
+        same = stored.convention.name == own.convention.name
         if same:
-            values = {weight: reader.read(info.name) for weight, info in found.weights.items()}
+            values = {weight: reader.read(info.name) for weight, info in stored.weights.items()}
         else:
             target = own.convention.at("{w}", own.convention.states)
             plan = make_plan(reader, "orbax" if separator == "/" else "dcp", table, into=target)
@@ -95,7 +95,7 @@ def stored_weights(
             # Buffers that the mapping does not know, or that lie beside the root of the weights, as batch_stats do.
             ends = [
                 info.name
-                for other, info in found.others.items()
+                for other, info in stored.others.items()
                 if f"{separator}{other}".endswith(separator + name) and info.shape == buffers[name].shape
             ]
             if len(ends) == 1:

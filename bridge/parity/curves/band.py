@@ -21,12 +21,14 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 SPREAD_WINDOWS = 4
-"""The spread at a step is pooled over so many windows."""
+"""The spread at a step is pooled over so many windows: few repeats
+alone make the spread itself noise."""
 
 PARTS = 3
 """The noise's correlation is estimated in so many parts of the curve."""
 
 MOST_RELABELINGS = 1000
+"""8 + 8 runs have 6,435 labelings; a thousand make an error of 0.7 % in an ``alpha`` of 5 %."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +80,7 @@ def seed_band(a: np.ndarray, b: np.ndarray, *, alpha: float, window: int) -> Ban
             largest.append(_longest(_ratio(other, scale * its_spread), window))
         method, tests = "permutation", len(labelings)
         critical = sorted(largest, reverse=True)[allowed]
-        p = sum(one >= observed for one in largest) / tests
+        p = sum(stretch >= observed for stretch in largest) / tests
     else:
         method, tests = "t", max(1, steps // window)
         critical = two_sided_quantile(alpha / tests, dof)
@@ -169,6 +171,7 @@ def _labelings(runs: int, count: int) -> list[tuple[int, ...]]:
         groups = itertools.combinations(range(runs), count)
         # Equal groups give the same statistic when A and B are exchanged; one of each pair holds run 0.
         return [group for group in groups if not mirrored or group[0] == 0]
+    # Seeded: the same runs have the same verdict every time.
     random = np.random.default_rng(0)
     own = tuple(range(count))
     drawn = {_group(random.permutation(runs), count, mirrored) for _ in range(MOST_RELABELINGS - 1)}
@@ -180,6 +183,7 @@ def _group(order: np.ndarray, count: int, mirrored: bool) -> tuple[int, ...]:
     return second if mirrored and 0 in second else first
 
 
+# Lentz's method divides by its terms, which may vanish.
 _TINY = 1e-300
 
 
@@ -193,6 +197,7 @@ def two_sided_p(t: float, dof: float) -> float:
 def two_sided_quantile(p: float, dof: float) -> float:
     """The ``t`` that ``|T|`` exceeds with probability ``p``, ``0 < p < 1``."""
     low, high = 0.0, 1.0
+    # Bisection needs no derivative, and 60 halvings reach the last bit.
     while two_sided_p(high, dof) > p:
         low, high = high, 2 * high
     for _ in range(60):

@@ -65,7 +65,11 @@ class CurvesReport:
         with np.errstate(all="ignore"):
             band = curves.half / np.abs(curves.mean_a)
         for k in sorted({*map(int, evenly), *map(int, starts)}):
-            kinds = [one.kind for one in self.departures if one.first <= steps[k] <= one.last]
+            kinds = [
+                departure.kind
+                for departure in self.departures
+                if departure.first <= steps[k] <= departure.last
+            ]
             mark = "" if not kinds else "not finite" if "not finite" in kinds else "beyond"
             shown = (f"{curves.mean_a[k]:.6g}", f"{curves.mean_b[k]:.6g}", _percent(relative[k], sign=True))
             rows.append((str(steps[k]), *shown, _percent(band[k]), mark))

@@ -1,4 +1,9 @@
-"""What a comparison finds: departures, the noise of seeds, and the curves themselves."""
+"""What a comparison finds: departures, the noise of seeds, the growth of a difference, and the curves themselves.
+
+Two runs of one experiment that differ in rounding only (another order of sums, another kernel) drift apart: the
+difference starts near the rounding of a float32 and grows exponentially (a Lyapunov exponent), until it is as large as
+the noise of the loss. A difference of another cause starts larger.
+"""
 
 from __future__ import annotations
 
@@ -73,18 +78,23 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 ROUNDING = 2.0**-23
+"""One rounding of a loss, which most programs write as a float32."""
 
 
 _SATURATED = 0.3
+"""Of the largest difference: beyond it growth ends, as the noise of the loss bounds it."""
 
 
 _FEWEST = 5
+"""Steps below which a line fits anything."""
 
 
 _STRAIGHT = 0.5
+"""Share of the variance below which the difference scatters and does not grow."""
 
 
 _NEAR = 100.0
+"""Roundings from which growth may have begun: sums of a whole model add some up in one step."""
 
 
 @dataclass(frozen=True)

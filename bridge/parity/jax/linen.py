@@ -59,9 +59,9 @@ class LinenModel:
 
     def load(self, weights: Mapping[str, Any]) -> None:
         self.variables["params"] = merge_leaves(self.variables["params"], weights)
-        given = {path: weights[path] for path in self.buffers() if path in weights}
+        buffers = {path: weights[path] for path in self.buffers() if path in weights}
         others = {name: tree for name, tree in self.variables.items() if name != "params"}
-        self.variables.update(merge_leaves(others, given))
+        self.variables.update(merge_leaves(others, buffers))
 
     def instance(self, dtype: str) -> LinenInstance:
         variables = on_host(self.variables)
@@ -82,12 +82,12 @@ def _dtype_interceptor(dtype: str) -> Callable[..., Any]:
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         # Within ``apply`` all modules are copies.
-        for one in dataclasses.fields(context.module):
-            old = getattr(context.module, one.name, None)
-            if one.name not in ("parent", "name") and not is_linen(old):
-                new = change_dtypes(old, dtype, one.name)
+        for field in dataclasses.fields(context.module):
+            old = getattr(context.module, field.name, None)
+            if field.name not in ("parent", "name") and not is_linen(old):
+                new = change_dtypes(old, dtype, field.name)
                 if new is not old:
-                    object.__setattr__(context.module, one.name, new)
+                    object.__setattr__(context.module, field.name, new)
         return call(*args, **kwargs)
 
     return intercept
@@ -132,6 +132,7 @@ class LinenInstance:
 def apply_module(module: Any, variables: Any, args: Any, kwargs: Any) -> tuple[Any, Mapping[str, Any]]:
     """The module's output, and every collection but the parameters after the call."""
     others = [name for name in variables if name != "params"]
+    # Dropout that is on draws the same numbers in every run.
     keys = {"dropout": jax.random.key(0)}
     output = module.apply(variables, *args, rngs=keys, mutable=others or False, **kwargs)
     return output if others else (output, {})
@@ -147,26 +148,26 @@ def record_calls(
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         try:
-            one = None if context.method_name != "__call__" else opened[-1].inside(context.module, turns)
+            opening = None if context.method_name != "__call__" else opened[-1].inside(context.module, turns)
         except Hidden:
-            one = None
-        if one is None:
+            opening = None
+        if opening is None:
             return call(*args, **kwargs)
 
         def run() -> Any:
-            opened.append(one)
+            opened.append(opening)
             try:
                 return call(*args, **kwargs)
             finally:
                 opened.pop()
 
-        kind = type(context.module).__name__
+        class_name = type(context.module).__name__
         return recorder.call(
-            one.path,
-            kind,
+            opening.path,
+            class_name,
             (args, kwargs),
             run,
-            lambda: LinenReplay(context.module, one.path, dtype),
+            lambda: LinenReplay(context.module, opening.path, dtype),
             heads_of(context.module),
         )
 

@@ -49,11 +49,11 @@ def probe(
     """
     total: Any = None
     count = 0
-    for place, leaf in leaves(call_model(model, batch)).items():
-        if not is_floating(leaf) or not leaf.size or (numbers is not None and place not in numbers):
+    for where, leaf in leaves(call_model(model, batch)).items():
+        if not is_floating(leaf) or not leaf.size or (numbers is not None and where not in numbers):
             continue
         wide = jnp.promote_types(leaf.dtype, jnp.float32)
-        own = probe_values(str(count), leaf.shape) if numbers is None else numbers[place]
+        own = probe_values(str(count), leaf.shape) if numbers is None else numbers[where]
         part = jnp.sum(leaf.astype(wide) * jnp.asarray(in_rows(own, rows) / leaf.size**0.5, wide))
         total, count = part if total is None else total + part, count + 1
     if total is None:

@@ -1,4 +1,9 @@
-"""An nnx module as a model that can be recorded."""
+"""An nnx module as a model that can be recorded, and paths of modules, also of those that transformations make.
+
+``nnx.scan``, ``nnx.jit`` and ``scan_layers`` call copies of modules, which the model itself does not hold. A copy is
+recognized by its class and its variables: as the module that has the same ones, or as the layer of a stack that has
+them with a leading axis.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +63,7 @@ class NnxModel:
 
     def __init__(self, module: nnx.Module) -> None:
         self.module = module
-        self.python_modules = sorted({type(one).__module__ for _, one in nnx.iter_modules(module)})
+        self.python_modules = sorted({type(part).__module__ for _, part in nnx.iter_modules(module)})
 
     def weights(self) -> dict[str, Any]:
         return {path: variable[...] for path, variable in parameters_of(self.module).items()}
@@ -69,15 +74,17 @@ class NnxModel:
     @property
     def left_out(self) -> Sequence[str]:
         kept = nnx.to_flat_state(nnx.state(self.module, nnx.Any(*_NOT_COMPARED)))
-        return [f"JAX's {', '.join(sorted({type(one).__name__ for _, one in kept}))}"] if kept else []
+        return (
+            [f"JAX's {', '.join(sorted({type(variable).__name__ for _, variable in kept}))}"] if kept else []
+        )
 
     def load(self, weights: Mapping[str, Any]) -> None:
         for path, variable in parameters_of(self.module).items():
             variable.set_value(weights[path])
         flat = nnx.to_flat_state(nnx.state(self.module, _BUFFER))
-        given = [(path, weights[below("", *path)]) for path, _ in flat if below("", *path) in weights]
-        if given:
-            nnx.update(self.module, nnx.from_flat_state(given))
+        buffers = [(path, weights[below("", *path)]) for path, _ in flat if below("", *path) in weights]
+        if buffers:
+            nnx.update(self.module, nnx.from_flat_state(buffers))
 
     def instance(self, dtype: str) -> NnxInstance:
         graphdef, parameters, state = split(self.module)
@@ -85,11 +92,11 @@ class NnxModel:
         if dtype == "float64":
             state = cast_floats(state, dtype)
         module = nnx.merge(graphdef, parameters, state)
-        for _, one in nnx.iter_modules(module):
-            for name, value in list(vars(one).items()):
+        for _, part in nnx.iter_modules(module):
+            for name, value in list(vars(part).items()):
                 new = change_dtypes(value, dtype, name)
                 if new is not value:
-                    setattr(one, name, new)
+                    setattr(part, name, new)
         return NnxInstance(module)
 
 
@@ -143,8 +150,8 @@ def record_calls(paths: Paths, recorder: Recorder) -> Iterator[None]:
         return noted
 
     with ExitStack() as stack:
-        for owner in {type(one) for _, one in nnx.iter_modules(paths.root)}:
-            call = next((vars(one)["__call__"] for one in owner.__mro__ if "__call__" in vars(one)), None)
+        for owner in {type(part) for _, part in nnx.iter_modules(paths.root)}:
+            call = next((vars(part)["__call__"] for part in owner.__mro__ if "__call__" in vars(part)), None)
             if call is not None:
                 stack.enter_context(attribute(owner, "__call__", wrap(owner, without_checkpoint(call))))
         stack.enter_context(listening(recorder.tap))
@@ -171,7 +178,9 @@ class NnxReplay(CallReplay):
 
 def variables_of(module: nnx.Module) -> dict[str, Any]:
     """Values of a module's parameters by path below it."""
-    return {below("", *path): one[...] for path, one in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+    return {
+        below("", *path): variable[...] for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))
+    }
 
 
 class Paths:
@@ -224,19 +233,25 @@ class Paths:
     def _recognized(self, module: Any, around: str) -> str | None:
         arrays = variables_of(module)
 
-        def nearest(one: tuple[str, Arrays]) -> bool:
+        def nearest(candidate: tuple[str, Arrays]) -> bool:
             """Those inside of the call that runs come first."""
-            return bool(around) and not one[0].startswith(around + "/")
+            return bool(around) and not candidate[0].startswith(around + "/")
 
         def alike(modules: list[tuple[str, Any]]) -> list[tuple[str, Arrays]]:
             return [(path, variables_of(other)) for path, other in modules if type(other) is type(module)]
 
-        stacks = sorted((one for one in alike(self._modules) if length_of(arrays, one[1])), key=nearest)
+        # Stacks before equal modules: the first layer of a stack may have the values of another
+        # module, too.
+        stacks = sorted(
+            (candidate for candidate in alike(self._modules) if length_of(arrays, candidate[1])), key=nearest
+        )
         for path, stack in stacks:
             number = layer_of(arrays, stack, self._turns.get(path, 0))
             if number is not None:
                 return self._layer_path(path, number, around, length_of(arrays, stack))
-        same = sorted((one for one in alike(self._own) if equal(arrays, one[1])), key=nearest)
+        same = sorted(
+            (candidate for candidate in alike(self._own) if equal(arrays, candidate[1])), key=nearest
+        )
         if same and (arrays or len(same) == 1):
             return same[0][0]
         if stacks:

@@ -52,19 +52,19 @@ def store_leaves(tree: Any, store: Store, known: dict[int, tuple[Any, Any]]) -> 
         if not isinstance(x, jax.Array) or not is_leaf(x) or x.weak_type:
             return x
         if id(x) not in known:
-            found = store.keep(np.asarray(x))
+            stored = store.keep(np.asarray(x))
             # The array itself too, so that no other one gets its id.
-            known[id(x)] = x, found if isinstance(found, Stored) else x
+            known[id(x)] = x, stored if isinstance(stored, Stored) else x
         return known[id(x)][1]
 
     return jax.tree.map(leaf, tree)
 
 
-def _kept(array: Any, place: str, inputs: MutableMapping[str, np.ndarray]) -> Any:
+def _kept(array: Any, where: str, inputs: MutableMapping[str, np.ndarray]) -> Any:
     """An array of a call's arguments, or where it is on disk."""
     if not isinstance(inputs, StoredLeaves) or not isinstance(array, jax.Array) or array.weak_type:
         return array
-    stored = inputs.location(place)
+    stored = inputs.location(where)
     return stored if isinstance(stored, Stored) else array
 
 
@@ -80,17 +80,17 @@ class CallReplay(Protocol):
     def shelve(self, store: Store, known: dict[int, tuple[Any, Any]]) -> None:
         """Write the weights to ``store``. ``known``: by id, arrays that were written, each with what stands for it."""
         self.tree, self.parameters = (
-            store_leaves(one, store, known) for one in (self.tree, dict(self.parameters))
+            store_leaves(tree, store, known) for tree in (self.tree, dict(self.parameters))
         )
 
     def load_weights(self) -> Self:
         """The same with its weights mapped."""
         twin = copy.copy(self)
         leaves, structure = jax.tree.flatten((self.tree, self.parameters))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Stored)]
-        arrays = map_together([leaves[place] for place in places])
-        for place, array in zip(places, arrays, strict=True):
-            leaves[place] = jnp.asarray(array)
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Stored)]
+        arrays = map_together([leaves[index] for index in places])
+        for index, array in zip(places, arrays, strict=True):
+            leaves[index] = jnp.asarray(array)
         twin.tree, twin.parameters = jax.tree.unflatten(structure, leaves)
         return twin
 
@@ -205,9 +205,10 @@ class Recorder:
         """``run()``, noted. Calls whose arguments have no values, as inside of ``vmap``, are run and not noted."""
         try:
             inputs = self._leaves(to_numpy(argument_tree(arguments)))
+            # Before the call: it may change the module's own state.
             replay = keep()
             kept = map_arguments(
-                lambda place, array: _kept(reveal(array), place, inputs), arguments, Frozen.of
+                lambda where, array: _kept(reveal(array), where, inputs), arguments, Frozen.of
             )
         except Hidden:
             return run()
@@ -240,14 +241,14 @@ class Recorder:
                 f"{entry.path}: expected replacements for {sorted(leaves(output))}, got {', '.join(unknown)}"
             )
 
-        def leaf(place: str, array: Any) -> Any:
-            if place in replaced:
-                array = jnp.asarray(replaced[place], array.dtype)
+        def leaf(where: str, array: Any) -> Any:
+            if where in replaced:
+                array = jnp.asarray(replaced[where], array.dtype)
             if self.token is None or not is_floating(array):
                 return array
-            entry.gradients[place] = np.zeros(array.shape, array.dtype)
+            entry.gradients[where] = np.zeros(array.shape, array.dtype)
             return watch_gradient(
-                jnp.asarray(array), self.token, lambda got: entry.gradients.update({place: got})
+                jnp.asarray(array), self.token, lambda got: entry.gradients.update({where: got})
             )
 
         return map_leaves(leaf, output)

@@ -1,4 +1,7 @@
-"""A run of a JAX model in one dtype: attributes and names that hold a dtype, and JAX's own settings."""
+"""A run of a JAX model in one dtype: attributes and names that hold a dtype, and JAX's own settings.
+
+Checkpoints are undone: a checkpoint compiles what it is put around, and inside of that no call has values.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,8 @@ def retype(value: Any, dtype: str, *, text: bool = False) -> Any:
         return (target(dtype, value) if text else None) or value
     spelled = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
     if spelled or any(value is scalar for scalar in _SCALARS):
-        found = target(dtype, jnp.dtype(value).name)
-        return value if found is None else jnp.dtype(found)
+        wanted = target(dtype, jnp.dtype(value).name)
+        return value if wanted is None else jnp.dtype(wanted)
     return value
 
 
@@ -55,7 +58,7 @@ def change_dtypes(value: Any, dtype: str, name: str = "") -> Any:
     if new is not value:
         return new
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
         different = {
             key: new for key, old in fields.items() if (new := change_dtypes(old, dtype, key)) is not old
         }
@@ -82,8 +85,11 @@ def settings(dtype: str, modules: Sequence[str] = (), *, eager: bool = True) -> 
     nothing. For float64 see ``only_float64``.
     """
     with ExitStack() as stack:
+        # GPUs and TPUs compute float32 products in fewer bits by default, which would be the
+        # difference that is found.
         stack.enter_context(jax.default_matmul_precision("highest"))
         if eager:
+            # Inside of a compiled function no call has values.
             stack.enter_context(jax.disable_jit())
             stack.enter_context(no_checkpoints(modules))
         if dtype == "float64":
@@ -112,19 +118,23 @@ def only_float64(modules: Sequence[str] = ()) -> Iterator[None]:
 @functools.lru_cache(maxsize=8)
 def _narrow_names(modules: tuple[str, ...]) -> list[tuple[Any, str, Any]]:
     """What ``only_float64`` changes, and to what; a run has many reruns."""
-    found: list[tuple[Any, str, Any]] = []
-    for module in {id(one): one for one in [jnp, *map(sys.modules.get, modules)] if one}.values():
+    changes: list[tuple[Any, str, Any]] = []
+    for module in {id(owner): owner for owner in [jnp, *map(sys.modules.get, modules)] if owner}.values():
         names = [name for name, value in vars(module).items() if any(value is scalar for scalar in _SCALARS)]
-        found += [(module, name, jnp.float64) for name in names]
-    functions = {name: one for name, one in vars(jax.random).items() if _takes_a_dtype(name, one)}
-    found += [(jax.random, name, _drawn_in_float32(function)) for name, function in functions.items()]
-    found.append((jax.random, "bernoulli", _with_float32_chance(jax.random.bernoulli)))
+        changes += [(module, name, jnp.float64) for name in names]
+    functions = {
+        name: function for name, function in vars(jax.random).items() if _takes_a_dtype(name, function)
+    }
+    changes += [(jax.random, name, _drawn_in_float32(function)) for name, function in functions.items()]
+    changes.append((jax.random, "bernoulli", _with_float32_chance(jax.random.bernoulli)))
     for owner in (jnp, jax.lax, jax.nn):
-        functions = {name: one for name, one in vars(owner).items() if _takes_a_dtype(name, one)}
-        found += [(owner, name, _with_float64(function)) for name, function in functions.items()]
-    for kind in (jax.core.Tracer, type(jnp.zeros(()))):
-        found.append((kind, "astype", _with_float64(vars(kind)["astype"])))
-    return found
+        functions = {
+            name: function for name, function in vars(owner).items() if _takes_a_dtype(name, function)
+        }
+        changes += [(owner, name, _with_float64(function)) for name, function in functions.items()]
+    for array_type in (jax.core.Tracer, type(jnp.zeros(()))):
+        changes.append((array_type, "astype", _with_float64(vars(array_type)["astype"])))
+    return changes
 
 
 def _takes_a_dtype(name: str, function: Any) -> bool:
@@ -134,7 +144,7 @@ def _takes_a_dtype(name: str, function: Any) -> bool:
         names = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
-    return any(one == "preferred_element_type" or one.endswith("dtype") for one in names)
+    return any(parameter == "preferred_element_type" or parameter.endswith("dtype") for parameter in names)
 
 
 def _by_jax() -> bool:
@@ -161,14 +171,14 @@ def _drawn_in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def drawn(*args: Any, **kwargs: Any) -> Any:
-        found = function(*args, **kwargs)
-        if _by_jax() or not isinstance(found, jax.Array) or not jnp.issubdtype(found.dtype, jnp.floating):
-            return found
-        if found.dtype == np.float64:
-            given = signature.bind(*args, **kwargs)
-            given.arguments["dtype"] = np.float32
-            found = function(*given.args, **given.kwargs)
-        return _CONVERT(found, np.float64)
+        numbers = function(*args, **kwargs)
+        if _by_jax() or not isinstance(numbers, jax.Array) or not jnp.issubdtype(numbers.dtype, jnp.floating):
+            return numbers
+        if numbers.dtype == np.float64:
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments["dtype"] = np.float32
+            numbers = function(*bound.args, **bound.kwargs)
+        return _CONVERT(numbers, np.float64)
 
     return drawn
 
@@ -215,23 +225,23 @@ def no_checkpoints(modules: Iterable[str]) -> Iterator[None]:
 @functools.lru_cache(maxsize=8)
 def _checkpointed(modules: tuple[str, ...]) -> list[tuple[Any, str, Any]]:
     """Where functions with checkpoints are, and the functions without them; a run has many reruns."""
-    found = []
+    replaced = []
     for module in {name: sys.modules[name] for name in modules if name in sys.modules}.values():
         own = [
-            one
-            for one in vars(module).values()
-            if isinstance(one, type) and one.__module__ == module.__name__
+            member
+            for member in vars(module).values()
+            if isinstance(member, type) and member.__module__ == module.__name__
         ]
         for owner in [module, *own]:
             for name, value in list(vars(owner).items()):
                 inner = without_checkpoint(value)
                 if inner is not value:
-                    found.append((owner, name, inner))
-    return found
+                    replaced.append((owner, name, inner))
+    return replaced
 
 
 def _transparent(function: Any = None, **options: Any) -> Any:
-    return function if function is not None else lambda given: given
+    return function if function is not None else lambda wrapped: wrapped
 
 
 def without_checkpoint(function: Any) -> Any:
@@ -257,8 +267,8 @@ def _links(function: Any) -> list[Any]:
 def _mark(function: Any) -> frozenset[Any]:
     """The code of a wrapper and of the functions that it calls, without the function that it wraps."""
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    inner = [one for one in cells if one is not getattr(function, "__wrapped__", None)]
-    return frozenset(one.__code__ for one in (function, *inner) if isinstance(one, FunctionType))
+    inner = [cell for cell in cells if cell is not getattr(function, "__wrapped__", None)]
+    return frozenset(cell.__code__ for cell in (function, *inner) if isinstance(cell, FunctionType))
 
 
 def _wrappers(checkpoint: Callable[..., Any]) -> list[frozenset[Any]]:

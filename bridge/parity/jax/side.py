@@ -147,6 +147,8 @@ class JaxSide:
                 return self._scalar(instance, parameters, inputs, recorders[-1])
 
             if backward:
+                # The backward differentiates by this number as well, so that it comes to outputs
+                # that no parameter made.
                 token = jnp.zeros((), jnp.float32)
                 (value, state), (gradients, _) = jax.value_and_grad(run, (0, 1), has_aux=True)(
                     instance.parameters, token
@@ -159,13 +161,13 @@ class JaxSide:
                 for entry in recorder.entries
                 if entry.outputs is not None and entry.replay is not None
             }
-            found = _stored(gradients, store)
+            stored = _stored(gradients, store)
             known: dict[int, tuple[Any, Any]] = {}
             for entry in self._entries[dtype].values():
                 assert entry.replay is not None
                 entry.replay.shelve(store, known)
             buffers = _stored(instance.buffers(state), store)
-            return Recording(dtype, recorder.calls(), float(value), found, buffers)
+            return Recording(dtype, recorder.calls(), float(value), stored, buffers)
 
     def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
         """Loss and gradients of a batch whose rows are in the order ``rows``; no calls, and ``rerun`` knows none."""
@@ -177,8 +179,8 @@ class JaxSide:
                 return self._scalar(instance, parameters, inputs, None, loss=loss)[0]
 
             value, gradients = jax.value_and_grad(run)(instance.parameters)
-            found = _stored(gradients, Store())
-        return Recording(dtype, [], float(value), found)
+            stored = _stored(gradients, Store())
+        return Recording(dtype, [], float(value), stored)
 
     def rerun(
         self,
@@ -201,18 +203,18 @@ class JaxSide:
         _known(path, "input", inputs, entry.inputs)
         with settings(dtype, self._python):
             replay = entry.replay.load_weights()
-            given = _arguments_with(entry.arguments, inputs)
+            arguments = _arguments_with(entry.arguments, inputs)
             if cotangents is None:
                 recorder = Recorder(None, replaced)
-                output = replay(replay.parameters, _thaw(given), recorder)
+                output = replay(replay.parameters, _thaw(arguments), recorder)
                 return Rerun(to_numpy(output), recorder.calls(first=1))
-            return _backward(path, replay, given, cotangents, replaced)
+            return _backward(path, replay, arguments, cotangents, replaced)
 
     def forget(self) -> None:
         """Free the calls, with their modules, that ``rerun`` needs; of a large model also JAX's compiled operations."""
         self._entries.clear()
         # Each operation of an eager run was compiled for its shapes: 0.7 GB after two runs of GPT-2.
-        if sum(one.nbytes for one in self._model.weights().values()) >= _LARGE:
+        if sum(array.nbytes for array in self._model.weights().values()) >= _LARGE:
             jax.clear_caches()
 
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
@@ -280,8 +282,8 @@ class JaxSide:
             ) from error
         shape = getattr(value, "shape", None)
         if shape != () or not is_floating(value):
-            found = type(value).__name__ if shape is None else f"{value.dtype}{list(shape)}"
-            raise ValueError(f"loss: expected a floating scalar, got {found}")
+            got = type(value).__name__ if shape is None else f"{value.dtype}{list(shape)}"
+            raise ValueError(f"loss: expected a floating scalar, got {got}")
         return value, state
 
 
@@ -290,7 +292,7 @@ def _unshared(tree: Any, others: Iterable[Any]) -> Any:
 
     An optimizer's state may hold the weights themselves.
     """
-    known = {id(one) for one in others}
+    known = {id(array) for array in others}
 
     def own(x: Any) -> Any:
         if not isinstance(x, jax.Array):
@@ -308,47 +310,47 @@ def _values(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _stored(arrays: Mapping[str, Any], store: Store) -> Leaves:
-    found = store.leaves()
+    leaves = store.leaves()
     for path, array in arrays.items():
-        found[path] = np.asarray(array)
-    return found
+        leaves[path] = np.asarray(array)
+    return leaves
 
 
 def _backward(
-    path: str, replay: CallReplay, given: Arguments, cotangents: Leaves, replaced: Replacements | None
+    path: str, replay: CallReplay, arguments: Arguments, cotangents: Leaves, replaced: Replacements | None
 ) -> Rerun:
     recorders: list[Recorder] = []
     outputs: dict[str, np.ndarray] = {}
-    floating = {place: x for place, x in leaves(argument_tree(given)).items() if is_floating(x)}
+    floating = {where: x for where, x in leaves(argument_tree(arguments)).items() if is_floating(x)}
 
     def run(parameters: Mapping[str, Any], floating: Mapping[str, Any], token: Any) -> Any:
         recorders.append(Recorder(token, replaced))
-        output = replay(parameters, _thaw(_arguments_with(given, floating)), recorders[-1])
+        output = replay(parameters, _thaw(_arguments_with(arguments, floating)), recorders[-1])
         outputs.update(to_numpy(output))
-        return {place: leaf for place, leaf in leaves(output).items() if is_floating(leaf)}
+        return {where: leaf for where, leaf in leaves(output).items() if is_floating(leaf)}
 
-    found, pull = jax.vjp(run, dict(replay.parameters), floating, jnp.zeros((), jnp.float32))
-    _known(path, "output", cotangents, found)
+    outputs_by_place, pull = jax.vjp(run, dict(replay.parameters), floating, jnp.zeros((), jnp.float32))
+    _known(path, "output", cotangents, outputs_by_place)
     gradients, input_gradients, _ = pull(
         {
-            place: jnp.asarray(cotangents.get(place, np.zeros(leaf.shape)), leaf.dtype)
-            for place, leaf in found.items()
+            where: jnp.asarray(cotangents.get(where, np.zeros(leaf.shape)), leaf.dtype)
+            for where, leaf in outputs_by_place.items()
         }
     )
     return Rerun(
         outputs,
         recorders[-1].calls(first=1),
-        {place: np.asarray(array) for place, array in input_gradients.items()},
+        {where: np.asarray(array) for where, array in input_gradients.items()},
         {name: np.asarray(array) for name, array in gradients.items()},
     )
 
 
-def _arguments_with(arguments: Arguments, given: Mapping[str, Any]) -> Arguments:
+def _arguments_with(arguments: Arguments, replacements: Mapping[str, Any]) -> Arguments:
     """Arguments with some leaves replaced, each in the dtype of the leaf that it replaces."""
 
-    def leaf(place: str, array: Any) -> Any:
-        if place in given:
-            return jnp.asarray(given[place], array.dtype)
+    def leaf(where: str, array: Any) -> Any:
+        if where in replacements:
+            return jnp.asarray(replacements[where], array.dtype)
         return jnp.asarray(array.array()) if isinstance(array, Stored) else array
 
     return map_arguments(leaf, arguments, lambda node: node)
@@ -361,8 +363,8 @@ def _thaw(arguments: Arguments) -> Arguments:
     )
 
 
-def _known(path: str, what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    unknown = sorted(set(given) - set(known))
+def _known(path: str, what: str, asked: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    unknown = sorted(set(asked) - set(known))
     if unknown:
         raise KeyError(f"module {path!r}: expected {what} leaves among {sorted(known)}, got {unknown}")
 

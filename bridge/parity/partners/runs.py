@@ -49,16 +49,18 @@ class CallPair:
         A rotary table and its twin may hold the same numbers in another order, and integers may be positions here and
         a mask there, which nobody can tell from shapes.
         """
-        found: list[tuple[str, str, Alignment]] = []
+        matched: list[tuple[str, str, Alignment]] = []
         first = True
         for name, other, way in self._every_input:
             theirs, ours = way.to_jax(self.torch.inputs[name]), self.jax.inputs[other]
             whole = ours.dtype.kind in "iub"
+            # Exact equality would leave out inputs that are themselves a little wrong, which is
+            # what is looked for.
             near = distance(theirs.astype(np.float64), ours.astype(np.float64)).relative <= _NEAR
-            if near or (first and not whole) or self._repeats(found, name, other):
-                found.append((name, other, way))
+            if near or (first and not whole) or self._repeats(matched, name, other):
+                matched.append((name, other, way))
             first = first and whole
-        return self._with_repeated(found)
+        return self._with_repeated(matched)
 
     @cached_property
     def _every_input(self) -> Matched:
@@ -66,11 +68,11 @@ class CallPair:
 
     def _with_repeated(self, matched: Matched) -> Matched:
         """One tensor given twice is one input, whatever the other side makes of it: module(y, y, y), module(y)."""
-        found = [*matched]
+        repeated = [*matched]
         for name, other, way in matched:
-            found += [(again, other, way) for again in self._again(found, 0, name)]
-            found += [(name, again, way) for again in self._again(found, 1, other)]
-        return found
+            repeated += [(again, other, way) for again in self._again(repeated, 0, name)]
+            repeated += [(name, again, way) for again in self._again(repeated, 1, other)]
+        return repeated
 
     def alternatives(self) -> Iterator[CallPair]:
         """The same with all inputs that shapes allow, however far apart; then with one input, and outputs that lie like
@@ -95,20 +97,20 @@ class CallPair:
                 pair.__dict__.update(inputs=inputs, outputs=outputs)
                 yield pair
 
-    def _again(self, found: Matched, side: int, name: str) -> list[str]:
+    def _again(self, matched: Matched, side: int, name: str) -> list[str]:
         """Other inputs of one side that hold the same as ``name`` and have no twin."""
         inputs = (self.torch, self.jax)[side].inputs
-        known = {one[side] for one in found}
+        known = {leaf[side] for leaf in matched}
         return [
             other for other in inputs if other not in known and np.array_equal(inputs[other], inputs[name])
         ]
 
-    def _repeats(self, found: Matched, name: str, other: str) -> bool:
+    def _repeats(self, matched: Matched, name: str, other: str) -> bool:
         """Whether an input is one of those that are ``found`` once more, on both sides: query, key and value."""
         return any(
             np.array_equal(self.torch.inputs[name], self.torch.inputs[earlier])
             and np.array_equal(self.jax.inputs[other], self.jax.inputs[twin])
-            for earlier, twin, _ in found
+            for earlier, twin, _ in matched
         )
 
     @cached_property
@@ -250,29 +252,29 @@ class Children:
 def children_of(outer: CallPair, every: Sequence[CallPair], runs: Runs) -> Children:
     """See ``Children``."""
     known = {id(pair.torch): pair for pair in every}
-    found, torch_numbers, jax_numbers = [], [], []
+    children, torch_numbers, jax_numbers = [], [], []
     inside_torch = _inside(outer.torch, runs.torch_high)
     inside_jax = _inside(outer.jax, runs.jax_high)
     for call in inside_torch:
         pair = known.get(id(call))
-        if pair is None or not any(pair.jax is one for one in inside_jax):
+        if pair is None or not any(pair.jax is inner for inner in inside_jax):
             continue
         around = calls_around(call, runs.torch_high)
         if next((parent for parent in around if id(parent) in known), None) is not outer.torch:
             continue
-        found.append(pair)
+        children.append(pair)
         torch_numbers.append(_number(call, inside_torch))
         jax_numbers.append(_number(pair.jax, inside_jax))
-    return Children(tuple(found), tuple(torch_numbers), tuple(jax_numbers))
+    return Children(tuple(children), tuple(torch_numbers), tuple(jax_numbers))
 
 
 def _inside(outer: Call, recording: Recording) -> list[Call]:
     calls = recording.calls
-    found: set[int] = set()
+    inside: set[int] = set()
     for index, call in enumerate(calls):
-        if call.parent is not None and (calls[call.parent] is outer or call.parent in found):
-            found.add(index)
-    return [calls[index] for index in sorted(found)]
+        if call.parent is not None and (calls[call.parent] is outer or call.parent in inside):
+            inside.add(index)
+    return [calls[index] for index in sorted(inside)]
 
 
 def calls_around(call: Call, recording: Recording) -> Iterator[Call]:
@@ -284,8 +286,8 @@ def calls_around(call: Call, recording: Recording) -> Iterator[Call]:
 
 
 def _number(call: Call, among: Sequence[Call]) -> int:
-    same = [one for one in among if one.path == call.path]
-    return next(number for number, one in enumerate(same) if one is call)
+    same = [sibling for sibling in among if sibling.path == call.path]
+    return next(number for number, sibling in enumerate(same) if sibling is call)
 
 
 def inner_first(runs: Runs, pairs: Sequence[CallPair]) -> list[CallPair]:

@@ -12,6 +12,10 @@ A leaf of a call is an array somewhere in its arguments or in its output, named 
 number, the others by name, and what lies in tuples, lists, dicts and dataclasses below them joined by dots
 (``"hidden_states"``, ``"1.0"``, ``"past.key"``). An output that is one array has the name ``""``. ``None``, text and
 plain numbers are no leaves: they stay as they were in every rerun.
+
+``tap`` marks a value inside of a model that is compared like a module's output. A model without a loss gets a probe:
+the sum of each output leaf times fixed numbers. Two models may name their outputs and order their axes differently, so
+the numbers are made for torch's leaves and laid out like the arrays that they multiply.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ def checked_dtype(dtype: str, steps: int) -> str:
     """The full name of ``dtype``. ValueError unless it can be tested, as float64 cannot, or for ``steps`` below 0."""
     dtype = full_name(dtype, FLOATING)
     if dtype not in FLOATING or dtype == "float64":
-        choices = ", ".join(one for one in FLOATING if one != "float64")
+        choices = ", ".join(name for name in FLOATING if name != "float64")
         raise ValueError(f"dtype: expected one of {choices}, got {dtype!r}")
     if steps < 0:
         raise ValueError(f"steps: expected 0 or more, got {steps}")
@@ -51,7 +55,7 @@ Heads = tuple[tuple[int, ...], tuple[int, ...]]
 
 def heads_of(module: Any) -> Heads:
     """What a module, or its ``config``, says of its heads."""
-    owners = [vars(one) for one in (module, getattr(module, "config", None)) if hasattr(one, "__dict__")]
+    owners = [vars(part) for part in (module, getattr(module, "config", None)) if hasattr(part, "__dict__")]
     numbers, sizes = (
         tuple(
             dict.fromkeys(
@@ -243,9 +247,9 @@ def listening(listener: Callable[[str, Any], Any]) -> Iterator[None]:
         _listener.reset(token)
 
 
-def probe_values(place: str, shape: Sequence[int]) -> np.ndarray:
+def probe_values(where: str, shape: Sequence[int]) -> np.ndarray:
     """Standard normal float64 numbers of ``shape`` for the output leaf at ``place``."""
-    return np.random.default_rng(zlib.crc32(place.encode())).standard_normal(tuple(shape))
+    return np.random.default_rng(zlib.crc32(where.encode())).standard_normal(tuple(shape))
 
 
 def in_rows(numbers: np.ndarray, rows: Sequence[int] | None) -> np.ndarray:

@@ -28,16 +28,16 @@ def gradient_rows(runs: Runs, weights: WeightMap, least: Mapping[str, float]) ->
     ``least``: what rounding is known to do to a parameter's gradient, by JAX name.
     """
     high, low = (weights.to_jax(run.gradients, gradients=True) for run in (runs.torch_high, runs.torch_low))
-    for name, found in runs.jax_high.gradients.items():
+    for name, jax_high in runs.jax_high.gradients.items():
         if name not in high:
             continue
         twin = high[name]
         floor = max(
             noise(low.get(name), twin, runs.dtype),
-            noise(runs.jax_low.gradients.get(name), found, runs.dtype),
+            noise(runs.jax_low.gradients.get(name), jax_high, runs.dtype),
             least.get(name, 0.0),
         )
-        yield row_of("gradients", (weights.owners(name), name), twin, found, floor, dtype=runs.dtype)
+        yield row_of("gradients", (weights.owners(name), name), twin, jax_high, floor, dtype=runs.dtype)
 
 
 def activation_rows(runs: Runs, pairs: Sequence[CallPair]) -> Iterator[Row]:
@@ -93,21 +93,21 @@ def backward_alone(runs: Runs, pair: CallPair, weights: WeightMap) -> tuple[floa
 Compared = tuple[str, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
 
 
-def _inputs(pair: CallPair, high: Rerun, found: Rerun, low: Rerun, found_low: Rerun) -> Iterator[Compared]:
+def _inputs(pair: CallPair, high: Rerun, jax_high: Rerun, low: Rerun, jax_low: Rerun) -> Iterator[Compared]:
     """Inputs that are one tensor have one gradient, the sum: a side may be given it once, and the other three times."""
-    given = {**pair.jax.inputs, **in_layout(pair.inputs, pair.torch.inputs)}
+    jax_inputs = {**pair.jax.inputs, **in_layout(pair.inputs, pair.torch.inputs)}
     for name, other, way in pair.inputs:
-        if name in high.input_gradients and other in found.input_gradients:
-            ours = _summed(name, pair.torch.inputs, high, low)
-            theirs = _summed(other, given, found, found_low)
-            known = way.to_jax(ours.known) & theirs.known
-            low_values = None if ours.low is None else way.to_jax(ours.low) * known
+        if name in high.input_gradients and other in jax_high.input_gradients:
+            torch_sum = _summed(name, pair.torch.inputs, high, low)
+            jax_sum = _summed(other, jax_inputs, jax_high, jax_low)
+            known = way.to_jax(torch_sum.known) & jax_sum.known
+            low_values = None if torch_sum.low is None else way.to_jax(torch_sum.low) * known
             yield (
                 f"its input {name}",
-                way.to_jax(ours.high) * known,
-                theirs.high * known,
+                way.to_jax(torch_sum.high) * known,
+                jax_sum.high * known,
                 low_values,
-                None if theirs.low is None else theirs.low * known,
+                None if jax_sum.low is None else jax_sum.low * known,
             )
 
 
@@ -169,21 +169,21 @@ def places_in(whole: np.ndarray, part: np.ndarray) -> Places | None:
 
 
 def _parameters(
-    weights: WeightMap, high: Rerun, found: Rerun, low: Rerun, found_low: Rerun
+    weights: WeightMap, high: Rerun, jax_high: Rerun, low: Rerun, jax_low: Rerun
 ) -> Iterator[Compared]:
     """Those that one torch parameter, or some, make whole; layers of a stack count as parameters of their own."""
     translated, translated_low = (weights.parts_to_jax(run.gradients, gradients=True) for run in (high, low))
-    for name, gradient in found.gradients.items():
+    for name, gradient in jax_high.gradients.items():
         key = _key(name, weights)
         twin = translated.get(key)
         if twin is not None and twin.size == gradient.size:
-            theirs = translated_low.get(key)
+            coarse = translated_low.get(key)
             yield (
                 name,
                 twin.reshape(gradient.shape),
                 gradient,
-                None if theirs is None else theirs.reshape(gradient.shape),
-                found_low.gradients.get(name),
+                None if coarse is None else coarse.reshape(gradient.shape),
+                jax_low.gradients.get(name),
             )
 
 
@@ -192,8 +192,8 @@ def _key(name: str, weights: WeightMap) -> Key:
     if name in weights.sources:
         return name, ()
     parts = name.split("/")
-    for place, part in enumerate(parts):
-        base = "/".join((*parts[:place], *parts[place + 1 :]))
+    for index, part in enumerate(parts):
+        base = "/".join((*parts[:index], *parts[index + 1 :]))
         if part.isdecimal() and base in weights.sources:
             return base, (int(part),)
     return name, ()
@@ -228,15 +228,15 @@ def suspects_without_reruns(
         pair for pair in pairs if (pair.modules.torch, pair.number) in differing or _one_sided_gradient(pair)
     ]
     wrong = [name for row in gradients if row.counts for name in row.name.split(", ")]
-    found = set()
+    suspects = set()
     for number, pair in enumerate(pairs):
         path = pair.modules.torch
         if not math.isnan(local[number]) or (path, pair.number) not in agreeing:
             continue
         own = any(name.startswith(f"{path}." if path else "") for name in wrong)
         if own or any(_gives(giver.torch, pair.torch) for giver in givers):
-            found.add(number)
-    return found
+            suspects.add(number)
+    return suspects
 
 
 def _one_sided_gradient(pair: CallPair) -> bool:
@@ -251,10 +251,10 @@ def _one_sided_gradient(pair: CallPair) -> bool:
 def _gives(giver: Call, taker: Call) -> bool:
     """Whether an output of one call is an input of the other."""
     return giver is not taker and any(
-        np.array_equal(output, given)
+        np.array_equal(output, taken)
         for output in giver.outputs.values()
-        for given in taker.inputs.values()
-        if output.dtype.kind == "f" and output.shape == given.shape
+        for taken in taker.inputs.values()
+        if output.dtype.kind == "f" and output.shape == taken.shape
     )
 
 
@@ -277,29 +277,31 @@ def with_blame(
     weights: WeightMap,
     forward: Forward,
 ) -> list[Row]:
-    place = {(pair.modules.torch, pair.number): number for number, pair in enumerate(pairs)}
+    index_of = {(pair.modules.torch, pair.number): number for number, pair in enumerate(pairs)}
     # Also of modules that were acquitted because what they were given without a twin was wrong.
     faulty = {
-        place[row.name, row.call]
+        index_of[row.name, row.call]
         for row in forward.rows
-        if row.stage == "forward" and row.local > FACTOR and place[row.name, row.call] not in forward.shifted
+        if row.stage == "forward"
+        and row.local > FACTOR
+        and index_of[row.name, row.call] not in forward.shifted
     }
-    alone = {
+    reruns = {
         number: (math.nan, "") if number in forward.shifted else backward_alone(runs, pair, weights)
         for number, pair in enumerate(pairs)
     }
-    local = {number: ratio for number, (ratio, _) in alone.items()}
+    local = {number: ratio for number, (ratio, _) in reruns.items()}
     suspects = {number for number, ratio in local.items() if ratio > FACTOR}
     if not any(row.counts for row in forward.rows):
         suspects |= suspects_without_reruns(rows, gradients, pairs, local)
     guilty = innermost_suspects(suspects, pairs, runs, faulty)
-    found = []
+    judged = []
     for row in rows:
-        number = place[row.name, row.call]
-        ratio, note = alone[number]
+        number = index_of[row.name, row.call]
+        ratio, note = reruns[number]
         if number in guilty:
             row = replace(row, verdict="introduced", local=ratio, note=note)
         elif row.counts:
             row = replace(row, verdict="inherited", local=ratio)
-        found.append(row)
-    return found
+        judged.append(row)
+    return judged

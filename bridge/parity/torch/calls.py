@@ -46,7 +46,7 @@ class CallRecord:
     kind: str
     parent: int | None
     inputs: Leaves
-    given: CallArguments | None
+    arguments: CallArguments | None
     heads: Heads = ((), ())
     outputs: Leaves = field(default_factory=dict)
     gradients: MutableMapping[str, np.ndarray] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class CallRecord:
         gradients = (
             made.select(self.outputs)
             if isinstance(made, StoredLeaves)
-            else {place: made[place] for place in self.outputs if place in made}
+            else {where: made[where] for where in self.outputs if where in made}
         )
         return Call(
             self.path, self.number, self.kind, self.inputs, self.outputs, gradients, parent, self.heads
@@ -73,9 +73,11 @@ class GradientWatch:
     out of the graph. Then the gradient of ``new`` is noted: the output as it was made, None if not in this call.
     """
 
-    def __init__(self, noted: CallRecord, place: str, output: torch.Tensor, new: torch.Tensor | None) -> None:
+    def __init__(
+        self, record: CallRecord, where: str, output: torch.Tensor, new: torch.Tensor | None
+    ) -> None:
         self.view = output.view_as(output)
-        self._noted, self._place = noted, place
+        self._record, self._place = record, where
         self._made = self.view.grad_fn
         self.view.register_hook(lambda gradient: self._note(gradient, changed=False))
         self._changed: bool | None = None
@@ -89,7 +91,7 @@ class GradientWatch:
 
     def _note(self, gradient: torch.Tensor, changed: bool) -> None:
         if self._changed is changed:
-            self._noted.gradients[self._place] = to_numpy(gradient)
+            self._record.gradients[self._place] = to_numpy(gradient)
 
 
 class TensorHistory(NamedTuple):
@@ -129,9 +131,9 @@ class Recorder:
         self._open: list[tuple[nn.Module, int]] = []
         self._watched: list[GradientWatch] = []
         self._seen = {
-            id(one): TensorHistory(one, None, -1, None)
+            id(tensor): TensorHistory(tensor, None, -1, None)
             for module in paths
-            for one in module.parameters(recurse=False)
+            for tensor in module.parameters(recurse=False)
         }
 
     @contextmanager
@@ -139,6 +141,8 @@ class Recorder:
         """Recording. Calls in a backward, which checkpointing makes, belong outside."""
         handles = []
         for module in self._paths:
+            # First among the hooks: a hook of the model's own may change the arguments, and that is
+            # part of the call.
             handles.append(module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._end, with_kwargs=True))
         try:
@@ -146,31 +150,34 @@ class Recorder:
         finally:
             for handle in handles:
                 handle.remove()
+            # Tensors were kept so that no other one got their ids; the backward needs their memory.
             self._seen.clear()
-            for one in self._watched:
-                one.end_forward()
+            for watch in self._watched:
+                watch.end_forward()
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         path = self._paths[module]
         leaves = leaves_of(arguments(args, kwargs))
         inputs = self._leaves()
-        for place, leaf in leaves.items():
-            inputs[place] = to_numpy(leaf)
+        for where, leaf in leaves.items():
+            inputs[where] = to_numpy(leaf)
         parent = self._open[-1][1] if self._open else None
-        given = None if self._keep is None else self._given(args, kwargs, self._keep)
+        kept_arguments = None if self._keep is None else self._keep_arguments(args, kwargs, self._keep)
         index = len(self.calls)
         self._open.append((module, index))
-        kind, heads = type(module).__name__, heads_of(module)
-        noted = CallRecord(path, self._counts[path], kind, parent, inputs, given, heads)
-        noted.outputs, noted.gradients = self._leaves(), self._leaves()
-        self.calls.append(noted)
+        class_name, heads = type(module).__name__, heads_of(module)
+        record = CallRecord(path, self._counts[path], class_name, parent, inputs, kept_arguments, heads)
+        record.outputs, record.gradients = self._leaves(), self._leaves()
+        self.calls.append(record)
         self._counts[path] += 1
         for leaf in leaves.values():
             self._seen.setdefault(id(leaf), TensorHistory(leaf, None, index - 1, leaf.grad_fn))
 
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: dict[int, Any]) -> CallArguments:
-        def slot(place: str, value: Any) -> Any:
-            return Slot(place, value.device, value.dtype, value.stride()) if is_leaf(value) else value
+    def _keep_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: dict[int, Any]
+    ) -> CallArguments:
+        def slot(where: str, value: Any) -> Any:
+            return Slot(where, value.device, value.dtype, value.stride()) if is_leaf(value) else value
 
         everything = map_leaves(arguments(args, kwargs), slot)
         if has_objects(everything):
@@ -188,24 +195,24 @@ class Recorder:
         while self._open[-1][0] is not module:
             self._open.pop()
         _, index = self._open.pop()
-        noted = self.calls[index]
+        record = self.calls[index]
         leaves = leaves_of(output)
-        noted.outputs = self._leaves({place: to_numpy(leaf) for place, leaf in leaves.items()})
-        instead = self.replaced.pop((noted.path, noted.number), {})
-        check_leaves(instead, noted.outputs, f"the output of {noted.path!r}, call {noted.number}")
+        record.outputs = self._leaves({where: to_numpy(leaf) for where, leaf in leaves.items()})
+        instead = self.replaced.pop((record.path, record.number), {})
+        check_leaves(instead, record.outputs, f"the output of {record.path!r}, call {record.number}")
 
-        def change(place: str, value: Any) -> Any:
+        def change(where: str, value: Any) -> Any:
             if not is_leaf(value):
                 return value
-            if place in instead:
-                value = fresh_leaf(instead[place], value.device, value.dtype)
+            if where in instead:
+                value = fresh_leaf(instead[where], value.device, value.dtype)
             if not (value.is_floating_point() and value.requires_grad and torch.is_grad_enabled()):
                 self._seen.setdefault(id(value), TensorHistory(value, None, index, None))
                 return value
             known = self._seen.setdefault(id(value), TensorHistory(value, value, index, value.grad_fn))
             inside = known.call >= index and known.made is value.grad_fn
             new = known.new if inside else None
-            self._watched.append(GradientWatch(noted, place, value, new))
+            self._watched.append(GradientWatch(record, where, value, new))
             view = self._watched[-1].view
             self._seen[id(view)] = TensorHistory(view, new, known.call if inside else index, view.grad_fn)
             return view
@@ -234,18 +241,19 @@ def fresh_leaf(
     if dtype.is_floating_point and torch.is_grad_enabled():
         tensor.requires_grad_()
     if stride is None or 0 in stride:
+        # A leaf that needs a gradient may not be changed in place; its clone may.
         return tensor.clone()
     return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=device).copy_(tensor)
 
 
-def check_leaves(given: Leaves, known: Leaves, where: str) -> None:
+def check_leaves(leaves: Leaves, known: Leaves, where: str) -> None:
     """KeyError for a leaf that is not there, ValueError for one of another shape."""
-    for place, array in given.items():
-        if place not in known:
-            raise KeyError(f"{where} has no leaf {place!r}: expected one of {sorted(known)}")
-        if np.shape(array) != known[place].shape:
+    for where_in_call, array in leaves.items():
+        if where_in_call not in known:
+            raise KeyError(f"{where} has no leaf {where_in_call!r}: expected one of {sorted(known)}")
+        if np.shape(array) != known[where_in_call].shape:
             raise ValueError(
-                f"{where}, leaf {place!r}: expected shape {known[place].shape}, got {np.shape(array)}"
+                f"{where}, leaf {where_in_call!r}: expected shape {known[where_in_call].shape}, got {np.shape(array)}"
             )
 
 

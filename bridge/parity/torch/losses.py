@@ -52,10 +52,10 @@ def probe_loss(
     an output without floating leaves.
     """
     terms: list[torch.Tensor] = []
-    for place, leaf in leaves_of(call_model(model, batch)).items():
-        if leaf.is_floating_point() and leaf.numel() and (numbers is None or place in numbers):
+    for where, leaf in leaves_of(call_model(model, batch)).items():
+        if leaf.is_floating_point() and leaf.numel() and (numbers is None or where in numbers):
             wide = torch.promote_types(leaf.dtype, torch.float32)
-            own = probe_values(str(len(terms)), leaf.shape) if numbers is None else numbers[place]
+            own = probe_values(str(len(terms)), leaf.shape) if numbers is None else numbers[where]
             factors = torch.from_numpy(np.array(in_rows(own, rows) / math.sqrt(leaf.numel())))
             terms.append((leaf.to(wide) * factors.to(leaf.device, wide)).sum())
     if not terms:
@@ -70,12 +70,12 @@ def next_token_loss(model: nn.Module, tokens: Any) -> torch.Tensor:
     ValueError for a batch of another kind.
     """
     if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.dtype != torch.int64:
-        kind = (
+        got = (
             f"{tokens.dtype} {list(tokens.shape)}"
             if isinstance(tokens, torch.Tensor)
             else type(tokens).__name__
         )
-        raise ValueError(f"next_token: expected a batch of integer tokens [B, T + 1], got {kind}")
+        raise ValueError(f"next_token: expected a batch of integer tokens [B, T + 1], got {got}")
     output = model(tokens[:, :-1])
     logits = getattr(output, "logits", output)
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -94,5 +94,5 @@ def in_order(loss: Loss, rows: Sequence[int]) -> Loss:
 def describe(batch: Any) -> str:
     """The leaves of a batch with dtypes and shapes, for errors."""
     leaves = leaves_of(batch)
-    named = [f"{place or 'array'} {str(leaf.dtype)[6:]} {list(leaf.shape)}" for place, leaf in leaves.items()]
+    named = [f"{where or 'array'} {str(leaf.dtype)[6:]} {list(leaf.shape)}" for where, leaf in leaves.items()]
     return ", ".join(named) or "no arrays"

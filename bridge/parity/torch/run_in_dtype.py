@@ -1,4 +1,4 @@
-"""A run in float64 of a model whose code asks for less in places."""
+"""A run of a PyTorch model in one dtype: its copy, its surroundings, and float64 where the code asks for less."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def copy_in(model: nn.Module, dtype: str) -> nn.Module:
 
 def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Registered buffers by name, without sparse and nested ones."""
-    return ((name, one) for name, one in model.named_buffers() if is_leaf(one))
+    return ((name, buffer) for name, buffer in model.named_buffers() if is_leaf(buffer))
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,9 +97,12 @@ def device_of(model: nn.Module) -> torch.device:
 @contextmanager
 def running(model: nn.Module, dtype: str) -> Iterator[None]:
     """The surroundings of each run: the same random numbers, gradients, no compilation, and what float64 needs."""
-    devices = sorted({one.device for one in model.parameters() if one.device.type == "cuda"}, key=str)
+    devices = sorted(
+        {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}, key=str
+    )
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
+        # The same dropout in all runs: the float64 run is no reference for other random numbers.
         torch.default_generator.manual_seed(SEED)
         for device in devices:
             with torch.cuda.device(device):
@@ -107,6 +110,8 @@ def running(model: nn.Module, dtype: str) -> Iterator[None]:
         # Also without a backward: some modules of torch take another path where no gradient is asked for.
         stack.enter_context(torch.enable_grad())
         if "torch._dynamo" in sys.modules:
+            # Compiled code calls no hooks. The stance is set only where dynamo is loaded: importing
+            # it takes seconds.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if dtype == "float64":
             stack.enter_context(all_float64())
@@ -153,14 +158,15 @@ class _Float64(TorchFunctionMode):
             func, args, kwargs = Tensor.to, (args[0], other.device, other.dtype, *args[2:]), {}
         # Generators draw other numbers in float64, and runs must be comparable.
         if func in DRAWN and kwargs.get("dtype") != torch.float64:
+            # Drawn as in the float32 run, then widened.
             return func(*args, **{**kwargs, "dtype": torch.float32}).double()
         if func in DRAWN_IN_PLACE and args[0].dtype == torch.float64:
             return args[0].copy_(func(torch.empty_like(args[0], dtype=torch.float32), *args[1:], **kwargs))
         if func is Tensor.type:
-            args = tuple(TYPES.get(_type_name(one), one) for one in args)
-        asked = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)), None)
-        args = tuple(_wide(one) for one in args)
-        kwargs = {name: _wide(one) for name, one in kwargs.items()}
+            args = tuple(TYPES.get(_type_name(value), value) for value in args)
+        asked = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)), None)
+        args = tuple(_wide(value) for value in args)
+        kwargs = {name: _wide(value) for name, value in kwargs.items()}
         if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype == torch.float64:
             return _grouped_mm(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -182,12 +188,15 @@ def _backward(
 ) -> None:
     """``torch.autograd.backward`` from the tensors' edges, for which torch does not ask the mode again."""
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    given = grad_tensors if gradient is None else gradient
-    if given is None or isinstance(given, Tensor):
-        given = [given] * len(tensors)
-    given = [torch.ones_like(one) if its is None else its for one, its in zip(tensors, given, strict=True)]
-    edges = [torch.autograd.graph.get_gradient_edge(one) for one in tensors]
-    torch.autograd.backward(edges, given, **kwargs)
+    gradients = grad_tensors if gradient is None else gradient
+    if gradients is None or isinstance(gradients, Tensor):
+        gradients = [gradients] * len(tensors)
+    gradients = [
+        torch.ones_like(tensor) if its is None else its
+        for tensor, its in zip(tensors, gradients, strict=True)
+    ]
+    edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors]
+    torch.autograd.backward(edges, gradients, **kwargs)
 
 
 def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
@@ -207,6 +216,7 @@ def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, **_: 
 
 def _to(tensor: Tensor, dtype: torch.dtype, **kwargs: Any) -> Tensor:
     """A cast to a narrow dtype. Casts to 16 bits copy, so that changes of the copy leave the tensor as it was."""
+    # float64 to float64 is the tensor itself, where a cast to bfloat16 is a new one.
     wide = tensor.to(WIDE[dtype], **kwargs)
     return wide.clone() if wide is tensor and dtype in SIXTEEN_BITS else wide
 
@@ -227,8 +237,8 @@ def _narrow(tensor: Tensor) -> bool:
 
 
 def _any_narrow(values: tuple[Any, ...]) -> bool:
-    flat = [one for value in values for one in (value if isinstance(value, tuple | list) else [value])]
-    return any(isinstance(one, Tensor) and _narrow(one) for one in flat)
+    flat = [item for value in values for item in (value if isinstance(value, tuple | list) else [value])]
+    return any(isinstance(item, Tensor) and _narrow(item) for item in flat)
 
 
 @contextmanager
