@@ -42,14 +42,14 @@ class Containers(nnx.Module):
         self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
         self.by_name = nnx.Dict(first=nnx.Linear(4, 4, rngs=rngs))
         self.embed = nnx.Embed(4, 4, rngs=rngs)
-        self.replay = self.embed
+        self.again = self.embed
 
     def __call__(self, x: jax.Array) -> jax.Array:
         constant = jnp.full((), 3.0, x.dtype)
         out = self.kinds(x, scale={"by": constant, "kind": "plain"})
         scaled, (best, tables) = out.hidden
         y = self.by_name["first"](self.layers[1](self.layers[0](scaled) + self.layers[0](tables["x"])))
-        return y + self.replay(best)
+        return y + self.again(best)
 
 
 def test_leaves_are_found_in_containers_and_calls_are_counted() -> None:

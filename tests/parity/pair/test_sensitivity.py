@@ -19,7 +19,7 @@ from bridge.parity.recorded.trace import TraceSide, write_trace
 from bridge.parity.torch.self_test import Fault, faults_of, plant_faults, with_fault
 from bridge.parity.torch.side import TorchSide
 from tests.support.parity.causal_pairs import SIZES
-from tests.support.parity.pair_tools import randomize, tokens
+from tests.support.parity.pair_tools import compare_pair, randomize, tokens
 from tests.support.parity.pairs import build
 from tests.support.parity.small_twins import BATCH, MAPPING, JaxMLP, TorchMLP, jax_values
 
@@ -121,18 +121,7 @@ def test_a_scale_shows_what_small_weights_hide() -> None:
     shrink(pair.torch_model)
     before = {name: tensor.clone() for name, tensor in pair.torch_model.state_dict().items()}
     for scale in (None, 1 / SMALL):
-        report = parity(
-            pair.torch_model,
-            pair.jax_model,
-            pair.batch,
-            mapping=pair.mapping,
-            axes=pair.axes,
-            loss=pair.loss,
-            weights="torch",
-            scale=scale,
-            steps=0,
-            self_test=True,
-        )
+        report = compare_pair(pair, weights="torch", scale=scale, self_test=True)
         assert report.same, report.summary()
         remarks = "\n".join(report.remarks())
         assert ("not shown: model.rotary_emb, rotary base" in remarks) == (scale is None)

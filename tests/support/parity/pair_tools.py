@@ -16,6 +16,8 @@ from flax import nnx
 
 from bridge.core.formats.tensors.base import Box
 from bridge.core.mapping import MappingTable, make_plan
+from bridge.parity.compare.parity import parity
+from bridge.parity.report_page.report import ParityReport
 from tests.support.bridge.memory_reader import MemoryReader
 
 VOCABULARY = 61
@@ -196,3 +198,13 @@ def jax_run(pair: Pair, dtype: Any = jnp.float32) -> tuple[float, dict[str, np.n
         for path, variable in nnx.to_flat_state(gradients)
     }
     return float(value), named
+
+
+def compare_pair(pair: Pair, **options: Any) -> ParityReport:
+    """``parity`` of both models, without training unless ``options`` say otherwise."""
+    return parity(
+        pair.torch_model,
+        pair.jax_model,
+        pair.batch,
+        **{"mapping": pair.mapping, "axes": pair.axes, "loss": pair.loss, "steps": 0} | options,
+    )
