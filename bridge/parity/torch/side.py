@@ -82,13 +82,13 @@ class _Run:
 class TorchSide:
     """A PyTorch model with its loss; see ``Side``. Runs happen on the model's devices and in its mode.
 
-    ``loss``: ``(model, batch) -> scalar tensor``; ``"next_token"``; or ``"probe"``, also None. See ``torch_losses``.
+    ``loss``: ``(model, batch) -> scalar tensor``; ``"next_token"``; or ``"probe"``, also None. See ``losses``.
     ``optimizer``: from parameters to a ``torch.optim.Optimizer``, by default AdamW.
 
     All runs are of copies, each with the same random numbers. In a copy all floating-point parameters and persistent
     buffers have the run's dtype, and all parameters have gradients. Other buffers, such as a rotary embedding's
     frequencies, keep the values that they got when the model was made; they and tensors that are attributes of modules
-    become float64 in a float64 run, in which nothing that goes through torch is computed in less (``torch_float64``),
+    become float64 in a float64 run, in which nothing that goes through torch is computed in less (``run_in_dtype``),
     and keep their dtype in the others.
 
     An output has no gradient if autograd does not come to it, for instance under ``no_grad``; and if it is changed in

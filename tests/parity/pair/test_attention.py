@@ -138,8 +138,8 @@ def test_one_field(what: str) -> None:
 
 def test_windows_that_are_off_by_one() -> None:
     for ours, theirs in ((5, 6), (6, 5), (10, 9)):
-        found = attention_cause(inputs(mixed(sees=window(ours))), inputs(mixed(sees=window(theirs))), FLOOR)
-        assert found == f"torch: window of {ours} tokens; JAX: window of {theirs} tokens"
+        cause = attention_cause(inputs(mixed(sees=window(ours))), inputs(mixed(sees=window(theirs))), FLOOR)
+        assert cause == f"torch: window of {ours} tokens; JAX: window of {theirs} tokens"
 
 
 def test_two_fields() -> None:

@@ -247,18 +247,18 @@ def test_traces_hold_buffers(tmp_path: Path):
             loss=lambda model, x: (model(x) ** 2).sum(),
             steps=2,
         )
-        found = compare_traces(
+        report = compare_traces(
             tmp_path / "torch.trace",
             tmp_path / f"{momentum}.trace",
             mapping=mapping_of(table(*STATISTICS), "m"),
         )
-        assert {row.stage for row in found.rows if row.kind == "buffer"} == {
+        assert {row.stage for row in report.rows if row.kind == "buffer"} == {
             "weights",
             "buffers",
             "update",
             "steps",
         }
-        assert "num_batches_tracked" in found.summary()
+        assert "num_batches_tracked" in report.summary()
 
 
 @pytest.mark.parametrize("way", ["own names", "through the mapping"])

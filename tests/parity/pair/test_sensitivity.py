@@ -105,11 +105,11 @@ def shrink(model: torch.nn.Module) -> None:
 def test_weights_near_zero_hide_a_rotary_base() -> None:
     base = "rotary base 50 times as large"
     model = llama()
-    shown = {one.fault: one for one in plant_faults(TorchSide(model, "next_token"), TOKENS)}
+    shown = {revealed.fault: revealed for revealed in plant_faults(TorchSide(model, "next_token"), TOKENS)}
     assert shown[base].shown
     assert shown[base].ratio > 100
     shrink(model)
-    hidden = {one.fault: one for one in plant_faults(TorchSide(model, "next_token"), TOKENS)}
+    hidden = {revealed.fault: revealed for revealed in plant_faults(TorchSide(model, "next_token"), TOKENS)}
     assert not hidden[base].shown
     # A fault of what is there without attention is shown still.
     assert hidden["variance_epsilon ten times as large"].shown

@@ -101,9 +101,9 @@ def _floats_in_memory() -> dict[int, Any]:
     """Arrays and tensors of floats that have elements in memory, by id."""
     gc.collect()
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    found = [one for one in tensors if one.is_floating_point() and one.untyped_storage().nbytes() > 8]
+    floats = [one for one in tensors if one.is_floating_point() and one.untyped_storage().nbytes() > 8]
     arrays = [one for one in jax.live_arrays() if one.dtype.kind == "f" and one.size > 1]
-    return {id(one): one for one in (*found, *arrays)}
+    return {id(one): one for one in (*floats, *arrays)}
 
 
 @pytest.mark.slow
@@ -171,7 +171,8 @@ def test_gradients_of_rows_in_another_order_are_compared_one_at_a_time(
 ) -> None:
     model = Wide()
     parameters = {
-        f"w{number}": one.detach().numpy().T.copy() for number, one in enumerate(model.parameters())
+        f"w{number}": parameter.detach().numpy().T.copy()
+        for number, parameter in enumerate(model.parameters())
     }
     rules = [
         f'[[rule]]\ntorch = "layers.{number}.weight : o i"\njax = "w{number} : i o"\n' for number in range(12)

@@ -258,7 +258,10 @@ def test_modules_of_torch_compute_nothing_in_less(name: str) -> None:
     with running(model, "float64"), Spy() as spy:
         probe_loss(model, torch.ones(2, 3, 4, dtype=torch.float64)).backward()
         torch.optim.AdamW(model.parameters()).step()
-    assert all(one.grad is not None and one.grad.dtype == torch.float64 for one in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.dtype == torch.float64
+        for parameter in model.parameters()
+    )
     assert spy.calls > 5
     assert not spy.found
 
