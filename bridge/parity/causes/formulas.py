@@ -110,9 +110,9 @@ def _orders(size: int, heads: int | None) -> Iterator[tuple[str, np.ndarray]]:
         blocks, part = every.reshape(count, -1), size // count
         yield f"{count} heads in reverse order {{}}", blocks[::-1]
         if part % 2 == 0:
-            halves, pairs = blocks.reshape(count, 2, -1), blocks.reshape(count, -1, 2)
-            yield f"halves of each of {count} heads interleaved {{}}", halves.transpose(0, 2, 1)
-            yield f"pairs of each of {count} heads taken apart into halves {{}}", pairs.transpose(0, 2, 1)
+            own_halves, own_pairs = blocks.reshape(count, 2, -1), blocks.reshape(count, -1, 2)
+            yield f"halves of each of {count} heads interleaved {{}}", own_halves.transpose(0, 2, 1)
+            yield f"pairs of each of {count} heads taken apart into halves {{}}", own_pairs.transpose(0, 2, 1)
         yield f"heads ({count}) and their elements exchanged {{}}", blocks.T
 
 
