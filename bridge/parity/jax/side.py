@@ -101,7 +101,7 @@ class JaxSide:
             raise ValueError("model: expected parameters, found none")
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Parameters by path, whole, in their own dtype; a parameter with two names once, under the first."""
+        """Whole, also where shards lie on several devices."""
         return _values(self._model.weights())
 
     def hold(self, names: Iterable[str]) -> None:
@@ -114,10 +114,7 @@ class JaxSide:
         return _values(self._model.buffers())
 
     def load(self, weights: Leaves) -> None:
-        """Set all parameters and those buffers that are given, each in its own dtype and on its own devices.
-
-        ``ValueError`` names parameters that are missing, and names that are unexpected or of another shape.
-        """
+        """Each array in its own dtype and on its own devices."""
         parameters = self._model.weights()
         own = {**parameters, **self._model.buffers()}
         wrong = [f"{path}: missing" for path in parameters if path not in weights]
@@ -132,10 +129,7 @@ class JaxSide:
         self._model.load({path: _like(weights[path], old) for path, old in own.items() if path in weights})
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
-        """Run the model, its loss and, if asked, its backward with all parameters in ``dtype``.
-
-        Raises ``ValueError`` for a batch that the model or its loss refuses, and for a loss that is no scalar.
-        """
+        """``ValueError`` for a batch that the model or its loss refuses, and for a loss that is no scalar."""
         with settings(_checked(dtype), self._python):
             instance = self._model.instance(dtype)
             inputs = as_batch(batch, dtype)
@@ -170,7 +164,7 @@ class JaxSide:
             return Recording(dtype, recorder.calls(), float(value), stored, buffers)
 
     def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
-        """Loss and gradients of a batch whose rows are in the order ``rows``; no calls, and ``rerun`` knows none."""
+        """See ``Side``."""
         with settings(_checked(dtype), self._python):
             instance = self._model.instance(dtype)
             inputs, loss = as_batch(batch, dtype), in_order(self._loss, rows)
@@ -192,10 +186,9 @@ class JaxSide:
         cotangents: Leaves | None = None,
         replaced: Replacements | None = None,
     ) -> Rerun:
-        """Call one module again, as the last ``record`` in ``dtype`` called it, but with these leaves of its inputs.
+        """Numbers of calls, in ``replaced`` and in the result, count from 0 within this rerun.
 
-        Numbers of calls, in ``replaced`` and in the result, count from 0 within this rerun. ``KeyError`` for a call
-        that was not recorded, for a tap, and for leaves that the call has not.
+        ``KeyError`` for a call that was not recorded, for a tap, and for leaves that the call has not.
         """
         entry = self._entries.get(dtype, {}).get((path, number))
         if entry is None or entry.replay is None:

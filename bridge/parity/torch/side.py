@@ -120,7 +120,7 @@ class TorchSide:
         self._runs: dict[str, _Run] = {}
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Parameters by name, in their own dtype; tied ones once, sharded ones (DTensors) whole."""
+        """Tied ones once."""
         return _values(self.model.named_parameters())
 
     def buffers(self) -> dict[str, np.ndarray]:
@@ -128,10 +128,9 @@ class TorchSide:
         return _values(buffers_of(self.model))
 
     def load(self, weights: Leaves) -> None:
-        """Set all parameters, and the buffers that are given, of the model and of the copies for ``rerun``.
+        """Also the copies for ``rerun``. Values are cast to the model's dtypes.
 
-        Values are cast to the model's dtypes. ValueError names parameters that are missing, what is unexpected or of
-        another shape, and parameters that are sharded. Then none is set.
+        ``ValueError`` also names parameters that are sharded. Then none is set.
         """
         parameters = dict(self.model.named_parameters())
         own: dict[str, torch.Tensor] = {**parameters, **dict(buffers_of(self.model))}
@@ -156,10 +155,10 @@ class TorchSide:
                         copied.copy_(own[name])
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
-        """Run the model and its loss on a batch of NumPy arrays (floats are cast to ``dtype``, integers to int64).
+        """Floats are cast to ``dtype``, integers to int64.
 
-        ValueError if the model cannot be copied, refuses the batch or is not called by the loss, or if the loss is no
-        scalar. The error names what was given.
+        ``ValueError`` if the model cannot be copied, refuses the batch or is not called by the loss, or if the loss is
+        no scalar.
         """
         kept = copy_in(self.model, dtype)
         for parameter in kept.parameters():
@@ -184,7 +183,7 @@ class TorchSide:
         return Recording(dtype, calls, float(loss.detach()), gradients, buffers)
 
     def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
-        """Loss and gradients of a batch whose rows are in the order ``rows``; no calls, and ``rerun`` knows none."""
+        """See ``Side``."""
         model = copy_in(self.model, dtype)
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
