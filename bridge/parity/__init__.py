@@ -22,15 +22,7 @@ if TYPE_CHECKING:
     from bridge.parity.recorded.recording import tap
     from bridge.parity.report_page.report import ParityReport
 
-__all__ = [
-    "ParityReport",
-    "capture_jax",
-    "capture_torch",
-    "compare_traces",
-    "parity",
-    "tap",
-    "write_report",
-]
+__all__ = ["ParityReport", "capture_jax", "capture_torch", "compare_traces", "parity", "tap", "write_report"]
 
 _HOMES = {
     "ParityReport": "bridge.parity.report_page.report",

@@ -94,11 +94,7 @@ def test_in_float64_they_are_equal_to_twelve_digits(strategy):
 def test_bfloat16_compute_stays_near_the_unsharded_float32_model(strategy):
     optimizer = main_weight_adamw(**ADAMW)
     plan, weights = fully_shard(
-        decoder(),
-        data_parallel_mesh(3),
-        strategy=strategy,
-        param_dtype="bfloat16",
-        reduce_dtype="float32",
+        decoder(), data_parallel_mesh(3), strategy=strategy, param_dtype="bfloat16", reduce_dtype="float32"
     )
     step = make_train_step(plan, loss, optimizer, microbatches=3)
     state, losses = init_state(plan, weights, optimizer), []

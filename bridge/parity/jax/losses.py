@@ -37,10 +37,7 @@ def call_model(model: Any, batch: Any) -> Any:
 
 
 def probe(
-    model: Any,
-    batch: Any,
-    numbers: Mapping[str, np.ndarray] | None = None,
-    rows: Sequence[int] | None = None,
+    model: Any, batch: Any, numbers: Mapping[str, np.ndarray] | None = None, rows: Sequence[int] | None = None
 ) -> jax.Array:
     """The sum over floating output leaves of leaf times ``numbers`` over the root of the leaf's size.
 

@@ -31,7 +31,7 @@ from bridge.parity.jax.leaves import (
     on_host,
     reveal,
 )
-from bridge.parity.jax.recorder import Arguments, CallReplay, Recorder
+from bridge.parity.jax.recorder import Arguments, CallReplay, LossOf, Parameters, Recorder
 from bridge.parity.jax.run_in_dtype import attribute, change_dtypes, without_checkpoint
 from bridge.parity.recorded.recording import heads_of, listening
 
@@ -109,11 +109,7 @@ class NnxInstance:
         self._buffers = buffers_of(nnx.state(module, _BUFFER)).keys()
 
     def run(
-        self,
-        parameters: Mapping[str, Any],
-        state: Any,
-        loss: Callable[[Any], Any],
-        recorder: Recorder | None = None,
+        self, parameters: Parameters, state: Any, loss: LossOf, recorder: Recorder | None = None
     ) -> tuple[Any, Any]:
         module = nnx.merge(self.graphdef, merge_leaves(self.tree, parameters), state)
         if recorder is None:
@@ -168,7 +164,7 @@ class NnxReplay(CallReplay):
         self.full = {name: self.names.get(name, name) for name, _ in leaves_by_path(self.tree)}
         self.parameters = {self.full[name]: leaf for name, leaf in floating_of(self.tree).items()}
 
-    def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
+    def __call__(self, parameters: Parameters, arguments: Arguments, recorder: Recorder) -> Any:
         own = {name: parameters[full] for name, full in self.full.items() if full in parameters}
         module: Any = nnx.merge(self.graphdef, merge_leaves(self.tree, own), self.state)
         with record_calls(Paths(module, self.names), recorder):

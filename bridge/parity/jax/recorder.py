@@ -26,6 +26,10 @@ from bridge.parity.recorded.recording import Call, Heads, Leaves, Replacements
 from bridge.parity.recorded.store import Store, Stored, StoredLeaves, map_together
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Parameters = Mapping[str, Any]
+"""By path."""
+LossOf = Callable[[Any], Any]
+"""Of a model that is called as the caller's own is."""
 
 
 def argument_tree(arguments: Arguments) -> dict[str, Any]:
@@ -74,7 +78,7 @@ class CallReplay(Protocol):
     ``parameters``: by full path. ``tree``: the same and all that has no gradient, as the module has them.
     """
 
-    parameters: Mapping[str, Any]
+    parameters: Parameters
     tree: Any
 
     def shelve(self, store: Store, known: dict[int, tuple[Any, Any]]) -> None:
@@ -94,7 +98,7 @@ class CallReplay(Protocol):
         twin.tree, twin.parameters = jax.tree.unflatten(structure, leaves)
         return twin
 
-    def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
+    def __call__(self, parameters: Parameters, arguments: Arguments, recorder: Recorder) -> Any:
         """Call it once more; ``recorder`` notes its own call first, and those inside of it after that."""
         ...
 
@@ -139,11 +143,7 @@ class Instance(Protocol):
     state: Any
 
     def run(
-        self,
-        parameters: Mapping[str, Any],
-        state: Any,
-        loss: Callable[[Any], Any],
-        recorder: Recorder | None = None,
+        self, parameters: Parameters, state: Any, loss: LossOf, recorder: Recorder | None = None
     ) -> tuple[Any, Any]:
         """``loss(model)``, and the state after it; ``recorder`` notes the calls."""
         ...
@@ -176,10 +176,7 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        token: jax.Array | None = None,
-        replaced: Replacements | None = None,
-        store: Store | None = None,
+        self, token: jax.Array | None = None, replaced: Replacements | None = None, store: Store | None = None
     ) -> None:
         self._leaves: Callable[..., MutableMapping[str, np.ndarray]] = dict if store is None else store.leaves
         self.token = token

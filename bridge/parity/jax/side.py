@@ -22,9 +22,7 @@ import optax
 from flax import nnx
 
 from bridge.core.dtype_names import FLOATING
-from bridge.parity.jax.function import FunctionModel
 from bridge.parity.jax.leaves import Frozen, describe, is_floating, leaves, merge_leaves, to_numpy
-from bridge.parity.jax.linen import LinenModel, is_linen
 from bridge.parity.jax.losses import Loss, as_batch, as_loss, in_order
 from bridge.parity.jax.nnx import NnxModel
 from bridge.parity.jax.recorder import (
@@ -38,13 +36,8 @@ from bridge.parity.jax.recorder import (
     map_arguments,
 )
 from bridge.parity.jax.run_in_dtype import settings
-from bridge.parity.recorded.recording import (
-    Leaves,
-    Recording,
-    Replacements,
-    Rerun,
-    Training,
-)
+from bridge.parity.jax.tree_models import FunctionModel, LinenModel, is_linen
+from bridge.parity.recorded.recording import Leaves, Recording, Replacements, Rerun, Training
 from bridge.parity.recorded.store import Store, Stored
 
 _LARGE = 2**28

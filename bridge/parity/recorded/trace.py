@@ -161,10 +161,7 @@ class Capture:
             for name, array in arrays.items():
                 for box in writer.chunks(name):
                     writer.write(name, box, np.asarray(array[box.slices()], order="C"))
-        numbers = {
-            **self.statistics,
-            **{f"batch:{name}": statistics(array) for name, array in batch.items()},
-        }
+        numbers = {**self.statistics, **{f"batch:{name}": statistics(array) for name, array in batch.items()}}
         text = json.dumps(plain_json({**header, "statistics": numbers}), indent=1, allow_nan=False) + "\n"
         (folder / _READABLE).write_text(text, encoding="utf-8")
 
@@ -228,13 +225,7 @@ class TraceSide(OneRecording):
         if not isinstance(header, dict) or header.get("format") != _FORMAT:
             raise TraceError(f"{folder}: expected a trace of format {_FORMAT!r}, got {header!r:.80}")
         return cls(
-            folder,
-            header["framework"],
-            header["separator"],
-            header["dtype"],
-            header["steps"],
-            header,
-            arrays,
+            folder, header["framework"], header["separator"], header["dtype"], header["steps"], header, arrays
         )
 
     @property
@@ -350,12 +341,7 @@ def _keep_run(run: Recording, prefix: str, arrays: dict[str, np.ndarray]) -> dic
         calls.append(entry)
     arrays.update({f"{prefix}gradient:{name}": array for name, array in run.gradients.items()})
     arrays.update({f"{prefix}buffer:{name}": array for name, array in run.buffers.items()})
-    return {
-        "loss": run.loss,
-        "calls": calls,
-        "gradients": list(run.gradients),
-        "buffers": list(run.buffers),
-    }
+    return {"loss": run.loss, "calls": calls, "gradients": list(run.gradients), "buffers": list(run.buffers)}
 
 
 def batch_leaves(batch: Any, where: str = "") -> Iterator[tuple[str, np.ndarray]]:

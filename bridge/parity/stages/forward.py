@@ -228,12 +228,7 @@ def precision_rows(
     ratio, worst = ratios[where], coarse[where]
     apart = max(2 * loss.between / (loss.torch + loss.jax) for loss in coarse.values() if loss.floor > 0)
     row = replace(
-        row,
-        stage="precision",
-        error=worst.floor,
-        floor=min(worst.torch, worst.jax),
-        ratio=ratio,
-        local=apart,
+        row, stage="precision", error=worst.floor, floor=min(worst.torch, worst.jax), ratio=ratio, local=apart
     )
     if not ratio > COARSER:
         yield replace(row, verdict="same", cause="", note="")

@@ -21,13 +21,7 @@ import torch
 from torch import nn
 
 from bridge.core.dtype_names import FLOATING, full_name
-from bridge.parity.recorded.recording import (
-    Call,
-    Leaves,
-    Recording,
-    Training,
-    checked_dtype,
-)
+from bridge.parity.recorded.recording import Call, Leaves, Recording, Training, checked_dtype
 from bridge.parity.recorded.trace import Capture, OneRecording, check_new
 from bridge.parity.torch.calls import Recorder
 from bridge.parity.torch.leaves import is_sharded, to_numpy

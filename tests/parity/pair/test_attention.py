@@ -152,10 +152,7 @@ def test_two_fields() -> None:
 
 def test_joined_otherwise() -> None:
     heads = RIGHT.reshape(B, T, H, D)
-    for axes, words in (
-        ((0, 1, 3, 2), "elements before heads"),
-        ((0, 2, 1, 3), "heads before positions"),
-    ):
+    for axes, words in (((0, 1, 3, 2), "elements before heads"), ((0, 2, 1, 3), "heads before positions")):
         other = heads.transpose(axes).reshape(RIGHT.shape)
         assert attention_cause(inputs(RIGHT), inputs(other), FLOOR) == (
             f"torch: outputs joined with heads before elements; JAX: outputs joined with {words}"

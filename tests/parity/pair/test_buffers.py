@@ -29,12 +29,7 @@ def table(
     *rules: tuple[str, str], affine: bool = True, root: str = "", drop: str = "*tracked"
 ) -> dict[str, Any]:
     norm = (("norm.weight", f"{root}norm/scale"), ("norm.bias", f"{root}norm/bias")) if affine else ()
-    every = (
-        ("fc.weight : o i_", f"{root}fc/kernel : i_ o"),
-        ("fc.bias", f"{root}fc/bias"),
-        *norm,
-        *rules,
-    )
+    every = (("fc.weight : o i_", f"{root}fc/kernel : i_ o"), ("fc.bias", f"{root}fc/bias"), *norm, *rules)
     return {"name": "b", "drop": [drop], "rule": [{"torch": a, "jax": b} for a, b in every]}
 
 

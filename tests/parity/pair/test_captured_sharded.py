@@ -243,12 +243,7 @@ def test_a_rank_that_fails_ends_the_others_and_leaves_no_trace(tmp_path: Path, w
         str(script),
     ]
     done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=importing_from(ROOT),
-        capture_output=True,
-        text=True,
-        timeout=120,
+        command, cwd=ROOT, env=importing_from(ROOT), capture_output=True, text=True, timeout=120
     )
     assert done.returncode != 0
     assert (

@@ -1,4 +1,7 @@
-"""A linen module with its variables as a model that can be recorded."""
+"""Models that are called with a tree of arrays, and can be recorded: linen modules, and functions of parameters.
+
+Inside of a function nothing is seen but what ``tap`` shows.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,83 @@ from bridge.parity.jax.leaves import (
     length_of,
     merge_leaves,
     on_host,
+    others_of,
     reveal,
 )
-from bridge.parity.jax.recorder import Arguments, CallReplay, Recorder
+from bridge.parity.jax.recorder import Arguments, CallReplay, LossOf, Parameters, Recorder
 from bridge.parity.jax.run_in_dtype import change_dtypes
 from bridge.parity.recorded.recording import heads_of, listening
+
+
+class FunctionModel:
+    """``function(parameters, *batch)``; ``parameters``: a pytree."""
+
+    def __init__(self, function: Callable[..., Any], parameters: Any) -> None:
+        self.function = function
+        self.tree = parameters
+        self.python_modules = [getattr(function, "__module__", "")]
+
+    def weights(self) -> dict[str, Any]:
+        return floating_of(self.tree)
+
+    def buffers(self) -> dict[str, Any]:
+        return others_of(self.tree)
+
+    left_out = ()
+
+    def load(self, weights: Mapping[str, Any]) -> None:
+        self.tree = merge_leaves(self.tree, weights)
+
+    def instance(self, dtype: str) -> FunctionInstance:
+        return FunctionInstance(self.function, cast_floats(on_host(self.tree), dtype))
+
+
+class FunctionInstance:
+    """One run's copy: nothing but parameters."""
+
+    def __init__(self, function: Callable[..., Any], tree: Any) -> None:
+        self.function = function
+        self.tree = tree
+        self.parameters = floating_of(tree)
+        self.state: Any = {}
+
+    def run(
+        self, parameters: Parameters, state: Any, loss: LossOf, recorder: Recorder | None = None
+    ) -> tuple[Any, Any]:
+        if recorder is None:
+            return loss(lambda *args, **kwargs: self._call(parameters, args, kwargs)), state
+        with listening(recorder.tap):
+            return loss(lambda *args, **kwargs: self._noted(parameters, (args, kwargs), recorder)), state
+
+    def _call(self, parameters: Parameters, args: Any, kwargs: Any) -> Any:
+        return self.function(merge_leaves(self.tree, parameters), *args, **kwargs)
+
+    def _noted(self, parameters: Parameters, arguments: Arguments, recorder: Recorder) -> Any:
+        return recorder.call(
+            "",
+            getattr(self.function, "__name__", type(self.function).__name__),
+            arguments,
+            lambda: self._call(parameters, *arguments),
+            lambda: FunctionReplay(self, {path: reveal(leaf) for path, leaf in parameters.items()}),
+        )
+
+    def buffers(self, state: Any) -> dict[str, Any]:
+        # A function changes nothing that it is given.
+        return others_of(self.tree)
+
+
+class FunctionReplay(CallReplay):
+    """The whole function once more."""
+
+    def __init__(self, instance: FunctionInstance, parameters: Parameters) -> None:
+        self.function, self.tree = instance.function, instance.tree
+        self.parameters = parameters
+
+    def __call__(self, parameters: Parameters, arguments: Arguments, recorder: Recorder) -> Any:
+        args, kwargs = arguments
+        instance = FunctionInstance(self.function, self.tree)
+        return instance.run(parameters, {}, lambda model: model(*args, **kwargs), recorder)[0]
+
 
 _SOWN = "intermediates"
 
@@ -104,11 +179,7 @@ class LinenInstance:
         self.state = state
 
     def run(
-        self,
-        parameters: Mapping[str, Any],
-        state: Any,
-        loss: Callable[[Any], Any],
-        recorder: Recorder | None = None,
+        self, parameters: Parameters, state: Any, loss: LossOf, recorder: Recorder | None = None
     ) -> tuple[Any, Any]:
         variables = {"params": merge_leaves(self.tree, parameters), **state}
 
@@ -213,7 +284,7 @@ class LinenReplay(CallReplay):
         self.tree = self.variables.pop("params", {})
         self.parameters = {below(path, name): leaf for name, leaf in floating_of(self.tree).items()}
 
-    def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
+    def __call__(self, parameters: Parameters, arguments: Arguments, recorder: Recorder) -> Any:
         own = {name: parameters[below(self.path, name)] for name in floating_of(self.tree)}
         variables = {"params": merge_leaves(self.tree, own), **self.variables}
         return record_calls(self.module, variables, arguments, recorder, self.dtype, self.path)[0]
