@@ -16,8 +16,8 @@ from bridge.relay.norms import KINDS, Departure, Norms, distances, first_departu
 
 VERSION = 1
 """Of the report as JSON; see `JSON_VERSION` of the commands."""
-CLOSENESS = 3.0
 # Right relays had ratios from 0.67 to 1.11: the last bits depend on the CPU and the order of sums.
+CLOSENESS = 3.0
 # Norms named in a failure, of all that depart in the step.
 NAMED = 3
 

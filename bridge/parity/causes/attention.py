@@ -318,7 +318,7 @@ def minimum(error: Callable[[float], float], low: float, high: float, points: in
     values = [error(x) for x in grid]
     step = float(grid[1] - grid[0])
     best: tuple[float, float] | None = None
-    # Two valleys: a cap and a scale have one each where both explain most.
+    # The two best points: the error may have two valleys, and the grid does not say which is deeper.
     for index in np.argsort(values)[:2]:
         if not math.isfinite(values[index]):
             continue

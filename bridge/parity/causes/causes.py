@@ -139,8 +139,8 @@ def _multiple(torch: np.ndarray, jax: np.ndarray, floor: float) -> str:
     if not square > 0 or not np.isfinite(square):
         return ""
     factor = float(np.vdot(torch, jax).real) / square
-    # A factor of 1 explains nothing, and one of 0 any difference: a tenth of a millionth is
-    # float32's rounding.
+    # A factor of 1 explains nothing, and a factor of 0 any difference. Constants in float32 move a
+    # factor by less than 1e-6.
     if abs(factor - 1) < 1e-6 or abs(factor) < 1e-6 or not fits(factor * torch, jax, floor):
         return ""
     return f"JAX's is {factor:.6g} times torch's{_known(factor)}"

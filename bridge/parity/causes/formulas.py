@@ -292,8 +292,8 @@ def base_of(cos: np.ndarray, sin: np.ndarray) -> float | None:
     if not math.isfinite(base) or float(np.max(np.abs(steps / expected - 1))) > 1e-4:
         return None
     return next(
-        # Tables in float32 move the base by 1e-5; the roundest number within that is the one that
-        # was meant.
+        # Tables in float32 do not hold the base to its last digits: the roundest number near it is
+        # the one that was meant.
         rounded
         for digits in range(1, 9)
         if abs((rounded := float(f"{base:.{digits}g}")) / base - 1) < 1e-4
