@@ -26,7 +26,7 @@ MOVED: Final[Mapping[str, str]] = MappingProxyType(
         "bridge.checkpoints.ulp": "bridge.checkpoints.compare.ulp",
         "bridge.parity.config": "bridge.relay.config",
         "bridge.parity.corpus": "bridge.relay.corpus",
-        "bridge.parity.plot": "bridge.relay.plot",
+        "bridge.parity.plot": "bridge.relay.chart",
         "bridge.parity.relay": "bridge.relay.relay",
         # The parent of the next, which is imported first.
         "bridge.parity.pair": "bridge.parity",

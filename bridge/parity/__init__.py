@@ -1,4 +1,4 @@
-"""Both stacks side by side: the relay, which hops between them, and ``parity``, which compares two models.
+"""Two models side by side, one in PyTorch and one in JAX, and two trainings (``curves``).
 
     from bridge.parity import parity
 
@@ -7,8 +7,7 @@
 
 The sides may also run apart: ``capture_torch`` and ``capture_jax`` write traces, which ``compare_traces`` compares.
 
-Only the ``*_leg`` and ``torch_reference`` modules, each of which runs in processes of its own, and the ``torch_*`` and
-``jax_*`` modules of ``pair`` import a runtime. The names below are imported when they are first used.
+Only the modules of ``torch`` and ``jax`` import a framework. The names below are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -20,18 +19,10 @@ if TYPE_CHECKING:
     from bridge.parity.compare.captured import capture_jax, capture_torch, compare_traces
     from bridge.parity.compare.parity import parity
     from bridge.parity.compare.run import write_report
-    from bridge.parity.recorded.tap import tap
+    from bridge.parity.recorded.recording import tap
     from bridge.parity.report_page.report import ParityReport
 
-__all__ = [
-    "ParityReport",
-    "capture_jax",
-    "capture_torch",
-    "compare_traces",
-    "parity",
-    "tap",
-    "write_report",
-]
+__all__ = ["ParityReport", "capture_jax", "capture_torch", "compare_traces", "parity", "tap", "write_report"]
 
 _HOMES = {
     "ParityReport": "bridge.parity.report_page.report",

@@ -65,9 +65,9 @@ class ModelConfig:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        for one in dataclasses.fields(self):
-            if one.name != "tied":
-                _whole(f"[model] {one.name}", getattr(self, one.name))
+        for size in dataclasses.fields(self):
+            if size.name != "tied":
+                _whole(f"[model] {size.name}", getattr(self, size.name))
         _require(isinstance(self.tied, bool), "[model] tied", "true or false", self.tied)
         _require(
             self.vocab_size >= VOCABULARY, "[model] vocab_size", f"at least {VOCABULARY}", self.vocab_size
@@ -141,23 +141,25 @@ class LegPolicy:
     text: str
 
     @staticmethod
-    def read(given: object, folder: Path) -> LegPolicy:
+    def read(name_or_path: object, folder: Path) -> LegPolicy:
         """A shipped policy by its name, or a file by its path from ``folder``."""
         where = "[[leg]] policy"
         shipped = sorted(path.stem for path in POLICIES.glob("*.toml"))
         expected = f"one of {', '.join(shipped)} or the path of a policy file from {folder}"
-        _require(isinstance(given, str) and given != "", where, expected, given)
-        name = str(given)
+        _require(isinstance(name_or_path, str) and name_or_path != "", where, expected, name_or_path)
+        name = str(name_or_path)
         path = POLICIES / f"{name}.toml" if name in shipped else folder / name
         try:
-            text = read_text(path, _in(f"{where} {given!r}"), most=MAX_TOML, expected="a TOML file")
-            parse_toml(text, str(path), _in(f"{where} {given!r}"))
+            text = read_text(path, _in(f"{where} {name_or_path!r}"), most=MAX_TOML, expected="a TOML file")
+            parse_toml(text, str(path), _in(f"{where} {name_or_path!r}"))
         except OSError as error:
-            raise ConfigError(f"{where}: expected {expected}, got {given!r}: {error.strerror}") from error
+            raise ConfigError(
+                f"{where}: expected {expected}, got {name_or_path!r}: {error.strerror}"
+            ) from error
         return LegPolicy(path.stem, path.name if name in shipped else str(path), text)
 
     @staticmethod
-    def spelled_out(strategy: str, granularity: str, precision: str) -> LegPolicy:
+    def of_strategy(strategy: str, granularity: str, precision: str) -> LegPolicy:
         """One strategy for a decoder's layers and its root."""
         lines = ["[precision]", f'compute = "{precision}"', 'reduce = "float32"']
         for match in ("layers.*", ""):
@@ -177,8 +179,8 @@ class LegPolicy:
 
     def _dtype(self, key: str) -> str | None:
         precision = tomllib.loads(self.text).get("precision")
-        found = precision.get(key) if isinstance(precision, dict) else None
-        return found if isinstance(found, str) else None
+        dtype = precision.get(key) if isinstance(precision, dict) else None
+        return dtype if isinstance(dtype, str) else None
 
     def data_ranks(self, ranks: int) -> int:
         """Among how many of ``ranks`` a global batch is divided; all where the policy does not fit, see ``compute``."""
@@ -253,7 +255,7 @@ class Leg:
         if self.policy is not None:
             return self.policy
         assert self.strategy is not None
-        return LegPolicy.spelled_out(self.strategy, self.granularity or "row", self.precision or "float32")
+        return LegPolicy.of_strategy(self.strategy, self.granularity or "row", self.precision or "float32")
 
     @property
     def title(self) -> str:
@@ -263,12 +265,12 @@ class Leg:
     def precision_words(self) -> tuple[str, ...]:
         """What of the leg is coarser than float32, a word for each: compute, gathered weights, moments."""
         weights = self.sharding
-        found = [weights.compute] if weights.compute != "float32" else []
+        words = [weights.compute] if weights.compute != "float32" else []
         if weights.gather is not None and weights.gather != weights.compute:
-            found.append(f"{weights.gather} weights")
+            words.append(f"{weights.gather} weights")
         if self.moments != "float32":
-            found.append(f"{self.moments} moments")
-        return tuple(found)
+            words.append(f"{self.moments} moments")
+        return tuple(words)
 
 
 @dataclass(frozen=True)
@@ -346,14 +348,14 @@ def _with_policy(leg: object, folder: Path) -> object:
 T = TypeVar("T", ModelConfig, DataConfig, OptimizerConfig, Leg)
 
 
-def _build(kind: type[T], where: str, table: object) -> T:
+def _build(table_class: type[T], where: str, table: object) -> T:
     _require(isinstance(table, Mapping), where, "a table", table)
     assert isinstance(table, Mapping)
-    fields = {one.name: one for one in dataclasses.fields(kind)}
+    fields = {known.name: known for known in dataclasses.fields(table_class)}
     unknown = sorted(set(table) - set(fields))
     _require(not unknown, where, f"only the keys {', '.join(fields)}", unknown)
     missing = [
-        name for name, one in fields.items() if one.default is dataclasses.MISSING and name not in table
+        name for name, known in fields.items() if known.default is dataclasses.MISSING and name not in table
     ]
     _require(not missing, where, f"the keys {', '.join(missing)}", sorted(table))
-    return kind(**table)
+    return table_class(**table)

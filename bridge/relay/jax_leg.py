@@ -78,10 +78,10 @@ def rehearse(job: Job) -> None:
 
 
 def _plan(job: Job) -> ShardingPlan:
-    ranks, given = job.leg.ranks, job.leg.sharding
+    ranks, sharding = job.leg.ranks, job.leg.sharding
     if (os.environ.get("JAX_PLATFORMS") or "cpu") == "cpu":
         simulate_devices(ranks)
-    policy = ShardingPolicy.parse(given.text, given.source)
+    policy = ShardingPolicy.parse(sharding.text, sharding.source)
     mesh = data_parallel_mesh(policy.mesh_sizes(ranks))
     config = DecoderConfig(**vars(job.model))
     return plan_sharding(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), mesh, policy)
@@ -93,7 +93,9 @@ def _norms(plan: ShardingPlan, state: TrainState, mapping: MappingTable, *, with
     if with_moments:
         kinds += [state.opt_state.mu, state.opt_state.nu]
     named = zip(KINDS, kinds, strict=False)
-    return {kind: in_torch_names(parameter_norms(plan, buffers), mapping) for kind, buffers in named}
+    return {
+        norm_kind: in_torch_names(parameter_norms(plan, buffers), mapping) for norm_kind, buffers in named
+    }
 
 
 def _loss(model: Any, tokens: jax.Array) -> jax.Array:

@@ -53,6 +53,7 @@ class Job:
 
     def write(self) -> Path:
         """Create the leg's folder and its job file; returns the file's path."""
+        # Raises for a folder that is there: a second leg must not append to its metrics.
         self.folder.mkdir(parents=True)
         path = self.folder / "job.json"
         path.write_text(json.dumps(dataclasses.asdict(self), default=str, indent=1), encoding="utf-8")
@@ -112,6 +113,8 @@ class Metrics:
 
     def add(self, step: int, loss: float, norms: Norms) -> None:
         self._file.write(json.dumps({"step": step, "loss": loss, "norms": norms}) + "\n")
+        # The relay follows the file, and a rank that is killed must not take its last steps with
+        # it.
         self._file.flush()
 
 
@@ -130,7 +133,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def reported_errors(folder: Path, rank: int) -> Iterator[None]:
+def report_errors(folder: Path, rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
@@ -156,10 +159,10 @@ def main(run: Callable[[Job], None], rehearse: Callable[[Job], None] | None = No
     if rehearse is not None and sys.argv[1] == REHEARSE:
         end_with_parent(signal.SIGKILL)
         for job in map(Job.read, sys.argv[2:]):
-            with suppress(Exception), reported_errors(job.folder, rank):
+            with suppress(Exception), report_errors(job.folder, rank):
                 rehearse(job)
         return
     job = Job.read(sys.argv[1])
-    with reported_errors(job.folder, rank):
+    with report_errors(job.folder, rank):
         end_with_parent(signal.SIGKILL)
         run(job)

@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from bridge.relay.job import REHEARSE, Job, read_metrics
-from bridge.relay.lifetime import naming_parent
+from bridge.relay.lifetime import parent_variables
 
+# Short beside the shortest step, long beside reading a file of a thousand lines.
 POLL_SECONDS = 0.2
+# A first step compiles for minutes on one core; a deadlock never ends.
 STALL_SECONDS = 900.0
 REHEARSE_SECONDS = 600.0
 # torchrun itself gives its workers 30 s before it kills them.
@@ -51,7 +54,9 @@ def command(job: Job) -> list[str]:
 
 def command_of_references(references: Sequence[Reference]) -> list[str]:
     """The command line of all references, one after another in one process."""
-    arguments = ((str(_file_of(one.job)), one.dtype, str(one.repeat)) for one in references)
+    arguments = (
+        (str(_file_of(reference.job)), reference.dtype, str(reference.repeat)) for reference in references
+    )
     return [
         sys.executable,
         "-m",
@@ -67,7 +72,7 @@ def _file_of(job: Job) -> Path:
 def environment(processes: int) -> dict[str, str]:
     """A leg's environment, with the machine's cores shared out over its rank processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    env = {**os.environ, **naming_parent()}
+    env = {**os.environ, **parent_variables()}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]).rstrip(
         os.pathsep
     )
@@ -82,7 +87,7 @@ def run_leg(job: Job, on_step: OnStep) -> float:
     """
     job.write()
     started = time.perf_counter()
-    with _running(command(job), job, job.leg.ranks if job.leg.framework == "torch" else 1) as process:
+    with _run_process(command(job), job, job.leg.ranks if job.leg.framework == "torch" else 1) as process:
         _follow(process, job, on_step)
     _require_success(process, job, job)
     return time.perf_counter() - started
@@ -95,37 +100,42 @@ def run_references(
 
     ``on_step`` is asked for each reference at its start. Raises ``LegError`` as ``run_leg`` does.
     """
-    for one in references:
-        one.job.write()
+    for reference in references:
+        reference.job.write()
     first = references[0].job
-    with _running(command_of_references(references), first, 1) as process:
-        for one in references:
+    with _run_process(command_of_references(references), first, 1) as process:
+        for reference in references:
             started = time.perf_counter()
-            _follow(process, one.job, on_step(one))
-            if not one.job.done.exists():
-                _require_success(process, one.job, first)
+            _follow(process, reference.job, on_step(reference))
+            if not reference.job.done.exists():
+                _require_success(process, reference.job, first)
             yield time.perf_counter() - started
     _require_success(process, references[-1].job, first)
 
 
 @contextmanager
-def _running(command: Sequence[str], job: Job, processes: int) -> Iterator[subprocess.Popen[bytes]]:
+def _run_process(command: Sequence[str], job: Job, processes: int) -> Iterator[subprocess.Popen[bytes]]:
     """A process, which has ended or is stopped at the end; its output goes to the job's folder."""
     with (job.folder / OUTPUT).open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment(processes),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = _start(command, processes, output)
         try:
             yield process
         except BaseException:
             _stop(process)
             raise
         process.wait()
+
+
+def _start(command: Sequence[str], processes: int, output: BinaryIO) -> subprocess.Popen[bytes]:
+    """A process in a session of its own: it is stopped as a group, and Ctrl-C reaches the relay alone."""
+    return subprocess.Popen(
+        command,
+        env=environment(processes),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def rehearse(jobs: Sequence[Job]) -> list[str | None]:
@@ -144,14 +154,8 @@ def rehearse(jobs: Sequence[Job]) -> list[str | None]:
         for framework, own in by_framework.items():
             files = [str(job.write()) for job in own]
             log = stack.enter_context((own[0].folder / OUTPUT).open("wb"))
-            process = subprocess.Popen(
-                [sys.executable, "-m", f"bridge.relay.{framework}_leg", REHEARSE, *files],
-                env=environment(len(by_framework)),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            command = [sys.executable, "-m", f"bridge.relay.{framework}_leg", REHEARSE, *files]
+            process = _start(command, len(by_framework), log)
             stack.callback(_stop, process)
             started.append((process, own[0]))
         for process, first in started:
@@ -163,10 +167,10 @@ def rehearse(jobs: Sequence[Job]) -> list[str | None]:
                 ) from None
             if status:
                 raise LegError(f"{first.leg.framework}: {_own_error(first, status, first.folder / OUTPUT)}")
-    return [_rehearsed(job) for job in jobs]
+    return [_rehearsal_error(job) for job in jobs]
 
 
-def _rehearsed(job: Job) -> str | None:
+def _rehearsal_error(job: Job) -> str | None:
     report = job.folder / "error-rank0"
     return _summary(report) if report.exists() else None
 

@@ -20,7 +20,7 @@ _PARENT = "TWINSHARD_PARENT"
 _PR_SET_PDEATHSIG = 1
 
 
-def naming_parent() -> dict[str, str]:
+def parent_variables() -> dict[str, str]:
     """The variables to add to the environment of children that must end with this process."""
     return {_PARENT: str(os.getpid())}
 
@@ -35,6 +35,8 @@ def end_with_parent(number: signal.Signals) -> None:
         return
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number)):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # After the request: a parent that ended in between is seen here, one that ends later sends the
+    # signal.
     if os.getppid() != int(parent):
         raise RuntimeError(f"expected process {parent}, which started this one, to run, but it has ended")
 
@@ -42,4 +44,4 @@ def end_with_parent(number: signal.Signals) -> None:
 if __name__ == "__main__":
     # A signal that the program can pass on to its own children.
     end_with_parent(signal.SIGTERM)
-    os.execve(sys.executable, [sys.executable, *sys.argv[1:]], {**os.environ, **naming_parent()})
+    os.execve(sys.executable, [sys.executable, *sys.argv[1:]], {**os.environ, **parent_variables()})

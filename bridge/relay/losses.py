@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from bridge.parity.curves.compare import compare_series
-from bridge.parity.curves.found import Departure
 from bridge.parity.curves.report import CurvesReport
 from bridge.parity.curves.series import Series
+from bridge.parity.curves.verdict import Departure
 
 FP32_TOLERANCE = 1e-5
 # Five times what `twinshard relay bfloat16` measured; one rounding to bfloat16 is off by up to 2 ** -9 = 2e-3.
@@ -48,7 +48,7 @@ class LossCurves:
 
     @property
     def reports(self) -> list[CurvesReport]:
-        return [one for one in (self.fp32, self.low) if one is not None]
+        return [report for report in (self.fp32, self.low) if report is not None]
 
     @property
     def departures(self) -> list[Departure]:
@@ -62,8 +62,12 @@ class LossCurves:
 
     def verdict_between(self, first: int, stop: int) -> str:
         """ "same", or "from k": the first step of ``range(first, stop)`` that departs."""
-        found = [max(one.first, first) for one in self.departures if one.first < stop and one.last >= first]
-        return f"from {min(found)}" if found else "same"
+        starts = [
+            max(departure.first, first)
+            for departure in self.departures
+            if departure.first < stop and departure.last >= first
+        ]
+        return f"from {min(starts)}" if starts else "same"
 
     def summary(self) -> str:
         """The verdict and what it rests on."""

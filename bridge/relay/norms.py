@@ -10,8 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bridge.core.mapping.language.table import MappingTable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 Norms = Mapping[str, Mapping[str, float]]
 """Euclidean norms of whole parameters, or of their moments: by kind (`KINDS`), then by name in torch's convention."""
@@ -73,11 +78,11 @@ def _torch_name(path: str, mapping: MappingTable) -> str:
 def distances(norms: Norms, reference: Norms) -> dict[str, dict[str, float]]:
     """``|a - b| / b`` of each norm; infinite for NaN, for 0 against another, and for a name that one side lacks."""
     return {
-        kind: {
-            name: _distance(norms.get(kind, {}).get(name), reference.get(kind, {}).get(name))
-            for name in {**reference.get(kind, {}), **norms.get(kind, {})}
+        norm_kind: {
+            name: _distance(norms.get(norm_kind, {}).get(name), reference.get(norm_kind, {}).get(name))
+            for name in {**reference.get(norm_kind, {}), **norms.get(norm_kind, {})}
         }
-        for kind in KINDS
+        for norm_kind in KINDS
     }
 
 
@@ -93,12 +98,12 @@ def _distance(a: float | None, b: float | None) -> float:
 def tolerances(fp32: Sequence[Norms], fp64: Sequence[Norms]) -> list[dict[str, float]]:
     """For each step, by kind, `NORM_CLOSENESS` times the largest distance of two references' norms up to this step."""
     apart = dict.fromkeys(KINDS, LEAST)
-    found = []
+    allowed = []
     for a, b in zip(fp32, fp64, strict=True):
         here = distances(a, b)
-        apart = {kind: max([apart[kind], *here[kind].values()]) for kind in KINDS}
-        found.append({kind: NORM_CLOSENESS * distance for kind, distance in apart.items()})
-    return found
+        apart = {norm_kind: max([apart[norm_kind], *here[norm_kind].values()]) for norm_kind in KINDS}
+        allowed.append({norm_kind: NORM_CLOSENESS * distance for norm_kind, distance in apart.items()})
+    return allowed
 
 
 def first_departure(
@@ -107,12 +112,42 @@ def first_departure(
     """The first step of ``run`` with a norm beyond what is ``allowed`` for its kind in this step."""
     for step, (norms, expected, most) in enumerate(zip(run, reference, allowed, strict=True)):
         beyond = [
-            Far(kind, name, distance, most[kind])
-            for kind, by_name in distances(norms, expected).items()
+            Far(norm_kind, name, distance, most[norm_kind])
+            for norm_kind, by_name in distances(norms, expected).items()
             for name, distance in by_name.items()
-            if distance > most[kind]
+            if distance > most[norm_kind]
         ]
         if beyond:
             ordered = sorted(beyond, key=lambda far: far.distance / far.allowed, reverse=True)
             return Departure(step, tuple(ordered))
     return None
+
+
+STATE = dict(zip(KINDS[1:], ("exp_avg", "exp_avg_sq"), strict=True))
+
+
+def state_norms(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, with_moments: bool = True
+) -> dict[str, dict[str, float]]:
+    """The norms of whole parameters and of their moments after a step, in float64. Collective.
+
+    ``with_moments``: not of those that are stored in low precision, which are too coarse to be compared.
+    """
+    named = dict(model.named_parameters())
+    kinds: dict[str, dict[str, torch.Tensor]] = {KINDS[0]: dict(named)}
+    if with_moments:
+        kinds |= {
+            norm_kind: {name: optimizer.state[parameter][key] for name, parameter in named.items()}
+            for norm_kind, key in STATE.items()
+        }
+    return {
+        norm_kind: {name: _norm(tensor.detach()) for name, tensor in tensors.items()}
+        for norm_kind, tensors in kinds.items()
+    }
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    # Here, not at the top: JAX's legs read this file, too, and must not import torch.
+    import torch
+
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))

@@ -26,11 +26,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from bridge.checkpoints.compare.diff import diff
 from bridge.checkpoints.convert.conversion import convert
+from bridge.relay.chart import save_picture
 from bridge.relay.config import ConfigError, Leg, RelayConfig
 from bridge.relay.job import Job, read_metrics
 from bridge.relay.launch import LegError, OnStep, Reference, rehearse, run_leg, run_references
 from bridge.relay.norms import Norms
-from bridge.relay.plot import save_picture
 from bridge.relay.report import Hop, LegResult, RelayReport
 
 MAPPING = "decoder"
@@ -73,7 +73,7 @@ def run(config: RelayConfig, out: Path, console: Console) -> RelayReport:
         versions(),
         norms_fp32=fp32.norms,
         norms_fp64=fp64.norms,
-        repeats=tuple(one.losses for one in repeats),
+        repeats=tuple(repeat.losses for repeat in repeats),
     )
     report.write(out / "report.json")
     save_picture(report, out / "relay.png")
@@ -84,7 +84,10 @@ def _require_frameworks(config: RelayConfig) -> None:
     # The references that every leg is compared with run in PyTorch, so a relay of JAX legs alone needs it as well.
     needed = dict.fromkeys(["torch", *(leg.framework for leg in config.legs)])
     absent = [
-        module for one in needed for module in FRAMEWORKS[one] if importlib.util.find_spec(module) is None
+        module
+        for framework in needed
+        for module in FRAMEWORKS[framework]
+        if importlib.util.find_spec(module) is None
     ]
     if absent:
         raise RelayError(
@@ -93,27 +96,27 @@ def _require_frameworks(config: RelayConfig) -> None:
         )
 
 
-def _unfit(number: int, leg: Leg, found: str) -> Exception:
+def _unfit(number: int, leg: Leg, error: str) -> Exception:
     """The error to raise for a leg whose rehearsal ended with the error ``found``."""
     source = leg.sharding.source
-    if source in found:
-        return ConfigError(f"leg {number} ({leg.title}): {found}")
-    if found.startswith("ValueError: "):
-        return ConfigError(f"leg {number} ({leg.title}): {source}: {found}")
+    if source in error:
+        return ConfigError(f"leg {number} ({leg.title}): {error}")
+    if error.startswith("ValueError: "):
+        return ConfigError(f"leg {number} ({leg.title}): {source}: {error}")
     # Other errors come from a framework or from a bug of Twinshard, and the policy need not be the reason.
-    return RelayError(f"leg {number} ({leg.title}): the rehearsal under policy {source} raised {found}")
+    return RelayError(f"leg {number} ({leg.title}): the rehearsal under policy {source} raised {error}")
 
 
 def versions() -> dict[str, str]:
     """The versions of the interpreter and the packages, for the report."""
     names = ("twinshard", "torch", "jax", "jaxlib", "flax", "optax", "numpy", "tensorstore")
-    found = {"python": platform.python_version(), "machine": platform.machine()}
+    versions = {"python": platform.python_version(), "machine": platform.machine()}
     for name in names:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 def _progress(console: Console) -> Progress:
@@ -142,9 +145,9 @@ class _Runner:
                 errors = rehearse(jobs)
             except LegError as error:
                 raise RelayError(f"rehearsal of the legs failed: {error}") from error
-        for (number, leg), found in zip(legs, errors, strict=True):
-            if found is not None:
-                raise _unfit(number, leg, found)
+        for (number, leg), refusal in zip(legs, errors, strict=True):
+            if refusal is not None:
+                raise _unfit(number, leg, refusal)
         done(f"{time.perf_counter() - started:.1f} s")
 
     def references(self) -> tuple[Path, list[Measured]]:
@@ -164,7 +167,7 @@ class _Runner:
         done: list[Callable[[str], None]] = []
 
         def follow(reference: Reference) -> OnStep:
-            on_step, at_end = self._following(titles[len(done)], reference.job.leg.steps)
+            on_step, at_end = self._follow_steps(titles[len(done)], reference.job.leg.steps)
             done.append(at_end)
             return on_step
 
@@ -174,7 +177,11 @@ class _Runner:
         except LegError as error:
             raise RelayError(f"{titles[len(done) - 1]} failed: {error}") from error
         assert start.destination is not None
-        return start.destination, [self._measured(one.job) for one in titled.values() if one.job is not start]
+        return start.destination, [
+            self._read_measurements(reference.job)
+            for reference in titled.values()
+            if reference.job is not start
+        ]
 
     def legs(self, checkpoint: Path) -> list[LegResult]:
         """All legs in order, each from the one before it."""
@@ -192,7 +199,7 @@ class _Runner:
             job = replace(job, source=checkpoint, destination=destination)
             seconds = self._run(f"leg {number} {leg.title}", job)
             size = folder_bytes(destination)
-            losses, norms = self._measured(job)
+            losses, norms = self._read_measurements(job)
             results.append(
                 LegResult(leg.title, leg.precision_words, first, losses, seconds, size, hop, norms)
             )
@@ -203,14 +210,14 @@ class _Runner:
         config = self.config
         return Job(config.model, config.data, config.optimizer, leg, self.out / name, source, None)
 
-    def _measured(self, job: Job) -> Measured:
+    def _read_measurements(self, job: Job) -> Measured:
         lines = read_metrics(job.metrics)
         if len(lines) != job.leg.steps:
             raise RelayError(f"{job.metrics}: expected {job.leg.steps} steps, got {len(lines)}")
         return Measured(*(tuple(line[key] for line in lines) for key in ("loss", "norms")))
 
     def _run(self, title: str, job: Job) -> float:
-        on_step, done = self._following(title, job.leg.steps)
+        on_step, done = self._follow_steps(title, job.leg.steps)
         try:
             seconds = run_leg(job, on_step)
         except LegError as error:
@@ -218,7 +225,7 @@ class _Runner:
         done(f"{seconds:.1f} s")
         return seconds
 
-    def _following(self, title: str, steps: int) -> tuple[OnStep, Callable[[str], None]]:
+    def _follow_steps(self, title: str, steps: int) -> tuple[OnStep, Callable[[str], None]]:
         """What shows each step of a run, and its end with a note."""
         task, done = self._start(title, steps)
 

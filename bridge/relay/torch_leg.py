@@ -11,14 +11,8 @@ import torch.distributed as dist
 
 from bridge.relay.corpus import Corpus, rank_slice
 from bridge.relay.job import Job, Metrics, main, resume_position, train_state, write_memory
-from bridge.relay.torch_norms import state_norms
-from torch_impl import (
-    FSDPModule,
-    MainWeightAdamW,
-    ShardingPolicy,
-    load_checkpoint,
-    save_checkpoint,
-)
+from bridge.relay.norms import state_norms
+from torch_impl import FSDPModule, MainWeightAdamW, ShardingPolicy, load_checkpoint, save_checkpoint
 from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 from torch_impl.parallel.cuts import plan_cuts
 
@@ -46,10 +40,10 @@ def _train(job: Job, device: torch.device) -> None:
     corpus = Corpus.of_standard_library()
     model = Decoder(DecoderConfig(**vars(job.model))).to(device)
     model.init_weights(job.data.seed)
-    given = leg.sharding
+    sharding = leg.sharding
     # Ranks of model axes, which are innermost, have the same rows.
-    alike = world // given.data_ranks(world)
-    sharded = cast(FSDPModule, ShardingPolicy.parse(given.text, given.source).apply(model))
+    alike = world // sharding.data_ranks(world)
+    sharded = cast(FSDPModule, ShardingPolicy.parse(sharding.text, sharding.source).apply(model))
     moments = getattr(torch, leg.moments)
     optimizer = MainWeightAdamW(
         model.parameters(),
@@ -75,6 +69,7 @@ def _train(job: Job, device: torch.device) -> None:
             mean += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
+        # In float64: the mean of the ranks' losses is then no rounding of its own.
         dist.all_reduce(mean)
         norms = state_norms(model, optimizer, with_moments=leg.moments == "float32")
         if metrics is not None:
@@ -87,8 +82,8 @@ def _train(job: Job, device: torch.device) -> None:
 
 def rehearse(job: Job) -> None:
     """Shard the leg's model by its policy, on one rank instead of many, and run it over two tokens and back."""
-    given = job.leg.sharding
-    policy = ShardingPolicy.parse(given.text, given.source)
+    sharding = job.leg.sharding
+    policy = ShardingPolicy.parse(sharding.text, sharding.source)
     sizes = policy.mesh_sizes(job.leg.ranks)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from bridge.relay.corpus import Corpus
-from bridge.relay.job import Job, Metrics, reported_errors, resume_position, train_state
+from bridge.relay.job import Job, Metrics, report_errors, resume_position, train_state
 from bridge.relay.lifetime import end_with_parent
-from bridge.relay.torch_norms import state_norms
+from bridge.relay.norms import state_norms
 from torch_impl import load_checkpoint, save_checkpoint
 from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 
@@ -59,6 +59,8 @@ def run(job: Job, dtype: torch.dtype, repeat: int = 0) -> None:
             seed=job.data.seed, step=step, batch=job.data.batch, length=job.data.length
         )
         if repeat:
+            # Keyed by both, so that each repeat has another order in each step, and the same in a
+            # second relay.
             rows = np.random.default_rng([repeat, step]).permutation(rows)
         batch = torch.from_numpy(rows).long()
         loss = next_token_loss(model(batch[:, :-1]), batch[:, 1:])
@@ -72,7 +74,7 @@ if __name__ == "__main__":
     # One process runs them all: importing torch takes longer than a short reference.
     for file, dtype, number in zip(*(iter(sys.argv[1:]),) * 3, strict=True):
         mine = Job.read(file)
-        with reported_errors(mine.folder, rank=0):
+        with report_errors(mine.folder, rank=0):
             end_with_parent(signal.SIGKILL)
             run(mine, DTYPES[dtype], int(number))
         mine.done.touch()

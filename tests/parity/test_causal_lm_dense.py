@@ -77,7 +77,9 @@ def test_a_stack_of_layers_computes_the_same(name: str) -> None:
     weights = hand_made_tree(name, model)
     layers = sorted({path.split("/", 2)[2] for path in weights if path.startswith("layers/")})
     stacked = {path: a for path, a in weights.items() if not path.startswith("layers/")}
-    stacked |= {f"layers/{one}": np.stack([weights[f"layers/{i}/{one}"] for i in range(3)]) for one in layers}
+    stacked |= {
+        f"layers/{layer}": np.stack([weights[f"layers/{i}/{layer}"] for i in range(3)]) for layer in layers
+    }
     logits = flax_model(as_json(model.config), stacked, stacked=True)(tokens())
     assert error(logits, hf_logits(model, tokens())) < TOLERANCE
 

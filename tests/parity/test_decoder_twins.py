@@ -94,12 +94,12 @@ def test_logits_loss_and_gradients_agree(
             atol=logits_tolerance * logits.detach().abs().max().item(),
         )
         assert float(twin_value) == pytest.approx(loss.item(), rel=logits_tolerance)
-        found = {
+        asarrays = {
             "/".join(map(str, path)): np.asarray(leaf[...])
             for path, leaf in nnx.to_flat_state(twin_gradients)
         }
-    assert found.keys() == gradients.keys()
+    assert asarrays.keys() == gradients.keys()
     for name, expected in gradients.items():
         scale = np.linalg.norm(expected)
         assert scale > 0, name
-        assert np.linalg.norm(found[name] - expected) <= gradient_tolerance * scale, name
+        assert np.linalg.norm(asarrays[name] - expected) <= gradient_tolerance * scale, name

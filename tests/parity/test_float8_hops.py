@@ -67,14 +67,14 @@ def assert_equal(one: Path, other: Path) -> None:
 def decoded(path: Path) -> dict[str, np.ndarray]:
     """The numbers of all moments of torch's names, and the weights."""
     with open_checkpoint(path) as reader:
-        found = {name: reader.read(name) for name in reader.tensors if name.startswith("model")}
+        reads = {name: reader.read(name) for name in reader.tensors if name.startswith("model")}
         for name in reader.tensors:
             if name.endswith(MOMENTS):
                 scales = f"{name}_scale"
-                found[name] = (
+                reads[name] = (
                     read_decoded(reader, name, scales) if scales in reader.tensors else reader.read(name)
                 )
-    return found
+    return reads
 
 
 @pytest.mark.slow

@@ -15,14 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from bridge.checkpoints.compare.ulp import Tolerance, compare
 from jax_impl import AdamWState, main_weight_adamw
-from tests.parity.test_jax_adamw import (
-    DTYPES,
-    Result,
-    assert_same_bits,
-    jax_run,
-    problem,
-    torch_run,
-)
+from tests.parity.test_jax_adamw import DTYPES, Result, assert_same_bits, jax_run, problem, torch_run
 
 pytestmark = pytest.mark.optimized
 

@@ -155,9 +155,7 @@ def test_any_engine_strategy_and_mesh_goes_on_with_the_save_of_any_other(
 
 
 @pytest.mark.slow
-def test_mixed_models_go_on_bitwise_as_they_were(
-    chained: Callable[[runs.Case], dict[str, Any]],
-) -> None:
+def test_mixed_models_go_on_bitwise_as_they_were(chained: Callable[[runs.Case], dict[str, Any]]) -> None:
     for case in KINDS["mixed"][3:5]:
         original = chained(case)
         loaded = load_checkpoint(original["path"], runs.plan_of(*case), runs.OPTIMIZER)

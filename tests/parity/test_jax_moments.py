@@ -254,12 +254,12 @@ def test_a_pytree_without_a_plan_has_the_rows_of_its_leaves(kinds: tuple[str, st
     step = jax.jit(optimizer.apply)
     for number in range(20):
         weights, state = step(of_layers(gradients(number)), state, weights)
-    found = {f"params/{path}": value for path, value in weights.items()}
+    values = {f"params/{path}": value for path, value in weights.items()}
     for name in ("mu", "nu", "mu_scale", "nu_scale"):
         for path, value in (getattr(state, name) or {}).items():
             if value is not None:
-                found[f"opt_state/{name}/{path}"] = value
-    same = {name: np.asarray(value).view(BYTES[value.dtype.itemsize]) for name, value in found.items()}
+                values[f"opt_state/{name}/{path}"] = value
+    same = {name: np.asarray(value).view(BYTES[value.dtype.itemsize]) for name, value in values.items()}
     assert_same(same, expected(*kinds, steps=20))
 
 
@@ -281,11 +281,11 @@ def test_moments_that_are_loaded_from_another_format_are_stored_as_torch_stores_
 
 def broken(step: int) -> Arrays:
     """Gradients with an infinity, a NaN, and numbers near the largest, in rows of their own."""
-    found = {path: value.copy() for path, value in gradients(step).items()}
+    copys = {path: value.copy() for path, value in gradients(step).items()}
     if step == 1:
-        found["embed"][2, 3], found["embed"][4, 1], found["embed"][6, 5] = np.inf, np.nan, -3e38
-        found["layers/up"][1, 2, 0], found["norm"][3] = np.nan, -np.inf
-    return found
+        copys["embed"][2, 3], copys["embed"][4, 1], copys["embed"][6, 5] = np.inf, np.nan, -3e38
+        copys["layers/up"][1, 2, 0], copys["norm"][3] = np.nan, -np.inf
+    return copys
 
 
 @pytest.mark.fast_cases("float8_e4m3fn-shard_map")

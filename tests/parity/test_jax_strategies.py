@@ -77,16 +77,16 @@ def assert_equal_within(found, expected, tolerance):
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_losses_gradients_and_weights_equal_those_of_the_unsharded_model(strategy, devices, microbatches):
-    found = run(strategy, devices, microbatches, jnp.float32)
-    assert_equal_within(found, reference(jnp.float32), 1e-5)
+    report = run(strategy, devices, microbatches, jnp.float32)
+    assert_equal_within(report, reference(jnp.float32), 1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", LAST_IS_USUAL)
 def test_in_float64_they_are_equal_to_twelve_digits(strategy):
     with jax.enable_x64(True):
-        found = run(strategy, 3, 3, jnp.float64)
-        assert_equal_within(found, reference(jnp.float64), 1e-12)
+        report = run(strategy, 3, 3, jnp.float64)
+        assert_equal_within(report, reference(jnp.float64), 1e-12)
 
 
 @pytest.mark.slow
@@ -94,11 +94,7 @@ def test_in_float64_they_are_equal_to_twelve_digits(strategy):
 def test_bfloat16_compute_stays_near_the_unsharded_float32_model(strategy):
     optimizer = main_weight_adamw(**ADAMW)
     plan, weights = fully_shard(
-        decoder(),
-        data_parallel_mesh(3),
-        strategy=strategy,
-        param_dtype="bfloat16",
-        reduce_dtype="float32",
+        decoder(), data_parallel_mesh(3), strategy=strategy, param_dtype="bfloat16", reduce_dtype="float32"
     )
     step = make_train_step(plan, loss, optimizer, microbatches=3)
     state, losses = init_state(plan, weights, optimizer), []

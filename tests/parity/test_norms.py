@@ -21,10 +21,10 @@ from bridge.relay.norms import (
     distances,
     first_departure,
     in_torch_names,
+    state_norms,
     tolerances,
 )
 from bridge.relay.report import RelayReport
-from bridge.relay.torch_norms import state_norms
 from bridge.relay.torch_reference import build
 from jax_impl.models import decoder as jax_decoder
 from tests.parity.test_report import report
@@ -106,12 +106,12 @@ def test_the_first_step_that_departs_is_found_with_the_farthest_first() -> None:
     reference = [norms(a=1.0, b=1.0)] * 3
     allowed = [{"weights": 1e-3, "first moments": 1e-2, "second moments": 1e-2}] * 3
     assert first_departure([norms(a=1.0005, b=1.0)] * 3, reference, allowed) is None
-    found = first_departure(
+    departure = first_departure(
         [norms(a=1.0, b=1.0), norms(a=1.002, b=1.03), norms(a=9.0, b=9.0)], reference, allowed
     )
-    assert found is not None
-    assert found.step == 1
-    assert [(far.kind, far.name) for far in found.norms] == [
+    assert departure is not None
+    assert departure.step == 1
+    assert [(far.kind, far.name) for far in departure.norms] == [
         ("weights", "b"),
         ("first moments", "b"),
         ("second moments", "b"),

@@ -188,11 +188,11 @@ def test_a_relay_over_layouts_of_rows_blocks_and_tensors_is_as_exact(tmp_path: P
         policies.append((framework, ranks, f"{number}.toml"))
     file = relay_of(tmp_path, policies)
     config = RelayConfig.load(file)
-    found = [
+    buffers_of_a_layers = [
         buffers_of_a_layer(leg, granularity, config.model)
         for leg, (*_, granularity) in zip(config.legs, legs, strict=True)
     ]
-    assert found == [3, 3, 3, 2]
+    assert buffers_of_a_layers == [3, 3, 3, 2]
     done = twinshard("relay", file, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr + done.stdout
     report = json.loads((tmp_path / "run" / "report.json").read_text())

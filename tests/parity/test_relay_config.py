@@ -60,12 +60,7 @@ def with_leg(**keys: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("strategy", "policy"),
-    [
-        ("no_shard", "no_shard"),
-        ("optim", "zero1"),
-        ("optim_grads", "zero2"),
-        ("optim_grads_params", "fsdp"),
-    ],
+    [("no_shard", "no_shard"), ("optim", "zero1"), ("optim_grads", "zero2"), ("optim_grads_params", "fsdp")],
 )
 def test_a_strategy_is_short_for_the_policy_that_has_it(strategy: str, policy: str) -> None:
     short = RelayConfig.of(with_leg(strategy=strategy)).legs[1].sharding
@@ -178,10 +173,7 @@ def test_a_wrong_value_is_refused_with_place_expected_and_got(
     [
         ({}, r"\[\[leg\]\]: expected the key policy, or strategy in its place, got 'neither'"),
         ({"precision": "bfloat16"}, r"expected the key policy, or strategy in its place"),
-        (
-            {"policy": "zero1", "strategy": "optim"},
-            r"policy alone, which says all .*, got 'also strategy'",
-        ),
+        ({"policy": "zero1", "strategy": "optim"}, r"policy alone, which says all .*, got 'also strategy'"),
         (
             {"policy": "zero1", "precision": "bfloat16", "granularity": "row"},
             r"got 'also precision, granularity'",

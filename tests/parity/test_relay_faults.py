@@ -34,7 +34,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: str, folder: str) -> None:
         words = command(job)
         if job.folder.name != folder:
             return words
-        where = words.index(f"bridge.parity.{job.leg.framework}_leg")
+        where = words.index(f"bridge.relay.{job.leg.framework}_leg")
         return [
             *words[:where],
             "tests.support.parity.faulty_leg",

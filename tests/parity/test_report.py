@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bridge.relay.chart import relay_figure, save_picture
 from bridge.relay.config import RelayConfig
-from bridge.relay.plot import relay_figure, save_picture
 from bridge.relay.report import Hop, LegResult, RelayReport
 
 

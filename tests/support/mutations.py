@@ -1924,7 +1924,7 @@ PARITY = [
     ),
     M(
         "a module alone has JAX's outputs of the modules inside",
-        "bridge/parity/stages/alone.py",
+        "bridge/parity/stages/rerun_module.py",
         "if outputs and not any(",
         "if False and not any(",
         "parity/pair/test_run_file.py",
@@ -1939,8 +1939,8 @@ PARITY = [
     M(
         "capture drops float64",
         "bridge/parity/recorded/trace.py",
-        "_kept(side.record(batch, one)",
-        "_kept(side.record(batch, dtype)",
+        "_keep_run(side.record(batch, run_dtype)",
+        "_keep_run(side.record(batch, dtype)",
         "parity/pair/test_captured.py",
     ),
     M(
@@ -1952,7 +1952,7 @@ PARITY = [
     ),
     M(
         "the self-test plants nothing",
-        "bridge/parity/torch/side.py",
+        "bridge/parity/torch/self_test.py",
         "fault.plant(model)",
         "pass",
         "parity/pair/test_run_file.py parity/pair/test_sensitivity.py",
@@ -1966,14 +1966,14 @@ PARITY = [
     ),
     M(
         "a model that depends on the order of rows goes unnamed",
-        "bridge/parity/stages/order.py",
+        "bridge/parity/stages/compare.py",
         "if apart > least and",
         "if False and",
         "parity/pair/test_order.py",
     ),
     M(
         "a probe's numbers stay where they were",
-        "bridge/parity/recorded/probe.py",
+        "bridge/parity/recorded/recording.py",
         "np.take(numbers, np.asarray(rows), axes[0]) if axes else numbers",
         "numbers",
         "parity/pair/test_order.py",
@@ -1988,8 +1988,8 @@ PARITY = [
     M(
         "the first update is compared as weights",
         "bridge/parity/stages/compare.py",
-        "(ends[side, one][step][name] - before[side]).astype(",
-        "ends[side, one][step][name].astype(",
+        "(ends[side, run_dtype][step][name] - before[side]).astype(",
+        "ends[side, run_dtype][step][name].astype(",
         "parity/pair/test_edges.py parity/pair/test_captured.py",
     ),
     M(
@@ -2050,7 +2050,7 @@ PARITY = [
     ),
     M(
         "changed buffers without a partner are not said",
-        "bridge/parity/stages/buffers.py",
+        "bridge/parity/stages/compare.py",
         "and not np.array_equal(before[name]",
         "and np.array_equal(before[name]",
         "parity/pair/test_buffers.py",

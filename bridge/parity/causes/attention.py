@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from bridge.parity.causes.formulas import MASKS, Attention, AttentionInputs, attention, base_of
+from bridge.parity.causes.formulas import MASKS, AttentionFormula, AttentionInputs, attention, base_of
 from bridge.parity.recorded.distance import FACTOR
 
+# The bases of public models, the usual ones first: each that does not fit costs a pass.
 _BASES = (1e4, 5e5, 1e6, 1e5, 1e7, 5e6, 1.6e5, 1e3, 1e2)
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "rotary": ("none", "half", "interleaved"),
@@ -37,7 +38,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "roles": ("qkv", "kqv", "qvk", "vkq", "kvq", "vqk"),
 }
 _OF_ROTARY = ("angles", "share", "later", "turned", "direction")
-_FIELDS = tuple(one.name for one in fields(Attention))
+_FIELDS = tuple(field.name for field in fields(AttentionFormula))
 _EARLY, _EARLIEST = 8, 3
 """Queries of the first row by which most formulas are refuted; the fewer ones are inside of any window."""
 _SLACK = 4.0
@@ -74,8 +75,8 @@ def attention_cause(
             changed = sides[1 - first].nearest(known)
             if changed is None:
                 return ""
-            found = (known, changed) if first == 0 else (changed, known)
-            return _named(found, (torch, jax), stored)
+            formulas = (known, changed) if first == 0 else (changed, known)
+            return _named(formulas, (torch, jax), stored)
     return ""
 
 
@@ -89,24 +90,24 @@ class _Search:
         _, queries, heads, self._size = inputs.query.shape
         self.scores = heads * queries * inputs.key.shape[1]
 
-    def common(self) -> Iterator[Attention]:
+    def common(self) -> Iterator[AttentionFormula]:
         """Usual formulas that fit."""
         root = self._size**-0.5
         masks = ("causal", "none", *self.inputs.masks)
         for cap, scale in itertools.product((math.inf, 50.0, 30.0), (root, 1.0)):
-            for mask, (kind, angles) in itertools.product(masks, self._rotaries()):
-                yield from self._whole(Attention(kind, angles, scale, mask, cap=cap))
+            for mask, (rotary, angles) in itertools.product(masks, self._rotaries()):
+                yield from self._whole(AttentionFormula(rotary, angles, scale, mask, cap=cap))
 
-    def less_common(self) -> Iterator[Attention]:
+    def less_common(self) -> Iterator[AttentionFormula]:
         """Formulas that fit and differ from a usual one in one field."""
-        for mask, (kind, angles) in itertools.product(("causal", "none"), self._rotaries()):
-            start = Attention(kind, angles, self._size**-0.5, mask)
+        for mask, (rotary, angles) in itertools.product(("causal", "none"), self._rotaries()):
+            start = AttentionFormula(rotary, angles, self._size**-0.5, mask)
             yield from self._varied(start)
             yield from self._solved(start)
             for cap in (50.0, 30.0):
                 yield from self._solve(replace(start, cap=cap), "scale", -4.0, 4.0)
 
-    def nearest(self, known: Attention) -> Attention | None:
+    def nearest(self, known: AttentionFormula) -> AttentionFormula | None:
         """A formula that fits and differs from ``known`` in few fields, none if possible."""
         return next(
             itertools.chain(
@@ -120,7 +121,7 @@ class _Search:
             yield from (("half", angles), ("interleaved", angles))
         yield from (("none", _BASES[0]), ("half", 1e4), ("half", 5e5), ("half", 1e6), ("interleaved", 1e4))
 
-    def _options(self, known: Attention) -> dict[str, tuple[Any, ...]]:
+    def _options(self, known: AttentionFormula) -> dict[str, tuple[Any, ...]]:
         """Values for each field that has others than ``known``'s, those left out."""
         root, width = math.sqrt(self._size), self.inputs.mixed.shape[-1]
         scales = (1 / root, 1.0, 1 / self._size, width**-0.5, root, known.scale / root, known.scale * root)
@@ -137,12 +138,12 @@ class _Search:
             if known.rotary != "none" or name not in _OF_ROTARY
         }
 
-    def _varied(self, known: Attention) -> Iterator[Attention]:
+    def _varied(self, known: AttentionFormula) -> Iterator[AttentionFormula]:
         for name, values in self._options(known).items():
             for value in values:
                 yield from self._whole(replace(known, **{name: value}))
 
-    def _varied_twice(self, known: Attention) -> Iterator[Attention]:
+    def _varied_twice(self, known: AttentionFormula) -> Iterator[AttentionFormula]:
         for name, values in self._options(known).items():
             for value in values:
                 once = replace(known, **{name: value})
@@ -151,26 +152,29 @@ class _Search:
                         for last in further:
                             yield from self._whole(replace(once, **{other: last}))
 
-    def _solved(self, known: Attention) -> Iterator[Attention]:
+    def _solved(self, known: AttentionFormula) -> Iterator[AttentionFormula]:
         """With the number that fits, where one does: the scale of the scores, their cap, or the rotary base."""
         yield from self._solve(known, "scale", -4.0, 4.0)
         yield from self._solve(known, "cap", -1.0, 3.0)
         if known.rotary != "none":
             yield from self._solve(known, "angles", 0.3, 9.0)
 
-    def _solve(self, known: Attention, name: str, low: float, high: float) -> Iterator[Attention]:
-        def at(power: float) -> Attention:
+    def _solve(
+        self, known: AttentionFormula, name: str, low: float, high: float
+    ) -> Iterator[AttentionFormula]:
+        def at(power: float) -> AttentionFormula:
             return replace(known, **{name: 10.0**power})
 
+        # In powers of ten: scales and bases are as likely 1e-2 as 1e6.
         power = minimum(lambda power: self._error(at(power)), low, high)
         if power is None or not self._error(at(power)) <= _SLACK * self._floor:
             return
         solved = 10.0**power
         rounded = (float(f"{solved:.{digits}g}") for digits in range(1, 8))
-        for value in (*(one for one in rounded if abs(one / solved - 1) < _SOLVED), solved):
+        for value in (*(number for number in rounded if abs(number / solved - 1) < _SOLVED), solved):
             yield from self._whole(replace(known, **{name: value}))
 
-    def _whole(self, formula: Attention) -> Iterator[Attention]:
+    def _whole(self, formula: AttentionFormula) -> Iterator[AttentionFormula]:
         """The formula if it fits everything, with the window that it needs."""
         if not self._error(formula) <= _SLACK * self._floor:
             return
@@ -179,7 +183,7 @@ class _Search:
         elif _opens(formula):
             yield from self._windowed(formula)
 
-    def _error(self, formula: Attention) -> float:
+    def _error(self, formula: AttentionFormula) -> float:
         """Of the first queries of the first row, over their norm."""
         queries = min(_EARLIEST if _opens(formula) else _EARLY, self.inputs.mixed.shape[1])
         keys = self.inputs.key.shape[1] if formula.mask == "none" else queries
@@ -187,63 +191,63 @@ class _Search:
         if self._left <= 0:
             return math.inf
         with np.errstate(all="ignore"):
-            found = attention(formula, self.inputs, slice(0, 1), queries)
+            computed = attention(formula, self.inputs, slice(0, 1), queries)
         mixed = self.inputs.mixed[:1, :queries]
-        return math.inf if found is None or found.shape != mixed.shape else _relative(found, mixed)
+        return math.inf if computed is None or computed.shape != mixed.shape else _relative(computed, mixed)
 
-    def _fits(self, formula: Attention) -> bool:
+    def _fits(self, formula: AttentionFormula) -> bool:
         square = norm = 0.0
         for row in range(len(self.inputs.mixed)):
-            found = attention(formula, self.inputs, slice(row, row + 1))
+            computed = attention(formula, self.inputs, slice(row, row + 1))
             mixed = self.inputs.mixed[row : row + 1]
-            if found is None or found.shape != mixed.shape:
+            if computed is None or computed.shape != mixed.shape:
                 return False
-            square += float(np.sum((found - mixed) ** 2))
+            square += float(np.sum((computed - mixed) ** 2))
             norm += float(np.sum(mixed**2))
         return math.sqrt(square) <= self._floor * math.sqrt(norm)
 
-    def _windowed(self, formula: Attention) -> Iterator[Attention]:
+    def _windowed(self, formula: AttentionFormula) -> Iterator[AttentionFormula]:
         """With a window of as many tokens as queries fit without one."""
-        found = attention(formula, self.inputs, slice(0, 1))
-        if found is None:
+        computed = attention(formula, self.inputs, slice(0, 1))
+        if computed is None:
             return
-        rows = zip(found[0], self.inputs.mixed[0], strict=True)
+        rows = zip(computed[0], self.inputs.mixed[0], strict=True)
         wrong = [_relative(*row) > _SLACK * self._floor for row in rows]
         windowed = replace(formula, window=wrong.index(True) if True in wrong else 0)
         if windowed.window and self._fits(windowed):
             yield windowed
 
 
-def _opens(formula: Attention) -> bool:
+def _opens(formula: AttentionFormula) -> bool:
     """Whether a window may be missing."""
     return formula.mask == "causal" and not formula.window
 
 
-def _relative(found: np.ndarray, expected: np.ndarray) -> float:
+def _relative(computed: np.ndarray, expected: np.ndarray) -> float:
     norm = float(np.linalg.norm(expected))
-    error = float(np.linalg.norm(found - expected))
+    error = float(np.linalg.norm(computed - expected))
     return error / norm if norm > 0 else (math.inf if error else 0.0)
 
 
 def _named(
-    found: tuple[Attention, Attention],
+    formulas: tuple[AttentionFormula, AttentionFormula],
     inputs: tuple[AttentionInputs, AttentionInputs],
     stored: tuple[str, str],
 ) -> str:
     """What the two formulas do not have in common."""
     every = [
-        {**_words(formula, one), "stored": extra}
-        for formula, one, extra in zip(found, inputs, stored, strict=True)
+        {**_words(formula, side), "stored": extra}
+        for formula, side, extra in zip(formulas, inputs, stored, strict=True)
     ]
-    turning = all(formula.rotary != "none" for formula in found)
+    turning = all(formula.rotary != "none" for formula in formulas)
     names = [
         name for name in every[0] if every[0][name] != every[1][name] and (turning or name not in _OF_ROTARY)
     ]
-    texts = [", ".join(one[name] for name in names if one[name]) for one in every]
+    texts = [", ".join(side[name] for name in names if side[name]) for side in every]
     return f"torch: {texts[0]}; JAX: {texts[1]}" if names else ""
 
 
-def _words(formula: Attention, inputs: AttentionInputs) -> dict[str, str]:
+def _words(formula: AttentionFormula, inputs: AttentionInputs) -> dict[str, str]:
     """By field; empty for what the formula does not have."""
     angles, share = formula.angles, formula.share
     base: float | None
@@ -287,7 +291,7 @@ def _words(formula: Attention, inputs: AttentionInputs) -> dict[str, str]:
         "groups": groups[formula.groups],
         "split": f"features split into {orders[formula.split]}",
         "joined": f"outputs joined with {orders.get(formula.joined, 'heads before positions')}",
-        "roles": "projections used as " + ", ".join(roles[one] for one in formula.roles),
+        "roles": "projections used as " + ", ".join(roles[role] for role in formula.roles),
     }
 
 
@@ -314,13 +318,16 @@ def minimum(error: Callable[[float], float], low: float, high: float, points: in
     values = [error(x) for x in grid]
     step = float(grid[1] - grid[0])
     best: tuple[float, float] | None = None
-    for place in np.argsort(values)[:2]:
-        if not math.isfinite(values[place]):
+    # The two best points: the error may have two valleys, and the grid does not say which is deeper.
+    for index in np.argsort(values)[:2]:
+        if not math.isfinite(values[index]):
             continue
-        left, right = grid[place] - step, grid[place] + step
+        left, right = grid[index] - step, grid[index] + step
         golden = (math.sqrt(5) - 1) / 2
         inner = [right - golden * (right - left), left + golden * (right - left)]
         at = [error(x) for x in inner]
+        # Forty golden sections narrow a step of the grid to 4e-9 of it, below what float32
+        # constants move.
         for _ in range(40):
             if at[0] <= at[1]:
                 right, inner, at = inner[1], [0.0, inner[0]], [0.0, at[0]]

@@ -41,25 +41,27 @@ class _Mixing:
 
     projected: tuple[np.ndarray, ...]
     mixed: np.ndarray
-    given: Leaves
+    module_inputs: Leaves
     length: int
     exchanged: bool
 
 
-def attention_in_module(pair: CallPair, inner: Children, found: Leaves, given: Mapping[int, Leaves]) -> str:
+def attention_in_module(
+    pair: CallPair, inner: Children, outputs: Leaves, inner_inputs: Mapping[int, Leaves]
+) -> str:
     """Of what the own code of an attention makes of query, key and value."""
     mixings = [
         (torch, jax)
-        for torch, jax in _mixings(pair, inner, found, given)
-        if max(one.size for side in (torch, jax) for one in (*side.projected, side.mixed)) <= LARGEST
+        for torch, jax in _mixings(pair, inner, outputs, inner_inputs)
+        if max(array.size for side in (torch, jax) for array in (*side.projected, side.mixed)) <= LARGEST
     ]
     # The usual formulas refute a wrong size or order cheaply; the others try orders themselves.
     for usual, (torch, jax) in itertools.product((True, False), mixings):
         if torch.exchanged and not usual:
             continue
         sides = (("torch's", torch), ("JAX's", jax))
-        known = {f"{owner} {name}": one for owner, side in sides for name, one in _tables(side)}
-        masks = {f"{owner} {name}": one for owner, side in sides for name, one in _masks(side)}
+        known = {f"{owner} {name}": table for owner, side in sides for name, table in _tables(side)}
+        masks = {f"{owner} {name}": mask for owner, side in sides for name, mask in _masks(side)}
         ways = _FUSED if len(torch.projected) == 1 else ("",)
         fused = sorted(itertools.product(ways, ways), key=lambda both: both[0] != both[1])
         sizes, others = _sizes(pair, torch, jax, known)
@@ -76,7 +78,7 @@ def attention_in_module(pair: CallPair, inner: Children, found: Leaves, given: M
 
 
 def _mixings(
-    pair: CallPair, inner: Children, found: Leaves, given: Mapping[int, Leaves]
+    pair: CallPair, inner: Children, jax_outputs: Leaves, inner_inputs: Mapping[int, Leaves]
 ) -> Iterator[tuple[_Mixing, _Mixing]]:
     """With an output projection, the last module inside, and without one.
 
@@ -88,15 +90,17 @@ def _mixings(
     length = x.shape[0] if x.ndim == 2 else x.shape[1]
     last = len(inner.pairs) - 1
     for name, other, _ in inner.pairs[last].inputs[:1]:
-        if other in given.get(last, {}):
-            mixed = inner.pairs[last].torch.inputs[name], given[last][other]
-            if all(_same_inputs(child, given.get(index)) for index, child in enumerate(inner.pairs[:last])):
+        if other in inner_inputs.get(last, {}):
+            mixed = inner.pairs[last].torch.inputs[name], inner_inputs[last][other]
+            if all(
+                _same_inputs(child, inner_inputs.get(index)) for index, child in enumerate(inner.pairs[:last])
+            ):
                 yield from _sides(pair, inner.pairs[:last], *mixed, length)
     for name, other, _ in pair.outputs[:1]:
-        if other in found and all(
-            _same_inputs(child, given.get(index)) for index, child in enumerate(inner.pairs)
+        if other in jax_outputs and all(
+            _same_inputs(child, inner_inputs.get(index)) for index, child in enumerate(inner.pairs)
         ):
-            yield from _sides(pair, inner.pairs, pair.torch.outputs[name], found[other], length)
+            yield from _sides(pair, inner.pairs, pair.torch.outputs[name], jax_outputs[other], length)
 
 
 def _sides(
@@ -110,8 +114,8 @@ def _sides(
         if _fingerprint(child.torch.outputs[name]) not in passed_on
     ]
     roles = [_ROLE.search(child.modules.torch.rpartition(".")[2]) for child, _, _ in ends]
-    if len(ends) == 3 and {one and one[1] for one in roles} == {"q", "k", "v"}:
-        ends = [ends[[one and one[1] for one in roles].index(role)] for role in "qkv"]
+    if len(ends) == 3 and {match and match[1] for match in roles} == {"q", "k", "v"}:
+        ends = [ends[[match and match[1] for match in roles].index(role)] for role in "qkv"]
     # Values decide which one is the query, not names: a side's own result must follow from it.
     for number, ordered in enumerate(itertools.permutations(ends) if len(ends) in (1, 3) else ()):
         ours = tuple(output for _, output, _ in ordered)
@@ -122,12 +126,16 @@ def _sides(
         )
 
 
-def _same_inputs(child: CallPair, given: Leaves | None) -> bool:
+def _same_inputs(child: CallPair, jax_inputs: Leaves | None) -> bool:
     """Whether JAX gives a module what torch does: else its fault lies before what it makes of the outputs."""
-    return given is not None and all(
-        fits(way.to_jax(child.torch.inputs[name]), given[other], NEAR * float(np.linalg.norm(given[other])))
+    return jax_inputs is not None and all(
+        fits(
+            way.to_jax(child.torch.inputs[name]),
+            jax_inputs[other],
+            NEAR * float(np.linalg.norm(jax_inputs[other])),
+        )
         for name, other, way in child.inputs[:1]
-        if other in given
+        if other in jax_inputs
     )
 
 
@@ -154,9 +162,9 @@ def _inputs(
     masks: Mapping[str, np.ndarray],
 ) -> AttentionInputs | None:
     """With heads of this size; None where the arrays have none of it."""
-    rows = [_rows(one, side.length) for one in (*side.projected, side.mixed)]
-    known = [one.astype(np.float64) for one in rows if one is not None]
-    if len(known) < len(rows) or any(len(one) != len(known[0]) or one.shape[2] % size for one in known):
+    rows = [_rows(array, side.length) for array in (*side.projected, side.mixed)]
+    known = [array.astype(np.float64) for array in rows if array is not None]
+    if len(known) < len(rows) or any(len(array) != len(known[0]) or array.shape[2] % size for array in known):
         return None
     *parts, mixed = known
     heads = mixed.shape[2] // size
@@ -171,7 +179,7 @@ def _inputs(
             parts = [split[:, :, :, :-2], split[:, :, :, -2], split[:, :, :, -1]]
         else:
             parts = np.split(split, (heads, heads + shared), 2)
-    q, k, v = (one.reshape(*one.shape[:2], -1, size) for one in parts)
+    q, k, v = (array.reshape(*array.shape[:2], -1, size) for array in parts)
     if q.shape[:3] != (*mixed.shape[:2], heads) or k.shape != v.shape or heads % k.shape[2]:
         return None
     return AttentionInputs(q, k, v, mixed, tables, masks)
@@ -184,22 +192,24 @@ def _sizes(
 
     With them other divisors of the width, where nobody says a size.
     """
-    found = [one.shape[-1] for side in (torch, jax) for one in (side.mixed, *side.projected) if one.ndim == 4]
+    sizes_said = [
+        array.shape[-1] for side in (torch, jax) for array in (side.mixed, *side.projected) if array.ndim == 4
+    ]
     mixed = _rows(torch.mixed, torch.length)
-    if found or mixed is None:
-        return list(dict.fromkeys(found)), []
+    if sizes_said or mixed is None:
+        return list(dict.fromkeys(sizes_said)), []
     width = mixed.shape[-1]
     for numbers, head_sizes in (pair.torch.heads, pair.jax.heads):
-        found += [*(width // number for number in numbers if width % number == 0), *head_sizes]
-    said = bool(found)
+        sizes_said += [*(width // number for number in numbers if width % number == 0), *head_sizes]
+    said = bool(sizes_said)
     # Weights of the heads, which some attentions return.
-    found += [
-        width // one.shape[1]
-        for one in pair.torch.outputs.values()
-        if one.ndim == 4 and one.shape[2] == torch.length
+    sizes_said += [
+        width // array.shape[1]
+        for array in pair.torch.outputs.values()
+        if array.ndim == 4 and array.shape[2] == torch.length
     ]
-    found += [2 * cos.shape[-1] for cos, _ in tables.values()]
-    sizes = [size for size in dict.fromkeys((*found, *_SIZES)) if width % size == 0]
+    sizes_said += [2 * cos.shape[-1] for cos, _ in tables.values()]
+    sizes = [size for size in dict.fromkeys((*sizes_said, *_SIZES)) if width % size == 0]
     others = range(0) if said else range(2, width + 1)
     divisors = (size for size in others if width % size == 0 and size not in sizes)
     return sizes, list(itertools.islice(divisors, _MOST_OTHERS))
@@ -207,22 +217,22 @@ def _sizes(
 
 def _tables(side: _Mixing) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
     """Cosines and sines ``[B or 1, T, n]`` among the inputs of a module, each element once."""
-    for (name, cos), (_, sin) in itertools.pairwise(side.given.items()):
+    for (name, cos), (_, sin) in itertools.pairwise(side.module_inputs.items()):
         if cos.shape != sin.shape or cos.dtype.kind != "f" or cos.ndim < 2 or cos.shape[-1] < 1:
             continue
-        one, other = (
+        first, second = (
             x.astype(np.float64).reshape([n for n in x.shape[:-1] if n != 1] + [-1]) for x in (cos, sin)
         )
-        square = one**2 + other**2
-        if one.ndim not in (2, 3) or np.ptp(square) > 1e-3 * float(np.max(square)):
+        square = first**2 + second**2
+        if first.ndim not in (2, 3) or np.ptp(square) > 1e-3 * float(np.max(square)):
             continue
-        one, other = (x[None] if x.ndim == 2 else x for x in (one, other))
-        n = one.shape[-1] // 2
-        if one.shape[-1] % 2 == 0 and np.array_equal(one[..., :n], one[..., n:]):
-            one, other = one[..., :n], other[..., :n]
-        elif one.shape[-1] % 2 == 0 and np.array_equal(one[..., ::2], one[..., 1::2]):
-            one, other = one[..., ::2], other[..., ::2]
-        yield name, (one, other)
+        first, second = (x[None] if x.ndim == 2 else x for x in (first, second))
+        n = first.shape[-1] // 2
+        if first.shape[-1] % 2 == 0 and np.array_equal(first[..., :n], first[..., n:]):
+            first, second = first[..., :n], second[..., :n]
+        elif first.shape[-1] % 2 == 0 and np.array_equal(first[..., ::2], first[..., 1::2]):
+            first, second = first[..., ::2], second[..., ::2]
+        yield name, (first, second)
 
 
 def _masks(side: _Mixing) -> Iterator[tuple[str, np.ndarray]]:
@@ -231,7 +241,7 @@ def _masks(side: _Mixing) -> Iterator[tuple[str, np.ndarray]]:
     if rows is None:
         return
     batch, keys = rows.shape[:2]
-    for name, mask in side.given.items():
+    for name, mask in side.module_inputs.items():
         if mask.ndim not in (2, 3, 4) or mask.shape[-1] < keys:
             continue
         if mask.ndim == 2 and mask.shape[0] == batch:

@@ -39,8 +39,8 @@ def weight_cause(torch: np.ndarray, jax: np.ndarray, floor: float) -> str:
 def module_cause(
     pair: CallPair,
     inner: Children,
-    found: Leaves,
-    given: Mapping[int, Leaves],
+    jax_outputs: Leaves,
+    inner_inputs: Mapping[int, Leaves],
     floors: Mapping[str, float],
     parameters: Leaves,
 ) -> str:
@@ -50,22 +50,24 @@ def module_cause(
     inside. ``floors``: absolute, by output leaf. ``parameters``: the torch module's own ones, by last name.
     """
     for name, other, way in pair.outputs:
-        if other not in found:
+        if other not in jax_outputs:
             continue
         torch = way.to_jax(pair.torch.outputs[name])
         if torch.dtype.kind in "iub" or torch.size > LARGEST:
             continue
         floor = floors.get(other, 0.0)
-        if distance(torch, found[other]).absolute <= FACTOR * floor:
+        if distance(torch, jax_outputs[other]).absolute <= FACTOR * floor:
             continue
-        cause = _multiple(torch, found[other], floor) or _offset(torch, found[other], floor, parameters)
-        cause = cause or _norm(pair, name, torch, found[other], floor, parameters)
+        cause = _multiple(torch, jax_outputs[other], floor) or _offset(
+            torch, jax_outputs[other], floor, parameters
+        )
+        cause = cause or _norm(pair, name, torch, jax_outputs[other], floor, parameters)
         if cause:
             return cause
         for words, candidate in rearranged(torch):
-            if fits(candidate, found[other], floor):
+            if fits(candidate, jax_outputs[other], floor):
                 return f"JAX's output is torch's, {words}"
-    return _activation(inner, given) or attention_in_module(pair, inner, found, given)
+    return _activation(inner, inner_inputs) or attention_in_module(pair, inner, jax_outputs, inner_inputs)
 
 
 def _norm(
@@ -87,19 +89,19 @@ def _norm(
     )
 
 
-def _activation(inner: Children, given: Mapping[int, Leaves]) -> str:
+def _activation(inner: Children, inner_inputs: Mapping[int, Leaves]) -> str:
     """Of the projections whose outputs have the size of what the last one gets."""
     for index, child in enumerate(inner.pairs):
         for name, other, way in child.inputs[:1]:
             theirs = way.to_jax(child.torch.inputs[name])
-            ours = given.get(index, {}).get(other)
+            ours = inner_inputs.get(index, {}).get(other)
             if ours is None or ours.shape != theirs.shape or theirs.size > LARGEST:
                 continue
             before = [
-                twin.to_jax(one.torch.outputs[leaf]).astype(np.float64).reshape(theirs.shape)
-                for one in inner.pairs[:index]
-                for leaf, _, twin in one.outputs[:1]
-                if twin.to_jax(one.torch.outputs[leaf]).size == theirs.size
+                twin.to_jax(earlier.torch.outputs[leaf]).astype(np.float64).reshape(theirs.shape)
+                for earlier in inner.pairs[:index]
+                for leaf, _, twin in earlier.outputs[:1]
+                if twin.to_jax(earlier.torch.outputs[leaf]).size == theirs.size
             ]
             for first, second in _sources(before):
                 floor = NEAR * float(np.linalg.norm(theirs))
@@ -123,7 +125,7 @@ def _both(
     candidates = list(formulas)
     named = []
     for value in (torch, jax):
-        near = [(distance(one, value).absolute, words) for words, one in candidates]
+        near = [(distance(candidate, value).absolute, words) for words, candidate in candidates]
         least, words = min(near, default=(math.inf, ""))
         if not least <= FACTOR * floor:
             return ""
@@ -137,6 +139,8 @@ def _multiple(torch: np.ndarray, jax: np.ndarray, floor: float) -> str:
     if not square > 0 or not np.isfinite(square):
         return ""
     factor = float(np.vdot(torch, jax).real) / square
+    # A factor of 1 explains nothing, and a factor of 0 any difference. Constants in float32 move a
+    # factor by less than 1e-6.
     if abs(factor - 1) < 1e-6 or abs(factor) < 1e-6 or not fits(factor * torch, jax, floor):
         return ""
     return f"JAX's is {factor:.6g} times torch's{_known(factor)}"
@@ -146,6 +150,7 @@ def _known(factor: float) -> str:
     """A factor as a power of a whole number, where it is one: scores divided by sqrt(d) once, twice or never."""
     for power, words in ((2, "sqrt({})"), (-2, "1 / sqrt({})")):
         whole = abs(factor) ** power
+        # Wider than 1e-6: a power multiplies the relative error of the factor.
         if 1.5 < whole < 1e6 and abs(whole - round(whole)) < 1e-4 * whole:
             return f", {words.format(round(whole))}"
     return ""
@@ -164,8 +169,40 @@ def _offset(torch: np.ndarray, jax: np.ndarray, floor: float, parameters: Leaves
         return ""
     for name, value in parameters.items():
         if value.shape == mean.shape:
+            # The mean over all positions is that much nearer than one value.
             scale = 1e-5 * float(np.linalg.norm(value)) + floor
             for sign, words in ((-1, "JAX does not add"), (1, "JAX adds twice")):
                 if float(np.linalg.norm(mean - sign * value)) <= scale:
                     return f"{words} torch's {name}"
     return "JAX's is torch's plus one vector at every position"
+
+
+def statistics_cause(
+    torch_before: np.ndarray, jax_before: np.ndarray, torch: np.ndarray, jax: np.ndarray, floor: float
+) -> str:
+    """Why two running statistics that began alike differ after a forward; empty where nothing known explains it."""
+    if not fits(torch_before, jax_before, floor):
+        return ""
+    start = torch_before.astype(np.float64).ravel()
+    ours, theirs = torch.astype(np.float64).ravel(), jax.astype(np.float64).ravel()
+    moved, other = ours - start, theirs - start
+    square = float(moved @ moved)
+    factor = float(moved @ other) / square if square > 0 else 0.0
+    # Else the two are one statistic and something else differs.
+    if factor and abs(factor - 1) > 1e-6 and fits(factor * moved, other, floor):
+        return f"JAX's moves {factor:.6g} times as far in a step as torch's: momentum a in torch is 1 - a in flax"
+    # torch - r = a (n / (n - 1) v - r) and JAX - r = a (v - r), so (n - 1) (torch - JAX) = JAX - (1 - a) r.
+    known = np.stack([theirs, -start], 1)
+    (part, kept), _, rank, _ = np.linalg.lstsq(known, ours - theirs)
+    if rank < 2 or start.size < 3 or not fits(known @ np.array([part, kept]), ours - theirs, floor):
+        return ""
+    # The least squares know nothing of whole numbers: a count near one is what makes the formula
+    # the cause.
+    count = 1 / part + 1 if part > 0 else 0.0
+    if count < 1.5 or abs(count - round(count)) > 1e-3 * count or not 0 <= kept / part < 1:
+        return ""
+    return (
+        f"torch keeps the unbiased variance, {round(count)} / {round(count) - 1} times the batch's, and flax the "
+        "biased one; that is the libraries' convention and no fault of the port: compare in eval mode, or list this "
+        "buffer under drop"
+    )

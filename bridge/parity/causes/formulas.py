@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 LARGEST = 1 << 22
-"""Elements above which nothing is tried: the catalogue costs hundreds of passes."""
+"""Elements above which nothing is tried: the catalogue costs hundreds of passes, each of 32 MB then."""
 NEAR = 1e-6
 """The floor of what modules inside are given, relative: constants in float32 leave less."""
 EPSILONS = (0.0, 1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
@@ -55,9 +55,9 @@ def norms(
         ("layer norm", x - mean, variance),
         ("unbiased layer norm", x - mean, unbiased),
     )
-    for (kind, centred, square), eps in itertools.product(kinds, EPSILONS):
-        for place, root in (("", np.sqrt(square + eps)), (" outside of the root", np.sqrt(square) + eps)):
-            if place and not eps:
+    for (name, centred, square), eps in itertools.product(kinds, EPSILONS):
+        for where, root in (("", np.sqrt(square + eps)), (" outside of the root", np.sqrt(square) + eps)):
+            if where and not eps:
                 continue
             with np.errstate(all="ignore"):
                 plain = centred / root
@@ -68,7 +68,7 @@ def norms(
                 if form and factor is None:
                     continue
                 scaled = plain if factor is None else plain * factor
-                text = f"{kind}, epsilon {eps:g}{place}{form}"
+                text = f"{name}, epsilon {eps:g}{where}{form}"
                 yield text, scaled if bias is None else scaled + bias
                 if bias is not None:
                     yield f"{text}, without the bias", scaled
@@ -88,42 +88,32 @@ def rearranged(x: np.ndarray, heads: int | None = None) -> Iterator[tuple[str, n
     """``x`` with its axes or the elements of its last axis in another order."""
     if x.ndim == 2 and x.shape[0] == x.shape[1]:
         yield "transposed", x.T
-    for axis in range(x.ndim):
-        size = x.shape[axis]
-        if size > 1:
-            where = f"along axis {axis}"
-            yield f"reversed {where}", np.flip(x, axis)
-            yield f"shifted by one {where}", np.roll(x, 1, axis)
-            yield f"shifted by minus one {where}", np.roll(x, -1, axis)
-            if size % 2 == 0:
-                halves = np.arange(size).reshape(2, -1)
-                yield f"halves exchanged {where}", np.take(x, halves[::-1].reshape(-1), axis)
-                yield f"halves interleaved {where}", np.take(x, halves.T.reshape(-1), axis)
-                pairs = np.arange(size).reshape(-1, 2)
-                yield f"pairs taken apart into halves {where}", np.take(x, pairs.T.reshape(-1), axis)
-            for count in _divisors(size) if heads is None else (heads,):
-                if size % count == 0 and size // count > 1:
-                    blocks = np.arange(size).reshape(count, -1)
-                    part = size // count
-                    yield (
-                        f"{count} heads in reverse order {where}",
-                        np.take(x, blocks[::-1].reshape(-1), axis),
-                    )
-                    if part % 2 == 0:
-                        inner = blocks.reshape(count, 2, part // 2)
-                        yield (
-                            f"halves of each of {count} heads interleaved {where}",
-                            np.take(x, inner.transpose(0, 2, 1).reshape(-1), axis),
-                        )
-                        inner = blocks.reshape(count, part // 2, 2)
-                        yield (
-                            f"pairs of each of {count} heads taken apart into halves {where}",
-                            np.take(x, inner.transpose(0, 2, 1).reshape(-1), axis),
-                        )
-                    yield (
-                        f"heads ({count}) and their elements exchanged {where}",
-                        np.take(x, blocks.T.reshape(-1), axis),
-                    )
+    for axis, size in enumerate(x.shape):
+        for words, order in _orders(size, heads) if size > 1 else ():
+            yield words.format(f"along axis {axis}"), np.take(x, order.reshape(-1), axis)
+
+
+def _orders(size: int, heads: int | None) -> Iterator[tuple[str, np.ndarray]]:
+    """Orders that ports mix up, with words for each: an array of all positions, to be read row by row."""
+    every = np.arange(size)
+    yield "reversed {}", every[::-1]
+    yield "shifted by one {}", np.roll(every, 1)
+    yield "shifted by minus one {}", np.roll(every, -1)
+    if size % 2 == 0:
+        halves, pairs = every.reshape(2, -1), every.reshape(-1, 2)
+        yield "halves exchanged {}", halves[::-1]
+        yield "halves interleaved {}", halves.T
+        yield "pairs taken apart into halves {}", pairs.T
+    for count in _divisors(size) if heads is None else (heads,):
+        if size % count or size // count < 2:
+            continue
+        blocks, part = every.reshape(count, -1), size // count
+        yield f"{count} heads in reverse order {{}}", blocks[::-1]
+        if part % 2 == 0:
+            own_halves, own_pairs = blocks.reshape(count, 2, -1), blocks.reshape(count, -1, 2)
+            yield f"halves of each of {count} heads interleaved {{}}", own_halves.transpose(0, 2, 1)
+            yield f"pairs of each of {count} heads taken apart into halves {{}}", own_pairs.transpose(0, 2, 1)
+        yield f"heads ({count}) and their elements exchanged {{}}", blocks.T
 
 
 def _divisors(size: int) -> list[int]:
@@ -131,7 +121,7 @@ def _divisors(size: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionFormula:
     """A formula of attention; each field can be right on one side and another one on the other.
 
     ``rotary``: "none", "half" (element j turns with j + n / 2) or "interleaved" (2 j with 2 j + 1). ``angles``: its
@@ -178,7 +168,7 @@ class AttentionInputs:
 
 
 def attention(
-    formula: Attention, inputs: AttentionInputs, rows: slice = slice(None), queries: int | None = None
+    formula: AttentionFormula, inputs: AttentionInputs, rows: slice = slice(None), queries: int | None = None
 ) -> np.ndarray | None:
     """``[B, T, H * d]`` for these rows and the first queries; None where the formula does not go with the inputs."""
     parts = {"q": inputs.query, "k": inputs.key, "v": inputs.value}
@@ -203,6 +193,8 @@ def attention(
     seen = _mask(formula, inputs, rows, *scores.shape[2:])
     if seen is None:
         return None
+    # Not -inf: a row that sees nothing would be NaN, and is a mean of all in both frameworks'
+    # masks.
     scores = np.where(seen, scores, -1e30) if seen.dtype == bool else scores + seen
     axis = {"heads": 1, "queries": 2, "keys": 3}[formula.softmax]
     weights = np.exp(scores - scores.max(axis, keepdims=True))
@@ -219,18 +211,18 @@ def _split(x: np.ndarray, order: str) -> np.ndarray:
     return x.reshape(rows, length, size, heads).swapaxes(2, 3)
 
 
-def _groups(kind: str, heads: int, shared: int) -> tuple[np.ndarray, np.ndarray]:
+def _groups(sharing: str, heads: int, shared: int) -> tuple[np.ndarray, np.ndarray]:
     """By output head: which query head it is of, and which key head."""
     every = np.arange(heads)
-    if kind == "tiled":
+    if sharing == "tiled":
         return every, every % shared
-    if kind == "by key head":
+    if sharing == "by key head":
         return every.reshape(-1, shared).T.reshape(-1), every // (heads // shared)
     return every, every // (heads // shared)
 
 
 def _turned(
-    formula: Attention, inputs: AttentionInputs, rows: slice, x: np.ndarray, role: str
+    formula: AttentionFormula, inputs: AttentionInputs, rows: slice, x: np.ndarray, role: str
 ) -> np.ndarray | None:
     if formula.rotary == "none" or formula.turned not in ("both", role):
         return x
@@ -242,7 +234,9 @@ def _turned(
         cos, sin = inputs.tables[formula.angles]
         if cos.shape[1] < length or 2 * cos.shape[2] > size or len(cos) not in (1, len(inputs.query)):
             return None
-        cos, sin = (np.roll(one, -later, 1)[rows if len(one) > 1 else slice(None)] for one in (cos, sin))
+        cos, sin = (
+            np.roll(table, -later, 1)[rows if len(table) > 1 else slice(None)] for table in (cos, sin)
+        )
         cos, sin = cos[:, :length], sin[:, :length]
     else:
         turns = int(size * formula.share) // 2
@@ -257,21 +251,21 @@ def _turned(
         if formula.rotary == "half"
         else (slice(0, 2 * turns, 2), slice(1, 2 * turns, 2))
     )
-    found = x.copy()
-    found[..., first] = x[..., first] * cos - x[..., second] * sin
-    found[..., second] = x[..., second] * cos + x[..., first] * sin
-    return found
+    turned = x.copy()
+    turned[..., first] = x[..., first] * cos - x[..., second] * sin
+    turned[..., second] = x[..., second] * cos + x[..., first] * sin
+    return turned
 
 
 def _mask(
-    formula: Attention, inputs: AttentionInputs, rows: slice, queries: int, keys: int
+    formula: AttentionFormula, inputs: AttentionInputs, rows: slice, queries: int, keys: int
 ) -> np.ndarray | None:
     if formula.mask in inputs.masks:
-        given = inputs.masks[formula.mask]
-        if len(given) not in (1, len(inputs.query)) or given.shape[1] not in (1, inputs.query.shape[2]):
+        mask = inputs.masks[formula.mask]
+        if len(mask) not in (1, len(inputs.query)) or mask.shape[1] not in (1, inputs.query.shape[2]):
             return None
-        given = given[rows if len(given) > 1 else slice(None), :, :queries]
-        return given if given.shape[2] in (1, queries) and given.shape[3] == keys else None
+        mask = mask[rows if len(mask) > 1 else slice(None), :, :queries]
+        return mask if mask.shape[2] in (1, queries) and mask.shape[3] == keys else None
     if formula.mask not in MASKS:
         return None
     distance = np.arange(queries)[:, None] - np.arange(keys)
@@ -290,6 +284,7 @@ def base_of(cos: np.ndarray, sin: np.ndarray) -> float | None:
     angles = np.arctan2(sin, cos)
     steps = (angles[1] - angles[0]) % (2 * math.pi)
     turns = cos.shape[1]
+    # The first pair turns by one radian a position, whatever the base.
     if not steps[-1] > 0 or abs(steps[0] - 1) > 1e-4:
         return None
     base = float(steps[-1] ** (-turns / (turns - 1)))
@@ -297,5 +292,9 @@ def base_of(cos: np.ndarray, sin: np.ndarray) -> float | None:
     if not math.isfinite(base) or float(np.max(np.abs(steps / expected - 1))) > 1e-4:
         return None
     return next(
-        rounded for digits in range(1, 9) if abs((rounded := float(f"{base:.{digits}g}")) / base - 1) < 1e-4
+        # Tables in float32 do not hold the base to its last digits: the roundest number near it is
+        # the one that was meant.
+        rounded
+        for digits in range(1, 9)
+        if abs((rounded := float(f"{base:.{digits}g}")) / base - 1) < 1e-4
     )

@@ -48,7 +48,7 @@ def capture_torch(
     A sharded model (parameters that are DTensors: FSDP2, ``torch_impl``, tensor parallelism) runs as it is, on all
     ranks of the process group: call this on all of them, with each rank's own batch. See ``capture_sharded``.
     """
-    from bridge.parity.torch.copies import has_shards
+    from bridge.parity.torch.run_in_dtype import has_shards
 
     if has_shards(model):
         from bridge.parity.torch.sharded import capture_sharded
@@ -137,7 +137,14 @@ def compare_traces(
     assert table is not None
     relation = WeightMap.of_sides(table, torch, jax)
     report = compare_sides(
-        torch, jax, None, relation, dtype=torch.dtype, given=pairs, steps=torch.steps, progress=progress
+        torch,
+        jax,
+        None,
+        relation,
+        dtype=torch.dtype,
+        module_pairs=pairs,
+        steps=torch.steps,
+        progress=progress,
     )
     return replace(report, notes=tuple(_notes(torch, jax)))
 
@@ -166,11 +173,15 @@ def _check_batches(torch: TraceSide, jax: TraceSide) -> None:
     if len(ours) == len(theirs) == 1:
         theirs = dict(zip(ours, theirs.values(), strict=True))
     for name in ours.keys() & theirs.keys():
-        one, two = ours[name], theirs[name]
-        if one.shape != two.shape or not np.array_equal(
-            one.astype(np.float64), two.astype(np.float64), equal_nan=True
+        torch_array, jax_array = ours[name], theirs[name]
+        if torch_array.shape != jax_array.shape or not np.array_equal(
+            torch_array.astype(np.float64), jax_array.astype(np.float64), equal_nan=True
         ):
-            what = f"shapes {one.shape} and {two.shape}" if one.shape != two.shape else "other values"
+            what = (
+                f"shapes {torch_array.shape} and {jax_array.shape}"
+                if torch_array.shape != jax_array.shape
+                else "other values"
+            )
             raise TraceError(
                 f"{torch.path}, {jax.path}: expected traces of one batch, got {what} in {name or 'its array'}; capture "
                 "both with the same arrays"

@@ -14,12 +14,11 @@ import numpy as np
 
 from bridge.core.mapping.language.rules import MappingLike, mapping_table
 from bridge.core.mapping.one_rule.sizes import with_config_fields
-from bridge.parity.compare.sensitivity import planted
 from bridge.parity.partners.weight_map import WeightMap
-from bridge.parity.recorded.probe import matched_probes
-from bridge.parity.recorded.recording import Leaves, Side, checked_dtype
+from bridge.parity.recorded.align import match_leaves
+from bridge.parity.recorded.recording import Leaves, Side, checked_dtype, probe_values
 from bridge.parity.recorded.store import Store
-from bridge.parity.report_page.report import ParityReport
+from bridge.parity.report_page.report import ParityReport, Revealed
 from bridge.parity.stages.compare import Progress, compare_sides
 
 _PACKAGES = ("torch", "jax", "flax", "numpy", "twinshard")
@@ -84,12 +83,19 @@ def parity(
         jax.hold(name for name, own in relation.sources.items() if relation.torch_buffers.issuperset(own))
     with _weights_for(torch, jax, relation, weights, scale):
         report = compare_sides(
-            torch, jax, batch, relation, dtype=dtype, given=pairs, steps=steps, progress=progress
+            torch, jax, batch, relation, dtype=dtype, module_pairs=pairs, steps=steps, progress=progress
         )
         if self_test and progress is not None:
             progress("self-test: typical faults, one at a time")
-        revealed = tuple(planted(torch, batch, dtype)) if self_test else ()
+        revealed = _self_test(torch, batch, dtype) if self_test else ()
     return replace(report, versions=_versions(), revealed=revealed)
+
+
+def _self_test(torch: Side, batch: Any, dtype: str) -> tuple[Revealed, ...]:
+    # Here, not at the top: traces are compared where torch is not installed.
+    from bridge.parity.torch.self_test import plant_faults
+
+    return tuple(plant_faults(torch, batch, dtype))
 
 
 @contextmanager
@@ -139,9 +145,17 @@ def sides_of(
 ) -> tuple[Side, Side]:
     """Both models as sides; what is one already stays as it is."""
     torch_loss, jax_loss = loss if isinstance(loss, tuple | list) else (loss, loss)
-    return _torch_side(torch_model, torch_loss, torch_optimizer), _jax_side(
-        jax_model, jax_loss, jax_optimizer
-    )
+    torch, jax = torch_model, jax_model
+    # Each framework is imported only where a model of its own is given.
+    if not _is_side(torch_model):
+        from bridge.parity.torch.side import TorchSide
+
+        torch = TorchSide(torch_model, torch_loss, optimizer=torch_optimizer)
+    if not _is_side(jax_model):
+        from bridge.parity.jax.side import JaxSide
+
+        jax = JaxSide(jax_model, jax_loss, optimizer=jax_optimizer)
+    return torch, jax
 
 
 def _with_probes(
@@ -156,33 +170,38 @@ def _with_probes(
     return sides_of(torch_model, jax_model, losses, *optimizers)
 
 
-def _torch_side(model: Any, loss: Any, optimizer: Any) -> Side:
-    if _is_side(model):
-        side: Side = model
-        return side
-    from bridge.parity.torch.side import TorchSide
-
-    return TorchSide(model, loss, optimizer=optimizer)
-
-
-def _jax_side(model: Any, loss: Any, optimizer: Any) -> Side:
-    if _is_side(model):
-        side: Side = model
-        return side
-    from bridge.parity.jax.side import JaxSide
-
-    return JaxSide(model, loss, optimizer=optimizer)
-
-
 def _is_side(model: Any) -> bool:
     return hasattr(model, "framework") and hasattr(model, "rerun")
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
+
+
+def matched_probes(torch: Side, jax: Side, batch: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Numbers for both models' output leaves, by the leaves' places.
+
+    Raises ``ValueError`` where no floating output of the one fits one of the other.
+    """
+    ours, theirs = (side.record(batch, "float64", backward=False).calls[0].outputs for side in (torch, jax))
+    first: dict[str, np.ndarray] = {}
+    second: dict[str, np.ndarray] = {}
+    for name, other, way in match_leaves(ours, theirs):
+        if ours[name].dtype.kind not in "iub":
+            first[name] = probe_values(str(len(first)), ours[name].shape)
+            second[other] = way.to_jax(first[name])
+    if not first:
+        shapes = [
+            {name or "output": leaf.shape for name, leaf in outputs.items()} for outputs in (ours, theirs)
+        ]
+        raise ValueError(
+            f"loss: expected a floating output of the torch model, {shapes[0]}, that fits one of the JAX model, "
+            f"{shapes[1]}; give a loss"
+        )
+    return first, second

@@ -120,8 +120,8 @@ class RunFile:
         try:
             yield
         finally:
-            for one in added:
-                sys.path.remove(one)
+            for folder in added:
+                sys.path.remove(folder)
 
     def build(self, side: str) -> Any:
         """The model of side "torch" or "jax", made by its function."""
@@ -138,7 +138,8 @@ class RunFile:
         """The loss as ``parity`` takes it."""
         if isinstance(self.loss, tuple):
             return tuple(
-                resolve(one, f"[loss] {side}") for one, side in zip(self.loss, ("torch", "jax"), strict=True)
+                resolve(path, f"[loss] {side}")
+                for path, side in zip(self.loss, ("torch", "jax"), strict=True)
             )
         return self.loss
 
@@ -152,13 +153,13 @@ class RunFile:
         shape, seed = batch.get("tokens"), batch.get("seed", 0)
         sizes = [*shape, batch.get("vocabulary")] if isinstance(shape, list) and shape else [None]
         if batch.keys() - {"tokens", "vocabulary", "seed"} or not all(
-            isinstance(one, int) and one >= least
-            for one, least in ((seed, 0), *((size, 1) for size in sizes))
+            isinstance(number, int) and number >= least
+            for number, least in ((seed, 0), *((size, 1) for size in sizes))
         ):
-            given = ", ".join(f"{name} = {one!r:.40}" for name, one in batch.items())
+            keys = ", ".join(f"{name} = {number!r:.40}" for name, number in batch.items())
             raise RunFileError(
                 '[batch]: expected file = "batch.npz", or tokens = [rows, length] and vocabulary = size, above 0, '
-                f"and seed = number, got {given or 'nothing'}"
+                f"and seed = number, got {keys or 'nothing'}"
             )
         return np.random.default_rng(seed).integers(0, sizes[-1], shape)
 
@@ -169,14 +170,14 @@ def resolve(path: str, where: str) -> Callable[..., Any]:
     if not colon or not module or not name:
         raise RunFileError(f'{where}: expected "package.module:function", got {path!r}')
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except (ImportError, AttributeError) as error:
         raise RunFileError(f"{where}: cannot import {path}: {error}") from error
-    if not callable(found):
-        raise RunFileError(f"{where}: expected a function, got {type(found).__name__} {path}")
-    result: Callable[..., Any] = found
+    if not callable(target):
+        raise RunFileError(f"{where}: expected a function, got {type(target).__name__} {path}")
+    result: Callable[..., Any] = target
     return result
 
 
@@ -227,10 +228,10 @@ def _loss(value: object, file: Path) -> str | tuple[str, str] | None:
 
 def _pairs(value: object, file: Path) -> dict[str, str]:
     if not isinstance(value, list) or not all(
-        isinstance(one, dict) and set(one) == {"torch", "jax"} for one in value
+        isinstance(pair, dict) and set(pair) == {"torch", "jax"} for pair in value
     ):
         raise RunFileError(f"{file}: expected [[pair]] tables with torch and jax, got {value!r:.100}")
-    return {one["torch"]: one["jax"] for one in value}
+    return {pair["torch"]: pair["jax"] for pair in value}
 
 
 def _flag(table: Mapping[str, Any], key: str, file: Path) -> bool:
@@ -240,12 +241,12 @@ def _flag(table: Mapping[str, Any], key: str, file: Path) -> bool:
     return value
 
 
-def _checked(table: Mapping[str, Any], key: str, kind: Any, file: Path, *default: Any) -> Any:
+def _checked(table: Mapping[str, Any], key: str, type_: Any, file: Path, *default: Any) -> Any:
     if key not in table and default:
         return default[0]
     value = table[key]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        names = kind if isinstance(kind, tuple) else (kind,)
-        wanted = " or ".join({dict: "a table", str: "a text"}.get(one, "a number") for one in names[-1:])
+    if not isinstance(value, type_) or isinstance(value, bool):
+        names = type_ if isinstance(type_, tuple) else (type_,)
+        wanted = " or ".join({dict: "a table", str: "a text"}.get(name, "a number") for name in names[-1:])
         raise RunFileError(f"{file}: expected {wanted} for {key}, got {value!r:.100}")
     return value

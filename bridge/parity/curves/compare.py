@@ -10,11 +10,10 @@ from functools import reduce
 import numpy as np
 
 from bridge.parity.curves.band import default_window, seed_band
-from bridge.parity.curves.found import Curves, Departure, Noise, relative_difference
-from bridge.parity.curves.growth import Growth, growth
 from bridge.parity.curves.metrics_files import read_metrics
 from bridge.parity.curves.report import CurvesReport
 from bridge.parity.curves.series import MetricsError, Series
+from bridge.parity.curves.verdict import Curves, Departure, Growth, Noise, growth, relative_difference
 
 PathLike = str | os.PathLike[str]
 
@@ -67,11 +66,11 @@ def compare_series(
 ) -> CurvesReport:
     """``compare_runs`` for runs in memory, each with the name that it has in the report."""
     _check_arguments(a, b, alpha, window, rtol)
-    names, series = [name for name, _ in (*a, *b)], [one for _, one in (*a, *b)]
-    steps = reduce(np.intersect1d, [one.steps for one in series])
+    names, series = [name for name, _ in (*a, *b)], [run for _, run in (*a, *b)]
+    steps = reduce(np.intersect1d, [run.steps for run in series])
     if not len(steps):
         raise MetricsError(f"expected steps that all runs have, found none: {_ranges(names, series)}")
-    values = np.stack([one.values[np.searchsorted(one.steps, steps)] for one in series])
+    values = np.stack([run.values[np.searchsorted(run.steps, steps)] for run in series])
     runs_a, runs_b = values[: len(a)], values[len(a) :]
     bad_a, bad_b = (~np.isfinite(runs).all(0) for runs in (runs_a, runs_b))
     notes = _notes(names, series, len(steps))
@@ -154,14 +153,14 @@ class _Curves:
     def _departures(
         self, kind: str, relative: np.ndarray, beyond: np.ndarray, fewest: int
     ) -> list[Departure]:
-        found = []
+        departures = []
         for first, last in _stretches(beyond):
             if last - first + 1 < fewest:
                 continue
             part = relative[first : last + 1]
             span = int(self.steps[first]), int(self.steps[last]), last - first + 1
-            found.append(Departure(kind, *span, float(part.mean()), float(part[np.abs(part).argmax()])))
-        return found
+            departures.append(Departure(kind, *span, float(part.mean()), float(part[np.abs(part).argmax()])))
+        return departures
 
 
 def _stretches(flags: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -183,17 +182,17 @@ def _check_arguments(a: Sized, b: Sized, alpha: float, window: int | None, rtol:
 
 
 def _series(path: str, metric: str) -> Series:
-    found = read_metrics(path)
-    if metric not in found:
-        raise MetricsError(f"{path}: expected the metric {metric!r}, found {', '.join(sorted(found))}")
-    return found[metric]
+    metrics = read_metrics(path)
+    if metric not in metrics:
+        raise MetricsError(f"{path}: expected the metric {metric!r}, found {', '.join(sorted(metrics))}")
+    return metrics[metric]
 
 
 def _ranges(names: Sequence[str], series: Sequence[Series]) -> str:
     return "; ".join(
-        f"{name} has {len(one)} steps, {', '.join(map(str, one.steps[:3]))}{', ...' if len(one) > 3 else ''} "
-        f"up to {one.steps[-1]}"
-        for name, one in zip(names, series, strict=True)
+        f"{name} has {len(run)} steps, {', '.join(map(str, run.steps[:3]))}{', ...' if len(run) > 3 else ''} "
+        f"up to {run.steps[-1]}"
+        for name, run in zip(names, series, strict=True)
     )
 
 
@@ -212,8 +211,8 @@ def _equal_runs(names: Sequence[str], values: np.ndarray) -> list[str]:
 def _notes(names: Sequence[str], series: Sequence[Series], common: int) -> list[str]:
     """Which runs have steps that others lack."""
     return [
-        f"{name}: {len(one) - common} of its {len(one)} steps (the last one {one.steps[-1]}) left out, as other runs "
+        f"{name}: {len(run) - common} of its {len(run)} steps (the last one {run.steps[-1]}) left out, as other runs "
         "lack them"
-        for name, one in zip(names, series, strict=True)
-        if len(one) > common
+        for name, run in zip(names, series, strict=True)
+        if len(run) > common
     ]

@@ -40,7 +40,7 @@ def is_event_file(path: Path) -> bool:
     return len(start) == _HEADER.size and _HEADER.unpack(start)[1] == masked_crc(start[:8])
 
 
-def read_events(path: Path, found: Collected) -> None:
+def read_events(path: Path, points: Collected) -> None:
     """Add all scalars of one event file to ``found``.
 
     An incomplete last record is left out with a warning. Raises ``MetricsError`` for a wrong checksum or message.
@@ -48,7 +48,7 @@ def read_events(path: Path, found: Collected) -> None:
     with path.open("rb") as file:
         for offset, record in _records(file, path):
             try:
-                _add_event(record, found)
+                _add_event(record, points)
             except (_MalformedError, UnicodeDecodeError, struct.error) as error:
                 raise MetricsError(
                     f"{path}, record at byte {offset}: expected a TensorBoard Event message, found one that does not "
@@ -80,11 +80,11 @@ def _incomplete(path: Path, offset: int) -> None:
 
 
 def _check(path: Path, offset: int, part: str, data: bytes, stored: int) -> None:
-    found = masked_crc(data)
-    if found != stored:
+    computed = masked_crc(data)
+    if computed != stored:
         raise MetricsError(
             f"{path}, record at byte {offset}: expected checksum {stored:#010x} for the record's {part}, found "
-            f"{found:#010x}; the file is damaged from there on, or it is no TensorBoard event file"
+            f"{computed:#010x}; the file is damaged from there on, or it is no TensorBoard event file"
         )
 
 
@@ -95,6 +95,7 @@ class _MalformedError(ValueError):
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     """The number at ``at``, and the place after it."""
     value = 0
+    # Ten bytes hold 64 bits; a longer number is no number but damage.
     for shift in range(0, 70, 7):
         if at >= len(data):
             break
@@ -128,7 +129,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, bytes]]:
         at = end
 
 
-def _add_event(data: bytes, found: Collected) -> None:
+def _add_event(data: bytes, points: Collected) -> None:
     step, summaries = 0, []
     for number, value, content in _fields(data):
         if number == 2:
@@ -138,10 +139,10 @@ def _add_event(data: bytes, found: Collected) -> None:
     for summary in summaries:
         for number, _, content in _fields(summary):
             if number == 1:
-                _add_value(content, step, found)
+                _add_value(content, step, points)
 
 
-def _add_value(data: bytes, step: int, found: Collected) -> None:
+def _add_value(data: bytes, step: int, points: Collected) -> None:
     tag, scalar = "", None
     for number, _, content in _fields(data):
         if number == 1:
@@ -151,7 +152,7 @@ def _add_value(data: bytes, step: int, found: Collected) -> None:
         elif number == 8:
             scalar = _scalar(content)
     if scalar is not None:
-        found.add(tag, step, scalar)
+        points.add(tag, step, scalar)
 
 
 def _scalar(tensor: bytes) -> float | None:

@@ -17,6 +17,7 @@ from bridge.parity.curves.series import STEP_NAMES, Collected, MetricsError, Ser
 
 _EVENTS = "tfevents"
 _MAX_BYTES = 1 << 30
+"""A year of steps at one a second is below; a checkpoint given by mistake is not."""
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, Series]:
@@ -35,29 +36,29 @@ def read_metrics(path: str | os.PathLike[str]) -> dict[str, Series]:
     is left out with a warning. Raises ``MetricsError``, with file and line or byte, for damaged files and files without
     any number; ``OSError`` for files that cannot be opened.
     """
-    place = Path(path)
-    found = Collected()
-    if place.exists() and not (place.is_dir() or place.is_file()):
+    file_or_folder = Path(path)
+    points = Collected()
+    if file_or_folder.exists() and not (file_or_folder.is_dir() or file_or_folder.is_file()):
         raise MetricsError(
-            f"{place}: expected a file or a directory, got a pipe or a device: save its content first"
+            f"{file_or_folder}: expected a file or a directory, got a pipe or a device: save its content first"
         )
-    if place.is_dir():
-        files = sorted(file for file in place.iterdir() if _EVENTS in file.name)
+    if file_or_folder.is_dir():
+        files = sorted(file for file in file_or_folder.iterdir() if _EVENTS in file.name)
         if not files:
             raise MetricsError(
-                f"{place}: expected TensorBoard event files (*{_EVENTS}*) in the directory, found none"
+                f"{file_or_folder}: expected TensorBoard event files (*{_EVENTS}*) in the directory, found none"
             )
         for file in files:
-            read_events(file, found)
-    elif _is_events(place):
-        read_events(place, found)
-    elif _is_csv(place):
-        _read_csv(place, found)
+            read_events(file, points)
+    elif _is_events(file_or_folder):
+        read_events(file_or_folder, points)
+    elif _is_csv(file_or_folder):
+        _read_csv(file_or_folder, points)
     else:
-        _read_json_lines(place, found)
-    series = found.series()
+        _read_json_lines(file_or_folder, points)
+    series = points.series()
     if not series:
-        raise MetricsError(f"{place}: expected at least one metric with a number, found none")
+        raise MetricsError(f"{file_or_folder}: expected at least one metric with a number, found none")
     return series
 
 
@@ -73,6 +74,8 @@ def _is_csv(path: Path) -> bool:
     if path.suffix in (".jsonl", ".json"):
         return False
     with path.open("rb") as file:
+        # A byte order mark and blank lines come before the first brace in what Windows programs
+        # write.
         return not file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
 
 
@@ -90,7 +93,7 @@ def _step_name(names: Sequence[str]) -> str | None:
     return min(ranked)[1] if ranked else None
 
 
-def _read_json_lines(path: Path, found: Collected) -> None:
+def _read_json_lines(path: Path, points: Collected) -> None:
     rows = list(_json_rows(path))
     name = _step_name(list(dict.fromkeys(key for _, row in rows for key in row)))
     for count, (line, row) in enumerate(rows):
@@ -105,7 +108,7 @@ def _read_json_lines(path: Path, found: Collected) -> None:
         for key, value in row.items():
             number = as_number(value)
             if number is not None and key != name:
-                found.add(key, step, number)
+                points.add(key, step, number)
 
 
 def _some(row: dict[str, Any]) -> str:
@@ -131,7 +134,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def _read_csv(path: Path, found: Collected) -> None:
+def _read_csv(path: Path, points: Collected) -> None:
     text = _text(path)
     first = text.split("\n", 1)[0]
     complete = text.endswith("\n")
@@ -151,10 +154,10 @@ def _read_csv(path: Path, found: Collected) -> None:
     if rows and not complete:
         # A number that is cut still looks like one.
         _left_out(path, rows.pop()[0], "row")
-    _add_rows(path, names, rows, found)
+    _add_rows(path, names, rows, points)
 
 
-def _add_rows(path: Path, names: list[str], rows: list[tuple[int, list[str]]], found: Collected) -> None:
+def _add_rows(path: Path, names: list[str], rows: list[tuple[int, list[str]]], points: Collected) -> None:
     for line, row in rows:
         if len(row) != len(names):
             raise MetricsError(
@@ -179,4 +182,4 @@ def _add_rows(path: Path, names: list[str], rows: list[tuple[int, list[str]]], f
                 raise MetricsError(
                     f"{path}, line {line}: expected a number in column {name}, found {cell[:60]!r}"
                 )
-            found.add(name, step, number)
+            points.add(name, step, number)

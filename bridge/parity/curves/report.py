@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from bridge.core.text import first_lines
-from bridge.parity.curves.found import Curves, Departure, Noise
-from bridge.parity.curves.growth import Growth
+from bridge.parity.curves.verdict import Curves, Departure, Growth, Noise
 
 _ROWS = 11
 
@@ -66,7 +65,11 @@ class CurvesReport:
         with np.errstate(all="ignore"):
             band = curves.half / np.abs(curves.mean_a)
         for k in sorted({*map(int, evenly), *map(int, starts)}):
-            kinds = [one.kind for one in self.departures if one.first <= steps[k] <= one.last]
+            kinds = [
+                departure.kind
+                for departure in self.departures
+                if departure.first <= steps[k] <= departure.last
+            ]
             mark = "" if not kinds else "not finite" if "not finite" in kinds else "beyond"
             shown = (f"{curves.mean_a[k]:.6g}", f"{curves.mean_b[k]:.6g}", _percent(relative[k], sign=True))
             rows.append((str(steps[k]), *shown, _percent(band[k]), mark))
@@ -106,7 +109,7 @@ class CurvesReport:
 
         ``MetricsError`` for a suffix that matplotlib does not know.
         """
-        from bridge.parity.curves.picture import save_picture
+        from bridge.parity.curves.chart import save_picture
 
         save_picture(
             Path(path), self.curves, self.departures, self.noise, title=self.verdict, metric=self.metric

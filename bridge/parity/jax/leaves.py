@@ -1,4 +1,7 @@
-"""Arrays in the arguments and outputs of JAX modules: their places, their values in a gradient, their gradients."""
+"""Arrays of JAX models: their places in arguments and outputs, their paths in pytrees of parameters, their gradients.
+
+Layers of a stack are told by their parameters, which are those of the stack without its leading axis.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +41,16 @@ def leaves(tree: Any) -> dict[str, Any]:
     Items of tuples and lists have their numbers, and those of named tuples, dicts and dataclasses their names. Raises
     ``ValueError`` for two arrays of one place, as in ``{"a.b": x, "a": {"b": y}}``.
     """
-    found: dict[str, Any] = {}
+    by_place: dict[str, Any] = {}
 
-    def keep(place: str, leaf: Any) -> Any:
-        if place in found:
-            raise ValueError(f"two arrays at {place!r}: keys with a dot make places ambiguous; rename one")
-        found[place] = leaf
+    def keep(where: str, leaf: Any) -> Any:
+        if where in by_place:
+            raise ValueError(f"two arrays at {where!r}: keys with a dot make places ambiguous; rename one")
+        by_place[where] = leaf
         return leaf
 
     map_leaves(keep, tree)
-    return found
+    return by_place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Frozen:
         graphdef, state = nnx.split(node)
         return Frozen(graphdef, jax.tree.map(reveal, nnx.as_pure(state)))
 
-    def thawed(self) -> Any:
+    def thaw(self) -> Any:
         """A new one with those values."""
         return nnx.merge(self.graphdef, self.state)
 
@@ -71,7 +74,7 @@ class Frozen:
 def map_leaves(
     function: Callable[[str, Any], Any],
     tree: Any,
-    place: str = "",
+    where: str = "",
     *,
     modules: Callable[[Any], Any] = lambda node: node,
 ) -> Any:
@@ -81,16 +84,16 @@ def map_leaves(
     Objects that are no nodes of pytrees stay as they are.
     """
     if is_leaf(tree) or isinstance(tree, Stored):
-        return function(place, tree)
+        return function(where, tree)
     if isinstance(tree, nnx.Variable):
-        return map_leaves(function, tree[...], place)
+        return map_leaves(function, tree[...], where)
     if isinstance(tree, nnx.Pytree | Frozen):
         return modules(tree)
     if tree is None:
         return tree
 
     def below(name: Any, value: Any) -> Any:
-        return map_leaves(function, value, f"{place}.{name}" if place else str(name), modules=modules)
+        return map_leaves(function, value, f"{where}.{name}" if where else str(name), modules=modules)
 
     if isinstance(tree, tuple | list):
         names = getattr(tree, "_fields", range(len(tree)))
@@ -102,9 +105,9 @@ def map_leaves(
         return twin
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type | Mapping):
         other = copy.copy(tree)
-        for one in dataclasses.fields(tree):
-            if hasattr(tree, one.name):
-                object.__setattr__(other, one.name, below(one.name, getattr(tree, one.name)))
+        for field in dataclasses.fields(tree):
+            if hasattr(tree, field.name):
+                object.__setattr__(other, field.name, below(field.name, getattr(tree, field.name)))
         return other
     return _map_node(below, tree)
 
@@ -121,6 +124,8 @@ def _map_node(below: Callable[[Any, Any], Any], tree: Any) -> Any:
 
 def reveal(array: Any) -> Any:
     """The array that a tracer of a gradient stands for. Raises ``Hidden`` for tracers without a value."""
+    # A tracer within a tracer, one for each gradient around the call; more than a few are a model's
+    # own.
     for _ in range(8):
         if not isinstance(array, jax.core.Tracer):
             return array
@@ -130,10 +135,10 @@ def reveal(array: Any) -> Any:
 
 def to_numpy(tree: Any) -> dict[str, np.ndarray]:
     """The leaves of ``tree`` on the host. Raises ``Hidden``."""
-    return {place: np.asarray(reveal(leaf)) for place, leaf in leaves(tree).items()}
+    return {where: np.asarray(reveal(leaf)) for where, leaf in leaves(tree).items()}
 
 
-def watched(array: jax.Array, token: jax.Array, note: Callable[[np.ndarray], None]) -> jax.Array:
+def watch_gradient(array: jax.Array, token: jax.Array, note: Callable[[np.ndarray], None]) -> jax.Array:
     """``array``, whose gradient goes to ``note`` in the backward.
 
     ``token``: a number that the backward differentiates by; through it the backward also comes to arrays that no
@@ -170,11 +175,12 @@ def on_host(tree: Any) -> Any:
     return jax.tree.map(whole, tree)
 
 
-def described(batch: Any) -> str:
+def describe(batch: Any) -> str:
     """The leaves of a batch with shape and dtype, for messages."""
-    found = leaves(batch)
+    by_place = leaves(batch)
     return (
-        ", ".join(f"{place or 'batch'} {x.dtype}{list(x.shape)}" for place, x in found.items()) or "no arrays"
+        ", ".join(f"{where or 'batch'} {x.dtype}{list(x.shape)}" for where, x in by_place.items())
+        or "no arrays"
     )
 
 
@@ -183,7 +189,65 @@ def key_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def named(tree: Any) -> Iterator[tuple[str, Any]]:
+def leaves_by_path(tree: Any) -> Iterator[tuple[str, Any]]:
     """Leaves of a pytree with the keys above them, joined by slashes."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         yield key_name(path), leaf
+
+
+def below(path: str, *names: Any) -> str:
+    """A path of one more part."""
+    return "/".join([*([path] if path else []), *map(str, names)])
+
+
+Arrays = Mapping[str, Any]
+
+
+def length_of(arrays: Arrays, stack: Arrays) -> int:
+    """How many layers with the names and shapes of ``arrays`` a stack has, on leading axes; 0 if it is no stack."""
+    if not arrays or arrays.keys() != stack.keys():
+        return 0
+    shapes = {
+        (np.shape(stack[name])[:1], np.shape(stack[name])[1:] == np.shape(x)) for name, x in arrays.items()
+    }
+    (first, same), *others = shapes
+    return int(first[0]) if first and same and not others else 0
+
+
+def equal(arrays: Arrays, others: Arrays, layer: int | None = None) -> bool:
+    """Whether names and values are equal, of the other's ``layer`` if given. Raises ``Hidden``."""
+    if arrays.keys() != others.keys():
+        return False
+    for name, array in arrays.items():
+        other = reveal(others[name])
+        mine, theirs = np.asarray(reveal(array)), np.asarray(other if layer is None else other[layer])
+        if mine.shape != theirs.shape or not np.array_equal(mine, theirs, equal_nan=True):
+            return False
+    return True
+
+
+def layer_of(arrays: Arrays, stack: Arrays, turn: int) -> int | None:
+    """The layer of a stack with these values; of several, the first from ``turn`` on, around the end.
+
+    None if there is none. Raises ``Hidden``.
+    """
+    length = length_of(arrays, stack)
+    turns = [(turn + step) % length for step in range(length)]
+    return next((number for number in turns if equal(arrays, stack, number)), None)
+
+
+def floating_of(tree: Any) -> dict[str, Any]:
+    """The floating arrays of a pytree by path."""
+    return {path: leaf for path, leaf in leaves_by_path(tree) if is_leaf(leaf) and is_floating(leaf)}
+
+
+def others_of(tree: Any) -> dict[str, Any]:
+    """The arrays of integers and booleans of a pytree by path."""
+    return {path: leaf for path, leaf in leaves_by_path(tree) if is_leaf(leaf) and not is_floating(leaf)}
+
+
+def merge_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
+    """A pytree with the leaves that ``leaves`` names in place of its own."""
+    old = list(leaves_by_path(tree))
+    new = [leaves.get(path, leaf) for path, leaf in old]
+    return jax.tree.unflatten(jax.tree.structure(tree), new)

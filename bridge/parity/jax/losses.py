@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge.parity.jax.leaves import described, is_floating, leaves, map_leaves
-from bridge.parity.recorded.probe import in_rows, probe_values
+from bridge.parity.jax.leaves import describe, is_floating, leaves, map_leaves
+from bridge.parity.recorded.recording import in_rows, probe_values
 
 Loss = Callable[[Any, Any], Any]
 
@@ -27,7 +27,7 @@ def as_batch(batch: Any, dtype: str) -> Any:
     return map_leaves(leaf, batch)
 
 
-def applied(model: Any, batch: Any) -> Any:
+def call_model(model: Any, batch: Any) -> Any:
     """The model's output: ``model(x)`` of an array, ``model(*x)`` of a tuple or list, ``model(**x)`` of a dict."""
     if isinstance(batch, dict):
         return model(**batch)
@@ -37,10 +37,7 @@ def applied(model: Any, batch: Any) -> Any:
 
 
 def probe(
-    model: Any,
-    batch: Any,
-    numbers: Mapping[str, np.ndarray] | None = None,
-    rows: Sequence[int] | None = None,
+    model: Any, batch: Any, numbers: Mapping[str, np.ndarray] | None = None, rows: Sequence[int] | None = None
 ) -> jax.Array:
     """The sum over floating output leaves of leaf times ``numbers`` over the root of the leaf's size.
 
@@ -49,11 +46,11 @@ def probe(
     """
     total: Any = None
     count = 0
-    for place, leaf in leaves(applied(model, batch)).items():
-        if not is_floating(leaf) or not leaf.size or (numbers is not None and place not in numbers):
+    for where, leaf in leaves(call_model(model, batch)).items():
+        if not is_floating(leaf) or not leaf.size or (numbers is not None and where not in numbers):
             continue
         wide = jnp.promote_types(leaf.dtype, jnp.float32)
-        own = probe_values(str(count), leaf.shape) if numbers is None else numbers[place]
+        own = probe_values(str(count), leaf.shape) if numbers is None else numbers[where]
         part = jnp.sum(leaf.astype(wide) * jnp.asarray(in_rows(own, rows) / leaf.size**0.5, wide))
         total, count = part if total is None else total + part, count + 1
     if total is None:
@@ -65,7 +62,7 @@ def next_token(model: Any, batch: Any) -> jax.Array:
     """Mean cross-entropy of ``batch [B, T + 1]``: ``model(tokens [B, T])`` gives logits ``[B, T, V]``."""
     if getattr(batch, "ndim", None) != 2 or is_floating(batch):
         raise ValueError(
-            f"loss 'next_token': expected a batch of integer tokens [B, T + 1], got {described(batch)}"
+            f"loss 'next_token': expected a batch of integer tokens [B, T + 1], got {describe(batch)}"
         )
     output = model(batch[:, :-1])
     logits = getattr(output, "logits", output)

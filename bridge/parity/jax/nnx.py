@@ -1,4 +1,9 @@
-"""An nnx module as a model that can be recorded."""
+"""An nnx module as a model that can be recorded, and paths of modules, also of those that transformations make.
+
+``nnx.scan``, ``nnx.jit`` and ``scan_layers`` call copies of modules, which the model itself does not hold. A copy is
+recognized by its class and its variables: as the module that has the same ones, or as the layer of a stack that has
+them with a leading axis.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +13,27 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import jax
+import numpy as np
 from flax import nnx
 
-from bridge.parity.jax.eager import attribute, without_checkpoint
-from bridge.parity.jax.float64 import changed
-from bridge.parity.jax.function import floating_of, merged
-from bridge.parity.jax.leaves import cast_floats, is_leaf, named, on_host, reveal
-from bridge.parity.jax.nnx_paths import Paths, below
-from bridge.parity.jax.recorder import Again, Arguments, Recorder
-from bridge.parity.recorded.recording import heads_of
-from bridge.parity.recorded.tap import listening
+from bridge.parity.jax.leaves import (
+    Arrays,
+    Hidden,
+    below,
+    cast_floats,
+    equal,
+    floating_of,
+    is_leaf,
+    layer_of,
+    leaves_by_path,
+    length_of,
+    merge_leaves,
+    on_host,
+    reveal,
+)
+from bridge.parity.jax.recorder import Arguments, CallReplay, LossOf, Parameters, Recorder
+from bridge.parity.jax.run_in_dtype import attribute, change_dtypes, without_checkpoint
+from bridge.parity.recorded.recording import heads_of, listening
 
 
 def parameters_of(module: nnx.Module) -> dict[str, Any]:
@@ -47,7 +63,7 @@ class NnxModel:
 
     def __init__(self, module: nnx.Module) -> None:
         self.module = module
-        self.python_modules = sorted({type(one).__module__ for _, one in nnx.iter_modules(module)})
+        self.python_modules = sorted({type(part).__module__ for _, part in nnx.iter_modules(module)})
 
     def weights(self) -> dict[str, Any]:
         return {path: variable[...] for path, variable in parameters_of(self.module).items()}
@@ -58,15 +74,17 @@ class NnxModel:
     @property
     def left_out(self) -> Sequence[str]:
         kept = nnx.to_flat_state(nnx.state(self.module, nnx.Any(*_NOT_COMPARED)))
-        return [f"JAX's {', '.join(sorted({type(one).__name__ for _, one in kept}))}"] if kept else []
+        return (
+            [f"JAX's {', '.join(sorted({type(variable).__name__ for _, variable in kept}))}"] if kept else []
+        )
 
     def load(self, weights: Mapping[str, Any]) -> None:
         for path, variable in parameters_of(self.module).items():
             variable.set_value(weights[path])
         flat = nnx.to_flat_state(nnx.state(self.module, _BUFFER))
-        given = [(path, weights[below("", *path)]) for path, _ in flat if below("", *path) in weights]
-        if given:
-            nnx.update(self.module, nnx.from_flat_state(given))
+        buffers = [(path, weights[below("", *path)]) for path, _ in flat if below("", *path) in weights]
+        if buffers:
+            nnx.update(self.module, nnx.from_flat_state(buffers))
 
     def instance(self, dtype: str) -> NnxInstance:
         graphdef, parameters, state = split(self.module)
@@ -74,11 +92,11 @@ class NnxModel:
         if dtype == "float64":
             state = cast_floats(state, dtype)
         module = nnx.merge(graphdef, parameters, state)
-        for _, one in nnx.iter_modules(module):
-            for name, value in list(vars(one).items()):
-                new = changed(value, dtype, name)
+        for _, part in nnx.iter_modules(module):
+            for name, value in list(vars(part).items()):
+                new = change_dtypes(value, dtype, name)
                 if new is not value:
-                    setattr(one, name, new)
+                    setattr(part, name, new)
         return NnxInstance(module)
 
 
@@ -91,17 +109,13 @@ class NnxInstance:
         self._buffers = buffers_of(nnx.state(module, _BUFFER)).keys()
 
     def run(
-        self,
-        parameters: Mapping[str, Any],
-        state: Any,
-        loss: Callable[[Any], Any],
-        recorder: Recorder | None = None,
+        self, parameters: Parameters, state: Any, loss: LossOf, recorder: Recorder | None = None
     ) -> tuple[Any, Any]:
-        module = nnx.merge(self.graphdef, merged(self.tree, parameters), state)
+        module = nnx.merge(self.graphdef, merge_leaves(self.tree, parameters), state)
         if recorder is None:
             value = loss(module)
         else:
-            with noted_calls(Paths(module), recorder):
+            with record_calls(Paths(module), recorder):
                 value = loss(module)
         return value, nnx.as_pure(nnx.state(module, nnx.Not(nnx.Param)))
 
@@ -110,7 +124,7 @@ class NnxInstance:
 
 
 @contextmanager
-def noted_calls(paths: Paths, recorder: Recorder) -> Iterator[None]:
+def record_calls(paths: Paths, recorder: Recorder) -> Iterator[None]:
     """While this is open, ``recorder`` notes every call of the modules below ``paths.root``, and every tap."""
 
     def wrap(owner: type, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,34 +139,135 @@ def noted_calls(paths: Paths, recorder: Recorder) -> Iterator[None]:
                 owner.__name__,
                 (args, kwargs),
                 lambda: call(self, *args, **kwargs),
-                lambda: NnxAgain(self, paths),
+                lambda: NnxReplay(self, paths),
                 heads_of(self),
             )
 
         return noted
 
     with ExitStack() as stack:
-        for owner in {type(one) for _, one in nnx.iter_modules(paths.root)}:
-            call = next((vars(one)["__call__"] for one in owner.__mro__ if "__call__" in vars(one)), None)
+        for owner in {type(part) for _, part in nnx.iter_modules(paths.root)}:
+            call = next((vars(part)["__call__"] for part in owner.__mro__ if "__call__" in vars(part)), None)
             if call is not None:
                 stack.enter_context(attribute(owner, "__call__", wrap(owner, without_checkpoint(call))))
         stack.enter_context(listening(recorder.tap))
         yield
 
 
-class NnxAgain(Again):
+class NnxReplay(CallReplay):
     """A module with the values of all its variables at the time of the call, and the paths of what is in it."""
 
     def __init__(self, module: nnx.Module, paths: Paths) -> None:
         self.names = paths.inside(module)
         self.graphdef, *trees = split(module)
         self.tree, self.state = jax.tree.map(reveal, trees)
-        self.full = {name: self.names.get(name, name) for name, _ in named(self.tree)}
+        self.full = {name: self.names.get(name, name) for name, _ in leaves_by_path(self.tree)}
         self.parameters = {self.full[name]: leaf for name, leaf in floating_of(self.tree).items()}
 
-    def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
+    def __call__(self, parameters: Parameters, arguments: Arguments, recorder: Recorder) -> Any:
         own = {name: parameters[full] for name, full in self.full.items() if full in parameters}
-        module: Any = nnx.merge(self.graphdef, merged(self.tree, own), self.state)
-        with noted_calls(Paths(module, self.names), recorder):
+        module: Any = nnx.merge(self.graphdef, merge_leaves(self.tree, own), self.state)
+        with record_calls(Paths(module, self.names), recorder):
             args, kwargs = arguments
             return module(*args, **kwargs)
+
+
+def variables_of(module: nnx.Module) -> dict[str, Any]:
+    """Values of a module's parameters by path below it."""
+    return {
+        below("", *path): variable[...] for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))
+    }
+
+
+class Paths:
+    """Paths of the modules and variables below ``root``.
+
+    ``names``: what they are called, by path below ``root``; by default just so.
+    """
+
+    def __init__(self, root: nnx.Module, names: Mapping[str, str] | None = None) -> None:
+        self.root = root
+        self._paths: dict[int, str] = {}
+        self._held: list[Any] = []
+        self._modules: list[tuple[str, Any]] = []
+        self._turns: dict[str, int] = {}
+        self._adopt(root, "", names)
+        self._own = list(self._modules)
+
+    def of(self, module: Any, around: str | None) -> str | None:
+        """The path of a module that is called inside of a call of ``around``; None for one that is no part of it."""
+        if id(module) not in self._paths:
+            try:
+                path = self._recognized(module, around or "")
+            except Hidden:
+                path = None
+            if path is None:
+                return None
+            self._adopt(module, path)
+        return self._paths[id(module)]
+
+    def inside(self, module: nnx.Module) -> dict[str, str]:
+        """Paths by path below ``module``, of modules and variables."""
+        return {
+            below("", *path): self._paths[id(node)]
+            for path, node in _nodes(module)
+            if id(node) in self._paths
+        }
+
+    def _adopt(self, module: Any, prefix: str, names: Mapping[str, str] | None = None) -> None:
+        self._held.append(module)
+        for path, node in _nodes(module):
+            local = below("", *path)
+            name = below(prefix, *path) if names is None else names.get(local)
+            if name is None or id(node) in self._paths:
+                continue
+            self._held.append(node)
+            self._paths[id(node)] = name
+            if isinstance(node, nnx.Module):
+                self._modules.append((name, node))
+
+    def _recognized(self, module: Any, around: str) -> str | None:
+        arrays = variables_of(module)
+
+        def nearest(candidate: tuple[str, Arrays]) -> bool:
+            """Those inside of the call that runs come first."""
+            return bool(around) and not candidate[0].startswith(around + "/")
+
+        def alike(modules: list[tuple[str, Any]]) -> list[tuple[str, Arrays]]:
+            return [(path, variables_of(other)) for path, other in modules if type(other) is type(module)]
+
+        # Stacks before equal modules: the first layer of a stack may have the values of another
+        # module, too.
+        stacks = sorted(
+            (candidate for candidate in alike(self._modules) if length_of(arrays, candidate[1])), key=nearest
+        )
+        for path, stack in stacks:
+            number = layer_of(arrays, stack, self._turns.get(path, 0))
+            if number is not None:
+                return self._layer_path(path, number, around, length_of(arrays, stack))
+        same = sorted(
+            (candidate for candidate in alike(self._own) if equal(arrays, candidate[1])), key=nearest
+        )
+        if same and (arrays or len(same) == 1):
+            return same[0][0]
+        if stacks:
+            # Its parameters were changed on the way, such as to another dtype.
+            path, stack = stacks[0]
+            length = length_of(arrays, stack)
+            return self._layer_path(path, self._turns.get(path, 0) % length, around, length)
+        return None
+
+    def _layer_path(self, path: str, number: int, around: str, length: int) -> str:
+        self._turns[path] = self._turns.get(path, 0) + 1
+        # The scan may be within the call of the stack itself, which then never calls its layers.
+        if around and path.startswith(around + "/"):
+            outer = next((variables_of(other) for name, other in self._modules if name == around), {})
+            if outer and all(np.shape(array)[:1] == (length,) for array in outer.values()):
+                return below(around, number, path[len(around) + 1 :])
+        return below(path, number)
+
+
+def _nodes(module: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    return (
+        (path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree | nnx.Variable)
+    )

@@ -20,12 +20,16 @@ from bridge.parity.jax.leaves import (
     map_leaves,
     reveal,
     to_numpy,
-    watched,
+    watch_gradient,
 )
 from bridge.parity.recorded.recording import Call, Heads, Leaves, Replacements
-from bridge.parity.recorded.store import Store, Stored, StoredLeaves, mapped_together
+from bridge.parity.recorded.store import Store, Stored, StoredLeaves, map_together
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Parameters = Mapping[str, Any]
+"""By path."""
+LossOf = Callable[[Any], Any]
+"""Of a model that is called as the caller's own is."""
 
 
 def argument_tree(arguments: Arguments) -> dict[str, Any]:
@@ -45,56 +49,56 @@ def map_arguments(
     )
 
 
-def shelved(tree: Any, store: Store, known: dict[int, tuple[Any, Any]]) -> Any:
+def store_leaves(tree: Any, store: Store, known: dict[int, tuple[Any, Any]]) -> Any:
     """A pytree with ``Stored`` in place of its large arrays; see ``Again.shelve``."""
 
     def leaf(x: Any) -> Any:
         if not isinstance(x, jax.Array) or not is_leaf(x) or x.weak_type:
             return x
         if id(x) not in known:
-            found = store.keep(np.asarray(x))
+            stored = store.keep(np.asarray(x))
             # The array itself too, so that no other one gets its id.
-            known[id(x)] = x, found if isinstance(found, Stored) else x
+            known[id(x)] = x, stored if isinstance(stored, Stored) else x
         return known[id(x)][1]
 
     return jax.tree.map(leaf, tree)
 
 
-def _kept(array: Any, place: str, inputs: MutableMapping[str, np.ndarray]) -> Any:
+def _kept(array: Any, where: str, inputs: MutableMapping[str, np.ndarray]) -> Any:
     """An array of a call's arguments, or where it is on disk."""
     if not isinstance(inputs, StoredLeaves) or not isinstance(array, jax.Array) or array.weak_type:
         return array
-    stored = inputs.kept(place)
+    stored = inputs.location(where)
     return stored if isinstance(stored, Stored) else array
 
 
-class Again(Protocol):
+class CallReplay(Protocol):
     """A module as it was when it was called: its own weights and state, without anything of a gradient.
 
     ``parameters``: by full path. ``tree``: the same and all that has no gradient, as the module has them.
     """
 
-    parameters: Mapping[str, Any]
+    parameters: Parameters
     tree: Any
 
     def shelve(self, store: Store, known: dict[int, tuple[Any, Any]]) -> None:
         """Write the weights to ``store``. ``known``: by id, arrays that were written, each with what stands for it."""
         self.tree, self.parameters = (
-            shelved(one, store, known) for one in (self.tree, dict(self.parameters))
+            store_leaves(tree, store, known) for tree in (self.tree, dict(self.parameters))
         )
 
-    def loaded(self) -> Self:
+    def load_weights(self) -> Self:
         """The same with its weights mapped."""
         twin = copy.copy(self)
         leaves, structure = jax.tree.flatten((self.tree, self.parameters))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Stored)]
-        arrays = mapped_together([leaves[place] for place in places])
-        for place, array in zip(places, arrays, strict=True):
-            leaves[place] = jnp.asarray(array)
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Stored)]
+        arrays = map_together([leaves[index] for index in places])
+        for index, array in zip(places, arrays, strict=True):
+            leaves[index] = jnp.asarray(array)
         twin.tree, twin.parameters = jax.tree.unflatten(structure, leaves)
         return twin
 
-    def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
+    def __call__(self, parameters: Parameters, arguments: Arguments, recorder: Recorder) -> Any:
         """Call it once more; ``recorder`` notes its own call first, and those inside of it after that."""
         ...
 
@@ -139,11 +143,7 @@ class Instance(Protocol):
     state: Any
 
     def run(
-        self,
-        parameters: Mapping[str, Any],
-        state: Any,
-        loss: Callable[[Any], Any],
-        recorder: Recorder | None = None,
+        self, parameters: Parameters, state: Any, loss: LossOf, recorder: Recorder | None = None
     ) -> tuple[Any, Any]:
         """``loss(model)``, and the state after it; ``recorder`` notes the calls."""
         ...
@@ -163,7 +163,7 @@ class Entry:
     inputs: Leaves
     parent: int | None
     arguments: Arguments
-    again: Again | None
+    replay: CallReplay | None
     outputs: Leaves | None = None
     heads: Heads = ((), ())
     gradients: MutableMapping[str, np.ndarray] = field(default_factory=dict)
@@ -176,10 +176,7 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        token: jax.Array | None = None,
-        replaced: Replacements | None = None,
-        store: Store | None = None,
+        self, token: jax.Array | None = None, replaced: Replacements | None = None, store: Store | None = None
     ) -> None:
         self._leaves: Callable[..., MutableMapping[str, np.ndarray]] = dict if store is None else store.leaves
         self.token = token
@@ -199,22 +196,23 @@ class Recorder:
         kind: str,
         arguments: Arguments,
         run: Callable[[], Any],
-        keep: Callable[[], Again | None],
+        keep: Callable[[], CallReplay | None],
         heads: Heads = ((), ()),
     ) -> Any:
         """``run()``, noted. Calls whose arguments have no values, as inside of ``vmap``, are run and not noted."""
         try:
             inputs = self._leaves(to_numpy(argument_tree(arguments)))
-            again = keep()
+            # Before the call: it may change the module's own state.
+            replay = keep()
             kept = map_arguments(
-                lambda place, array: _kept(reveal(array), place, inputs), arguments, Frozen.of
+                lambda where, array: _kept(reveal(array), where, inputs), arguments, Frozen.of
             )
         except Hidden:
             return run()
         number = self._counts.get(path, 0)
         self._counts[path] = number + 1
         parent = self._open[-1] if self._open else None
-        entry = Entry(path, number, kind, inputs, parent, kept, again, gradients=self._leaves(), heads=heads)
+        entry = Entry(path, number, kind, inputs, parent, kept, replay, gradients=self._leaves(), heads=heads)
         self._open.append(len(self.entries))
         self.entries.append(entry)
         try:
@@ -240,13 +238,15 @@ class Recorder:
                 f"{entry.path}: expected replacements for {sorted(leaves(output))}, got {', '.join(unknown)}"
             )
 
-        def leaf(place: str, array: Any) -> Any:
-            if place in replaced:
-                array = jnp.asarray(replaced[place], array.dtype)
+        def leaf(where: str, array: Any) -> Any:
+            if where in replaced:
+                array = jnp.asarray(replaced[where], array.dtype)
             if self.token is None or not is_floating(array):
                 return array
-            entry.gradients[place] = np.zeros(array.shape, array.dtype)
-            return watched(jnp.asarray(array), self.token, lambda got: entry.gradients.update({place: got}))
+            entry.gradients[where] = np.zeros(array.shape, array.dtype)
+            return watch_gradient(
+                jnp.asarray(array), self.token, lambda got: entry.gradients.update({where: got})
+            )
 
         return map_leaves(leaf, output)
 

@@ -22,29 +22,22 @@ import optax
 from flax import nnx
 
 from bridge.core.dtype_names import FLOATING
-from bridge.parity.jax.float64 import settings
-from bridge.parity.jax.function import FunctionModel, merged
-from bridge.parity.jax.leaves import Frozen, described, is_floating, leaves, to_numpy
-from bridge.parity.jax.linen import LinenModel, is_linen
+from bridge.parity.jax.leaves import Frozen, describe, is_floating, leaves, merge_leaves, to_numpy
 from bridge.parity.jax.losses import Loss, as_batch, as_loss, in_order
 from bridge.parity.jax.nnx import NnxModel
 from bridge.parity.jax.recorder import (
     Adapter,
-    Again,
     Arguments,
+    CallReplay,
     Entry,
     Instance,
     Recorder,
     argument_tree,
     map_arguments,
 )
-from bridge.parity.recorded.recording import (
-    Leaves,
-    Recording,
-    Replacements,
-    Rerun,
-    Training,
-)
+from bridge.parity.jax.run_in_dtype import settings
+from bridge.parity.jax.tree_models import FunctionModel, LinenModel, is_linen
+from bridge.parity.recorded.recording import Leaves, Recording, Replacements, Rerun, Training
 from bridge.parity.recorded.store import Store, Stored
 
 _LARGE = 2**28
@@ -101,7 +94,7 @@ class JaxSide:
             raise ValueError("model: expected parameters, found none")
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Parameters by path, whole, in their own dtype; a parameter with two names once, under the first."""
+        """Whole, also where shards lie on several devices."""
         return _values(self._model.weights())
 
     def hold(self, names: Iterable[str]) -> None:
@@ -114,10 +107,7 @@ class JaxSide:
         return _values(self._model.buffers())
 
     def load(self, weights: Leaves) -> None:
-        """Set all parameters and those buffers that are given, each in its own dtype and on its own devices.
-
-        ``ValueError`` names parameters that are missing, and names that are unexpected or of another shape.
-        """
+        """Each array in its own dtype and on its own devices."""
         parameters = self._model.weights()
         own = {**parameters, **self._model.buffers()}
         wrong = [f"{path}: missing" for path in parameters if path not in weights]
@@ -132,10 +122,7 @@ class JaxSide:
         self._model.load({path: _like(weights[path], old) for path, old in own.items() if path in weights})
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
-        """Run the model, its loss and, if asked, its backward with all parameters in ``dtype``.
-
-        Raises ``ValueError`` for a batch that the model or its loss refuses, and for a loss that is no scalar.
-        """
+        """``ValueError`` for a batch that the model or its loss refuses, and for a loss that is no scalar."""
         with settings(_checked(dtype), self._python):
             instance = self._model.instance(dtype)
             inputs = as_batch(batch, dtype)
@@ -147,6 +134,8 @@ class JaxSide:
                 return self._scalar(instance, parameters, inputs, recorders[-1])
 
             if backward:
+                # The backward differentiates by this number as well, so that it comes to outputs
+                # that no parameter made.
                 token = jnp.zeros((), jnp.float32)
                 (value, state), (gradients, _) = jax.value_and_grad(run, (0, 1), has_aux=True)(
                     instance.parameters, token
@@ -157,18 +146,18 @@ class JaxSide:
             self._entries[dtype] = {
                 (entry.path, entry.number): entry
                 for entry in recorder.entries
-                if entry.outputs is not None and entry.again is not None
+                if entry.outputs is not None and entry.replay is not None
             }
-            found = _stored(gradients, store)
+            stored = _stored(gradients, store)
             known: dict[int, tuple[Any, Any]] = {}
             for entry in self._entries[dtype].values():
-                assert entry.again is not None
-                entry.again.shelve(store, known)
+                assert entry.replay is not None
+                entry.replay.shelve(store, known)
             buffers = _stored(instance.buffers(state), store)
-            return Recording(dtype, recorder.calls(), float(value), found, buffers)
+            return Recording(dtype, recorder.calls(), float(value), stored, buffers)
 
     def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
-        """Loss and gradients of a batch whose rows are in the order ``rows``; no calls, and ``rerun`` knows none."""
+        """See ``Side``."""
         with settings(_checked(dtype), self._python):
             instance = self._model.instance(dtype)
             inputs, loss = as_batch(batch, dtype), in_order(self._loss, rows)
@@ -177,8 +166,8 @@ class JaxSide:
                 return self._scalar(instance, parameters, inputs, None, loss=loss)[0]
 
             value, gradients = jax.value_and_grad(run)(instance.parameters)
-            found = _stored(gradients, Store())
-        return Recording(dtype, [], float(value), found)
+            stored = _stored(gradients, Store())
+        return Recording(dtype, [], float(value), stored)
 
     def rerun(
         self,
@@ -190,29 +179,28 @@ class JaxSide:
         cotangents: Leaves | None = None,
         replaced: Replacements | None = None,
     ) -> Rerun:
-        """Call one module again, as the last ``record`` in ``dtype`` called it, but with these leaves of its inputs.
+        """Numbers of calls, in ``replaced`` and in the result, count from 0 within this rerun.
 
-        Numbers of calls, in ``replaced`` and in the result, count from 0 within this rerun. ``KeyError`` for a call
-        that was not recorded, for a tap, and for leaves that the call has not.
+        ``KeyError`` for a call that was not recorded, for a tap, and for leaves that the call has not.
         """
         entry = self._entries.get(dtype, {}).get((path, number))
-        if entry is None or entry.again is None:
+        if entry is None or entry.replay is None:
             raise KeyError(f"no call {number} of module {path!r} was recorded in {dtype}")
         _known(path, "input", inputs, entry.inputs)
         with settings(dtype, self._python):
-            again = entry.again.loaded()
-            given = _arguments_with(entry.arguments, inputs)
+            replay = entry.replay.load_weights()
+            arguments = _arguments_with(entry.arguments, inputs)
             if cotangents is None:
                 recorder = Recorder(None, replaced)
-                output = again(again.parameters, _thawed(given), recorder)
+                output = replay(replay.parameters, _thaw(arguments), recorder)
                 return Rerun(to_numpy(output), recorder.calls(first=1))
-            return _backward(path, again, given, cotangents, replaced)
+            return _backward(path, replay, arguments, cotangents, replaced)
 
     def forget(self) -> None:
         """Free the calls, with their modules, that ``rerun`` needs; of a large model also JAX's compiled operations."""
         self._entries.clear()
         # Each operation of an eager run was compiled for its shapes: 0.7 GB after two runs of GPT-2.
-        if sum(one.nbytes for one in self._model.weights().values()) >= _LARGE:
+        if sum(array.nbytes for array in self._model.weights().values()) >= _LARGE:
             jax.clear_caches()
 
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
@@ -242,7 +230,7 @@ class JaxSide:
 
             # Copies, because the instance may share arrays with the model or hold one twice. It needs its own no more.
             parameters = {path: jnp.array(array, copy=True) for path, array in instance.parameters.items()}
-            instance.tree = merged(instance.tree, dict.fromkeys(instance.parameters, 0.0))
+            instance.tree = merge_leaves(instance.tree, dict.fromkeys(instance.parameters, 0.0))
             instance.parameters, state = {}, instance.state
             trained = {path: array for path, array in parameters.items() if path not in self._held}
             moments = _unshared(self._optimizer.init(trained), parameters.values())
@@ -275,13 +263,13 @@ class JaxSide:
             )
         except Exception as error:
             raise ValueError(
-                f"the model or its loss refuses the batch ({described(batch)}): "
+                f"the model or its loss refuses the batch ({describe(batch)}): "
                 f"{type(error).__name__}: {error}"
             ) from error
         shape = getattr(value, "shape", None)
         if shape != () or not is_floating(value):
-            found = type(value).__name__ if shape is None else f"{value.dtype}{list(shape)}"
-            raise ValueError(f"loss: expected a floating scalar, got {found}")
+            got = type(value).__name__ if shape is None else f"{value.dtype}{list(shape)}"
+            raise ValueError(f"loss: expected a floating scalar, got {got}")
         return value, state
 
 
@@ -290,7 +278,7 @@ def _unshared(tree: Any, others: Iterable[Any]) -> Any:
 
     An optimizer's state may hold the weights themselves.
     """
-    known = {id(one) for one in others}
+    known = {id(array) for array in others}
 
     def own(x: Any) -> Any:
         if not isinstance(x, jax.Array):
@@ -308,61 +296,61 @@ def _values(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _stored(arrays: Mapping[str, Any], store: Store) -> Leaves:
-    found = store.leaves()
+    leaves = store.leaves()
     for path, array in arrays.items():
-        found[path] = np.asarray(array)
-    return found
+        leaves[path] = np.asarray(array)
+    return leaves
 
 
 def _backward(
-    path: str, again: Again, given: Arguments, cotangents: Leaves, replaced: Replacements | None
+    path: str, replay: CallReplay, arguments: Arguments, cotangents: Leaves, replaced: Replacements | None
 ) -> Rerun:
     recorders: list[Recorder] = []
     outputs: dict[str, np.ndarray] = {}
-    floating = {place: x for place, x in leaves(argument_tree(given)).items() if is_floating(x)}
+    floating = {where: x for where, x in leaves(argument_tree(arguments)).items() if is_floating(x)}
 
     def run(parameters: Mapping[str, Any], floating: Mapping[str, Any], token: Any) -> Any:
         recorders.append(Recorder(token, replaced))
-        output = again(parameters, _thawed(_arguments_with(given, floating)), recorders[-1])
+        output = replay(parameters, _thaw(_arguments_with(arguments, floating)), recorders[-1])
         outputs.update(to_numpy(output))
-        return {place: leaf for place, leaf in leaves(output).items() if is_floating(leaf)}
+        return {where: leaf for where, leaf in leaves(output).items() if is_floating(leaf)}
 
-    found, pull = jax.vjp(run, dict(again.parameters), floating, jnp.zeros((), jnp.float32))
-    _known(path, "output", cotangents, found)
+    outputs_by_place, pull = jax.vjp(run, dict(replay.parameters), floating, jnp.zeros((), jnp.float32))
+    _known(path, "output", cotangents, outputs_by_place)
     gradients, input_gradients, _ = pull(
         {
-            place: jnp.asarray(cotangents.get(place, np.zeros(leaf.shape)), leaf.dtype)
-            for place, leaf in found.items()
+            where: jnp.asarray(cotangents.get(where, np.zeros(leaf.shape)), leaf.dtype)
+            for where, leaf in outputs_by_place.items()
         }
     )
     return Rerun(
         outputs,
         recorders[-1].calls(first=1),
-        {place: np.asarray(array) for place, array in input_gradients.items()},
+        {where: np.asarray(array) for where, array in input_gradients.items()},
         {name: np.asarray(array) for name, array in gradients.items()},
     )
 
 
-def _arguments_with(arguments: Arguments, given: Mapping[str, Any]) -> Arguments:
+def _arguments_with(arguments: Arguments, replacements: Mapping[str, Any]) -> Arguments:
     """Arguments with some leaves replaced, each in the dtype of the leaf that it replaces."""
 
-    def leaf(place: str, array: Any) -> Any:
-        if place in given:
-            return jnp.asarray(given[place], array.dtype)
+    def leaf(where: str, array: Any) -> Any:
+        if where in replacements:
+            return jnp.asarray(replacements[where], array.dtype)
         return jnp.asarray(array.array()) if isinstance(array, Stored) else array
 
     return map_arguments(leaf, arguments, lambda node: node)
 
 
-def _thawed(arguments: Arguments) -> Arguments:
+def _thaw(arguments: Arguments) -> Arguments:
     """Arguments with new modules and ``Rngs`` in place of frozen ones, for one run."""
     return map_arguments(
-        lambda _, array: array, arguments, lambda node: node.thawed() if isinstance(node, Frozen) else node
+        lambda _, array: array, arguments, lambda node: node.thaw() if isinstance(node, Frozen) else node
     )
 
 
-def _known(path: str, what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    unknown = sorted(set(given) - set(known))
+def _known(path: str, what: str, asked: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    unknown = sorted(set(asked) - set(known))
     if unknown:
         raise KeyError(f"module {path!r}: expected {what} leaves among {sorted(known)}, got {unknown}")
 

@@ -47,7 +47,7 @@ class Modules:
 
 
 def pair_modules(
-    weights: WeightMap, torch: Recording, jax: Recording, given: Mapping[str, str] | None = None
+    weights: WeightMap, torch: Recording, jax: Recording, named_pairs: Mapping[str, str] | None = None
 ) -> Modules:
     """Partners among the modules that were called. ``given``: JAX paths by torch path, from the caller.
 
@@ -55,7 +55,7 @@ def pair_modules(
     """
     torch_paths = list(dict.fromkeys(call.path for call in torch.calls))
     jax_paths = list(dict.fromkeys(call.path for call in jax.calls))
-    chosen = dict(given or {})
+    chosen = dict(named_pairs or {})
     for path, known, side in (
         *((path, torch_paths, "torch") for path in chosen),
         *((path, jax_paths, "jax") for path in chosen.values()),
@@ -63,7 +63,7 @@ def pair_modules(
         if path not in known:
             raise ValueError(
                 f"[[pair]]: expected a {side} module that was called, got {path!r}; called were "
-                f"{', '.join(repr(one) for one in known[:12])}{' and more' if len(known) > 12 else ''}"
+                f"{', '.join(repr(path) for path in known[:12])}{' and more' if len(known) > 12 else ''}"
             )
     chosen.setdefault("", "")
     edges = weights.edges
@@ -113,7 +113,7 @@ def _owned(paths: Sequence[str], keys: Iterable[Key], separator: str) -> dict[st
         for part in key[0].split(separator):
             node = node.children.setdefault(part, _Node())
             node.keys.add(key)
-    found = {}
+    owned = {}
     for path in paths:
         node, numbers = tree, []
         for part in path.split(separator) if path else ():
@@ -125,8 +125,8 @@ def _owned(paths: Sequence[str], keys: Iterable[Key], separator: str) -> dict[st
                 node = _Node()
                 break
         layer = tuple(numbers)
-        found[path] = frozenset(key for key in node.keys if key[1][: len(layer)] == layer)
-    return found
+        owned[path] = frozenset(key for key in node.keys if key[1][: len(layer)] == layer)
+    return owned
 
 
 class _Node:

@@ -63,11 +63,11 @@ class Row:
         return self.verdict not in ("same", "unknown")
 
 
-def ratio_of(found: Distance, floor: float) -> float:
+def ratio_of(apart: Distance, floor: float) -> float:
     """Distance over floor; 0 for equal arrays."""
-    if found.absolute == 0:
+    if apart.absolute == 0:
         return 0.0
-    return found.absolute / floor if floor > 0 else math.inf
+    return apart.absolute / floor if floor > 0 else math.inf
 
 
 def row_of(
@@ -86,8 +86,8 @@ def row_of(
     With ``local`` the row says whether the difference was introduced here. The row is of the first call, without leaf,
     layout, cause and note.
     """
-    found = distance(torch, jax, dtype)
-    ratio = ratio_of(found, floor)
+    apart = distance(torch, jax, dtype)
+    ratio = ratio_of(apart, floor)
     verdict: Verdict = "same"
     if local > FACTOR:
         verdict = "introduced"
@@ -100,13 +100,13 @@ def row_of(
         0,
         kind,
         tuple(jax.shape),
-        found.relative,
-        floor / found.norm if found.norm > 0 else 0.0,
+        apart.relative,
+        floor / apart.norm if apart.norm > 0 else 0.0,
         ratio,
-        found.max_ulp,
-        found.cosine,
-        found.where,
-        found.values,
+        apart.max_ulp,
+        apart.cosine,
+        apart.where,
+        apart.values,
         verdict,
         local,
     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -49,16 +49,18 @@ class CallPair:
         A rotary table and its twin may hold the same numbers in another order, and integers may be positions here and
         a mask there, which nobody can tell from shapes.
         """
-        found: list[tuple[str, str, Alignment]] = []
+        matched: list[tuple[str, str, Alignment]] = []
         first = True
         for name, other, way in self._every_input:
             theirs, ours = way.to_jax(self.torch.inputs[name]), self.jax.inputs[other]
             whole = ours.dtype.kind in "iub"
+            # Exact equality would leave out inputs that are themselves a little wrong, which is
+            # what is looked for.
             near = distance(theirs.astype(np.float64), ours.astype(np.float64)).relative <= _NEAR
-            if near or (first and not whole) or self._repeats(found, name, other):
-                found.append((name, other, way))
+            if near or (first and not whole) or self._repeats(matched, name, other):
+                matched.append((name, other, way))
             first = first and whole
-        return self._with_repeated(found)
+        return self._with_repeated(matched)
 
     @cached_property
     def _every_input(self) -> Matched:
@@ -66,11 +68,11 @@ class CallPair:
 
     def _with_repeated(self, matched: Matched) -> Matched:
         """One tensor given twice is one input, whatever the other side makes of it: module(y, y, y), module(y)."""
-        found = [*matched]
+        repeated = [*matched]
         for name, other, way in matched:
-            found += [(again, other, way) for again in self._again(found, 0, name)]
-            found += [(name, again, way) for again in self._again(found, 1, other)]
-        return found
+            repeated += [(again, other, way) for again in self._again(repeated, 0, name)]
+            repeated += [(name, again, way) for again in self._again(repeated, 1, other)]
+        return repeated
 
     def alternatives(self) -> Iterator[CallPair]:
         """The same with all inputs that shapes allow, however far apart; then with one input, and outputs that lie like
@@ -95,20 +97,20 @@ class CallPair:
                 pair.__dict__.update(inputs=inputs, outputs=outputs)
                 yield pair
 
-    def _again(self, found: Matched, side: int, name: str) -> list[str]:
+    def _again(self, matched: Matched, side: int, name: str) -> list[str]:
         """Other inputs of one side that hold the same as ``name`` and have no twin."""
         inputs = (self.torch, self.jax)[side].inputs
-        known = {one[side] for one in found}
+        known = {leaf[side] for leaf in matched}
         return [
             other for other in inputs if other not in known and np.array_equal(inputs[other], inputs[name])
         ]
 
-    def _repeats(self, found: Matched, name: str, other: str) -> bool:
+    def _repeats(self, matched: Matched, name: str, other: str) -> bool:
         """Whether an input is one of those that are ``found`` once more, on both sides: query, key and value."""
         return any(
             np.array_equal(self.torch.inputs[name], self.torch.inputs[earlier])
             and np.array_equal(self.jax.inputs[other], self.jax.inputs[twin])
-            for earlier, twin, _ in found
+            for earlier, twin, _ in matched
         )
 
     @cached_property
@@ -146,7 +148,7 @@ class Runs:
 
     def pairs(self, modules: Modules, weights: WeightMap) -> list[CallPair]:
         """Partner calls, in the order in which torch's began."""
-        return decided(list(self._pairs(modules, weights)))
+        return decide_layouts(list(self._pairs(modules, weights)))
 
     def _pairs(self, modules: Modules, weights: WeightMap) -> Iterator[CallPair]:
         matrices = {name: leaf.shape for name, leaf in self.parameters.items() if leaf.ndim == 2}
@@ -170,7 +172,7 @@ def _like(instead: Alignment, way: Alignment, jax: np.ndarray) -> Alignment:
     return next((other for other in ways if other.moves == instead.moves), way)
 
 
-def decided(pairs: Sequence[CallPair]) -> list[CallPair]:
+def decide_layouts(pairs: Sequence[CallPair]) -> list[CallPair]:
     """The pairs, with what the others and their kinds of modules say where a layout is in doubt."""
     certain, chosen = ([_moves(pair, doubted) for pair in pairs] for doubted in (False, True))
     decided_pairs = []
@@ -197,26 +199,35 @@ def _channels(pair: CallPair) -> tuple[Moves, ...]:
     return CHANNELS_LAST if {pair.torch.kind[:4], pair.jax.kind[:4]} == {"Conv"} else ()
 
 
-def same_call(recording: Recording, call: Call) -> Call | None:
-    """This call in another run of the same side."""
-    return recording.find(call.path, call.number)
+Group = Literal["inputs", "outputs", "gradients"]
 
 
-def largest_ratio(runs: Runs, pair: CallPair, what: Literal["inputs", "outputs"]) -> float:
+class LeafPair(NamedTuple):
+    """A leaf of two partner calls in float64, torch's in the JAX layout, and what rounding explains, absolute."""
+
+    torch: np.ndarray
+    jax: np.ndarray
+    floor: float
+
+
+def leaf_pair(runs: Runs, pair: CallPair, group: Group, matched: tuple[str, str, Alignment]) -> LeafPair:
+    """The values of one matched leaf as they happened."""
+    name, jax_name, way = matched
+    torch, jax = way.to_jax(getattr(pair.torch, group)[name]), getattr(pair.jax, group)[jax_name]
+    # Rounding may tip a router over, and a call of the float64 run then has no twin in the compute dtype.
+    torch_call = runs.torch_low.find(pair.torch.path, pair.torch.number)
+    jax_call = runs.jax_low.find(pair.jax.path, pair.jax.number)
+    torch_low = None if torch_call is None else getattr(torch_call, group).get(name)
+    jax_low = None if jax_call is None else getattr(jax_call, group).get(jax_name)
+    torch_noise = noise(None if torch_low is None else way.to_jax(torch_low), torch, runs.dtype)
+    return LeafPair(torch, jax, max(torch_noise, noise(jax_low, jax, runs.dtype)))
+
+
+def largest_ratio(runs: Runs, pair: CallPair, group: Literal["inputs", "outputs"]) -> float:
     """How far a pair's matched inputs or outputs are apart as they happened, over the floor; NaN without any."""
-    coarse, other_coarse = same_call(runs.torch_low, pair.torch), same_call(runs.jax_low, pair.jax)
-    matched: Matched = getattr(pair, what)
-    ratios = []
-    for name, other, way in matched:
-        high = way.to_jax(getattr(pair.torch, what)[name])
-        found = getattr(pair.jax, what)[other]
-        floor = max(
-            noise(None if coarse is None else way.to_jax(getattr(coarse, what)[name]), high, runs.dtype),
-            noise(
-                None if other_coarse is None else getattr(other_coarse, what).get(other), found, runs.dtype
-            ),
-        )
-        ratios.append(ratio_of(distance(high, found, runs.dtype), floor))
+    matched: Matched = getattr(pair, group)
+    values = (leaf_pair(runs, pair, group, leaf) for leaf in matched)
+    ratios = [ratio_of(distance(torch, jax, runs.dtype), floor) for torch, jax, floor in values]
     return max(ratios, default=math.nan)
 
 
@@ -241,56 +252,53 @@ class Children:
 def children_of(outer: CallPair, every: Sequence[CallPair], runs: Runs) -> Children:
     """See ``Children``."""
     known = {id(pair.torch): pair for pair in every}
-    found, torch_numbers, jax_numbers = [], [], []
+    children, torch_numbers, jax_numbers = [], [], []
     inside_torch = _inside(outer.torch, runs.torch_high)
     inside_jax = _inside(outer.jax, runs.jax_high)
     for call in inside_torch:
         pair = known.get(id(call))
-        if pair is None or not any(pair.jax is one for one in inside_jax):
+        if pair is None or not any(pair.jax is inner for inner in inside_jax):
             continue
-        if _nearest(call, known, runs.torch_high) is not outer.torch:
+        around = calls_around(call, runs.torch_high)
+        if next((parent for parent in around if id(parent) in known), None) is not outer.torch:
             continue
-        found.append(pair)
+        children.append(pair)
         torch_numbers.append(_number(call, inside_torch))
         jax_numbers.append(_number(pair.jax, inside_jax))
-    return Children(tuple(found), tuple(torch_numbers), tuple(jax_numbers))
+    return Children(tuple(children), tuple(torch_numbers), tuple(jax_numbers))
 
 
 def _inside(outer: Call, recording: Recording) -> list[Call]:
     calls = recording.calls
-    found: set[int] = set()
+    inside: set[int] = set()
     for index, call in enumerate(calls):
-        if call.parent is not None and (calls[call.parent] is outer or call.parent in found):
-            found.add(index)
-    return [calls[index] for index in sorted(found)]
+        if call.parent is not None and (calls[call.parent] is outer or call.parent in inside):
+            inside.add(index)
+    return [calls[index] for index in sorted(inside)]
 
 
-def _nearest(call: Call, known: dict[int, CallPair], recording: Recording) -> Call | None:
+def calls_around(call: Call, recording: Recording) -> Iterator[Call]:
+    """The calls around a call, from inside."""
     parent = call.parent
     while parent is not None:
-        around = recording.calls[parent]
-        if id(around) in known:
-            return around
-        parent = around.parent
-    return None
+        yield recording.calls[parent]
+        parent = recording.calls[parent].parent
 
 
 def _number(call: Call, among: Sequence[Call]) -> int:
-    same = [one for one in among if one.path == call.path]
-    return next(number for number, one in enumerate(same) if one is call)
+    same = [sibling for sibling in among if sibling.path == call.path]
+    return next(number for number, sibling in enumerate(same) if sibling is call)
 
 
-def ended(runs: Runs, pairs: Sequence[CallPair]) -> list[CallPair]:
+def inner_first(runs: Runs, pairs: Sequence[CallPair]) -> list[CallPair]:
     """The pairs in the order in which torch's calls end: inner modules before those around them."""
     calls = runs.torch_high.calls
     ends = {id(call): number for number, call in enumerate(calls)}
     depths = dict.fromkeys(ends, 0)
     for number, call in enumerate(calls):
-        parent = call.parent
-        while parent is not None:
-            ends[id(calls[parent])] = number
+        for around in calls_around(call, runs.torch_high):
+            ends[id(around)] = number
             depths[id(call)] += 1
-            parent = calls[parent].parent
     return sorted(pairs, key=lambda pair: (ends[id(pair.torch)], -depths[id(pair.torch)]))
 
 

@@ -12,13 +12,16 @@ side has as numbers in names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 
-from bridge.core.formats.tensors.base import Box
+from bridge.core.formats.tensors.base import Box, TensorInfo, TreePath, Wanted
 from bridge.core.mapping import MappingError, MappingTable
 from bridge.core.mapping.language.entries import Entry, Rule
 from bridge.core.mapping.one_rule.apply import AppliedRule
@@ -27,7 +30,6 @@ from bridge.core.mapping.one_rule.sizes import known_sizes
 from bridge.core.mapping.states.source_tree import NameIndex, SourceTree, find
 from bridge.core.text import first_of
 from bridge.parity.partners.rows import BUFFER
-from bridge.parity.recorded.in_memory import ArrayReader
 from bridge.parity.recorded.recording import Leaves, Side
 
 Key = tuple[str, tuple[int, ...]]
@@ -72,26 +74,26 @@ class WeightMap:
             ("the torch model", torch, torch_buffers or {}, ".", torch_convention),
             ("the JAX model", jax, jax_buffers or {}, "/", jax_convention),
         ):
-            found, own = found_in_model(mapping, leaves, buffers, separator, wanted, what)
-            others = {info.name: own[info.name] for info in found.others.values()}
+            state, own = found_in_model(mapping, leaves, buffers, separator, wanted, what)
+            others = {info.name: own[info.name] for info in state.others.values()}
             drops = {name for stored, name in others.items() if mapping.drops(stored)}
             unknown = sorted(set(others.values()) - drops - buffers.keys())
             dropped += sorted(drops & buffers.keys())
-            if unknown or not found.weights:
+            if unknown or not state.weights:
                 raise MappingError(
                     f"{what}: expected parameters that mapping {mapping.name} knows, as convention "
-                    f"{found.convention.name}, got {first_of(unknown) or 'none that it knows'}; "
+                    f"{state.convention.name}, got {first_of(unknown) or 'none that it knows'}; "
                     "add rules, list them "
                     "under drop, or give another mapping"
                 )
-            index = NameIndex(mapping.rules, found.convention.name)
-            for weight in found.weights:
+            index = NameIndex(mapping.rules, state.convention.name)
+            for weight in state.weights:
                 if len(rules := index.rules_of(weight)) > 1:
                     raise MappingError(
                         f"{what}: {weight} matches two rules of mapping {mapping.name}: {rules[0]} and {rules[1]}"
                     )
-            sides.append(found)
-            names.append({weight: own[info.name] for weight, info in found.weights.items()})
+            sides.append(state)
+            names.append({weight: own[info.name] for weight, info in state.weights.items()})
         first, second = sides
         if first.convention.name == second.convention.name:
             raise MappingError(
@@ -108,7 +110,7 @@ class WeightMap:
 
     @cached_property
     def edges(self) -> frozenset[tuple[Key, Key]]:
-        found = set()
+        edges = set()
         for rule in self.mapping.rules:
             left = _members(rule, self.torch.convention.name, self.torch_names)
             right = _members(rule, self.jax.convention.name, self.jax_names)
@@ -117,8 +119,8 @@ class WeightMap:
                     if any(others.get(index, value) != value for index, value in values.items()):
                         continue
                     every = {**values, **others}
-                    found.add(((name, _along(entry, every)), (other_name, _along(other, every))))
-        return frozenset(found)
+                    edges.add(((name, _along(entry, every)), (other_name, _along(other, every))))
+        return frozenset(edges)
 
     @cached_property
     def torch_only(self) -> tuple[str, ...]:
@@ -143,10 +145,10 @@ class WeightMap:
     @cached_property
     def sources(self) -> Mapping[str, tuple[str, ...]]:
         """By JAX parameter, the torch parameters of which it is made."""
-        found: dict[str, set[str]] = {}
+        sources: dict[str, set[str]] = {}
         for (name, _), (other, _) in self.edges:
-            found.setdefault(other, set()).add(name)
-        return {name: tuple(sorted(names)) for name, names in found.items()}
+            sources.setdefault(other, set()).add(name)
+        return {name: tuple(sorted(names)) for name, names in sources.items()}
 
     def owners(self, name: str) -> str:
         """The torch names that a JAX one is made of, for a person."""
@@ -161,35 +163,47 @@ class WeightMap:
 
         ``gradients``: where a rule multiplies a weight, its gradient is divided.
         """
-        names = {name: weight for weight, name in self.torch_names.items()}
-        given = Renamed(leaves, {names[name]: name for name in leaves if name in names})
-        found = self._translated(given, self.torch, self.jax.convention.name, gradients)
-        return found.renamed(self.jax_names)
+        return self._all_translated(
+            leaves, (self.torch, self.torch_names), (self.jax, self.jax_names), gradients
+        )
 
     def to_torch(self, leaves: Leaves, *, gradients: bool = False) -> Leaves:
         """Values of all JAX parameters as the torch parameters would have them, by torch name; made on each access."""
-        names = {name: weight for weight, name in self.jax_names.items()}
-        given = Renamed(leaves, {names[name]: name for name in leaves if name in names})
-        found = self._translated(given, self.jax, self.torch.convention.name, gradients)
-        return found.renamed(self.torch_names)
+        return self._all_translated(
+            leaves, (self.jax, self.jax_names), (self.torch, self.torch_names), gradients
+        )
+
+    def _all_translated(
+        self,
+        leaves: Leaves,
+        source: tuple[SourceTree, Mapping[str, str]],
+        target: tuple[SourceTree, Mapping[str, str]],
+        gradients: bool,
+    ) -> Leaves:
+        weights = {name: weight for weight, name in source[1].items()}
+        by_weight = LazyLeaves(
+            {weights[name]: name for name in leaves if name in weights}, leaves.__getitem__
+        )
+        translated = self._translated(by_weight, source[0], target[0].convention.name, gradients)
+        return translated.renamed(target[1])
 
     def parts_to_jax(self, leaves: Leaves, *, gradients: bool = False) -> dict[Key, np.ndarray]:
         """Values of some torch parameters, as the JAX parameters or the layers of stacks that they make whole."""
         names = {name: weight for weight, name in self.torch_names.items()}
-        given = {names[name]: array for name, array in leaves.items() if name in names}
+        by_weight = {names[name]: array for name, array in leaves.items() if name in names}
         source, target = self.torch.convention.name, self.jax.convention.name
-        found: dict[Key, np.ndarray] = {}
+        parts: dict[Key, np.ndarray] = {}
         for rule in self.mapping.rules:
             inputs, outputs = rule.entries(source), rule.entries(target)
             if not inputs or not outputs:
                 continue
-            gathered = [one for one in inputs[0].path.indices if one not in outputs[0].path.indices]
+            gathered = [index for index in inputs[0].path.indices if index not in outputs[0].path.indices]
             groups: dict[tuple[int, ...], dict[str, np.ndarray]] = {}
             for entry in inputs:
-                for weight, array in given.items():
+                for weight, array in by_weight.items():
                     values = entry.path.match(weight)
                     if values is not None:
-                        key = tuple(values[one] for one in gathered)
+                        key = tuple(values[index] for index in gathered)
                         first = entry.path.format({**values, **dict.fromkeys(gathered, 0)})
                         groups.setdefault(key, {})[first] = array
             # A stack of one layer, of which the result is the part of that layer.
@@ -200,12 +214,12 @@ class WeightMap:
                     continue
                 for weight, array in made.items():
                     if weight in self.jax_names:
-                        found[self.jax_names[weight], key] = array
+                        parts[self.jax_names[weight], key] = array
         whole = {name for _, (name, numbers) in self.edges if numbers}
         everything = set(self.torch_names.values()) - self.torch_buffers
         for name in whole if everything <= set(leaves) else ():
-            found[name, ()] = self.to_jax(leaves, gradients=gradients)[name]
-        return found
+            parts[name, ()] = self.to_jax(leaves, gradients=gradients)[name]
+        return parts
 
     def feature_orders(self, name: str, shape: tuple[int, ...]) -> tuple[Order, Order]:
         """For a torch matrix ``[out, in]``: which input and which output of torch is each one of JAX, in its order.
@@ -213,7 +227,7 @@ class WeightMap:
         None for the order that torch has, and where the mapping tells nothing. Convolutions that are flattened have
         ``(c h w)`` features on one side and ``(h w c)`` on the other, rotary heads halves or pairs.
         """
-        found: list[Order] = []
+        orders: list[Order] = []
         for axis in (1, 0):
             numbers = np.broadcast_to(
                 np.arange(shape[axis]).reshape((-1, 1) if axis == 0 else (1, -1)), shape
@@ -222,10 +236,12 @@ class WeightMap:
                 parts = self.parts_to_jax({name: np.ascontiguousarray(numbers)})
             except MappingError:
                 return None, None
-            found.append(_order(list(parts.values()), shape[axis]))
-        return found[0], found[1]
+            orders.append(_order(list(parts.values()), shape[axis]))
+        return orders[0], orders[1]
 
-    def _translated(self, leaves: Leaves, source: SourceTree, target: str, gradients: bool) -> Translated:
+    def _translated(
+        self, leaves: Leaves, source: SourceTree, target: str, gradients: bool
+    ) -> LazyLeaves[View]:
         name = source.convention.name
         reader = ArrayReader(leaves, source.convention.separator, f"the {name} parameters")
         axes = known_sizes(reader, self.mapping)
@@ -242,7 +258,7 @@ class WeightMap:
             power = -1 if gradients else 1
             applied = AppliedRule(rule, name, target, own, axes, power, weights=own)
             made |= {weight: view for weight, view, _ in applied.outputs()}
-        return Translated(made, reader)
+        return LazyLeaves(made, lambda view: view.read(reader, Box.whole(view.shape)))
 
 
 def found_in_model(
@@ -263,58 +279,45 @@ def found_in_model(
     for own in ways:
         if len(own) < len(every):
             continue
-        reader = ArrayReader(Renamed(every, own), separator, where)
+        reader = ArrayReader(LazyLeaves(own, every.__getitem__), separator, where)
         try:
-            found = find(reader.tensors.values(), mapping, convention, where)
+            state = find(reader.tensors.values(), mapping, convention, where)
         except MappingError as error:
             errors.append(error)
             continue
-        if best is None or len(found.weights) > len(best[0].weights):
-            best = found, own
+        if best is None or len(state.weights) > len(best[0].weights):
+            best = state, own
     if best is None:
         raise errors[0]
     return best
 
 
-class Renamed(Mapping[str, np.ndarray]):
-    """``leaves`` under other names; ``names``: the old name by the new one."""
-
-    def __init__(self, leaves: Leaves, names: Mapping[str, str]) -> None:
-        self._leaves, self._names = leaves, names
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._leaves[self._names[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+Source = TypeVar("Source")
 
 
-class Translated(Mapping[str, np.ndarray]):
-    """Arrays by name, each made from ``reader`` when it is asked for."""
+class LazyLeaves(Mapping[str, np.ndarray], Generic[Source]):
+    """Arrays by name, each made by ``make`` from its source whenever it is asked for."""
 
-    def __init__(self, views: Mapping[str, View], reader: ArrayReader) -> None:
-        self._views, self._reader = views, reader
+    def __init__(self, sources: Mapping[str, Source], make: Callable[[Source], np.ndarray]) -> None:
+        self._sources, self._make = sources, make
 
     def __getitem__(self, name: str) -> np.ndarray:
-        view = self._views[name]
-        return view.read(self._reader, Box.whole(view.shape))
+        return self._make(self._sources[name])
 
     def __contains__(self, name: object) -> bool:
-        return name in self._views
+        # ``Mapping`` would make the array to answer.
+        return name in self._sources
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._views)
+        return iter(self._sources)
 
     def __len__(self) -> int:
-        return len(self._views)
+        return len(self._sources)
 
-    def renamed(self, names: Mapping[str, str]) -> Translated:
+    def renamed(self, names: Mapping[str, str]) -> LazyLeaves[Source]:
         """The arrays that ``names`` has, under their names there."""
-        views = {names[name]: view for name, view in self._views.items() if name in names}
-        return Translated(views, self._reader)
+        sources = {names[name]: source for name, source in self._sources.items() if name in names}
+        return LazyLeaves(sources, self._make)
 
 
 def _order(parts: Sequence[np.ndarray], size: int) -> Order:
@@ -331,19 +334,19 @@ def _order(parts: Sequence[np.ndarray], size: int) -> Order:
 
 def _line(array: np.ndarray, axis: int) -> np.ndarray:
     """The elements along one axis, at the beginning of the others."""
-    return array[tuple(slice(None) if one == axis else 0 for one in range(array.ndim))]
+    return array[tuple(slice(None) if index == axis else 0 for index in range(array.ndim))]
 
 
 def _members(
     rule: Rule, convention: str, names: Mapping[str, str]
 ) -> Sequence[tuple[Entry, str, dict[str, int]]]:
-    found = []
+    members = []
     for entry in rule.entries(convention):
         for weight, name in names.items():
             values = entry.path.match(weight)
             if values is not None:
-                found.append((entry, name, values))
-    return found
+                members.append((entry, name, values))
+    return members
 
 
 def _along(entry: Entry, values: Mapping[str, int]) -> tuple[int, ...]:
@@ -352,3 +355,48 @@ def _along(entry: Entry, values: Mapping[str, int]) -> tuple[int, ...]:
         return ()
     axes: Iterable[str] = dict.fromkeys(axis for axes in entry.expression.axis_sets() for axis in axes)
     return tuple(values[axis] for axis in axes if axis in values and axis not in entry.path.indices)
+
+
+class ArrayReader:
+    """A ``CheckpointReader`` over ``arrays`` by name. ``where`` stands for its path in errors."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], separator: str, where: str) -> None:
+        self.format = "orbax" if separator == "/" else "dcp"
+        self.path: Path | str = where
+        self._arrays = arrays
+        self.tensors = {
+            name: TensorInfo(
+                name,
+                tuple(name.split("/")) if separator == "/" else (name,),
+                array.shape,
+                array.dtype,
+                (Box.whole(array.shape),),
+            )
+            for name, array in arrays.items()
+        }
+        self.objects: Mapping[str, object] = {}
+        self.object_paths: Mapping[str, TreePath] = {}
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        box = Box.whole(self.tensors[name].shape) if box is None else box
+        return np.array(self._arrays[name][box.slices()], order="C")
+
+    def lend(self, name: str, box: Box, offset: int = 0) -> None:
+        return None
+
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
+        return [None] * len(wanted)
+
+    def files(self) -> list[Path]:
+        return []
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None

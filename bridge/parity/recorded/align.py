@@ -28,6 +28,7 @@ _FEW = 16
 """Of fewer elements than these, some noise is twice as near by chance: they must be equal but for a part ``_EXACT``."""
 _EXACT = 1e-2
 _MOST_AXES = 5
+"""Of six axes there are 720 orders, each of which costs a pass over the array."""
 
 DOUBTS = "values alone chose", "layout not certain"
 """How a ``doubt`` begins."""
@@ -74,9 +75,9 @@ class Alignment:
         """A JAX array in the layout of its torch twin."""
         middle = array.transpose(np.argsort(self.then)) if self.then else array
         moved = middle.reshape(tuple(self.torch[axis] for axis in self.axes))
-        found = moved.transpose(np.argsort(self.axes)) if self.axes else moved
-        found = found if self.order is None else found[..., np.argsort(self.order)]
-        return np.broadcast_to(found, (self.copies, *found.shape)) if self.copies else found
+        laid_out = moved.transpose(np.argsort(self.axes)) if self.axes else moved
+        laid_out = laid_out if self.order is None else laid_out[..., np.argsort(self.order)]
+        return np.broadcast_to(laid_out, (self.copies, *laid_out.shape)) if self.copies else laid_out
 
     def __str__(self) -> str:
         steps = [f"one of {self.copies} copies"] if self.copies else []
@@ -111,9 +112,12 @@ def align(
     usual = ways[0]
     distances = [_distance(way.to_jax(torch), jax) for way in ways]
     least = float(np.nanmin(distances)) if not np.isnan(distances).all() else math.nan
+    # Ways that leave the same distance but for the order of the sum are one answer, whatever comes
+    # first.
     nearest = [way for way, far in zip(ways, distances, strict=True) if far <= least * (1 + 1e-12)]
     rest = [far for far in distances if far > least * (1 + 1e-12)]
     exact = least <= _EXACT * float(np.linalg.norm(jax.astype(np.float64).ravel()))
+    # Noise chose layouts of images that a fault had changed, and blamed convolutions for it.
     if nearest and rest and least <= _NEARER * min(rest) and (exact or torch.size >= _FEW):
         chosen = _first_known(nearest, known) or nearest[0]
         if chosen is usual or chosen.moves in known:
@@ -209,11 +213,11 @@ def match_leaves(
     Floating leaves go with floating ones, and others with others. Names count from their last part, so ``"0"`` and
     ``"hidden_states"`` are no obstacle. ``order``, ``known``: see ``align``.
     """
-    found: list[tuple[str, str, Alignment]] = []
+    matched: list[tuple[str, str, Alignment]] = []
     left = dict(jax)
     for named in (True, False):
         for name, array in torch.items():
-            if any(name == used for used, _, _ in found):
+            if any(name == used for used, _, _ in matched):
                 continue
             for other, twin in left.items():
                 if named and name.rpartition(".")[2].lower() != other.rpartition(".")[2].lower():
@@ -222,11 +226,11 @@ def match_leaves(
                     continue
                 way = align(array, twin, order, known)
                 if way is not None:
-                    found.append((name, other, way))
+                    matched.append((name, other, way))
                     del left[other]
                     break
     places = {name: number for number, name in enumerate(torch)}
-    return sorted(found, key=lambda one: places[one[0]])
+    return sorted(matched, key=lambda match: places[match[0]])
 
 
 def _is_floating(array: np.ndarray) -> bool:

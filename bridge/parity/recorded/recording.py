@@ -12,13 +12,21 @@ A leaf of a call is an array somewhere in its arguments or in its output, named 
 number, the others by name, and what lies in tuples, lists, dicts and dataclasses below them joined by dots
 (``"hidden_states"``, ``"1.0"``, ``"past.key"``). An output that is one array has the name ``""``. ``None``, text and
 plain numbers are no leaves: they stay as they were in every rerun.
+
+``tap`` marks a value inside of a model that is compared like a module's output. A model without a loss gets a probe:
+the sum of each output leaf times fixed numbers. Two models may name their outputs and order their axes differently, so
+the numbers are made for torch's leaves and laid out like the arrays that they multiply.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -32,7 +40,7 @@ def checked_dtype(dtype: str, steps: int) -> str:
     """The full name of ``dtype``. ValueError unless it can be tested, as float64 cannot, or for ``steps`` below 0."""
     dtype = full_name(dtype, FLOATING)
     if dtype not in FLOATING or dtype == "float64":
-        choices = ", ".join(one for one in FLOATING if one != "float64")
+        choices = ", ".join(name for name in FLOATING if name != "float64")
         raise ValueError(f"dtype: expected one of {choices}, got {dtype!r}")
     if steps < 0:
         raise ValueError(f"steps: expected 0 or more, got {steps}")
@@ -47,7 +55,7 @@ Heads = tuple[tuple[int, ...], tuple[int, ...]]
 
 def heads_of(module: Any) -> Heads:
     """What a module, or its ``config``, says of its heads."""
-    owners = [vars(one) for one in (module, getattr(module, "config", None)) if hasattr(one, "__dict__")]
+    owners = [vars(part) for part in (module, getattr(module, "config", None)) if hasattr(part, "__dict__")]
     numbers, sizes = (
         tuple(
             dict.fromkeys(
@@ -99,7 +107,11 @@ class Recording:
 
     def find(self, path: str, number: int = 0) -> Call | None:
         """The call of ``path`` with this number."""
-        return next((call for call in self.calls if (call.path, call.number) == (path, number)), None)
+        return self._by_call.get((path, number))
+
+    @cached_property
+    def _by_call(self) -> dict[tuple[str, int], Call]:
+        return {(call.path, call.number): call for call in self.calls}
 
 
 @dataclass(frozen=True)
@@ -207,3 +219,43 @@ class Side(Protocol):
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
         """Train a copy of the model, one step for each batch, by the side's optimizer."""
         ...
+
+
+T = TypeVar("T")
+
+
+_listener: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("twinshard_tap", default=None)
+
+
+def tap(name: str, value: T) -> T:
+    """``value``, which a recorded run notes as the output of a call with path ``name`` and no inputs.
+
+    Outside of a recorded run this is the identity. ``value``: an array, or tuples, lists, dicts and dataclasses of
+    arrays. A function of parameters has no modules: taps are what ``twinshard parity`` can compare inside of it.
+    """
+    listener = _listener.get()
+    return value if listener is None else cast(T, listener(name, value))
+
+
+@contextmanager
+def listening(listener: Callable[[str, Any], Any]) -> Iterator[None]:
+    """While this is open, ``tap(name, value)`` is ``listener(name, value)``."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def probe_values(where: str, shape: Sequence[int]) -> np.ndarray:
+    """Standard normal float64 numbers of ``shape`` for the output leaf at ``place``."""
+    return np.random.default_rng(zlib.crc32(where.encode())).standard_normal(tuple(shape))
+
+
+def in_rows(numbers: np.ndarray, rows: Sequence[int] | None) -> np.ndarray:
+    """Numbers for the outputs of a batch whose rows are in the order ``rows``; None for the order that it has.
+
+    The axis of rows is the first one that is as long; numbers without one stay as they are.
+    """
+    axes = [] if rows is None else [axis for axis, size in enumerate(numbers.shape) if size == len(rows)]
+    return np.take(numbers, np.asarray(rows), axes[0]) if axes else numbers

@@ -50,7 +50,11 @@ class Sampling:
         kept = {size: _positions(size, number) for size, number in samples.items()}
         if len(kept) == 2:
             (size, outer), (inner_size, inner) = kept.items()
-            kept[size * inner_size] = tuple(one * inner_size + other for one in outer for other in inner)
+            kept[size * inner_size] = tuple(
+                outer_position * inner_size + inner_position
+                for outer_position in outer
+                for inner_position in inner
+            )
         for name, leaf in weights.items():
             taken = sorted(kept.keys() & set(leaf.shape))
             if taken:
@@ -72,20 +76,21 @@ class Sampling:
 def _positions(size: int, number: int) -> tuple[int, ...]:
     """Irregular ones, so that no pattern of the model's can hide between them."""
     ends = [size - 1, 0][:number]
+    # Seeded by the size: both captures choose the same positions without talking to each other.
     middle = random.Random(size).sample(range(1, size - 1), number - len(ends))
     return tuple(sorted((*ends, *middle)))
 
 
 def statistics(array: np.ndarray) -> dict[str, object]:
     """Of the whole array, for a reader without it; mean to largest are of the finite elements."""
-    found: dict[str, object] = {"shape": list(array.shape), "dtype": array.dtype.name}
+    numbers: dict[str, object] = {"shape": list(array.shape), "dtype": array.dtype.name}
     if array.size:
         values = array.astype(np.float64).reshape(-1)
         finite = values[np.isfinite(values)]
-        found["nonfinite"] = values.size - finite.size
+        numbers["nonfinite"] = values.size - finite.size
         if finite.size:
             with np.errstate(over="ignore"):
                 norm, mean = float(np.linalg.norm(finite)), float(finite.mean())
-            found |= {"norm": norm, "mean": mean, "rms": norm / math.sqrt(finite.size)}
-            found |= {"least": float(finite.min()), "largest": float(finite.max())}
-    return found
+            numbers |= {"norm": norm, "mean": mean, "rms": norm / math.sqrt(finite.size)}
+            numbers |= {"least": float(finite.min()), "largest": float(finite.max())}
+    return numbers

@@ -63,12 +63,14 @@ class Stored:
         return np.frombuffer(mapped, np.uint8, size, self.offset - start).view(self.dtype).reshape(self.shape)
 
 
-def mapped_together(many: Sequence[Stored]) -> list[np.ndarray]:
+def map_together(many: Sequence[Stored]) -> list[np.ndarray]:
     """Arrays of one file by one map, which takes one file descriptor. Changes in place are seen nowhere else."""
     if not many:
         return []
+    # One map for all: a process may hold 65,530 maps and often 1,024 descriptors, and a large model
+    # has more arrays.
     mapped = mmap.mmap(many[0].file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return [one._within(mapped, 0) for one in many]
+    return [stored._within(mapped, 0) for stored in many]
 
 
 class Store:
@@ -84,6 +86,7 @@ class Store:
         if array.nbytes < LEAST or array.nbytes == 0:
             return array
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        # What one module returns the next ones are given: many arrays come twice.
         digest = hashlib.blake2b(data, digest_size=16).digest()
         if self._file is None:
             # The file has no name and outlives this call: the system frees it when nothing maps or holds it.
@@ -97,6 +100,8 @@ class Store:
     def _write(self, file: IO[bytes], rest: memoryview) -> None:
         try:
             while rest:
+                # ``pwrite`` writes 2 GB at most in one call, and less where the disk is nearly
+                # full.
                 done = os.pwrite(file.fileno(), rest, self._size)
                 self._size += done
                 rest = rest[done:]
@@ -111,9 +116,9 @@ class Store:
 
     def leaves(self, arrays: Mapping[str, np.ndarray] | None = None) -> StoredLeaves:
         """A new mapping with these arrays in it."""
-        found = StoredLeaves(self)
-        found.update(arrays or {})
-        return found
+        leaves = StoredLeaves(self)
+        leaves.update(arrays or {})
+        return leaves
 
 
 class StoredLeaves(MutableMapping[str, np.ndarray]):
@@ -124,8 +129,8 @@ class StoredLeaves(MutableMapping[str, np.ndarray]):
         self._kept: dict[str, Stored | np.ndarray] = {}
 
     def __getitem__(self, name: str) -> np.ndarray:
-        one = self._kept[name]
-        return one.array() if isinstance(one, Stored) else one
+        kept = self._kept[name]
+        return kept.array() if isinstance(kept, Stored) else kept
 
     def __setitem__(self, name: str, array: np.ndarray) -> None:
         self._kept[name] = self._store.keep(array)
@@ -142,24 +147,24 @@ class StoredLeaves(MutableMapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self._kept)
 
-    def kept(self, name: str) -> Stored | np.ndarray:
+    def location(self, name: str) -> Stored | np.ndarray:
         """Where an array is, or the array if it is in memory."""
         return self._kept[name]
 
-    def stored(self, name: str) -> Stored:
+    def file_location(self, name: str) -> Stored:
         """Where an array is. ``KeyError`` for one that is in memory."""
-        one = self._kept[name]
-        if not isinstance(one, Stored):
-            raise KeyError(f"{name}: expected an array in a file, got one of {one.nbytes} bytes in memory")
-        return one
+        kept = self._kept[name]
+        if not isinstance(kept, Stored):
+            raise KeyError(f"{name}: expected an array in a file, got one of {kept.nbytes} bytes in memory")
+        return kept
 
     @property
     def resident(self) -> int:
         """Bytes that are in memory."""
-        return sum(one.nbytes for one in self._kept.values() if isinstance(one, np.ndarray))
+        return sum(kept.nbytes for kept in self._kept.values() if isinstance(kept, np.ndarray))
 
-    def only(self, names: Mapping[str, object]) -> StoredLeaves:
+    def select(self, names: Mapping[str, object]) -> StoredLeaves:
         """Those among ``names``, in that order, without another copy."""
-        found = StoredLeaves(self._store)
-        found._kept = {name: self._kept[name] for name in names if name in self._kept}
-        return found
+        selected = StoredLeaves(self._store)
+        selected._kept = {name: self._kept[name] for name in names if name in self._kept}
+        return selected

@@ -40,6 +40,7 @@ _FORMAT = "twinshard trace 2"
 _HEADER, _READABLE = "twinshard.trace", "trace.json"
 _GROUPS = ("inputs", "outputs", "gradients")
 _ROUNDINGS = 2.0
+"""Two runs in the compute dtype are each off by one rounding."""
 
 
 class TraceError(Exception):
@@ -66,7 +67,7 @@ def write_trace(
     """
     dtype = checked_dtype(dtype, steps)
     check_new(path)
-    taken = Taken.of(side, batch, ("float64", dtype), steps, samples)
+    taken = Capture.of(side, batch, ("float64", dtype), steps, samples)
     taken.write(path, dict(batch_leaves(batch)))
 
 
@@ -77,7 +78,7 @@ def check_new(path: str | os.PathLike[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Taken:
+class Capture:
     """What a trace will hold. ``statistics``: of the arrays before samples were taken of them."""
 
     header: Mapping[str, Any]
@@ -93,33 +94,35 @@ class Taken:
         dtypes: Sequence[str],
         steps: int = 3,
         samples: Mapping[int, int] | None = None,
-    ) -> Taken:
+    ) -> Capture:
         """Run a side in ``dtypes``, of which the last is the compute dtype."""
         weights = side.weights()
         sampling = Sampling.of(samples, weights)
-        found: dict[str, np.ndarray] = {f"weights:{name}": array for name, array in weights.items()}
+        arrays: dict[str, np.ndarray] = {f"weights:{name}": array for name, array in weights.items()}
         buffers = side.buffers()
-        found.update((f"buffers:{name}", array) for name, array in buffers.items())
+        arrays.update((f"buffers:{name}", array) for name, array in buffers.items())
         numbers: dict[str, Mapping[str, Any]] = {}
         runs, trained = {}, {}
-        for one in dtypes:
+        for run_dtype in dtypes:
             whole: dict[str, np.ndarray] = {}
-            runs[one] = _kept(side.record(batch, one), f"{one}:", whole)
+            runs[run_dtype] = _keep_run(side.record(batch, run_dtype), f"{run_dtype}:", whole)
             numbers.update((name, statistics(array)) for name, array in whole.items())
-            found.update(
+            arrays.update(
                 (
                     name,
-                    array if name.startswith((f"{one}:gradient:", f"{one}:buffer:")) else sampling.cut(array),
+                    array
+                    if name.startswith((f"{run_dtype}:gradient:", f"{run_dtype}:buffer:"))
+                    else sampling.cut(array),
                 )
                 for name, array in whole.items()
             )
-        for one in dtypes if steps else ():
-            training = side.train([batch] * steps, one)
-            trained[one] = list(training.losses)
+        for run_dtype in dtypes if steps else ():
+            training = side.train([batch] * steps, run_dtype)
+            trained[run_dtype] = list(training.losses)
             between = ((f"step {step}", leaves) for step, leaves in enumerate(training.between, 2))
             for when, leaves in (("first", training.first), *between, ("last", training.last)):
-                found.update({f"{one}:{when}:{name}": array for name, array in leaves.items()})
-        numbers.update((name, statistics(array)) for name, array in found.items() if name not in numbers)
+                arrays.update({f"{run_dtype}:{when}:{name}": array for name, array in leaves.items()})
+        numbers.update((name, statistics(array)) for name, array in arrays.items() if name not in numbers)
         header: dict[str, Any] = {
             "format": _FORMAT,
             "framework": side.framework,
@@ -133,14 +136,14 @@ class Taken:
             "trained": trained,
             "samples": {str(size): list(kept) for size, kept in sampling.kept.items()},
         }
-        return cls(header, found, numbers, sampling)
+        return cls(header, arrays, numbers, sampling)
 
     def write(self, path: str | os.PathLike[str], batch: Leaves, notes: Sequence[str] = ()) -> None:
         """Write the trace with the arrays of its batch, and with what a report of it must say.
 
         ``ValueError`` for a size of samples that no array has.
         """
-        shapes = {size for one in self.statistics.values() for size in one["shape"]}
+        shapes = {size for numbers in self.statistics.values() for size in numbers["shape"]}
         for size in map(int, list(self.header["samples"])[:2]):
             if size not in shapes:
                 raise ValueError(
@@ -158,13 +161,40 @@ class Taken:
             for name, array in arrays.items():
                 for box in writer.chunks(name):
                     writer.write(name, box, np.asarray(array[box.slices()], order="C"))
-        numbers = {**self.statistics, **{f"batch:{name}": statistics(one) for name, one in batch.items()}}
+        numbers = {**self.statistics, **{f"batch:{name}": statistics(array) for name, array in batch.items()}}
         text = json.dumps(plain_json({**header, "statistics": numbers}), indent=1, allow_nan=False) + "\n"
         (folder / _READABLE).write_text(text, encoding="utf-8")
 
 
+class OneRecording:
+    """What a ``Side`` refuses whose model cannot run again as it is asked to. ``runs_once``: why."""
+
+    runs_once = "a trace cannot run a module"
+
+    def load(self, weights: Leaves) -> None:
+        raise NotRecorded(f"its weights cannot be changed: {self.runs_once}")
+
+    def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
+        raise NotRecorded(f"its batch has one order: {self.runs_once}")
+
+    def rerun(
+        self,
+        dtype: str,
+        path: str,
+        number: int,
+        inputs: Leaves,
+        *,
+        cotangents: Leaves | None = None,
+        replaced: Replacements | None = None,
+    ) -> Rerun:
+        raise NotRecorded(self.runs_once)
+
+    def forget(self) -> None:
+        """Nothing is kept for reruns."""
+
+
 @dataclass(frozen=True)
-class TraceSide:
+class TraceSide(OneRecording):
     """A trace, read. ``path``: of its directory."""
 
     path: Path
@@ -180,6 +210,7 @@ class TraceSide:
         """Raises ``TraceError`` for what is no trace."""
         folder = Path(path)
         try:
+            # A trace travels between machines, and half of an upload would be compared as zeros.
             problems = verify(folder).problems
             if problems:
                 raise TraceError(
@@ -194,13 +225,7 @@ class TraceSide:
         if not isinstance(header, dict) or header.get("format") != _FORMAT:
             raise TraceError(f"{folder}: expected a trace of format {_FORMAT!r}, got {header!r:.80}")
         return cls(
-            folder,
-            header["framework"],
-            header["separator"],
-            header["dtype"],
-            header["steps"],
-            header,
-            arrays,
+            folder, header["framework"], header["separator"], header["dtype"], header["steps"], header, arrays
         )
 
     @property
@@ -221,8 +246,8 @@ class TraceSide:
     @property
     def samples(self) -> Mapping[str, Sequence[int]]:
         """Positions that were kept of axes, by the size of the axis; see ``Sampling``."""
-        found: Mapping[str, Sequence[int]] = self.header["samples"]
-        return found
+        samples: Mapping[str, Sequence[int]] = self.header["samples"]
+        return samples
 
     def batch(self) -> dict[str, np.ndarray]:
         """The arrays of the batch, by their places in it."""
@@ -242,9 +267,6 @@ class TraceSide:
         )
         return (*self.header.get("left_out", ()), *missing)
 
-    def load(self, weights: Leaves) -> None:
-        raise NotRecorded(f"{self.path}: the weights of a trace cannot be changed")
-
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
         """The recorded run; the batch is that of the trace. See ``has_float64``."""
         recorded = self._recorded(dtype, "runs")
@@ -263,24 +285,6 @@ class TraceSide:
         buffers = self._leaves({name: f"{prefix}buffer:{name}" for name in run.get("buffers", ())}, dtype)
         loss = run["loss"]
         return Recording(dtype, calls, None if loss is None else float(loss), gradients, buffers)
-
-    def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
-        raise NotRecorded("a trace has its batch in one order")
-
-    def rerun(
-        self,
-        dtype: str,
-        path: str,
-        number: int,
-        inputs: Leaves,
-        *,
-        cotangents: Leaves | None = None,
-        replaced: Replacements | None = None,
-    ) -> Rerun:
-        raise NotRecorded("a trace cannot run a module")
-
-    def forget(self) -> None:
-        """Nothing is kept for reruns."""
 
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
         """The recorded training. See ``has_float64``."""
@@ -303,15 +307,16 @@ class TraceSide:
         """The dtype of the recorded run that is the one in ``dtype``, or stands for it."""
         if dtype in self.header[what] or (dtype == "float64" and not self.has_float64):
             return dtype if dtype in self.header[what] else self.dtype
-        found = ", ".join(self.header[what]) or "none"
+        recorded = ", ".join(self.header[what]) or "none"
         raise NotRecorded(
-            f"{self.path}: expected a run in {dtype}, got {found}; compare traces of one compute dtype"
+            f"{self.path}: expected a run in {dtype}, got {recorded}; compare traces of one compute dtype"
         )
 
     def _leaves(self, keys: Mapping[str, str], dtype: str) -> dict[str, np.ndarray]:
         leaves = {leaf: self.arrays[key] for leaf, key in keys.items()}
         if self.has_float64 or dtype == "float64":
             return leaves
+        # The values themselves would make a floor of zero, and any difference a fault.
         factor = 1 + _ROUNDINGS * epsilon(self.dtype)
         return {
             leaf: array if array.dtype.kind in "iub" else array.astype(np.float64) * factor
@@ -319,7 +324,7 @@ class TraceSide:
         }
 
 
-def _kept(run: Recording, prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+def _keep_run(run: Recording, prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     calls = []
     for index, call in enumerate(run.calls):
         entry: dict[str, Any] = {
@@ -336,22 +341,17 @@ def _kept(run: Recording, prefix: str, arrays: dict[str, np.ndarray]) -> dict[st
         calls.append(entry)
     arrays.update({f"{prefix}gradient:{name}": array for name, array in run.gradients.items()})
     arrays.update({f"{prefix}buffer:{name}": array for name, array in run.buffers.items()})
-    return {
-        "loss": run.loss,
-        "calls": calls,
-        "gradients": list(run.gradients),
-        "buffers": list(run.buffers),
-    }
+    return {"loss": run.loss, "calls": calls, "gradients": list(run.gradients), "buffers": list(run.buffers)}
 
 
-def batch_leaves(batch: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:
+def batch_leaves(batch: Any, where: str = "") -> Iterator[tuple[str, np.ndarray]]:
     """Arrays and numbers of a batch; what is neither is left out."""
     if isinstance(batch, Mapping | list | tuple):
         items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
         for key, value in items:
-            yield from batch_leaves(value, f"{place}.{key}" if place else str(key))
+            yield from batch_leaves(value, f"{where}.{key}" if where else str(key))
     elif batch is not None and not isinstance(batch, str):
-        yield place, np.asarray(batch)
+        yield where, np.asarray(batch)
 
 
 def is_trace(path: str | os.PathLike[str]) -> bool:

@@ -8,17 +8,18 @@ before.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from bridge.parity.partners.rows import Row, ratio_of, row_of
-from bridge.parity.partners.runs import CallPair, Runs, in_layout, same_call
+from bridge.parity.partners.runs import CallPair, Runs, calls_around, in_layout, leaf_pair
 from bridge.parity.partners.weight_map import Key, WeightMap
-from bridge.parity.recorded.distance import distance, noise
+from bridge.parity.recorded.distance import FACTOR, distance, noise
 from bridge.parity.recorded.recording import Call, Leaves, Rerun
+from bridge.parity.stages.forward import Forward
 
 
 def gradient_rows(runs: Runs, weights: WeightMap, least: Mapping[str, float]) -> Iterator[Row]:
@@ -27,34 +28,27 @@ def gradient_rows(runs: Runs, weights: WeightMap, least: Mapping[str, float]) ->
     ``least``: what rounding is known to do to a parameter's gradient, by JAX name.
     """
     high, low = (weights.to_jax(run.gradients, gradients=True) for run in (runs.torch_high, runs.torch_low))
-    for name, found in runs.jax_high.gradients.items():
+    for name, jax_high in runs.jax_high.gradients.items():
         if name not in high:
             continue
         twin = high[name]
         floor = max(
             noise(low.get(name), twin, runs.dtype),
-            noise(runs.jax_low.gradients.get(name), found, runs.dtype),
+            noise(runs.jax_low.gradients.get(name), jax_high, runs.dtype),
             least.get(name, 0.0),
         )
-        yield row_of("gradients", (weights.owners(name), name), twin, found, floor, dtype=runs.dtype)
+        yield row_of("gradients", (weights.owners(name), name), twin, jax_high, floor, dtype=runs.dtype)
 
 
 def activation_rows(runs: Runs, pairs: Sequence[CallPair]) -> Iterator[Row]:
     """A row for each floating output leaf of each pair of calls: the loss's gradient by it, from the last call on."""
     for pair in reversed(pairs):
-        torch_low, jax_low = same_call(runs.torch_low, pair.torch), same_call(runs.jax_low, pair.jax)
-        for name, other, way in pair.outputs:
-            if name not in pair.torch.gradients or other not in pair.jax.gradients:
+        for name, jax_name, way in pair.outputs:
+            if name not in pair.torch.gradients or jax_name not in pair.jax.gradients:
                 continue
-            high, found = way.to_jax(pair.torch.gradients[name]), pair.jax.gradients[other]
-            theirs = None if torch_low is None else torch_low.gradients.get(name)
-            ours = None if jax_low is None else jax_low.gradients.get(other)
-            floor = max(
-                noise(None if theirs is None else way.to_jax(theirs), high, runs.dtype),
-                noise(ours, found, runs.dtype),
-            )
             names = (pair.modules.torch, pair.modules.jax)
-            row = row_of("backward", names, high, found, floor, dtype=runs.dtype, kind=pair.torch.kind)
+            values = leaf_pair(runs, pair, "gradients", (name, jax_name, way))
+            row = row_of("backward", names, *values, dtype=runs.dtype, kind=pair.torch.kind)
             yield replace(row, leaf=name, call=pair.number, layout=str(way))
 
 
@@ -63,31 +57,34 @@ def backward_alone(runs: Runs, pair: CallPair, weights: WeightMap) -> tuple[floa
 
     NaN where the module's output has no gradient, or where the module cannot be run alone.
     """
-    theirs = {name: pair.torch.gradients[name] for name, _, _ in pair.outputs if name in pair.torch.gradients}
-    if not theirs:
+    cotangents = {
+        name: pair.torch.gradients[name] for name, _, _ in pair.outputs if name in pair.torch.gradients
+    }
+    if not cotangents:
         return math.nan, ""
-    ours = in_layout(pair.outputs, theirs)
+    jax_cotangents = in_layout(pair.outputs, cotangents)
     torch_inputs = {name: pair.torch.inputs[name] for name, _, _ in pair.inputs}
     jax_inputs = in_layout(pair.inputs, pair.torch.inputs)
-    path, other, number = pair.modules.torch, pair.modules.jax, pair.number
+    path, jax_path, number = pair.modules.torch, pair.modules.jax, pair.number
     try:
         high, low = (
-            runs.torch.rerun(dtype, path, number, torch_inputs, cotangents=theirs)
+            runs.torch.rerun(dtype, path, number, torch_inputs, cotangents=cotangents)
             for dtype in ("float64", runs.dtype)
         )
-        found, found_low = (
-            runs.jax.rerun(dtype, other, number, jax_inputs, cotangents=ours)
+        jax_high, jax_low = (
+            runs.jax.rerun(dtype, jax_path, number, jax_inputs, cotangents=jax_cotangents)
             for dtype in ("float64", runs.dtype)
         )
+    # A module that cannot be called alone is no fault of the model.
     except Exception as error:
         return math.nan, f"not run alone: {type(error).__name__}: {error!s:.200}"
     worst, note = 0.0, ""
-    for what, one, two, one_low, two_low in (
-        *_inputs(pair, high, found, low, found_low),
-        *_parameters(weights, high, found, low, found_low),
+    for what, torch_values, jax_values, torch_coarse, jax_coarse in (
+        *_inputs(pair, high, jax_high, low, jax_low),
+        *_parameters(weights, high, jax_high, low, jax_low),
     ):
-        floor = max(noise(one_low, one, runs.dtype), noise(two_low, two, runs.dtype))
-        ratio = ratio_of(distance(one, two, runs.dtype), floor)
+        floor = max(noise(torch_coarse, torch_values, runs.dtype), noise(jax_coarse, jax_values, runs.dtype))
+        ratio = ratio_of(distance(torch_values, jax_values, runs.dtype), floor)
         if ratio > worst:
             worst, note = ratio, f"in the gradient of {what}"
     return worst, note
@@ -96,21 +93,21 @@ def backward_alone(runs: Runs, pair: CallPair, weights: WeightMap) -> tuple[floa
 Compared = tuple[str, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
 
 
-def _inputs(pair: CallPair, high: Rerun, found: Rerun, low: Rerun, found_low: Rerun) -> Iterator[Compared]:
+def _inputs(pair: CallPair, high: Rerun, jax_high: Rerun, low: Rerun, jax_low: Rerun) -> Iterator[Compared]:
     """Inputs that are one tensor have one gradient, the sum: a side may be given it once, and the other three times."""
-    given = {**pair.jax.inputs, **in_layout(pair.inputs, pair.torch.inputs)}
+    jax_inputs = {**pair.jax.inputs, **in_layout(pair.inputs, pair.torch.inputs)}
     for name, other, way in pair.inputs:
-        if name in high.input_gradients and other in found.input_gradients:
-            ours = _summed(name, pair.torch.inputs, high, low)
-            theirs = _summed(other, given, found, found_low)
-            known = way.to_jax(ours.known) & theirs.known
-            low_values = None if ours.low is None else way.to_jax(ours.low) * known
+        if name in high.input_gradients and other in jax_high.input_gradients:
+            torch_sum = _summed(name, pair.torch.inputs, high, low)
+            jax_sum = _summed(other, jax_inputs, jax_high, jax_low)
+            known = way.to_jax(torch_sum.known) & jax_sum.known
+            low_values = None if torch_sum.low is None else way.to_jax(torch_sum.low) * known
             yield (
                 f"its input {name}",
-                way.to_jax(ours.high) * known,
-                theirs.high * known,
+                way.to_jax(torch_sum.high) * known,
+                jax_sum.high * known,
                 low_values,
-                None if theirs.low is None else theirs.low * known,
+                None if jax_sum.low is None else jax_sum.low * known,
             )
 
 
@@ -172,21 +169,21 @@ def places_in(whole: np.ndarray, part: np.ndarray) -> Places | None:
 
 
 def _parameters(
-    weights: WeightMap, high: Rerun, found: Rerun, low: Rerun, found_low: Rerun
+    weights: WeightMap, high: Rerun, jax_high: Rerun, low: Rerun, jax_low: Rerun
 ) -> Iterator[Compared]:
     """Those that one torch parameter, or some, make whole; layers of a stack count as parameters of their own."""
     translated, translated_low = (weights.parts_to_jax(run.gradients, gradients=True) for run in (high, low))
-    for name, gradient in found.gradients.items():
+    for name, gradient in jax_high.gradients.items():
         key = _key(name, weights)
         twin = translated.get(key)
         if twin is not None and twin.size == gradient.size:
-            theirs = translated_low.get(key)
+            coarse = translated_low.get(key)
             yield (
                 name,
                 twin.reshape(gradient.shape),
                 gradient,
-                None if theirs is None else theirs.reshape(gradient.shape),
-                found_low.gradients.get(name),
+                None if coarse is None else coarse.reshape(gradient.shape),
+                jax_low.gradients.get(name),
             )
 
 
@@ -195,23 +192,29 @@ def _key(name: str, weights: WeightMap) -> Key:
     if name in weights.sources:
         return name, ()
     parts = name.split("/")
-    for place, part in enumerate(parts):
-        base = "/".join((*parts[:place], *parts[place + 1 :]))
+    for index, part in enumerate(parts):
+        base = "/".join((*parts[:index], *parts[index + 1 :]))
         if part.isdecimal() and base in weights.sources:
             return base, (int(part),)
     return name, ()
 
 
-def blamed(suspects: set[int], pairs: Sequence[CallPair], runs: Runs, faulty: set[int]) -> set[int]:
+def innermost_suspects(
+    suspects: set[int], pairs: Sequence[CallPair], runs: Runs, faulty: set[int]
+) -> set[int]:
     """Those of the suspects inside of which no other pair is suspected, in either direction. All are indices."""
     index = {id(pair.torch): number for number, pair in enumerate(pairs)}
     explained = set()
     for number in suspects | faulty:
-        explained |= {index[id(call)] for call in _around(pairs[number].torch, runs) if id(call) in index}
+        explained |= {
+            index[id(call)]
+            for call in calls_around(pairs[number].torch, runs.torch_high)
+            if id(call) in index
+        }
     return suspects - explained - faulty
 
 
-def suspects_without_running(
+def suspects_without_reruns(
     rows: Sequence[Row], gradients: Sequence[Row], pairs: Sequence[CallPair], local: Mapping[int, float]
 ) -> set[int]:
     """Indices of pairs that could not run alone, such as taps, and in which a difference of gradients begins.
@@ -225,15 +228,15 @@ def suspects_without_running(
         pair for pair in pairs if (pair.modules.torch, pair.number) in differing or _one_sided_gradient(pair)
     ]
     wrong = [name for row in gradients if row.counts for name in row.name.split(", ")]
-    found = set()
+    suspects = set()
     for number, pair in enumerate(pairs):
         path = pair.modules.torch
         if not math.isnan(local[number]) or (path, pair.number) not in agreeing:
             continue
         own = any(name.startswith(f"{path}." if path else "") for name in wrong)
         if own or any(_gives(giver.torch, pair.torch) for giver in givers):
-            found.add(number)
-    return found
+            suspects.add(number)
+    return suspects
 
 
 def _one_sided_gradient(pair: CallPair) -> bool:
@@ -248,16 +251,57 @@ def _one_sided_gradient(pair: CallPair) -> bool:
 def _gives(giver: Call, taker: Call) -> bool:
     """Whether an output of one call is an input of the other."""
     return giver is not taker and any(
-        np.array_equal(output, given)
+        np.array_equal(output, taken)
         for output in giver.outputs.values()
-        for given in taker.inputs.values()
-        if output.dtype.kind == "f" and output.shape == given.shape
+        for taken in taker.inputs.values()
+        if output.dtype.kind == "f" and output.shape == taken.shape
     )
 
 
-def _around(call: Call, runs: Runs) -> Iterator[Call]:
-    calls = runs.torch_high.calls
-    parent = call.parent
-    while parent is not None:
-        yield calls[parent]
-        parent = calls[parent].parent
+def without_shifted(rows: Iterable[Row], pairs: Sequence[CallPair], forward: Forward) -> list[Row]:
+    """Gradients of modules whose share another one has are no twins of each other."""
+    names = {(pairs[n].modules.torch, pairs[n].number): where for n, where in forward.shifted.items()}
+    return [
+        replace(row, verdict="same", note=f"made up for in {names[row.name, row.call]}")
+        if (row.name, row.call) in names
+        else row
+        for row in rows
+    ]
+
+
+def with_blame(
+    rows: Sequence[Row],
+    gradients: Sequence[Row],
+    pairs: Sequence[CallPair],
+    runs: Runs,
+    weights: WeightMap,
+    forward: Forward,
+) -> list[Row]:
+    index_of = {(pair.modules.torch, pair.number): number for number, pair in enumerate(pairs)}
+    # Also of modules that were acquitted because what they were given without a twin was wrong.
+    faulty = {
+        index_of[row.name, row.call]
+        for row in forward.rows
+        if row.stage == "forward"
+        and row.local > FACTOR
+        and index_of[row.name, row.call] not in forward.shifted
+    }
+    reruns = {
+        number: (math.nan, "") if number in forward.shifted else backward_alone(runs, pair, weights)
+        for number, pair in enumerate(pairs)
+    }
+    local = {number: ratio for number, (ratio, _) in reruns.items()}
+    suspects = {number for number, ratio in local.items() if ratio > FACTOR}
+    if not any(row.counts for row in forward.rows):
+        suspects |= suspects_without_reruns(rows, gradients, pairs, local)
+    guilty = innermost_suspects(suspects, pairs, runs, faulty)
+    judged = []
+    for row in rows:
+        number = index_of[row.name, row.call]
+        ratio, note = reruns[number]
+        if number in guilty:
+            row = replace(row, verdict="introduced", local=ratio, note=note)
+        elif row.counts:
+            row = replace(row, verdict="inherited", local=ratio)
+        judged.append(row)
+    return judged

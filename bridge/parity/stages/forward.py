@@ -1,33 +1,56 @@
 """Outputs of partner modules, and which module a difference comes from.
 
-Each pair of calls is compared twice. Once as it happened, where a difference may come from above. And once alone: the
-JAX module runs on torch's inputs, and the partner modules inside of it return torch's outputs::
+Each pair of calls is compared twice: as it happened, where a difference may come from above, and alone (see
+``rerun_module``). What differs alone was introduced by this module and nothing else: each fault is found, not only the
+first, and a module after a fault is acquitted.
 
-    torch:  x ---> [ norm ] -n-> [ attention ] -a-> ( + ) ---> y          as recorded, float64
-                      |               |
-    JAX:    x ---> [ n     ] --> [ a         ] --> ( + ) ---> y'          only the layer's own code runs
+Torch may give every layer's attention a table (cosines and sines) that JAX computes elsewhere or in another shape. If
+the table is wrong, each attention differs when it runs alone, and none of them is to blame::
 
-What differs then, in the output or in what the inner modules were given, was introduced by this module and nothing
-else: each fault is found, not only the first, and a module after a fault is acquitted.
+    model  --> rotary table --> layers.0.self_attn, layers.1.self_attn, ...       all differ: the model made the table
+
+Where all modules of a kind that get the same such input differ, the difference is introduced by the module around them.
+
+Below float32 a module also shows whether both sides lose as much to the dtype. A softmax, a norm or a router that one
+side computes in float32 and the other in bfloat16 is the same in float64. In bfloat16 it rounds elsewhere::
+
+    torch  bfloat16 -> [ norm in float32  ] -> bfloat16      |low - high| = 3.1e-3
+    JAX    bfloat16 -> [ norm in bfloat16 ] -> bfloat16      |low - high| = 3.3e-3      |torch - JAX| = 3.3e-3, else 0
+
+Two right programs may cast in another order, so rounding elsewhere counts only where the other modules of the kind
+round alike. A softmax in bfloat16 inside of an attention that casts in another order anyway is not seen.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bridge.parity.causes.makers import moved_to_makers
 from bridge.parity.partners.rows import Row, row_of
-from bridge.parity.partners.runs import CallPair, Runs, children_of, ended, largest_ratio, same_call
-from bridge.parity.recorded.distance import FACTOR, noise
-from bridge.parity.stages.alone import Alone, run_alone
-from bridge.parity.stages.precision import odd_ones, precision_rows
+from bridge.parity.partners.runs import (
+    CallPair,
+    Runs,
+    calls_around,
+    children_of,
+    inner_first,
+    largest_ratio,
+    leaf_pair,
+)
+from bridge.parity.recorded.distance import FACTOR, epsilon
+from bridge.parity.stages.rerun_module import ModuleRerun, Rounding, rerun_module
 
 _EQUAL = 0.04
 """Ratio below which float64 runs are equal: what float32 constants leave is larger."""
+COARSER = 2.0
+"""How much more one side may lose to the compute dtype: right pairs differ by up to 1.4, by the order of casts."""
+_FEW = 256
+"""Elements below which a norm of rounding errors is chance."""
+_APART, _ALIKE = 0.5, 0.1
+"""Of the rounding error: how far a module's sides are apart that round elsewhere, and how far at most if alike."""
 
 
 @dataclass(frozen=True)
@@ -41,112 +64,208 @@ class Forward:
 
 def compare_forward(runs: Runs, pairs: Sequence[CallPair]) -> Forward:
     """A row for each output leaf of each pair of calls."""
-    place = {id(pair): number for number, pair in enumerate(pairs)}
-    found: dict[int, Alone] = {}
+    index = {id(pair): number for number, pair in enumerate(pairs)}
+    reruns: dict[int, ModuleRerun] = {}
     shifted: dict[int, str] = {}
-    for pair in ended(runs, pairs):
+    # Inner modules first: what a module is acquitted of depends on those inside of it.
+    ordered = inner_first(runs, pairs)
+    for pair in ordered:
         inner = children_of(pair, pairs, runs)
-        alone = run_alone(runs, pair, inner)
-        for one, torch_number in zip(inner.pairs, inner.torch, strict=True):
+        rerun = rerun_module(runs, pair, inner)
+        for child, torch_number in zip(inner.pairs, inner.torch, strict=True):
             # OPT adds the offset of its positions inside of the table's module, or before.
-            number = place[id(one)]
+            number = index[id(child)]
             if (
                 number not in shifted
-                and found[number].places
-                and largest_ratio(runs, one, "outputs") <= _EQUAL
+                and reruns[number].differences
+                and largest_ratio(runs, child, "outputs") <= _EQUAL
             ):
-                alone = alone.without(one.modules.name + (f"#{torch_number}" if torch_number else ""))
+                rerun = rerun.without(child.modules.name + (f"#{torch_number}" if torch_number else ""))
                 shifted[number] = pair.modules.name
         own: list[CallPair] = []
-        for one in inner.pairs if alone.places else ():
-            number = place[id(one)]
-            if number in shifted or not found[number].places:
+        for child in inner.pairs if rerun.differences else ():
+            number = index[id(child)]
+            if number in shifted or not reruns[number].differences:
                 continue
             # With its own inner module instead of torch's: Gemma's embedding is scaled inside or after. What a fault
-            # of the inner module spoils would be a new place.
-            whole = run_alone(runs, pair, inner, own=[*own, one])
-            if whole.places < alone.places:
-                alone = whole
-                own.append(one)
+            # of the inner module spoils would be a new difference.
+            with_own = rerun_module(runs, pair, inner, own=[*own, child])
+            if with_own.differences < rerun.differences:
+                rerun = with_own
+                own.append(child)
                 shifted[number] = pair.modules.name
-        found[place[id(pair)]] = alone
+        reruns[index[id(pair)]] = rerun
     rows = [
         row
-        for pair in ended(runs, pairs)
-        for row in _rows(runs, pair, found[place[id(pair)]], shifted.get(place[id(pair)]))
+        for pair in ordered
+        for row in _rows(runs, pair, reruns[index[id(pair)]], shifted.get(index[id(pair)]))
     ]
-    rows = moved_to_makers(_without_running(rows, runs, pairs), runs, pairs)
+    rows = blame_first_fault(_without_reruns(rows, runs, pairs), runs, pairs)
     return Forward(tuple(odd_ones(rows)), shifted)
 
 
-def _without_running(rows: Sequence[Row], runs: Runs, pairs: Sequence[CallPair]) -> list[Row]:
+def _without_reruns(rows: Sequence[Row], runs: Runs, pairs: Sequence[CallPair]) -> list[Row]:
     """Verdicts of modules that could not run alone, as in traces.
 
     A difference begins where the inputs are the same and none begins inside. A module inside that gets other inputs
     has a difference, too, but not one of its own.
     """
-    of = {(pair.modules.torch, pair.number): pair for pair in pairs}
+    pair_of = {(pair.modules.torch, pair.number): pair for pair in pairs}
     explained: set[tuple[str, int]] = set()
-    found = []
+    judged = []
     for row in rows:
         if row.verdict == "differs":
-            pair = of[row.name, row.call]
+            pair = pair_of[row.name, row.call]
             inner = children_of(pair, pairs, runs).pairs
-            inside = any((one.modules.torch, one.number) in explained for one in inner)
+            inside = any((child.modules.torch, child.number) in explained for child in inner)
             begins = not inside and not largest_ratio(runs, pair, "inputs") > FACTOR
             if inside or begins:
                 explained.add((row.name, row.call))
             row = replace(row, verdict="introduced" if begins else "inherited")
-        found.append(row)
-    return found
+        judged.append(row)
+    return judged
 
 
-def _rows(runs: Runs, pair: CallPair, alone: Alone, shifted: str | None) -> Iterator[Row]:
-    matched = pair.outputs
-    if not matched:
+def _rows(runs: Runs, pair: CallPair, rerun: ModuleRerun, shifted: str | None) -> Iterator[Row]:
+    names = pair.modules.torch, pair.modules.jax
+    if not pair.outputs:
         shapes = [
             {name: leaf.shape for name, leaf in call.outputs.items()} for call in (pair.torch, pair.jax)
         ]
-        yield _unmatched(pair, f"no output of torch, {shapes[0]}, fits one of JAX, {shapes[1]}")
+        note = f"not compared: no output of torch, {shapes[0]}, fits one of JAX, {shapes[1]}"
+        row = row_of("forward", names, np.zeros(()), np.zeros(()), 0.0, kind=pair.torch.kind)
+        yield replace(row, call=pair.number, verdict="unknown", note=note)
         return
-    low = same_call(runs.torch_low, pair.torch), same_call(runs.jax_low, pair.jax)
-    for position, (name, other, way) in enumerate(matched):
-        high = way.to_jax(pair.torch.outputs[name])
-        torch_low = None if low[0] is None else way.to_jax(low[0].outputs[name])
-        jax_low = None if low[1] is None else low[1].outputs.get(other)
-        floor = max(noise(torch_low, high, runs.dtype), noise(jax_low, pair.jax.outputs[other], runs.dtype))
-        local = alone.outputs.get(other, math.nan)
+    for position, (name, jax_name, way) in enumerate(pair.outputs):
+        local = rerun.outputs.get(jax_name, math.nan)
+        # What a module gives to those inside has no row of its own: the first output stands for it.
         if position == 0 and not math.isnan(local):
-            local = max(local, alone.given)
-        row = row_of(
-            "forward",
-            (pair.modules.torch, pair.modules.jax),
-            high,
-            pair.jax.outputs[other],
-            floor,
-            dtype=runs.dtype,
-            kind=pair.torch.kind,
-            local=local,
-        )
+            local = max(local, rerun.worst_inner)
+        values = leaf_pair(runs, pair, "outputs", (name, jax_name, way))
+        row = row_of("forward", names, *values, dtype=runs.dtype, kind=pair.torch.kind, local=local)
         row = replace(
             row,
             leaf=name,
             call=pair.number,
             layout=str(way),
-            note="; ".join(filter(None, (alone.note, way.doubt))),
-            cause=alone.cause if local > FACTOR else "",
+            note="; ".join(filter(None, (rerun.note, way.doubt))),
+            cause=rerun.cause if local > FACTOR else "",
         )
         if shifted is not None:
-            row = replace(
-                row, verdict="same", note=f"made up for in {shifted}: {row.cause or 'another share'}"
-            )
+            note = f"made up for in {shifted}: {row.cause or 'another share'}"
+            row = replace(row, verdict="same", note=note)
         yield row
         if position == 0 and not row.counts and shifted is None:
-            yield from precision_rows(row, alone.outputs, alone.coarse, runs.dtype)
+            yield from precision_rows(row, rerun.outputs, rerun.coarse, runs.dtype)
 
 
-def _unmatched(pair: CallPair, note: str) -> Row:
-    nothing = np.zeros(())
-    names = (pair.modules.torch, pair.modules.jax)
-    row = row_of("forward", names, nothing, nothing, 0.0, kind=pair.torch.kind)
-    return replace(row, call=pair.number, verdict="unknown", note=f"not compared: {note}")
+def blame_first_fault(rows: Sequence[Row], runs: Runs, pairs: Sequence[CallPair]) -> list[Row]:
+    """The rows, with the blame for an input without a twin moved to the innermost pair around all that get it."""
+    blamed = {(row.name, row.call) for row in rows if row.verdict == "introduced" and row.stage == "forward"}
+    groups: dict[tuple[str, str], list[CallPair]] = {}
+    for pair in pairs:
+        if pair.without_twin:
+            groups.setdefault((pair.torch.kind, _fingerprint(pair)), []).append(pair)
+    moved = list(rows)
+    for (module_kind, _), members in groups.items():
+        names = {(pair.modules.torch, pair.number) for pair in members}
+        # One module that is right with this input acquits the input.
+        if len(members) < 2 or not names <= blamed:
+            continue
+        maker = _around_all(members, runs, pairs)
+        if maker is None:
+            continue
+        inputs = ", ".join(members[0].without_twin)
+        note = f"in {inputs}, which every {module_kind} gets and which has no twin"
+        for index, row in enumerate(moved):
+            if row.stage != "forward":
+                continue
+            if (row.name, row.call) in names and row.verdict == "introduced":
+                made_in = f"{inputs} made in {maker.modules.name}"
+                moved[index] = replace(row, verdict="inherited", note=made_in)
+            elif (row.name, row.call) == (maker.modules.torch, maker.number):
+                worst = max(member.local for member in rows if (member.name, member.call) in names)
+                moved[index] = replace(row, verdict="introduced", local=worst, note=note)
+    return moved
+
+
+def _fingerprint(pair: CallPair) -> str:
+    """Of the inputs without a twin, which a large model gives to hundreds of calls."""
+    digest = hashlib.sha256()
+    for name in pair.without_twin:
+        digest.update(pair.torch.inputs[name].tobytes())
+    return digest.hexdigest()
+
+
+def _around_all(members: Sequence[CallPair], runs: Runs, pairs: Sequence[CallPair]) -> CallPair | None:
+    """The innermost pair whose torch call has all these inside."""
+    by_call = {id(pair.torch): pair for pair in pairs}
+    chains = [list(calls_around(pair.torch, runs.torch_high)) for pair in members]
+    for call in chains[0]:
+        if id(call) in by_call and all(any(call is other for other in chain) for chain in chains):
+            return by_call[id(call)]
+    return None
+
+
+def precision_rows(
+    row: Row, outputs: Collection[str], coarse: Mapping[str, Rounding], dtype: str
+) -> Iterator[Row]:
+    """A row for a module, from its forward row: nothing in float32.
+
+    ``coarse``: by output leaf and by what the module gives to modules inside of it; ``outputs`` says which of them are
+    outputs. The row's ``ratio`` is that of the two errors, its ``local`` the distance in the dtype over their mean.
+    """
+    if epsilon(dtype) <= epsilon("float32") or math.prod(row.shape) < _FEW:
+        return
+    ratios = {
+        where: loss.floor / min(loss.torch, loss.jax)
+        for where, loss in coarse.items()
+        if min(loss.torch, loss.jax) > 0
+    }
+    if not ratios:
+        return
+    where = max(ratios, key=lambda name: ratios[name])
+    ratio, worst = ratios[where], coarse[where]
+    apart = max(2 * loss.between / (loss.torch + loss.jax) for loss in coarse.values() if loss.floor > 0)
+    row = replace(
+        row, stage="precision", error=worst.floor, floor=min(worst.torch, worst.jax), ratio=ratio, local=apart
+    )
+    if not ratio > COARSER:
+        yield replace(row, verdict="same", cause="", note="")
+        return
+    side, other = ("JAX", "torch") if worst.jax > worst.torch else ("torch", "JAX")
+    cause = (
+        f"{side} loses {ratio:.2g} times as much to {dtype} as {other}: a part that one side keeps in float32"
+    )
+    note = "" if where in outputs else f"in what it gives as {where}"
+    yield replace(row, verdict="introduced", cause=cause, note=note)
+
+
+def odd_ones(rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows, with verdicts by what the other modules of a kind do.
+
+    A module that rounds elsewhere although all others of its kind round alike is odd. One that loses more, as others of
+    its kind do that round elsewhere, too, shows what the two frameworks' kernels are like (BatchNorm), and is not.
+    """
+    by_kind: dict[str, list[float]] = {}
+    for row in rows:
+        if row.stage == "precision":
+            by_kind.setdefault(row.kind, []).append(row.local)
+    for row in rows:
+        if row.stage == "precision":
+            others = list(by_kind[row.kind])
+            others.remove(row.local)
+            row = _among(row, others)
+        yield row
+
+
+def _among(row: Row, others: Sequence[float]) -> Row:
+    if not others:
+        return row
+    alike = max(others) < _ALIKE
+    if row.verdict == "introduced" and not alike:
+        return replace(row, verdict="same", note=f"so do others of {row.kind}: {row.cause}", cause="")
+    if row.verdict == "same" and alike and row.local > _APART:
+        cause = f"the two sides round elsewhere, which no other {row.kind} does: a part that one of them keeps in "
+        return replace(row, verdict="introduced", cause=f"{cause}float32")
+    return row

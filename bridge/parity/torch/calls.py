@@ -21,14 +21,14 @@ from bridge.parity.torch.leaves import (
     has_objects,
     is_leaf,
     leaves_of,
-    mapped,
+    map_leaves,
     to_numpy,
     to_torch,
 )
 
 
 @dataclass
-class Given:
+class CallArguments:
     """What is needed to make a call again: arguments with slots in place of leaves, and the state around."""
 
     args: tuple[Any, ...]
@@ -38,7 +38,7 @@ class Given:
 
 
 @dataclass
-class Noted:
+class CallRecord:
     """A call as long as the run lasts."""
 
     path: str
@@ -46,7 +46,7 @@ class Noted:
     kind: str
     parent: int | None
     inputs: Leaves
-    given: Given | None
+    arguments: CallArguments | None
     heads: Heads = ((), ())
     outputs: Leaves = field(default_factory=dict)
     gradients: MutableMapping[str, np.ndarray] = field(default_factory=dict)
@@ -56,16 +56,16 @@ class Noted:
         parent = None if self.parent is None or self.parent < shift else self.parent - shift
         made = self.gradients
         gradients = (
-            made.only(self.outputs)
+            made.select(self.outputs)
             if isinstance(made, StoredLeaves)
-            else {place: made[place] for place in self.outputs if place in made}
+            else {where: made[where] for where in self.outputs if where in made}
         )
         return Call(
             self.path, self.number, self.kind, self.inputs, self.outputs, gradients, parent, self.heads
         )
 
 
-class Watched:
+class GradientWatch:
     """A floating output whose gradient is noted.
 
     The module around goes on with ``view``: the gradient of the output itself would be that of all its uses, also of
@@ -73,26 +73,28 @@ class Watched:
     out of the graph. Then the gradient of ``new`` is noted: the output as it was made, None if not in this call.
     """
 
-    def __init__(self, noted: Noted, place: str, output: torch.Tensor, new: torch.Tensor | None) -> None:
+    def __init__(
+        self, record: CallRecord, where: str, output: torch.Tensor, new: torch.Tensor | None
+    ) -> None:
         self.view = output.view_as(output)
-        self._noted, self._place = noted, place
+        self._record, self._place = record, where
         self._made = self.view.grad_fn
         self.view.register_hook(lambda gradient: self._note(gradient, changed=False))
         self._changed: bool | None = None
         if new is not None:
             new.register_hook(lambda gradient: self._note(gradient, changed=True))
 
-    def forward_ended(self) -> None:
+    def end_forward(self) -> None:
         """From now on gradients are those of the loss."""
         self._changed = self.view.grad_fn is not self._made
         del self.view, self._made
 
     def _note(self, gradient: torch.Tensor, changed: bool) -> None:
         if self._changed is changed:
-            self._noted.gradients[self._place] = to_numpy(gradient)
+            self._record.gradients[self._place] = to_numpy(gradient)
 
 
-class Seen(NamedTuple):
+class TensorHistory(NamedTuple):
     """A tensor that modules were given or returned; kept so that no other tensor gets its id.
 
     ``new``: the output of ``call`` itself, if the tensor is a view of it; ``made``: the tensor's history since then.
@@ -120,16 +122,18 @@ class Recorder:
         replaced: Replacements | None = None,
         store: Store | None = None,
     ) -> None:
-        self.calls: list[Noted] = []
+        self.calls: list[CallRecord] = []
         self._leaves: Callable[..., MutableMapping[str, np.ndarray]] = dict if store is None else store.leaves
         self.replaced = dict(replaced or {})
         self._paths = dict(paths)
         self._counts: Counter[str] = Counter()
         self._keep = keep
         self._open: list[tuple[nn.Module, int]] = []
-        self._watched: list[Watched] = []
+        self._watched: list[GradientWatch] = []
         self._seen = {
-            id(one): Seen(one, None, -1, None) for module in paths for one in module.parameters(recurse=False)
+            id(tensor): TensorHistory(tensor, None, -1, None)
+            for module in paths
+            for tensor in module.parameters(recurse=False)
         }
 
     @contextmanager
@@ -137,6 +141,8 @@ class Recorder:
         """Recording. Calls in a backward, which checkpointing makes, belong outside."""
         handles = []
         for module in self._paths:
+            # First among the hooks: a hook of the model's own may change the arguments, and that is
+            # part of the call.
             handles.append(module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._end, with_kwargs=True))
         try:
@@ -144,33 +150,36 @@ class Recorder:
         finally:
             for handle in handles:
                 handle.remove()
+            # Tensors were kept so that no other one got their ids; the backward needs their memory.
             self._seen.clear()
-            for one in self._watched:
-                one.forward_ended()
+            for watch in self._watched:
+                watch.end_forward()
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         path = self._paths[module]
         leaves = leaves_of(arguments(args, kwargs))
         inputs = self._leaves()
-        for place, leaf in leaves.items():
-            inputs[place] = to_numpy(leaf)
+        for where, leaf in leaves.items():
+            inputs[where] = to_numpy(leaf)
         parent = self._open[-1][1] if self._open else None
-        given = None if self._keep is None else self._given(args, kwargs, self._keep)
+        kept_arguments = None if self._keep is None else self._keep_arguments(args, kwargs, self._keep)
         index = len(self.calls)
         self._open.append((module, index))
-        kind, heads = type(module).__name__, heads_of(module)
-        noted = Noted(path, self._counts[path], kind, parent, inputs, given, heads)
-        noted.outputs, noted.gradients = self._leaves(), self._leaves()
-        self.calls.append(noted)
+        class_name, heads = type(module).__name__, heads_of(module)
+        record = CallRecord(path, self._counts[path], class_name, parent, inputs, kept_arguments, heads)
+        record.outputs, record.gradients = self._leaves(), self._leaves()
+        self.calls.append(record)
         self._counts[path] += 1
         for leaf in leaves.values():
-            self._seen.setdefault(id(leaf), Seen(leaf, None, index - 1, leaf.grad_fn))
+            self._seen.setdefault(id(leaf), TensorHistory(leaf, None, index - 1, leaf.grad_fn))
 
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: dict[int, Any]) -> Given:
-        def slot(place: str, value: Any) -> Any:
-            return Slot(place, value.device, value.dtype, value.stride()) if is_leaf(value) else value
+    def _keep_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: dict[int, Any]
+    ) -> CallArguments:
+        def slot(where: str, value: Any) -> Any:
+            return Slot(where, value.device, value.dtype, value.stride()) if is_leaf(value) else value
 
-        everything = mapped(arguments(args, kwargs), slot)
+        everything = map_leaves(arguments(args, kwargs), slot)
         if has_objects(everything):
             # Such as a cache, into which the call will write.
             everything = _copied(everything, dict(keep))
@@ -179,36 +188,36 @@ class Recorder:
         kept = dict(zip(names, values[len(args) :], strict=True))
         device = next((leaf.device.type for leaf in leaves_of(arguments(args, kwargs)).values()), "cpu")
         autocast = (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        return Given(tuple(values[: len(args)]), kept, random_state(), autocast)
+        return CallArguments(tuple(values[: len(args)]), kept, random_state(), autocast)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         # A call that raised is open still, if the module around it caught the error.
         while self._open[-1][0] is not module:
             self._open.pop()
         _, index = self._open.pop()
-        noted = self.calls[index]
+        record = self.calls[index]
         leaves = leaves_of(output)
-        noted.outputs = self._leaves({place: to_numpy(leaf) for place, leaf in leaves.items()})
-        instead = self.replaced.pop((noted.path, noted.number), {})
-        check_leaves(instead, noted.outputs, f"the output of {noted.path!r}, call {noted.number}")
+        record.outputs = self._leaves({where: to_numpy(leaf) for where, leaf in leaves.items()})
+        instead = self.replaced.pop((record.path, record.number), {})
+        check_leaves(instead, record.outputs, f"the output of {record.path!r}, call {record.number}")
 
-        def change(place: str, value: Any) -> Any:
+        def change(where: str, value: Any) -> Any:
             if not is_leaf(value):
                 return value
-            if place in instead:
-                value = fresh_leaf(instead[place], value.device, value.dtype)
+            if where in instead:
+                value = fresh_leaf(instead[where], value.device, value.dtype)
             if not (value.is_floating_point() and value.requires_grad and torch.is_grad_enabled()):
-                self._seen.setdefault(id(value), Seen(value, None, index, None))
+                self._seen.setdefault(id(value), TensorHistory(value, None, index, None))
                 return value
-            known = self._seen.setdefault(id(value), Seen(value, value, index, value.grad_fn))
+            known = self._seen.setdefault(id(value), TensorHistory(value, value, index, value.grad_fn))
             inside = known.call >= index and known.made is value.grad_fn
             new = known.new if inside else None
-            self._watched.append(Watched(noted, place, value, new))
+            self._watched.append(GradientWatch(record, where, value, new))
             view = self._watched[-1].view
-            self._seen[id(view)] = Seen(view, new, known.call if inside else index, view.grad_fn)
+            self._seen[id(view)] = TensorHistory(view, new, known.call if inside else index, view.grad_fn)
             return view
 
-        changed = mapped(output, change)
+        changed = map_leaves(output, change)
         return None if changed is output else changed
 
 
@@ -232,18 +241,19 @@ def fresh_leaf(
     if dtype.is_floating_point and torch.is_grad_enabled():
         tensor.requires_grad_()
     if stride is None or 0 in stride:
+        # A leaf that needs a gradient may not be changed in place; its clone may.
         return tensor.clone()
     return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=device).copy_(tensor)
 
 
-def check_leaves(given: Leaves, known: Leaves, where: str) -> None:
+def check_leaves(leaves: Leaves, known: Leaves, where: str) -> None:
     """KeyError for a leaf that is not there, ValueError for one of another shape."""
-    for place, array in given.items():
-        if place not in known:
-            raise KeyError(f"{where} has no leaf {place!r}: expected one of {sorted(known)}")
-        if np.shape(array) != known[place].shape:
+    for where_in_call, array in leaves.items():
+        if where_in_call not in known:
+            raise KeyError(f"{where} has no leaf {where_in_call!r}: expected one of {sorted(known)}")
+        if np.shape(array) != known[where_in_call].shape:
             raise ValueError(
-                f"{where}, leaf {place!r}: expected shape {known[place].shape}, got {np.shape(array)}"
+                f"{where}, leaf {where_in_call!r}: expected shape {known[where_in_call].shape}, got {np.shape(array)}"
             )
 
 
@@ -259,6 +269,6 @@ def set_random_state(state: Sequence[torch.Tensor]) -> None:
         torch.cuda.set_rng_state_all(state[1:])
 
 
-def filled(tree: Any, leaf: Callable[[Slot], torch.Tensor]) -> Any:
+def fill_slots(tree: Any, leaf: Callable[[Slot], torch.Tensor]) -> Any:
     """Kept arguments with ``leaf(slot)`` in place of each slot."""
-    return mapped(tree, lambda _, value: leaf(value) if isinstance(value, Slot) else value)
+    return map_leaves(tree, lambda _, value: leaf(value) if isinstance(value, Slot) else value)

@@ -31,7 +31,7 @@ def is_leaf(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
 
 
-def mapped(tree: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
+def map_leaves(tree: Any, change: Callable[[str, Any], Any], where: str = "") -> Any:
     """The tree with ``change(place, value)`` for each value that is no container.
 
     Containers: tuples, named tuples, lists, dicts and dataclasses, which includes the outputs of ``transformers``. A
@@ -40,11 +40,11 @@ def mapped(tree: Any, change: Callable[[str, Any], Any], place: str = "") -> Any
     if not isinstance(tree, type):
         parts = _parts(tree)
         if parts is not None:
-            new = [mapped(value, change, f"{place}.{key}" if place else str(key)) for key, value in parts]
-            if all(one is value for one, (_, value) in zip(new, parts, strict=True)):
+            new = [map_leaves(value, change, f"{where}.{key}" if where else str(key)) for key, value in parts]
+            if all(item is value for item, (_, value) in zip(new, parts, strict=True)):
                 return tree
             return _of_parts(tree, [key for key, _ in parts], new)
-    return change(place, tree)
+    return change(where, tree)
 
 
 def _parts(tree: Any) -> list[tuple[Any, Any]] | None:
@@ -57,7 +57,7 @@ def _parts(tree: Any) -> list[tuple[Any, Any]] | None:
     ):  # before dataclasses: a ModelOutput is both, and has only what is not None as items
         return list(tree.items())
     if dataclasses.is_dataclass(tree) and not isinstance(tree, Slot):
-        fields = [one.name for one in dataclasses.fields(tree) if hasattr(tree, one.name)]
+        fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
         return [(name, getattr(tree, name)) for name in fields]
     return None
 
@@ -77,19 +77,19 @@ def _of_parts(tree: Any, keys: list[Any], values: list[Any]) -> Any:
 
 def leaves_of(tree: Any) -> dict[str, torch.Tensor]:
     """The leaves by place. ValueError for two leaves of one place, such as ``{"a.b": x, "a": {"b": y}}``."""
-    found: dict[str, torch.Tensor] = {}
+    by_place: dict[str, torch.Tensor] = {}
 
-    def note(place: str, value: Any) -> Any:
+    def note(where: str, value: Any) -> Any:
         if is_leaf(value):
-            if place in found:
+            if where in by_place:
                 raise ValueError(
-                    f"two arrays at {place!r}: keys with a dot make places ambiguous; rename one"
+                    f"two arrays at {where!r}: keys with a dot make places ambiguous; rename one"
                 )
-            found[place] = value
+            by_place[where] = value
         return value
 
-    mapped(tree, note)
-    return found
+    map_leaves(tree, note)
+    return by_place
 
 
 def arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -118,15 +118,15 @@ def deep_copy(value: Any, memo: dict[int, Any]) -> Any:
 
 def has_objects(tree: Any) -> bool:
     """Whether the tree holds anything but slots, numbers, text and None."""
-    found = False
+    seen = False
 
     def look(_: str, value: Any) -> Any:
-        nonlocal found
-        found = found or not isinstance(value, (Slot, *PLAIN))
+        nonlocal seen
+        seen = seen or not isinstance(value, (Slot, *PLAIN))
         return value
 
-    mapped(tree, look)
-    return found
+    map_leaves(tree, look)
+    return seen
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -150,10 +150,10 @@ def to_numpy(tensor: torch.Tensor, *, copy: bool = True) -> np.ndarray:
 
 def to_torch(array: np.ndarray, device: torch.device | None = None) -> torch.Tensor:
     """A copy, in the array's own dtype."""
-    return shared(np.array(array, order="C")).to(device)
+    return share_memory(np.array(array, order="C")).to(device)
 
 
-def shared(array: np.ndarray) -> torch.Tensor:
+def share_memory(array: np.ndarray) -> torch.Tensor:
     """A tensor of the same memory."""
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

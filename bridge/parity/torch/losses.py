@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bridge.parity.recorded.probe import in_rows, probe_values
-from bridge.parity.torch.leaves import cast, leaves_of, mapped, to_torch
+from bridge.parity.recorded.recording import in_rows, probe_values
+from bridge.parity.torch.leaves import cast, leaves_of, map_leaves, to_torch
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -29,10 +29,10 @@ def as_tensors(batch: Any, dtype: torch.dtype, device: torch.device) -> Any:
         whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
         return (value.long() if whole else cast(value, dtype)).to(device)
 
-    return mapped(batch, tensor)
+    return map_leaves(batch, tensor)
 
 
-def called(model: nn.Module, batch: Any) -> Any:
+def call_model(model: nn.Module, batch: Any) -> Any:
     """The model's output for a batch that is its only argument, its arguments (tuple, list) or its keywords (dict)."""
     if isinstance(batch, dict):
         return model(**batch)
@@ -52,10 +52,10 @@ def probe_loss(
     an output without floating leaves.
     """
     terms: list[torch.Tensor] = []
-    for place, leaf in leaves_of(called(model, batch)).items():
-        if leaf.is_floating_point() and leaf.numel() and (numbers is None or place in numbers):
+    for where, leaf in leaves_of(call_model(model, batch)).items():
+        if leaf.is_floating_point() and leaf.numel() and (numbers is None or where in numbers):
             wide = torch.promote_types(leaf.dtype, torch.float32)
-            own = probe_values(str(len(terms)), leaf.shape) if numbers is None else numbers[place]
+            own = probe_values(str(len(terms)), leaf.shape) if numbers is None else numbers[where]
             factors = torch.from_numpy(np.array(in_rows(own, rows) / math.sqrt(leaf.numel())))
             terms.append((leaf.to(wide) * factors.to(leaf.device, wide)).sum())
     if not terms:
@@ -70,12 +70,12 @@ def next_token_loss(model: nn.Module, tokens: Any) -> torch.Tensor:
     ValueError for a batch of another kind.
     """
     if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.dtype != torch.int64:
-        kind = (
+        got = (
             f"{tokens.dtype} {list(tokens.shape)}"
             if isinstance(tokens, torch.Tensor)
             else type(tokens).__name__
         )
-        raise ValueError(f"next_token: expected a batch of integer tokens [B, T + 1], got {kind}")
+        raise ValueError(f"next_token: expected a batch of integer tokens [B, T + 1], got {got}")
     output = model(tokens[:, :-1])
     logits = getattr(output, "logits", output)
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -91,8 +91,8 @@ def in_order(loss: Loss, rows: Sequence[int]) -> Loss:
     return partial(own, rows=rows) if getattr(loss, "func", loss) is probe_loss else loss
 
 
-def described(batch: Any) -> str:
+def describe(batch: Any) -> str:
     """The leaves of a batch with dtypes and shapes, for errors."""
     leaves = leaves_of(batch)
-    named = [f"{place or 'array'} {str(leaf.dtype)[6:]} {list(leaf.shape)}" for place, leaf in leaves.items()]
+    named = [f"{where or 'array'} {str(leaf.dtype)[6:]} {list(leaf.shape)}" for where, leaf in leaves.items()]
     return ", ".join(named) or "no arrays"

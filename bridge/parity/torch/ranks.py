@@ -15,11 +15,10 @@ from torch import nn
 
 from bridge.core.text import first_lines
 from bridge.parity.recorded.distance import distance, epsilon
-from bridge.parity.recorded.probe import probe_values
-from bridge.parity.recorded.recording import Call, Leaves
+from bridge.parity.recorded.recording import Call, Leaves, probe_values
 from bridge.parity.recorded.trace import TraceError, batch_leaves
 from bridge.parity.torch.leaves import leaves_of, whole
-from bridge.parity.torch.losses import Loss, called
+from bridge.parity.torch.losses import Loss, call_model
 
 T = TypeVar("T")
 _LIKE = 64.0
@@ -52,35 +51,37 @@ class Ranks:
             raise ValueError(
                 "a sharded model: expected a process group on all ranks, found none; run under torchrun"
             )
+        # Objects go over gloo: NCCL would send them through the GPU's memory, and the default group
+        # may have none.
         group = dist.new_group(backend="gloo")
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, _described(batch), group)
-        for rank, (problem, _, _, _) in enumerate(found):
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, _describe(batch), group)
+        for rank, (problem, _, _, _) in enumerate(by_rank):
             if problem:
                 raise ValueError(f"batch of rank {rank}: {problem}")
-        for what, place in (("arrays", 1), ("rows", 2)):
-            for rank, one in enumerate(found):
-                if one[place] != found[0][place]:
+        for what, part in (("arrays", 1), ("rows", 2)):
+            for rank, description in enumerate(by_rank):
+                if description[part] != by_rank[0][part]:
                     raise ValueError(
-                        f"batch of rank {rank}: expected as many {what} as rank 0 has, {found[0][place]}, got "
-                        f"{one[place]}; only then the mean of the ranks' losses is the loss of all rows"
+                        f"batch of rank {rank}: expected as many {what} as rank 0 has, {by_rank[0][part]}, got "
+                        f"{description[part]}; only then the mean of the ranks' losses is the loss of all rows"
                     )
-        prints = [one[3] for one in found]
-        owner = tuple(prints.index(one) for one in prints)
+        prints = [fingerprint for _, _, _, fingerprint in by_rank]
+        owner = tuple(prints.index(fingerprint) for fingerprint in prints)
         holders = tuple(sorted(set(owner)))
-        counts = {one: owner.count(one) for one in holders}
+        counts = {holder: owner.count(holder) for holder in holders}
         if len(set(counts.values())) > 1:
             raise ValueError(
                 f"batches: expected each to be given to as many ranks as the others, got {list(counts.values())} "
                 f"ranks, the first of which are {list(holders)}; give data-parallel ranks different rows"
             )
-        return cls(group, dist.get_rank(), dist.get_world_size(), found[0][2], holders, owner)
+        return cls(group, dist.get_rank(), dist.get_world_size(), by_rank[0][2], holders, owner)
 
     @property
     def notes(self) -> list[str]:
         return first_lines(self.unlike, _SHOWN, " of these")
 
-    def together(self, action: Callable[[], None]) -> None:
+    def run_on_all(self, action: Callable[[], None]) -> None:
         """Run what does not communicate; where it fails on one rank, all raise."""
         error: Exception | None = None
         try:
@@ -97,22 +98,23 @@ class Ranks:
 
     def mean(self, value: float) -> float:
         """Over the different batches; noted if replicas differ."""
-        found = self._all(value)
+        by_rank = self._all_gather(value)
         for rank, owner in enumerate(self.owner):
-            self._compare("the loss", np.asarray(found[owner]), np.asarray(found[rank]), owner, rank)
-        return math.fsum(found[one] for one in self.holders) / len(self.holders)
+            self._compare("the loss", np.asarray(by_rank[owner]), np.asarray(by_rank[rank]), owner, rank)
+        # Exact, so that the mean does not depend on how many ranks there are.
+        return math.fsum(by_rank[holder] for holder in self.holders) / len(self.holders)
 
     def note_unlike(self, what: str, array: np.ndarray) -> None:
         """Note on rank 0 if the ranks have an array otherwise than rank 0."""
-        for rank, one in enumerate(self._gathered(array)):
-            self._compare(what, array, one, 0, rank)
+        for rank, values in enumerate(self._gather(array)):
+            self._compare(what, array, values, 0, rank)
 
     def whole_batch(self, batch: Any) -> dict[str, np.ndarray]:
         """All rows; on rank 0, elsewhere nothing."""
-        found = self._gathered(dict(batch_leaves(batch)))
+        by_rank = self._gather(dict(batch_leaves(batch)))
         return {
-            name: np.concatenate([found[one][name] for one in self.holders]) if leaf.ndim else leaf
-            for name, leaf in (found[0].items() if found else ())
+            name: np.concatenate([by_rank[holder][name] for holder in self.holders]) if leaf.ndim else leaf
+            for name, leaf in (by_rank[0].items() if by_rank else ())
         }
 
     def whole_calls(self, calls: Sequence[Call]) -> Iterator[tuple[Leaves, Leaves, Leaves]]:
@@ -120,61 +122,64 @@ class Ranks:
 
         ``ValueError`` on all ranks if they called other modules.
         """
-        made = self._all([(one.path, one.number) for one in calls])
+        made = self._all_gather([(call.path, call.number) for call in calls])
         for rank, theirs in enumerate(made):
             if theirs != made[0]:
-                place = next(
+                index = next(
                     (n for n, pair in enumerate(zip(theirs, made[0], strict=False)) if pair[0] != pair[1]),
                     min(len(theirs), len(made[0])),
                 )
-                names = [repr(one[place][0]) if place < len(one) else "none" for one in (made[0], theirs)]
+                names = [
+                    repr(calls_made[index][0]) if index < len(calls_made) else "none"
+                    for calls_made in (made[0], theirs)
+                ]
                 raise ValueError(
-                    f"rank {rank}: expected the calls of rank 0, got another one in place {place}: {names[0]} on rank "
+                    f"rank {rank}: expected the calls of rank 0, got another one in place {index}: {names[0]} on rank "
                     f"0, {names[1]} on rank {rank}"
                 )
         for call in calls:
             yield self._whole_call(call)
 
     def _whole_call(self, call: Call) -> tuple[Leaves, Leaves, Leaves]:
-        found = self._gathered((call.inputs, call.outputs, call.gradients))
-        if not found:
+        by_rank = self._gather((call.inputs, call.outputs, call.gradients))
+        if not by_rank:
             return {}, {}, {}
         where = f"{call.path or '(model)'}" + (f"#{call.number}" if call.number else "")
-        inputs, _ = self._merged(f"an input of {where}", [one[0] for one in found])
-        outputs, ways = self._merged(f"the output of {where}", [one[1] for one in found])
+        inputs, _ = self._merge(f"an input of {where}", [inputs for inputs, _, _ in by_rank])
+        outputs, ways = self._merge(f"the output of {where}", [outputs for _, outputs, _ in by_rank])
         gradients: dict[str, np.ndarray] = {}
         for name, way in ways.items():
-            parts = [found[one][2][name] for one in self.holders if name in found[one][2]]
+            parts = [by_rank[holder][2][name] for holder in self.holders if name in by_rank[holder][2]]
             if len(parts) == len(self.holders):
                 # A rank's loss is one of as many, of which the loss is the mean.
-                joined = _joined(parts, way)
+                joined = _join(parts, way)
                 gradients[name] = (
                     (joined / len(parts)).astype(joined.dtype) if isinstance(way, int) else joined
                 )
         return inputs, outputs, gradients
 
-    def _merged(self, where: str, leaves: Sequence[Leaves]) -> tuple[dict[str, np.ndarray], dict[str, Way]]:
-        found: dict[str, np.ndarray] = {}
+    def _merge(self, where: str, leaves: Sequence[Leaves]) -> tuple[dict[str, np.ndarray], dict[str, Way]]:
+        merged: dict[str, np.ndarray] = {}
         ways: dict[str, Way] = {}
         for name in leaves[0]:
-            arrays = [one[name] for one in leaves if name in one]
+            arrays = [own[name] for own in leaves if name in own]
             what = f"{where}{f', {name},' if name else ''}"
             if len(arrays) < self.size:
                 self.unlike.append(f"{what} is not on all ranks: left out")
                 continue
             for rank, owner in enumerate(self.owner):
                 self._compare(what, arrays[owner], arrays[rank], owner, rank)
-            parts = [arrays[one] for one in self.holders]
+            parts = [arrays[holder] for holder in self.holders]
             way = _way(parts, self.rows)
             if way is None:
                 self.unlike.append(f"{what} does not fit together over the ranks: left out")
             else:
-                ways[name], found[name] = way, _joined(parts, way)
-        return found, ways
+                ways[name], merged[name] = way, _join(parts, way)
+        return merged, ways
 
-    def _compare(self, what: str, one: np.ndarray, other: np.ndarray, first: int, second: int) -> None:
+    def _compare(self, what: str, left: np.ndarray, right: np.ndarray, first: int, second: int) -> None:
         """Note where two replicas differ."""
-        if first != second and not _alike(one, other):
+        if first != second and not _alike(left, right):
             same_rows = self.owner[first] == self.owner[second]
             self.unlike.append(
                 f"{what} differs between ranks {first} and {second}"
@@ -182,19 +187,19 @@ class Ranks:
                 + ": a part of it, or a reduction that is missing"
             )
 
-    def _all(self, value: T) -> list[T]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, self.group)
-        return found
+    def _all_gather(self, value: T) -> list[T]:
+        by_rank: list[Any] = [None] * self.size
+        dist.all_gather_object(by_rank, value, self.group)
+        return by_rank
 
-    def _gathered(self, value: T) -> list[T]:
+    def _gather(self, value: T) -> list[T]:
         """On rank 0 all ranks' values, elsewhere nothing."""
-        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, found, 0, self.group)
-        return found or []
+        by_rank: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, by_rank, 0, self.group)
+        return by_rank or []
 
 
-def _described(batch: Any) -> tuple[str, Any, int, str]:
+def _describe(batch: Any) -> tuple[str, Any, int, str]:
     """A problem or nothing; names; rows; a fingerprint."""
     try:
         leaves = dict(batch_leaves(batch))
@@ -216,8 +221,8 @@ def _way(parts: Sequence[np.ndarray], rows: int) -> Way | None:
     first = parts[0]
     if len(parts) == 1:
         return "mean"
-    shapes = {one.shape for one in parts}
-    equal = len(shapes) == 1 and all(one.tobytes() == first.tobytes() for one in parts)
+    shapes = {part.shape for part in parts}
+    equal = len(shapes) == 1 and all(part.tobytes() == first.tobytes() for part in parts)
     # With one row a leading axis may as well be that of a table which all rows share.
     if len(shapes) == 1 and first.ndim and first.shape[0] == rows and not (equal and rows == 1):
         return 0
@@ -228,27 +233,27 @@ def _way(parts: Sequence[np.ndarray], rows: int) -> Way | None:
     axes = [axis for axis, size in enumerate(first.shape) if size == rows]
     if len(shapes) == 1 and len(axes) == 1:
         return axes[0]
-    return 0 if len({one.shape[1:] for one in parts}) == 1 else None
+    return 0 if len({part.shape[1:] for part in parts}) == 1 else None
 
 
-def _joined(parts: Sequence[np.ndarray], way: Way) -> np.ndarray:
+def _join(parts: Sequence[np.ndarray], way: Way) -> np.ndarray:
     first = parts[0]
     if isinstance(way, int):
         return np.concatenate(parts, way)
-    if all(one.tobytes() == first.tobytes() for one in parts):
+    if all(part.tobytes() == first.tobytes() for part in parts):
         return first
     wide = np.result_type(first.dtype, np.float64)
-    return np.asarray(np.mean([one.astype(wide) for one in parts], 0)).astype(first.dtype)
+    return np.asarray(np.mean([part.astype(wide) for part in parts], 0)).astype(first.dtype)
 
 
-def _alike(one: np.ndarray, other: np.ndarray) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _alike(left: np.ndarray, right: np.ndarray) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    if one.tobytes() == other.tobytes():
+    if left.tobytes() == right.tobytes():
         return True
-    if one.dtype.kind in "iub" or one.dtype.kind == "c":
+    if left.dtype.kind in "iub" or left.dtype.kind == "c":
         return False
-    return distance(one, other).relative <= _LIKE * epsilon(one.dtype.name)
+    return distance(left, right).relative <= _LIKE * epsilon(left.dtype.name)
 
 
 def probe_of_all(ranks: Ranks) -> Loss:
@@ -257,13 +262,13 @@ def probe_of_all(ranks: Ranks) -> Loss:
     def probe(model: nn.Module, batch: Any) -> torch.Tensor:
         index, number = ranks.holders.index(ranks.owner[ranks.rank]), len(ranks.holders)
         terms: list[torch.Tensor] = []
-        for place, found in leaves_of(called(model, batch)).items():
-            leaf = whole(found)
+        for where, output in leaves_of(call_model(model, batch)).items():
+            leaf = whole(output)
             if not (leaf.is_floating_point() and leaf.numel()):
                 continue
             if leaf.ndim == 0 or leaf.shape[0] != ranks.rows:
                 raise ValueError(
-                    f"loss: expected outputs with a first axis of {ranks.rows} rows, got {place or 'one'} of "
+                    f"loss: expected outputs with a first axis of {ranks.rows} rows, got {where or 'one'} of "
                     f"{list(leaf.shape)}; give a loss"
                 )
             wide = torch.promote_types(leaf.dtype, torch.float32)

@@ -21,21 +21,13 @@ import torch
 from torch import nn
 
 from bridge.core.dtype_names import FLOATING, full_name
-from bridge.parity.recorded.recording import (
-    Call,
-    Leaves,
-    Recording,
-    Replacements,
-    Rerun,
-    Training,
-    checked_dtype,
-)
-from bridge.parity.recorded.trace import NotRecorded, Taken, check_new
+from bridge.parity.recorded.recording import Call, Leaves, Recording, Training, checked_dtype
+from bridge.parity.recorded.trace import Capture, OneRecording, check_new
 from bridge.parity.torch.calls import Recorder
-from bridge.parity.torch.copies import device_of, running
 from bridge.parity.torch.leaves import is_sharded, to_numpy
-from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, described
+from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, describe
 from bridge.parity.torch.ranks import Ranks, probe_of_all
+from bridge.parity.torch.run_in_dtype import device_of, running
 from bridge.parity.torch.side import OptimizerFactory, default_optimizer
 
 
@@ -74,24 +66,24 @@ def capture_sharded(
             check_new(path)
         _check(model, loss, reference)
 
-    ranks.together(checked)
+    ranks.run_on_all(checked)
     side = ShardedTorchSide(model, loss, ranks, dtype=dtype, optimizer=optimizer, reference=reference)
     dtypes = (dtype,) if reference is None else ("float64", dtype)
-    taken = Taken.of(side, batch, dtypes, steps, samples)
+    taken = Capture.of(side, batch, dtypes, steps, samples)
     whole = ranks.whole_batch(batch)
 
     def written() -> None:
         if ranks.rank == 0:
             taken.write(path, whole, side.notes)
 
-    ranks.together(written)
+    ranks.run_on_all(written)
 
 
 def _check(model: nn.Module, loss: str | Loss | None, reference: nn.Module | None) -> None:
     if isinstance(loss, str) and loss not in LOSSES:
         raise ValueError(f"expected a loss out of {', '.join(LOSSES)} or a function, got {loss!r}")
-    for what, one in (("model", model), ("reference", reference)):
-        for name, parameter in () if one is None else one.named_parameters():
+    for what, checked in (("model", model), ("reference", reference)):
+        for name, parameter in () if checked is None else checked.named_parameters():
             if parameter.grad is not None:
                 raise ValueError(f"{what}: {name} has a gradient: call zero_grad() before the capture")
     if reference is None:
@@ -112,12 +104,13 @@ def _check(model: nn.Module, loss: str | Loss | None, reference: nn.Module | Non
             )
 
 
-class ShardedTorchSide:
+class ShardedTorchSide(OneRecording):
     """See ``capture_sharded`` and ``Side``. All methods are collectives; rank 0's results are whole.
 
     ``notes``: what did not fit together on the ranks.
     """
 
+    runs_once = "a module of a sharded model cannot run alone"
     framework = "torch"
     separator = "."
     left_out = ()
@@ -142,8 +135,8 @@ class ShardedTorchSide:
         if reference is not None:
             self._models["float64"] = reference
             with torch.no_grad():
-                for one, its in zip(_tensors(reference), _tensors(model), strict=True):
-                    one.copy_(its)
+                for tensor, value in zip(_tensors(reference), _tensors(model), strict=True):
+                    tensor.copy_(value)
 
     @property
     def notes(self) -> list[str]:
@@ -156,9 +149,6 @@ class ShardedTorchSide:
 
     def buffers(self) -> dict[str, np.ndarray]:
         return self._whole("buffer", self._models[self._dtype].named_buffers())
-
-    def load(self, weights: Leaves) -> None:
-        raise NotRecorded("the weights of a sharded model cannot be changed")
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
         model = self._models[dtype]
@@ -174,32 +164,18 @@ class ShardedTorchSide:
                 loss.backward()
             gradients = self._whole(
                 "gradient",
-                ((name, _gradient(one)) for name, one in model.named_parameters() if one.requires_grad),
+                (
+                    (name, _gradient(parameter))
+                    for name, parameter in model.named_parameters()
+                    if parameter.requires_grad
+                ),
             )
-        calls = [noted.call() for noted in recorder.calls]
+        calls = [record.call() for record in recorder.calls]
         merged = [
-            Call(one.path, one.number, kinds[one.path], *groups, one.parent, one.heads)
-            for one, groups in zip(calls, self._ranks.whole_calls(calls), strict=True)
+            Call(call.path, call.number, kinds[call.path], *groups, call.parent, call.heads)
+            for call, groups in zip(calls, self._ranks.whole_calls(calls), strict=True)
         ]
         return Recording(dtype, merged, self._ranks.mean(float(loss.detach())), gradients, buffers)
-
-    def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
-        raise NotRecorded("a sharded model runs with each rank's rows in one order")
-
-    def rerun(
-        self,
-        dtype: str,
-        path: str,
-        number: int,
-        inputs: Leaves,
-        *,
-        cotangents: Leaves | None = None,
-        replaced: Replacements | None = None,
-    ) -> Rerun:
-        raise NotRecorded("a module of a sharded model cannot run alone")
-
-    def forget(self) -> None:
-        """Nothing is kept for reruns."""
 
     def train(self, batches: Sequence[Any], dtype: str = "float32") -> Training:
         model = self._models[dtype]
@@ -223,7 +199,7 @@ class ShardedTorchSide:
         except Exception as error:
             raise ValueError(
                 f"rank {self._ranks.rank}: {type(model).__name__} or its loss refused the batch "
-                f"({described(batch)}): {type(error).__name__}: {error}"
+                f"({describe(batch)}): {type(error).__name__}: {error}"
             ) from error
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             raise ValueError(f"expected the loss to be a floating-point scalar, got {loss!r:.80}")
@@ -235,12 +211,12 @@ class ShardedTorchSide:
 
     def _whole(self, what: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
         """Sharded tensors by their own collectives; others, which all ranks should have alike, are rank 0's."""
-        found = {}
+        whole = {}
         for name, tensor in tensors:
-            found[name] = to_numpy(tensor)
+            whole[name] = to_numpy(tensor)
             if not is_sharded(tensor):
-                self._ranks.note_unlike(f"the {what} of {name}, which is not sharded,", found[name])
-        return found
+                self._ranks.note_unlike(f"the {what} of {name}, which is not sharded,", whole[name])
+        return whole
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -257,13 +233,13 @@ class _Saved:
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Afterwards parameters and buffers have the values of before, and no gradients."""
-    kept = [_Saved(one, one.detach().clone()) for one in _tensors(model)]
+    kept = [_Saved(saved, saved.detach().clone()) for saved in _tensors(model)]
     try:
         yield
     finally:
         with torch.no_grad():
-            for one in kept:
-                one.tensor.copy_(one.values)
+            for saved in kept:
+                saved.tensor.copy_(saved.values)
         for parameter in model.parameters():
             parameter.grad = None
 

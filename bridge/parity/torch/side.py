@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,16 +13,18 @@ import torch
 from torch import nn
 
 from bridge.parity.recorded.recording import Leaves, Recording, Replacements, Rerun, Training
-from bridge.parity.recorded.store import LEAST, Store, StoredLeaves, mapped_together
+from bridge.parity.recorded.store import LEAST, Store, StoredLeaves, map_together
 from bridge.parity.torch.calls import (
-    Noted,
+    CallRecord,
     Recorder,
     check_leaves,
-    filled,
+    fill_slots,
     fresh_leaf,
     set_random_state,
 )
-from bridge.parity.torch.copies import (
+from bridge.parity.torch.leaves import Slot, deep_copy, leaves_of, share_memory, to_numpy, to_torch
+from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, describe, in_order
+from bridge.parity.torch.run_in_dtype import (
     buffers_of,
     check_unsharded,
     copy_in,
@@ -33,9 +34,6 @@ from bridge.parity.torch.copies import (
     second_copy,
     state_of,
 )
-from bridge.parity.torch.faults import Fault, faults_of
-from bridge.parity.torch.leaves import Slot, deep_copy, leaves_of, shared, to_numpy, to_torch
-from bridge.parity.torch.losses import LOSSES, Loss, as_tensors, described, in_order
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -53,26 +51,27 @@ class _Run:
     """
 
     model: nn.Module
-    calls: Sequence[Noted]
+    calls: Sequence[CallRecord]
     weights: StoredLeaves
 
     def shelve(self) -> None:
         """Write the parameters to disk, and keep their shapes only."""
         for name, parameter in self.model.named_parameters():
+            # Subclasses and other devices have no bytes that a file could be mapped to.
             plain = type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
             if plain and parameter.is_contiguous() and parameter.nbytes >= LEAST:
                 self.weights[name] = to_numpy(parameter, copy=False)
                 parameter.data = _only_shape(parameter)
 
     @contextmanager
-    def loaded(self) -> Iterator[nn.Module]:
+    def load_weights(self) -> Iterator[nn.Module]:
         """The model with its parameters mapped; changes in place stay private."""
         parameters = dict(self.model.named_parameters())
         try:
             names = list(self.weights)
-            arrays = mapped_together([self.weights.stored(name) for name in names])
+            arrays = map_together([self.weights.file_location(name) for name in names])
             for name, array in zip(names, arrays, strict=True):
-                parameters[name].data = shared(array)
+                parameters[name].data = share_memory(array)
             yield self.model
         finally:
             for name in self.weights:
@@ -83,13 +82,13 @@ class _Run:
 class TorchSide:
     """A PyTorch model with its loss; see ``Side``. Runs happen on the model's devices and in its mode.
 
-    ``loss``: ``(model, batch) -> scalar tensor``; ``"next_token"``; or ``"probe"``, also None. See ``torch_losses``.
+    ``loss``: ``(model, batch) -> scalar tensor``; ``"next_token"``; or ``"probe"``, also None. See ``losses``.
     ``optimizer``: from parameters to a ``torch.optim.Optimizer``, by default AdamW.
 
     All runs are of copies, each with the same random numbers. In a copy all floating-point parameters and persistent
     buffers have the run's dtype, and all parameters have gradients. Other buffers, such as a rotary embedding's
     frequencies, keep the values that they got when the model was made; they and tensors that are attributes of modules
-    become float64 in a float64 run, in which nothing that goes through torch is computed in less (``torch_float64``),
+    become float64 in a float64 run, in which nothing that goes through torch is computed in less (``run_in_dtype``),
     and keep their dtype in the others.
 
     An output has no gradient if autograd does not come to it, for instance under ``no_grad``; and if it is changed in
@@ -115,38 +114,27 @@ class TorchSide:
         for name, parameter in parameters.items():
             if parameter.is_meta:
                 raise ValueError(f"{name}: a parameter on the meta device has no values; load them first")
-        self._model = model
-        self._loss: Loss = LOSSES[loss or "probe"] if loss is None or isinstance(loss, str) else loss
-        self._optimizer = optimizer or default_optimizer
+        self.model = model
+        self.loss: Loss = LOSSES[loss or "probe"] if loss is None or isinstance(loss, str) else loss
+        self.optimizer = optimizer or default_optimizer
         self._runs: dict[str, _Run] = {}
 
-    def faults(self) -> list[Fault]:
-        """Typical faults that the model can have (``torch_faults``)."""
-        return list(faults_of(self._model))
-
-    def with_fault(self, fault: Fault) -> TorchSide:
-        """A side of a copy of the model that has the fault."""
-        model = copy.deepcopy(self._model)
-        fault.plant(model)
-        return TorchSide(model, self._loss, optimizer=self._optimizer)
-
     def weights(self) -> dict[str, np.ndarray]:
-        """Parameters by name, in their own dtype; tied ones once, sharded ones (DTensors) whole."""
-        return _values(self._model.named_parameters())
+        """Tied ones once."""
+        return _values(self.model.named_parameters())
 
     def buffers(self) -> dict[str, np.ndarray]:
         """Registered buffers by name, persistent or not, in their own dtype."""
-        return _values(buffers_of(self._model))
+        return _values(buffers_of(self.model))
 
     def load(self, weights: Leaves) -> None:
-        """Set all parameters, and the buffers that are given, of the model and of the copies for ``rerun``.
+        """Also the copies for ``rerun``. Values are cast to the model's dtypes.
 
-        Values are cast to the model's dtypes. ValueError names parameters that are missing, what is unexpected or of
-        another shape, and parameters that are sharded. Then none is set.
+        ``ValueError`` also names parameters that are sharded. Then none is set.
         """
-        parameters = dict(self._model.named_parameters())
-        own: dict[str, torch.Tensor] = {**parameters, **dict(buffers_of(self._model))}
-        check_unsharded(self._model)
+        parameters = dict(self.model.named_parameters())
+        own: dict[str, torch.Tensor] = {**parameters, **dict(buffers_of(self.model))}
+        check_unsharded(self.model)
         missing, unexpected = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - own.keys())
         if missing or unexpected:
             raise ValueError(f"weights: missing {missing or 'none'}, unexpected {unexpected or 'none'}")
@@ -167,12 +155,12 @@ class TorchSide:
                         copied.copy_(own[name])
 
     def record(self, batch: Any, dtype: str = "float32", *, backward: bool = True) -> Recording:
-        """Run the model and its loss on a batch of NumPy arrays (floats are cast to ``dtype``, integers to int64).
+        """Floats are cast to ``dtype``, integers to int64.
 
-        ValueError if the model cannot be copied, refuses the batch or is not called by the loss, or if the loss is no
-        scalar. The error names what was given.
+        ``ValueError`` if the model cannot be copied, refuses the batch or is not called by the loss, or if the loss is
+        no scalar.
         """
-        kept = copy_in(self._model, dtype)
+        kept = copy_in(self.model, dtype)
         for parameter in kept.parameters():
             parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
         model, _ = second_copy(kept, kept)
@@ -191,17 +179,17 @@ class TorchSide:
                 gradients = _stored_gradients(loss, model, store)
         self._runs[dtype] = _Run(kept, recorder.calls, store.leaves())
         self._runs[dtype].shelve()
-        calls = [noted.call() for noted in recorder.calls]
+        calls = [record.call() for record in recorder.calls]
         return Recording(dtype, calls, float(loss.detach()), gradients, buffers)
 
     def in_order(self, batch: Any, rows: Sequence[int], dtype: str = "float32") -> Recording:
-        """Loss and gradients of a batch whose rows are in the order ``rows``; no calls, and ``rerun`` knows none."""
-        model = copy_in(self._model, dtype)
+        """See ``Side``."""
+        model = copy_in(self.model, dtype)
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
         with running(model, dtype):
             inputs = as_tensors(batch, getattr(torch, dtype), device_of(model))
-            loss = self._scalar(model, inputs, in_order(self._loss, rows))
+            loss = self._scalar(model, inputs, in_order(self.loss, rows))
             gradients = _stored_gradients(loss, model, Store())
         return Recording(dtype, [], float(loss.detach()), gradients)
 
@@ -225,66 +213,70 @@ class TorchSide:
         index = next(
             (
                 index
-                for index, noted in enumerate(run.calls if run else ())
-                if (noted.path, noted.number) == (path, number)
+                for index, record in enumerate(run.calls if run else ())
+                if (record.path, record.number) == (path, number)
             ),
             None,
         )
         if run is None or index is None:
             raise KeyError(f"{where}: no such call was recorded in {dtype}")
-        noted = run.calls[index]
-        check_leaves(inputs, noted.inputs, f"the input of {where}")
-        check_leaves(cotangents or {}, noted.outputs, f"the output of {where}")
-        with run.loaded() as whole_model:
-            return self._again(whole_model, dtype, noted, inputs, cotangents, replaced)
+        record = run.calls[index]
+        check_leaves(inputs, record.inputs, f"the input of {where}")
+        check_leaves(cotangents or {}, record.outputs, f"the output of {where}")
+        with run.load_weights() as whole_model:
+            return self._again(whole_model, dtype, record, inputs, cotangents, replaced)
 
     def _again(
         self,
         whole_model: nn.Module,
         dtype: str,
-        noted: Noted,
+        record: CallRecord,
         inputs: Leaves,
         cotangents: Leaves | None,
         replaced: Replacements | None,
     ) -> Rerun:
-        path, where = noted.path, f"{noted.path!r}, call {noted.number}"
-        assert noted.given is not None
+        path, where = record.path, f"{record.path!r}, call {record.number}"
+        assert record.arguments is not None
         model, memo = second_copy(whole_model.get_submodule(path), whole_model)
         names = {id(parameter): name for name, parameter in whole_model.named_parameters()}
-        paths = {memo[id(module)]: one for one, module in whole_model.named_modules() if id(module) in memo}
+        paths = {memo[id(module)]: name for name, module in whole_model.named_modules() if id(module) in memo}
         recorder = Recorder(paths, replaced=replaced)
-        given = {place: inputs.get(place, array) for place, array in noted.inputs.items()}
+        arrays = {where: inputs.get(where, array) for where, array in record.inputs.items()}
         leaves: dict[str, torch.Tensor] = {}
         input_gradients: dict[str, np.ndarray] = {}
 
         def leaf(slot: Slot) -> torch.Tensor:
-            tensor = fresh_leaf(given[slot.place], slot.device, slot.dtype, slot.stride)
+            tensor = fresh_leaf(arrays[slot.place], slot.device, slot.dtype, slot.stride)
             leaves[slot.place] = tensor
             if tensor.requires_grad and cotangents is not None:
-                tensor.register_hook(lambda one: input_gradients.update({slot.place: to_numpy(one)}))
+                tensor.register_hook(
+                    lambda gradient: input_gradients.update({slot.place: to_numpy(gradient)})
+                )
             return tensor
 
-        device, on, low = noted.given.autocast
+        device, on, low = record.arguments.autocast
         with running(whole_model, dtype):
-            set_random_state(noted.given.random)
-            args, kwargs = filled(deep_copy((noted.given.args, noted.given.kwargs), memo), leaf)
+            set_random_state(record.arguments.random)
+            args, kwargs = fill_slots(deep_copy((record.arguments.args, record.arguments.kwargs), memo), leaf)
             zeros = {
-                place: one.detach().clone().zero_() for place, one in leaves.items() if one.requires_grad
+                where: tensor.detach().clone().zero_()
+                for where, tensor in leaves.items()
+                if tensor.requires_grad
             }
             with recorder.on(), torch.autocast(device, dtype=low, enabled=on):
                 output = model(*args, **kwargs)
             if recorder.replaced:
-                lost = ", ".join(f"{one!r}, call {count}" for one, count in recorder.replaced)
+                lost = ", ".join(f"{name!r}, call {count}" for name, count in recorder.replaced)
                 raise KeyError(f"{where} made no call of {lost}: its output cannot be replaced")
             gradients: dict[str, np.ndarray] = {}
             if cotangents is not None:
                 _backward(leaves_of(output), cotangents)
                 input_gradients = {
-                    place: input_gradients.get(place, to_numpy(zero)) for place, zero in zeros.items()
+                    where: input_gradients.get(where, to_numpy(zero)) for where, zero in zeros.items()
                 }
-                gradients = _gradients((names[id(one)], one) for one in model.parameters())
+                gradients = _gradients((names[id(parameter)], parameter) for parameter in model.parameters())
         own, *inside = recorder.calls
-        return Rerun(own.outputs, [one.call(shift=1) for one in inside], input_gradients, gradients)
+        return Rerun(own.outputs, [call.call(shift=1) for call in inside], input_gradients, gradients)
 
     def forget(self) -> None:
         """Free the copies and calls that ``rerun`` needs."""
@@ -298,17 +290,17 @@ class TorchSide:
         """
         if not batches:
             raise ValueError("expected at least one batch to train on, got none")
-        if not any(parameter.requires_grad for parameter in self._model.parameters()):
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ValueError(
-                f"{type(self._model).__name__}: all parameters are frozen, so it cannot be trained: compare without "
+                f"{type(self.model).__name__}: all parameters are frozen, so it cannot be trained: compare without "
                 "training (steps = 0), or set requires_grad"
             )
-        model = copy_in(self._model, dtype)
+        model = copy_in(self.model, dtype)
         losses: list[float] = []
         reached: list[Leaves] = []
         store = Store()
         with running(model, dtype):
-            optimizer = self._optimizer(model.parameters())
+            optimizer = self.optimizer(model.parameters())
             for step, batch in enumerate(batches):
                 loss = self._scalar(model, as_tensors(batch, getattr(torch, dtype), device_of(model)))
                 losses.append(float(loss.detach()))
@@ -321,17 +313,17 @@ class TorchSide:
 
     def _scalar(self, model: nn.Module, batch: Any, loss_of: Loss | None = None) -> torch.Tensor:
         try:
-            loss = (loss_of or self._loss)(model, batch)
+            loss = (loss_of or self.loss)(model, batch)
         except Exception as error:
             raise ValueError(
-                f"{type(model).__name__} or its loss refused the batch ({described(batch)}): "
+                f"{type(model).__name__} or its loss refused the batch ({describe(batch)}): "
                 f"{type(error).__name__}: {error}"
             ) from error
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            found = (
+            got = (
                 f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             )
-            raise ValueError(f"expected the loss to be a floating-point scalar, got {found}")
+            raise ValueError(f"expected the loss to be a floating-point scalar, got {got}")
         return loss.reshape(())
 
 
@@ -340,21 +332,25 @@ def _only_shape(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _values(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
-    return {name: to_numpy(one) for name, one in tensors}
+    return {name: to_numpy(tensor) for name, tensor in tensors}
 
 
 def _stored(tensors: Iterable[tuple[str, torch.Tensor]], store: Store) -> Leaves:
-    found = store.leaves()
+    leaves = store.leaves()
     for name, tensor in tensors:
-        found[name] = to_numpy(tensor, copy=tensor.nbytes < LEAST)
-    return found
+        leaves[name] = to_numpy(tensor, copy=tensor.nbytes < LEAST)
+    return leaves
 
 
 def _backward(outputs: dict[str, torch.Tensor], cotangents: Leaves) -> None:
-    reached = {place: one for place, one in outputs.items() if place in cotangents and one.requires_grad}
+    reached = {
+        where: tensor for where, tensor in outputs.items() if where in cotangents and tensor.requires_grad
+    }
     if reached:
-        given = [to_torch(cotangents[place], one.device).to(one.dtype) for place, one in reached.items()]
-        torch.autograd.backward(list(reached.values()), given)
+        gradients = [
+            to_torch(cotangents[where], tensor.device).to(tensor.dtype) for where, tensor in reached.items()
+        ]
+        torch.autograd.backward(list(reached.values()), gradients)
 
 
 def _stored_gradients(loss: torch.Tensor, model: nn.Module, store: Store) -> Leaves:
@@ -386,14 +382,14 @@ def _stored_gradients(loss: torch.Tensor, model: nn.Module, store: Store) -> Lea
     for name, parameter in wanted.items():
         if name not in made:
             made.update(_gradients([(name, parameter)]))
-    return made.only(wanted)
+    return made.select(wanted)
 
 
 def _gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, np.ndarray]:
     """Gradients that a backward left, zeros without one; and an end to them."""
-    found = {}
+    gradients = {}
     for name, parameter in parameters:
         if parameter.requires_grad:
             gradient, parameter.grad = parameter.grad, None
-            found[name] = to_numpy(torch.zeros_like(parameter) if gradient is None else gradient)
-    return found
+            gradients[name] = to_numpy(torch.zeros_like(parameter) if gradient is None else gradient)
+    return gradients

@@ -5,8 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bridge.parity.curves.band import _labelings, default_window, seed_band, smoothed
-from bridge.parity.curves.student import two_sided_p, two_sided_quantile
+from bridge.parity.curves.band import (
+    _labelings,
+    default_window,
+    seed_band,
+    smooth,
+    two_sided_p,
+    two_sided_quantile,
+)
 
 STEPS = 200
 WINDOW = default_window(STEPS)
@@ -70,7 +76,7 @@ def test_running_medians_keep_a_jump_and_forget_a_stray_point() -> None:
     curve = np.where(np.arange(60) < 30, 1.0, 2.0)
     stray = curve.copy()
     stray[10], stray[45] = 99, -99
-    assert (smoothed(stray[None], 11) == curve).all()
+    assert (smooth(stray[None], 11) == curve).all()
 
 
 def test_runs_without_any_spread_allow_no_difference() -> None:

@@ -43,9 +43,9 @@ def test_verdict_picture_and_status_of_experiments(tmp_path: Path) -> None:
     assert "beyond the band of seeds, B is +" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     result = call(*a, "--against", *other, "--json")
-    found = json.loads(result.stdout)
-    assert (result.exit_code, found["same"], found["noise"]["method"]) == (1, False, "t")
-    assert abs(found["departures"][0]["first"] - 90) <= 8
+    table = json.loads(result.stdout)
+    assert (result.exit_code, table["same"], table["noise"]["method"]) == (1, False, "t")
+    assert abs(table["departures"][0]["first"] - 90) <= 8
 
 
 def test_single_runs(tmp_path: Path) -> None:

@@ -31,12 +31,12 @@ SCALARS = {
 
 @pytest.mark.parametrize("writer", SCALARS)
 def test_every_scalar_of_a_real_writer_is_read_and_nothing_else(writer: str) -> None:
-    found = read_metrics(EVENTS / f"{writer}.tfevents")
-    assert set(found) == SCALARS[writer]
-    for name in {"loss", "as tensor"} & set(found):
-        assert list(zip(found[name].steps.tolist(), found[name].values.tolist(), strict=True)) == LOSSES
-    if "nan" in found:
-        assert (found["nan"].steps.tolist(), math.isnan(found["nan"].values[0])) == ([3], True)
+    metrics = read_metrics(EVENTS / f"{writer}.tfevents")
+    assert set(metrics) == SCALARS[writer]
+    for name in {"loss", "as tensor"} & set(metrics):
+        assert list(zip(metrics[name].steps.tolist(), metrics[name].values.tolist(), strict=True)) == LOSSES
+    if "nan" in metrics:
+        assert (metrics["nan"].steps.tolist(), math.isnan(metrics["nan"].values[0])) == ([3], True)
 
 
 def test_tensors_of_double_keep_their_digits() -> None:

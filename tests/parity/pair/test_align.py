@@ -57,10 +57,10 @@ def test_other_sizes_have_no_way() -> None:
 
 def test_leaves_go_by_name_and_then_by_order() -> None:
     a, b, numbers = RNG.standard_normal(6), RNG.standard_normal(6), np.arange(6)
-    found = match_leaves(
+    matched = match_leaves(
         {"positions": numbers, "x": a, "y": b}, {"0": b.reshape(2, 3), "x": a, "1": numbers.reshape(2, 3)}
     )
-    assert [(name, other) for name, other, _ in found] == [("positions", "1"), ("x", "x"), ("y", "0")]
+    assert [(name, other) for name, other, _ in matched] == [("positions", "1"), ("x", "x"), ("y", "0")]
 
 
 LAST = ((0, 2, 3, 1), (0, 1, 2, 3))

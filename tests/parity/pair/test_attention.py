@@ -138,8 +138,8 @@ def test_one_field(what: str) -> None:
 
 def test_windows_that_are_off_by_one() -> None:
     for ours, theirs in ((5, 6), (6, 5), (10, 9)):
-        found = attention_cause(inputs(mixed(sees=window(ours))), inputs(mixed(sees=window(theirs))), FLOOR)
-        assert found == f"torch: window of {ours} tokens; JAX: window of {theirs} tokens"
+        cause = attention_cause(inputs(mixed(sees=window(ours))), inputs(mixed(sees=window(theirs))), FLOOR)
+        assert cause == f"torch: window of {ours} tokens; JAX: window of {theirs} tokens"
 
 
 def test_two_fields() -> None:
@@ -152,10 +152,7 @@ def test_two_fields() -> None:
 
 def test_joined_otherwise() -> None:
     heads = RIGHT.reshape(B, T, H, D)
-    for axes, words in (
-        ((0, 1, 3, 2), "elements before heads"),
-        ((0, 2, 1, 3), "heads before positions"),
-    ):
+    for axes, words in (((0, 1, 3, 2), "elements before heads"), ((0, 2, 1, 3), "heads before positions")):
         other = heads.transpose(axes).reshape(RIGHT.shape)
         assert attention_cause(inputs(RIGHT), inputs(other), FLOOR) == (
             f"torch: outputs joined with heads before elements; JAX: outputs joined with {words}"

@@ -16,7 +16,7 @@ from bridge.core.formats import create_checkpoint
 from bridge.core.mapping.language.rules import mapping_of
 from bridge.parity import capture_jax, capture_torch, parity
 from bridge.parity.compare.captured import compare_traces
-from bridge.parity.compare.stored_weights import stored_weights
+from bridge.parity.compare.run import stored_weights
 from bridge.parity.jax.side import JaxSide
 from bridge.parity.report_page.report import ParityReport
 from bridge.parity.torch.side import TorchSide
@@ -29,12 +29,7 @@ def table(
     *rules: tuple[str, str], affine: bool = True, root: str = "", drop: str = "*tracked"
 ) -> dict[str, Any]:
     norm = (("norm.weight", f"{root}norm/scale"), ("norm.bias", f"{root}norm/bias")) if affine else ()
-    every = (
-        ("fc.weight : o i_", f"{root}fc/kernel : i_ o"),
-        ("fc.bias", f"{root}fc/bias"),
-        *norm,
-        *rules,
-    )
+    every = (("fc.weight : o i_", f"{root}fc/kernel : i_ o"), ("fc.bias", f"{root}fc/bias"), *norm, *rules)
     return {"name": "b", "drop": [drop], "rule": [{"torch": a, "jax": b} for a, b in every]}
 
 
@@ -247,18 +242,18 @@ def test_traces_hold_buffers(tmp_path: Path):
             loss=lambda model, x: (model(x) ** 2).sum(),
             steps=2,
         )
-        found = compare_traces(
+        report = compare_traces(
             tmp_path / "torch.trace",
             tmp_path / f"{momentum}.trace",
             mapping=mapping_of(table(*STATISTICS), "m"),
         )
-        assert {row.stage for row in found.rows if row.kind == "buffer"} == {
+        assert {row.stage for row in report.rows if row.kind == "buffer"} == {
             "weights",
             "buffers",
             "update",
             "steps",
         }
-        assert "num_batches_tracked" in found.summary()
+        assert "num_batches_tracked" in report.summary()
 
 
 @pytest.mark.parametrize("way", ["own names", "through the mapping"])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.parity.compare.parity import parity
-from bridge.parity.report_page.report import ParityReport
 from tests.support.parity.bugs import BUGS, FRESH_BUGS, Bug
-from tests.support.parity.pairs import FRESH, FURTHER, PAIRS, Pair, build
+from tests.support.parity.pair_tools import compare_pair
+from tests.support.parity.pairs import FRESH, FURTHER, PAIRS, build
 
 SHARE = 0.95
 SEEDS = range(20)
@@ -15,24 +14,11 @@ SEEDS = range(20)
 QUICK = ("convnet, jax: stale variance", "tied, torch: kernel not trained by the decoder")
 
 
-def compared(pair: Pair, dtype: str = "float32", steps: int = 0) -> ParityReport:
-    return parity(
-        pair.torch_model,
-        pair.jax_model,
-        pair.batch,
-        mapping=pair.mapping,
-        axes=pair.axes,
-        loss=pair.loss,
-        dtype=dtype,
-        steps=steps,
-    )
-
-
 def wrong_name(bug: Bug) -> str | None:
     """None where the first place that is named is the right one."""
     pair = build(bug.pair, 0)
     bug.apply(pair)
-    report = compared(pair, bug.dtype)
+    report = compare_pair(pair, dtype=bug.dtype)
     first = report.first_divergence
     if first is None:
         return f"{bug.name}: nothing found"
@@ -78,7 +64,7 @@ def _judge(bugs: tuple[Bug, ...]) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 def test_right_pairs_are_the_same_over_many_seeds(name: str) -> None:
     for seed in SEEDS:
-        report = compared(build(name, seed), steps=2 if seed == 0 else 0)
+        report = compare_pair(build(name, seed), steps=2 if seed == 0 else 0)
         assert report.same, f"seed {seed}: {report.summary()}"
 
 
@@ -86,12 +72,12 @@ def test_right_pairs_are_the_same_over_many_seeds(name: str) -> None:
 @pytest.mark.parametrize("name", [*FURTHER, *FRESH])
 def test_pairs_of_hand_written_mappings_are_the_same(name: str) -> None:
     for seed in range(3):
-        report = compared(build(name, seed), steps=2)
+        report = compare_pair(build(name, seed), steps=2)
         assert report.same, f"seed {seed}: {report.summary()}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "vit"])
 def test_right_pairs_are_the_same_in_bfloat16(name: str) -> None:
-    report = compared(build(name, 0), "bfloat16")
+    report = compare_pair(build(name, 0), dtype="bfloat16")
     assert report.same, report.summary()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bridge.parity.partners.modules import ModulePair
-from bridge.parity.partners.runs import CallPair, decided
+from bridge.parity.partners.runs import CallPair, decide_layouts
 from bridge.parity.recorded.recording import Call
 
 
@@ -47,12 +47,12 @@ def unlike(torch_kind: str, jax_kind: str, path: str = "module") -> CallPair:
 
 
 def test_kinds_of_modules_and_other_pairs_decide_layouts_that_values_do_not():
-    ((_, _, conv),) = decided([unlike("Conv2d", "Conv")])[0].outputs
+    ((_, _, conv),) = decide_layouts([unlike("Conv2d", "Conv")])[0].outputs
     assert (conv.axes, conv.certain) == ((0, 2, 3, 1), True)
-    ((_, _, alone),) = decided([unlike("Block", "Block")])[0].outputs
+    ((_, _, alone),) = decide_layouts([unlike("Block", "Block")])[0].outputs
     assert (str(alone), alone.certain) == ("", False)
     image = np.random.default_rng(3).normal(size=(4, 2, 3, 5))
     calls = [Call("stem", 0, "Stem", {}, {"": out}) for out in (image, image.transpose(0, 2, 3, 1))]
     stem = CallPair(ModulePair("stem", "stem", 0), 0, *calls)
-    ((_, _, output_layout),) = decided([stem, unlike("Block", "Block")])[1].outputs
+    ((_, _, output_layout),) = decide_layouts([stem, unlike("Block", "Block")])[1].outputs
     assert (output_layout.axes, output_layout.certain) == ((0, 2, 3, 1), True)

@@ -154,7 +154,7 @@ def test_traces_that_do_not_belong_together(tmp_path: Path, traces: Path, what: 
     assert str(tmp_path / "mine") in str(error.value)
     options = ["--mapping", traces / "small.toml", "--out", tmp_path / "out"]
     arguments = ["parity", tmp_path / "mine", traces / "jax", *options]
-    done = CliRunner().invoke(app, [str(one) for one in arguments])
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == 2
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -230,9 +230,9 @@ def test_choices_that_are_none_write_nothing(tmp_path: Path, choice: dict[str, A
 
 
 def test_the_readable_part_is_json_with_statistics(traces: Path) -> None:
-    found = json.loads((traces / "jax" / "trace.json").read_text(encoding="utf-8"))
-    assert found["framework"] == "jax"
-    numbers = found["statistics"]["batch:"]
+    table = json.loads((traces / "jax" / "trace.json").read_text(encoding="utf-8"))
+    assert table["framework"] == "jax"
+    numbers = table["statistics"]["batch:"]
     assert numbers["shape"] == list(BATCH.shape)
     assert numbers["rms"] == pytest.approx(float(np.sqrt(np.mean(np.square(BATCH, dtype=np.float64)))))
 

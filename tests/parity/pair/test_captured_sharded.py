@@ -91,11 +91,11 @@ def test_parts_that_ranks_give_each_other_outside_of_dtensors_are_noted(
 ) -> None:
     options = {"loss": "square", "reference": True, "steps": 0}
     ranks.run(2, capture, "local_shards", str(tmp_path / "mine"), options)
-    found = TraceSide.read(tmp_path / "mine")
+    stored = TraceSide.read(tmp_path / "mine")
     words = "the output of up differs between ranks 0 and 1, which have the same rows"
-    assert any(words in one for one in found.notes)
+    assert any(words in one for one in stored.notes)
     capture_torch(model_of("local_shards"), ROWS, tmp_path / "plain", loss=square_loss, steps=0)
-    mine, plain = (one.record(None, "float64") for one in (found, TraceSide.read(tmp_path / "plain")))
+    mine, plain = (one.record(None, "float64") for one in (stored, TraceSide.read(tmp_path / "plain")))
     near(mine.gradients, plain.gradients, epsilon("float64"), "gradients")
     near(mine.calls[0].outputs, plain.calls[0].outputs, epsilon("float64"), "outputs")
 
@@ -243,12 +243,7 @@ def test_a_rank_that_fails_ends_the_others_and_leaves_no_trace(tmp_path: Path, w
         str(script),
     ]
     done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=importing_from(ROOT),
-        capture_output=True,
-        text=True,
-        timeout=120,
+        command, cwd=ROOT, env=importing_from(ROOT), capture_output=True, text=True, timeout=120
     )
     assert done.returncode != 0
     assert (

@@ -17,7 +17,7 @@ from bridge.parity.compare.parity import parity
 from bridge.parity.report_page.report import ParityReport
 from jax_impl.models.decoder import Decoder as JaxDecoder
 from jax_impl.models.decoder import DecoderConfig as JaxConfig
-from tests.support.parity.pair_tools import tokens
+from tests.support.parity.pair_tools import compare_pair, tokens
 from tests.support.parity.pairs import build
 from tests.support.parity.small_twins import BATCH, MAPPING, WIDTH, JaxMLP, TorchMLP
 from torch_impl.models.decoder import Decoder, DecoderConfig
@@ -189,16 +189,7 @@ def test_a_scanned_stack_against_layers(stacked: bool) -> None:
 @pytest.mark.parametrize("name", ["convnet", "convnet_train", "gemma2"])
 def test_layouts_statistics_and_tied_weights_in_every_dtype(name: str, dtype: str) -> None:
     pair = build(name, 0)
-    report = parity(
-        pair.torch_model,
-        pair.jax_model,
-        pair.batch,
-        mapping=pair.mapping,
-        axes=pair.axes,
-        loss=None if pair.loss == "probe" else pair.loss,
-        dtype=dtype,
-        steps=1,
-    )
+    report = compare_pair(pair, dtype=dtype, steps=1)
     assert report.same, report.summary()
     if name.startswith("convnet"):
         (row,) = (row for row in report.stage("forward") if row.name == "stem.conv")

@@ -75,9 +75,9 @@ def test_a_wrong_mask_is_named_whatever_the_size_and_the_names(
     ]
     x = np.random.default_rng(0).normal(size=(3, 7, 2 * size)).astype(np.float32)
     ours, theirs = Attention(2 * size, 2, says, names, order), JaxAttention(2 * size, 2)
-    found = parity(ours, theirs, x, mapping={"rule": rules}, weights="torch", steps=0, scale=4)
-    assert not found
-    assert "JAX: causal mask that lets the next token through" in found.summary()
+    report = parity(ours, theirs, x, mapping={"rule": rules}, weights="torch", steps=0, scale=4)
+    assert not report
+    assert "JAX: causal mask that lets the next token through" in report.summary()
 
 
 def test_modules_and_their_configs_say_their_heads() -> None:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from bridge.parity.jax.side import JaxSide
-from bridge.parity.recorded.probe import probe_values
-from bridge.parity.recorded.tap import tap
+from bridge.parity.recorded.recording import probe_values, tap
 from tests.parity.pair.jax_support import BATCH, close, paths
 
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from bridge.parity.jax.side import JaxSide
-from bridge.parity.recorded.tap import tap
+from bridge.parity.recorded.recording import tap
 from jax_impl.models.decoder import Decoder, DecoderConfig
 from tests.parity.pair.jax_support import BATCH, MLP, close, paths
 

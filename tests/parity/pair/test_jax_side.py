@@ -13,8 +13,7 @@ import pytest
 from flax import nnx
 
 from bridge.parity.jax.side import JaxSide
-from bridge.parity.recorded.probe import probe_values
-from bridge.parity.recorded.tap import tap
+from bridge.parity.recorded.recording import probe_values, tap
 from tests.parity.pair.jax_support import BATCH, MLP, close, paths
 
 

@@ -137,10 +137,10 @@ def test_a_right_port_is_the_same_and_a_fault_elsewhere_has_one_place(way: str, 
     torch.manual_seed(0)
     for stop in (False, True) if twice else (False,):
         options: dict[str, Any] = {"mapping": {"name": "m", "rule": RULES}, "weights": "torch", "steps": 0}
-        found = parity(Around(way), JaxAround(twice, stop), X, **options)
-        assert bool(found) != stop, found.summary()
+        report = parity(Around(way), JaxAround(twice, stop), X, **options)
+        assert bool(report) != stop, report.summary()
         # Whose gradient is stopped is seen: what is made of the mixer's input lacks a part.
-        assert not stop or found.first_divergence is not None
+        assert not stop or report.first_divergence is not None
     own = parity(Around(way), Louder(twice, False), X, **options)
     assert not own
     assert not any(row.verdict == "introduced" and row.stage == "backward" for row in own.rows), own.summary()

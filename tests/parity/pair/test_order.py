@@ -13,8 +13,8 @@ from bridge.parity.compare.parity import parity
 from bridge.parity.jax.side import JaxSide
 from bridge.parity.partners.runs import Runs
 from bridge.parity.partners.weight_map import WeightMap
-from bridge.parity.recorded.probe import in_rows
-from bridge.parity.stages.order import Reordered, reordered
+from bridge.parity.recorded.recording import in_rows
+from bridge.parity.stages.compare import OrderNoise, rerun_reordered
 from bridge.parity.torch.side import TorchSide
 from tests.parity.pair.test_edges import both
 from tests.support.parity.small_twins import BATCH, MAPPING, JaxMLP, TorchMLP, jax_loss, torch_loss
@@ -41,10 +41,10 @@ def jax_sum(model: Any, batch: Any) -> Any:
     return jnp.cumsum(batch[:, 0])[-1] * (model(batch[:, 1:]) ** 2).mean()
 
 
-def other_order(torch_side: Any, jax_side: Any, batch: Any) -> tuple[Runs, Reordered]:
+def other_order(torch_side: Any, jax_side: Any, batch: Any) -> tuple[Runs, OrderNoise]:
     runs = Runs(torch_side, jax_side, batch, "float32")
     weights = WeightMap.of(TABLE, torch_side.weights(), jax_side.weights())
-    return runs, reordered(runs, batch, weights)
+    return runs, rerun_reordered(runs, batch, weights)
 
 
 def test_rounding_that_only_another_order_shows_raises_the_floor() -> None:
@@ -101,4 +101,4 @@ def test_a_probes_numbers_go_with_their_rows() -> None:
 @pytest.mark.slow
 def test_one_row_has_one_order() -> None:
     _, found = other_order(TorchSide(TorchMLP().eval()), JaxSide(JaxMLP()), BATCH[:1])
-    assert found == Reordered()
+    assert found == OrderNoise()

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from bridge.parity.partners.rows import Row, row_of
-from bridge.parity.stages.precision import Rounding, odd_ones, precision_rows
+from bridge.parity.stages.forward import odd_ones, precision_rows
+from bridge.parity.stages.rerun_module import Rounding
 
 X = np.ones((16, 32))
 ALIKE = Rounding(1.0, 1.0, 0.0)

@@ -250,10 +250,7 @@ MISUSES = {
         "[batch]",
     ),
     "a batch without rows": (replaced('file = "batch.npz"', "tokens = []\nvocabulary = 5"), "[batch]"),
-    "an empty vocabulary": (
-        replaced('file = "batch.npz"', "tokens = [2, 3]\nvocabulary = 0"),
-        "[batch]",
-    ),
+    "an empty vocabulary": (replaced('file = "batch.npz"', "tokens = [2, 3]\nvocabulary = 0"), "[batch]"),
     "a seed that is none": (
         replaced('file = "batch.npz"', 'tokens = [2, 3]\nvocabulary = 5\nseed = "a"'),
         "[batch]",

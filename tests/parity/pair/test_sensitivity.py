@@ -14,13 +14,12 @@ from flax import nnx
 
 from bridge.core.mapping import parse_mapping
 from bridge.parity.compare.parity import parity
-from bridge.parity.compare.sensitivity import planted
 from bridge.parity.recorded.recording import Call
 from bridge.parity.recorded.trace import TraceSide, write_trace
-from bridge.parity.torch.faults import Fault
+from bridge.parity.torch.self_test import Fault, faults_of, plant_faults, with_fault
 from bridge.parity.torch.side import TorchSide
 from tests.support.parity.causal_pairs import SIZES
-from tests.support.parity.pair_tools import randomize, tokens
+from tests.support.parity.pair_tools import compare_pair, randomize, tokens
 from tests.support.parity.pairs import build
 from tests.support.parity.small_twins import BATCH, MAPPING, JaxMLP, TorchMLP, jax_values
 
@@ -59,7 +58,7 @@ def right() -> Call:
 
 
 def faults(name: str) -> list[Fault]:
-    return [fault for fault in side().faults() if fault.name == name]
+    return [fault for fault in faults_of(side().model) if fault.name == name]
 
 
 def difference(one: Call, two: Call) -> float:
@@ -68,27 +67,27 @@ def difference(one: Call, two: Call) -> float:
 
 
 def test_a_llama_can_have_every_fault() -> None:
-    assert {fault.name for fault in side().faults()} == NAMES
+    assert {fault.name for fault in faults_of(side().model)} == NAMES
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_a_planted_fault_changes_the_model_and_the_original_is_as_before(name: str) -> None:
-    before = {name: tensor.clone() for name, tensor in side()._model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in side().model.state_dict().items()}
     found = faults(name)
     # The first and the last of its kind.
     for fault in {found[0].module: found[0], found[-1].module: found[-1]}.values():
-        run = side().with_fault(fault).record(TOKENS, "float64", backward=False)
+        run = with_fault(side(), fault).record(TOKENS, "float64", backward=False)
         assert np.all(np.isfinite(run.calls[0].outputs["logits"]))
         assert difference(right(), run.calls[0]) > 1e-9, fault.module
     again = side().record(TOKENS, "float64", backward=False).calls[0]
     assert difference(right(), again) == 0
-    assert all(torch.equal(before[name], tensor) for name, tensor in side()._model.state_dict().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in side().model.state_dict().items())
 
 
 def test_a_mask_is_off_by_one_under_an_attention_that_gets_none() -> None:
     fused = TorchSide(llama("sdpa"), "next_token")
-    (fault,) = [fault for fault in fused.faults() if fault.name == "mask off by one"]
-    run = fused.with_fault(fault).record(TOKENS, "float64", backward=False)
+    (fault,) = [fault for fault in faults_of(fused.model) if fault.name == "mask off by one"]
+    run = with_fault(fused, fault).record(TOKENS, "float64", backward=False)
     assert difference(right(), run.calls[0]) > 1e-3
     assert difference(right(), fused.record(TOKENS, "float64", backward=False).calls[0]) < 1e-12
 
@@ -106,11 +105,11 @@ def shrink(model: torch.nn.Module) -> None:
 def test_weights_near_zero_hide_a_rotary_base() -> None:
     base = "rotary base 50 times as large"
     model = llama()
-    shown = {one.fault: one for one in planted(TorchSide(model, "next_token"), TOKENS)}
+    shown = {revealed.fault: revealed for revealed in plant_faults(TorchSide(model, "next_token"), TOKENS)}
     assert shown[base].shown
     assert shown[base].ratio > 100
     shrink(model)
-    hidden = {one.fault: one for one in planted(TorchSide(model, "next_token"), TOKENS)}
+    hidden = {revealed.fault: revealed for revealed in plant_faults(TorchSide(model, "next_token"), TOKENS)}
     assert not hidden[base].shown
     # A fault of what is there without attention is shown still.
     assert hidden["variance_epsilon ten times as large"].shown
@@ -122,18 +121,7 @@ def test_a_scale_shows_what_small_weights_hide() -> None:
     shrink(pair.torch_model)
     before = {name: tensor.clone() for name, tensor in pair.torch_model.state_dict().items()}
     for scale in (None, 1 / SMALL):
-        report = parity(
-            pair.torch_model,
-            pair.jax_model,
-            pair.batch,
-            mapping=pair.mapping,
-            axes=pair.axes,
-            loss=pair.loss,
-            weights="torch",
-            scale=scale,
-            steps=0,
-            self_test=True,
-        )
+        report = compare_pair(pair, weights="torch", scale=scale, self_test=True)
         assert report.same, report.summary()
         remarks = "\n".join(report.remarks())
         assert ("not shown: model.rotary_emb, rotary base" in remarks) == (scale is None)
@@ -184,12 +172,12 @@ def test_a_frozen_model_cannot_be_trained() -> None:
 def test_a_trace_cannot_be_tested(tmp_path: Path) -> None:
     write_trace(TorchSide(TorchMLP()), BATCH, tmp_path / "torch", steps=0)
     with pytest.raises(ValueError, match=r"self_test: expected a torch model, .* got TraceSide"):
-        next(planted(TraceSide.read(tmp_path / "torch"), None))
+        next(plant_faults(TraceSide.read(tmp_path / "torch"), None))
 
 
 def test_of_many_faults_some_are_tried_all_over_the_model() -> None:
-    tried = list(planted(side(), TOKENS, most=3))
-    every = list(side().faults())
+    tried = list(plant_faults(side(), TOKENS, most=3))
+    every = list(faults_of(side().model))
     assert len(tried) == 3
     assert tried[0].module == every[0].module
     assert tried[-1].module == every[2 * len(every) // 3].module

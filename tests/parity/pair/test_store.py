@@ -27,9 +27,9 @@ from bridge.parity.partners.runs import Runs
 from bridge.parity.partners.weight_map import WeightMap
 from bridge.parity.recorded import store
 from bridge.parity.recorded.recording import Recording, Side
-from bridge.parity.recorded.store import Store, StoredLeaves, mapped_together, trim_heap
-from bridge.parity.stages import order
-from bridge.parity.stages.order import reordered
+from bridge.parity.recorded.store import Store, StoredLeaves, map_together, trim_heap
+from bridge.parity.stages import compare as stages
+from bridge.parity.stages.compare import rerun_reordered
 from bridge.parity.torch import side as torch_side
 from tests.support.parity.small_twins import BATCH, MAPPING, JaxMLP, TorchMLP
 
@@ -92,16 +92,18 @@ def test_nothing_recorded_is_in_memory_or_twice_on_disk(number: int) -> None:
     outer, inner = run.calls
     for group in ("inputs", "outputs", "gradients"):
         one, two = getattr(outer, group), getattr(inner, group)
-        assert [one.stored(name).offset for name in one] == [two.stored(name).offset for name in two]
+        assert [one.file_location(name).offset for name in one] == [
+            two.file_location(name).offset for name in two
+        ]
 
 
 def _floats_in_memory() -> dict[int, Any]:
     """Arrays and tensors of floats that have elements in memory, by id."""
     gc.collect()
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    found = [one for one in tensors if one.is_floating_point() and one.untyped_storage().nbytes() > 8]
+    floats = [one for one in tensors if one.is_floating_point() and one.untyped_storage().nbytes() > 8]
     arrays = [one for one in jax.live_arrays() if one.dtype.kind == "f" and one.size > 1]
-    return {id(one): one for one in (*found, *arrays)}
+    return {id(one): one for one in (*floats, *arrays)}
 
 
 @pytest.mark.slow
@@ -169,7 +171,8 @@ def test_gradients_of_rows_in_another_order_are_compared_one_at_a_time(
 ) -> None:
     model = Wide()
     parameters = {
-        f"w{number}": one.detach().numpy().T.copy() for number, one in enumerate(model.parameters())
+        f"w{number}": parameter.detach().numpy().T.copy()
+        for number, parameter in enumerate(model.parameters())
     }
     rules = [
         f'[[rule]]\ntorch = "layers.{number}.weight : o i"\njax = "w{number} : i o"\n' for number in range(12)
@@ -180,18 +183,18 @@ def test_gradients_of_rows_in_another_order_are_compared_one_at_a_time(
     batch = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
     runs = Runs(*sides, batch, "float32")
     peaks: list[int] = []
-    real = order.gap
+    real = stages.gap
 
     def watched(a: np.ndarray, b: np.ndarray) -> float:
         peaks.append(tracemalloc.get_traced_memory()[1])
         return real(a, b)
 
-    monkeypatch.setattr(order, "gap", watched)
+    monkeypatch.setattr(stages, "gap", watched)
     monkeypatch.setattr(sides[0], "in_order", lambda *_: runs.torch_low)
     monkeypatch.setattr(sides[1], "in_order", lambda *_: runs.jax_low)
     tracemalloc.start()
     try:
-        reordered(runs, batch, relation)
+        rerun_reordered(runs, batch, relation)
     finally:
         tracemalloc.stop()
     assert len(peaks) == 2 * 13
@@ -269,7 +272,7 @@ def test_arrays_come_back(dtype: str) -> None:
     assert leaves["empty"].shape == (0, 2, 3)
     with pytest.raises(ValueError, match="read-only"):
         leaves["a"][0] = 0
-    for one in mapped_together([leaves.stored("a"), leaves.stored("b")]):
+    for one in map_together([leaves.file_location("a"), leaves.file_location("b")]):
         one[...] = 0
     assert np.array_equal(leaves["a"], array)
 

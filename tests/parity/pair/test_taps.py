@@ -12,7 +12,7 @@ import torch
 
 from bridge.core.mapping import parse_mapping
 from bridge.parity.compare.parity import parity
-from bridge.parity.recorded.tap import tap
+from bridge.parity.recorded.recording import tap
 
 BATCH = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
 PARTS = ("first", "second", "third")

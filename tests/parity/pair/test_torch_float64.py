@@ -13,9 +13,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bridge.parity.torch.copies import copy_in, running
-from bridge.parity.torch.float64 import all_float64
 from bridge.parity.torch.losses import probe_loss
+from bridge.parity.torch.run_in_dtype import all_float64, copy_in, running
 from bridge.parity.torch.side import TorchSide
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -259,7 +258,10 @@ def test_modules_of_torch_compute_nothing_in_less(name: str) -> None:
     with running(model, "float64"), Spy() as spy:
         probe_loss(model, torch.ones(2, 3, 4, dtype=torch.float64)).backward()
         torch.optim.AdamW(model.parameters()).step()
-    assert all(one.grad is not None and one.grad.dtype == torch.float64 for one in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.dtype == torch.float64
+        for parameter in model.parameters()
+    )
     assert spy.calls > 5
     assert not spy.found
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bridge.parity.recorded.probe import probe_values
+from bridge.parity.recorded.recording import probe_values
 from bridge.parity.torch.side import TorchSide
 
 RNG = np.random.default_rng(0)
@@ -629,12 +629,7 @@ def test_replaced_outputs_are_what_the_module_goes_on_with() -> None:
     record = side.record(X, "float64")
     other = RNG.standard_normal((3, 4))
     rerun = side.rerun(
-        "float64",
-        "",
-        0,
-        {},
-        cotangents={"": np.ones((3, 6))},
-        replaced={("block", 0): {"": other}},
+        "float64", "", 0, {}, cotangents={"": np.ones((3, 6))}, replaced={("block", 0): {"": other}}
     )
     own = record.find("block").outputs[""]
     np.testing.assert_array_equal(rerun.calls[1].outputs[""], own)

@@ -97,23 +97,23 @@ def test_modules_that_own_the_same_parameters_are_partners() -> None:
     relation = WeightMap.of(STACKED, TORCH, JAX)
     torch = recording("", "embed", "layers.0", "layers.0.mlp", "layers.0.mlp.act", "layers.1", "layers.1.mlp")
     jax = recording("", "embed", "layers/0/mlp", "layers/1/mlp", "layers/1", "rotary")
-    found = pair_modules(relation, torch, jax)
-    assert [(pair.torch, pair.jax) for pair in found.pairs] == [
+    modules = pair_modules(relation, torch, jax)
+    assert [(pair.torch, pair.jax) for pair in modules.pairs] == [
         ("", ""),
         ("embed", "embed"),
         ("layers.0.mlp", "layers/0/mlp"),
         ("layers.1", "layers/1"),
         ("layers.1.mlp", "layers/1/mlp"),
     ]
-    assert found.torch_only == ("layers.0", "layers.0.mlp.act")
-    assert found.jax_only == ("rotary",)
+    assert modules.torch_only == ("layers.0", "layers.0.mlp.act")
+    assert modules.jax_only == ("rotary",)
 
 
 def test_the_caller_pairs_modules_without_parameters() -> None:
     relation = WeightMap.of(STACKED, TORCH, JAX)
     torch, jax = recording("", "act"), recording("", "rotary")
-    found = pair_modules(relation, torch, jax, {"act": "rotary"})
-    assert ("act", "rotary") in [(pair.torch, pair.jax) for pair in found.pairs]
+    modules = pair_modules(relation, torch, jax, {"act": "rotary"})
+    assert ("act", "rotary") in [(pair.torch, pair.jax) for pair in modules.pairs]
     with pytest.raises(ValueError, match=r"expected a jax module that was called, got 'rotaryy'"):
         pair_modules(relation, torch, jax, {"act": "rotaryy"})
 
@@ -126,5 +126,5 @@ def test_features_of_jax_have_the_numbers_that_they_have_in_torch() -> None:
     """
     table = parse_mapping(text, "features").with_axes({"a": 2, "b": 3})
     one = np.arange(24.0).reshape(4, 6)
-    found = WeightMap.of(table, {"up.weight": one}, {"up/kernel": one.T})
-    assert found.feature_orders("up.weight", (4, 6))[0] == (0, 3, 1, 4, 2, 5)
+    made = WeightMap.of(table, {"up.weight": one}, {"up/kernel": one.T})
+    assert made.feature_orders("up.weight", (4, 6))[0] == (0, 3, 1, 4, 2, 5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.support.parity.bug_tools import Side
+from tests.support.parity.bugs import Side
 from tests.support.parity.pair_tools import Pair, translated
 
 

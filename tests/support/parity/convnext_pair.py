@@ -11,7 +11,7 @@ from flax import nnx
 
 from bridge.core.mapping import parse_mapping
 from tests.support.parity.nnx_parts import layer_norm
-from tests.support.parity.pair_tools import Pair, paired, randomize
+from tests.support.parity.pair_tools import Pair, paired, randomize, with_rules
 
 SIZES = (8, 12)
 
@@ -65,29 +65,20 @@ class ConvNext(nnx.Module):
         return {"last_hidden_state": jnp.moveaxis(x, -1, 1), "pooler_output": pooled}
 
 
-RULES = """
+RULES = with_rules("""
 rule = [
-  {torch = "embeddings.patch_embeddings.weight : o i y x", jax = "patches/kernel : y x i o"},
-  {torch = "embeddings.patch_embeddings.bias", jax = "patches/bias"},
-  {torch = "embeddings.layernorm.weight", jax = "patches_norm/scale"},
-  {torch = "embeddings.layernorm.bias", jax = "patches_norm/bias"},
-  {torch = "encoder.stages.1.downsampling_layer.0.weight", jax = "stages/1/norm/scale"},
-  {torch = "encoder.stages.1.downsampling_layer.0.bias", jax = "stages/1/norm/bias"},
-  {torch = "encoder.stages.1.downsampling_layer.1.weight : o i y x", jax = "stages/1/conv/kernel : y x i o"},
-  {torch = "encoder.stages.1.downsampling_layer.1.bias", jax = "stages/1/conv/bias"},
-  {torch = "encoder.stages.{s}.layers.0.dwconv.weight : o i y x", jax = "stages/{s}/layer/depthwise/kernel : y x i o"},
-  {torch = "encoder.stages.{s}.layers.0.dwconv.bias", jax = "stages/{s}/layer/depthwise/bias"},
-  {torch = "encoder.stages.{s}.layers.0.layernorm.weight", jax = "stages/{s}/layer/norm/scale"},
-  {torch = "encoder.stages.{s}.layers.0.layernorm.bias", jax = "stages/{s}/layer/norm/bias"},
-  {torch = "encoder.stages.{s}.layers.0.pwconv1.weight : o i", jax = "stages/{s}/layer/up/kernel : i o"},
-  {torch = "encoder.stages.{s}.layers.0.pwconv1.bias", jax = "stages/{s}/layer/up/bias"},
-  {torch = "encoder.stages.{s}.layers.0.pwconv2.weight : o i", jax = "stages/{s}/layer/down/kernel : i o"},
-  {torch = "encoder.stages.{s}.layers.0.pwconv2.bias", jax = "stages/{s}/layer/down/bias"},
+  conv embeddings.patch_embeddings patches
+  norm embeddings.layernorm patches_norm
+  norm encoder.stages.1.downsampling_layer.0 stages/1/norm
+  conv encoder.stages.1.downsampling_layer.1 stages/1/conv
+  conv encoder.stages.{s}.layers.0.dwconv stages/{s}/layer/depthwise
+  norm encoder.stages.{s}.layers.0.layernorm stages/{s}/layer/norm
+  dense encoder.stages.{s}.layers.0.pwconv1 stages/{s}/layer/up
+  dense encoder.stages.{s}.layers.0.pwconv2 stages/{s}/layer/down
   {torch = "encoder.stages.{s}.layers.0.layer_scale_parameter", jax = "stages/{s}/layer/factor"},
-  {torch = "layernorm.weight", jax = "norm/scale"},
-  {torch = "layernorm.bias", jax = "norm/bias"},
+  norm layernorm norm
 ]
-"""
+""")
 
 
 def convnext_pair(name: str, seed: int) -> Pair:

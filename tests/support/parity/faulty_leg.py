@@ -33,8 +33,8 @@ def plant_beta2(leg: ModuleType) -> None:
     load = leg.load_checkpoint
 
     # After loading, which sets the betas that the checkpoint holds.
-    def loaded(path: Any, model: Any, optimizer: Any) -> Any:
-        train = load(path, model, optimizer)
+    def loaded(path: Any, model: Any, optimizer: Any, **options: Any) -> Any:
+        train = load(path, model, optimizer, **options)
         for group in optimizer.param_groups:
             group["betas"] = (group["betas"][0], BETA2)
         return train
@@ -44,7 +44,7 @@ def plant_beta2(leg: ModuleType) -> None:
 
 if __name__ == "__main__":
     fault, framework, file = sys.argv[1:]
-    module = importlib.import_module(f"bridge.parity.{framework}_leg")
+    module = importlib.import_module(f"bridge.relay.{framework}_leg")
     {"rope": plant_rope, "beta2": plant_beta2}[fault](module)
     sys.argv[1:] = [file]
     main(module.run, module.rehearse, rank=int(os.environ.get("RANK", "0")))

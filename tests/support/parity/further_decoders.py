@@ -10,8 +10,18 @@ import transformers
 from flax import nnx
 
 from bridge.core.mapping import parse_mapping
-from tests.support.parity.nnx_parts import attend, embedding, heads_of, layer_norm, rms_norm, rotary, rotate
-from tests.support.parity.pair_tools import VOCABULARY, Pair, paired, randomize, tokens
+from tests.support.parity.nnx_parts import (
+    GatedMLP,
+    GeluMLP,
+    attend,
+    embedding,
+    heads_of,
+    layer_norm,
+    rms_norm,
+    rotary,
+    rotate,
+)
+from tests.support.parity.pair_tools import VOCABULARY, Pair, paired, randomize, tokens, with_rules
 
 WIDTH, HEADS, HIDDEN, LAYERS = 32, 4, 40, 2
 HEAD = WIDTH // HEADS
@@ -43,17 +53,6 @@ class NeoXAttention(nnx.Module):
         return self.out(attend(query, key, self.value(x), scale=HEAD**-0.5, causal=True))
 
 
-class NeoXMLP(nnx.Module):
-    """GELU between two projections; ``[B, T, 32]``."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
-        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.up(x), approximate=False))
-
-
 class NeoXLayer(nnx.Module):
     """Attention and MLP side by side, each with a norm of its own; ``[B, T, 32]``."""
 
@@ -61,7 +60,7 @@ class NeoXLayer(nnx.Module):
         self.attention_norm = layer_norm(WIDTH, 1e-5, rngs)
         self.mlp_norm = layer_norm(WIDTH, 1e-5, rngs)
         self.attention = NeoXAttention(rngs)
-        self.mlp = NeoXMLP(rngs)
+        self.mlp = GeluMLP(WIDTH, HIDDEN, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x + self.attention(self.attention_norm(x)) + self.mlp(self.mlp_norm(x))
@@ -83,31 +82,25 @@ class NeoX(nnx.Module):
         return self.head(self.norm(x))
 
 
-NEOX = """
+NEOX = with_rules("""
 axes = {k = "q", v = "q"}
 rule = [
-  {torch = "gpt_neox.embed_in.weight", jax = "embed/embedding"},
-  {torch = "gpt_neox.layers.{i}.input_layernorm.weight", jax = "layers/{i}/attention_norm/scale"},
-  {torch = "gpt_neox.layers.{i}.input_layernorm.bias", jax = "layers/{i}/attention_norm/bias"},
-  {torch = "gpt_neox.layers.{i}.post_attention_layernorm.weight", jax = "layers/{i}/mlp_norm/scale"},
-  {torch = "gpt_neox.layers.{i}.post_attention_layernorm.bias", jax = "layers/{i}/mlp_norm/bias"},
+  embed gpt_neox.embed_in embed
+  norm gpt_neox.layers.{i}.input_layernorm layers/{i}/attention_norm
+  norm gpt_neox.layers.{i}.post_attention_layernorm layers/{i}/mlp_norm
   {torch = "gpt_neox.layers.{i}.attention.query_key_value.weight : (h (q + k + v)) m", jax = [
     "layers/{i}/attention/query/kernel : m h q", "layers/{i}/attention/key/kernel : m h k",
     "layers/{i}/attention/value/kernel : m h v"]},
   {torch = "gpt_neox.layers.{i}.attention.query_key_value.bias : (h (q + k + v))", jax = [
     "layers/{i}/attention/query/bias : h q", "layers/{i}/attention/key/bias : h k",
     "layers/{i}/attention/value/bias : h v"]},
-  {torch = "gpt_neox.layers.{i}.attention.dense.weight : o i", jax = "layers/{i}/attention/out/kernel : i o"},
-  {torch = "gpt_neox.layers.{i}.attention.dense.bias", jax = "layers/{i}/attention/out/bias"},
-  {torch = "gpt_neox.layers.{i}.mlp.dense_h_to_4h.weight : o i", jax = "layers/{i}/mlp/up/kernel : i o"},
-  {torch = "gpt_neox.layers.{i}.mlp.dense_h_to_4h.bias", jax = "layers/{i}/mlp/up/bias"},
-  {torch = "gpt_neox.layers.{i}.mlp.dense_4h_to_h.weight : o i", jax = "layers/{i}/mlp/down/kernel : i o"},
-  {torch = "gpt_neox.layers.{i}.mlp.dense_4h_to_h.bias", jax = "layers/{i}/mlp/down/bias"},
-  {torch = "gpt_neox.final_layer_norm.weight", jax = "norm/scale"},
-  {torch = "gpt_neox.final_layer_norm.bias", jax = "norm/bias"},
-  {torch = "lm_head.weight : o i", jax = "head/kernel : i o"},
+  dense gpt_neox.layers.{i}.attention.dense layers/{i}/attention/out
+  dense gpt_neox.layers.{i}.mlp.dense_h_to_4h layers/{i}/mlp/up
+  dense gpt_neox.layers.{i}.mlp.dense_4h_to_h layers/{i}/mlp/down
+  norm gpt_neox.final_layer_norm norm
+  kernel lm_head head
 ]
-"""
+""")
 
 
 def neox_pair(name: str, seed: int) -> Pair:
@@ -165,30 +158,21 @@ class OPT(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
-OPT_RULES = """
+OPT_RULES = with_rules("""
 rule = [
-  {torch = "model.decoder.embed_tokens.weight", jax = "embed/embedding"},
-  {torch = "model.decoder.embed_positions.weight", jax = "positions/embedding"},
-  {torch = "model.decoder.layers.{i}.self_attn.q_proj.weight : o i", jax = "layers/{i}/attention/query/kernel : i o"},
-  {torch = "model.decoder.layers.{i}.self_attn.q_proj.bias", jax = "layers/{i}/attention/query/bias"},
-  {torch = "model.decoder.layers.{i}.self_attn.k_proj.weight : o i", jax = "layers/{i}/attention/key/kernel : i o"},
-  {torch = "model.decoder.layers.{i}.self_attn.k_proj.bias", jax = "layers/{i}/attention/key/bias"},
-  {torch = "model.decoder.layers.{i}.self_attn.v_proj.weight : o i", jax = "layers/{i}/attention/value/kernel : i o"},
-  {torch = "model.decoder.layers.{i}.self_attn.v_proj.bias", jax = "layers/{i}/attention/value/bias"},
-  {torch = "model.decoder.layers.{i}.self_attn.out_proj.weight : o i", jax = "layers/{i}/attention/out/kernel : i o"},
-  {torch = "model.decoder.layers.{i}.self_attn.out_proj.bias", jax = "layers/{i}/attention/out/bias"},
-  {torch = "model.decoder.layers.{i}.self_attn_layer_norm.weight", jax = "layers/{i}/attention_norm/scale"},
-  {torch = "model.decoder.layers.{i}.self_attn_layer_norm.bias", jax = "layers/{i}/attention_norm/bias"},
-  {torch = "model.decoder.layers.{i}.final_layer_norm.weight", jax = "layers/{i}/mlp_norm/scale"},
-  {torch = "model.decoder.layers.{i}.final_layer_norm.bias", jax = "layers/{i}/mlp_norm/bias"},
-  {torch = "model.decoder.layers.{i}.fc1.weight : o i", jax = "layers/{i}/up/kernel : i o"},
-  {torch = "model.decoder.layers.{i}.fc1.bias", jax = "layers/{i}/up/bias"},
-  {torch = "model.decoder.layers.{i}.fc2.weight : o i", jax = "layers/{i}/down/kernel : i o"},
-  {torch = "model.decoder.layers.{i}.fc2.bias", jax = "layers/{i}/down/bias"},
-  {torch = "model.decoder.final_layer_norm.weight", jax = "norm/scale"},
-  {torch = "model.decoder.final_layer_norm.bias", jax = "norm/bias"},
+  embed model.decoder.embed_tokens embed
+  embed model.decoder.embed_positions positions
+  dense model.decoder.layers.{i}.self_attn.q_proj layers/{i}/attention/query
+  dense model.decoder.layers.{i}.self_attn.k_proj layers/{i}/attention/key
+  dense model.decoder.layers.{i}.self_attn.v_proj layers/{i}/attention/value
+  dense model.decoder.layers.{i}.self_attn.out_proj layers/{i}/attention/out
+  norm model.decoder.layers.{i}.self_attn_layer_norm layers/{i}/attention_norm
+  norm model.decoder.layers.{i}.final_layer_norm layers/{i}/mlp_norm
+  dense model.decoder.layers.{i}.fc1 layers/{i}/up
+  dense model.decoder.layers.{i}.fc2 layers/{i}/down
+  norm model.decoder.final_layer_norm norm
 ]
-"""
+""")
 
 
 def opt_pair(name: str, seed: int) -> Pair:
@@ -220,24 +204,12 @@ class Olmo2Attention(nnx.Module):
         return self.out(attend(query, key, value, scale=HEAD**-0.5, causal=True))
 
 
-class Olmo2MLP(nnx.Module):
-    """``down(silu(gate(x)) * up(x))``; ``[B, T, 32]``."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.gate = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-
-
 class Olmo2Layer(nnx.Module):
     """Norms on the outputs only; ``[B, T, 32]``."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.attention = Olmo2Attention(rngs)
-        self.mlp = Olmo2MLP(rngs)
+        self.mlp = GatedMLP(WIDTH, HIDDEN, rngs)
         self.attention_norm = rms_norm(WIDTH, 1e-5, rngs)
         self.mlp_norm = rms_norm(WIDTH, 1e-5, rngs)
 
@@ -262,24 +234,24 @@ class Olmo2(nnx.Module):
         return self.head(self.norm(x))
 
 
-OLMO2 = """
+OLMO2 = with_rules("""
 rule = [
-  {torch = "model.embed_tokens.weight", jax = "embed/embedding"},
-  {torch = "model.layers.{i}.self_attn.q_proj.weight : o i", jax = "layers/{i}/attention/query/kernel : i o"},
-  {torch = "model.layers.{i}.self_attn.k_proj.weight : o i", jax = "layers/{i}/attention/key/kernel : i o"},
-  {torch = "model.layers.{i}.self_attn.v_proj.weight : o i", jax = "layers/{i}/attention/value/kernel : i o"},
-  {torch = "model.layers.{i}.self_attn.o_proj.weight : o i", jax = "layers/{i}/attention/out/kernel : i o"},
-  {torch = "model.layers.{i}.self_attn.q_norm.weight", jax = "layers/{i}/attention/query_norm/scale"},
-  {torch = "model.layers.{i}.self_attn.k_norm.weight", jax = "layers/{i}/attention/key_norm/scale"},
-  {torch = "model.layers.{i}.mlp.gate_proj.weight : o i", jax = "layers/{i}/mlp/gate/kernel : i o"},
-  {torch = "model.layers.{i}.mlp.up_proj.weight : o i", jax = "layers/{i}/mlp/up/kernel : i o"},
-  {torch = "model.layers.{i}.mlp.down_proj.weight : o i", jax = "layers/{i}/mlp/down/kernel : i o"},
-  {torch = "model.layers.{i}.post_attention_layernorm.weight", jax = "layers/{i}/attention_norm/scale"},
-  {torch = "model.layers.{i}.post_feedforward_layernorm.weight", jax = "layers/{i}/mlp_norm/scale"},
-  {torch = "model.norm.weight", jax = "norm/scale"},
-  {torch = "lm_head.weight : o i", jax = "head/kernel : i o"},
+  embed model.embed_tokens embed
+  kernel model.layers.{i}.self_attn.q_proj layers/{i}/attention/query
+  kernel model.layers.{i}.self_attn.k_proj layers/{i}/attention/key
+  kernel model.layers.{i}.self_attn.v_proj layers/{i}/attention/value
+  kernel model.layers.{i}.self_attn.o_proj layers/{i}/attention/out
+  scale model.layers.{i}.self_attn.q_norm layers/{i}/attention/query_norm
+  scale model.layers.{i}.self_attn.k_norm layers/{i}/attention/key_norm
+  kernel model.layers.{i}.mlp.gate_proj layers/{i}/mlp/gate
+  kernel model.layers.{i}.mlp.up_proj layers/{i}/mlp/up
+  kernel model.layers.{i}.mlp.down_proj layers/{i}/mlp/down
+  scale model.layers.{i}.post_attention_layernorm layers/{i}/attention_norm
+  scale model.layers.{i}.post_feedforward_layernorm layers/{i}/mlp_norm
+  scale model.norm norm
+  kernel lm_head head
 ]
-"""
+""")
 
 
 def olmo2_pair(name: str, seed: int) -> Pair:

@@ -14,7 +14,7 @@ from flax import nnx
 
 from bridge.core.mapping import parse_mapping
 from tests.support.parity.nnx_parts import attend, embedding, heads_of, layer_norm, rms_norm
-from tests.support.parity.pair_tools import VOCABULARY, Pair, paired, randomize, tokens
+from tests.support.parity.pair_tools import VOCABULARY, Pair, paired, randomize, tokens, with_rules
 
 WIDTH, HEADS, HIDDEN, LAYERS = 32, 4, 40, 2
 HEAD = WIDTH // HEADS
@@ -86,32 +86,24 @@ class Bert(nnx.Module):
         return x
 
 
-BERT = """
+BERT = with_rules("""
 rule = [
-  {torch = "embeddings.word_embeddings.weight", jax = "embeddings/words/embedding"},
-  {torch = "embeddings.position_embeddings.weight", jax = "embeddings/positions/embedding"},
-  {torch = "embeddings.token_type_embeddings.weight", jax = "embeddings/types/embedding"},
-  {torch = "embeddings.LayerNorm.weight", jax = "embeddings/norm/scale"},
-  {torch = "embeddings.LayerNorm.bias", jax = "embeddings/norm/bias"},
-  {torch = "encoder.layer.{i}.attention.self.query.weight : o i", jax = "layers/{i}/attention/query/kernel : i o"},
-  {torch = "encoder.layer.{i}.attention.self.query.bias", jax = "layers/{i}/attention/query/bias"},
-  {torch = "encoder.layer.{i}.attention.self.key.weight : o i", jax = "layers/{i}/attention/key/kernel : i o"},
-  {torch = "encoder.layer.{i}.attention.self.key.bias", jax = "layers/{i}/attention/key/bias"},
-  {torch = "encoder.layer.{i}.attention.self.value.weight : o i", jax = "layers/{i}/attention/value/kernel : i o"},
-  {torch = "encoder.layer.{i}.attention.self.value.bias", jax = "layers/{i}/attention/value/bias"},
+  embed embeddings.word_embeddings embeddings/words
+  embed embeddings.position_embeddings embeddings/positions
+  embed embeddings.token_type_embeddings embeddings/types
+  norm embeddings.LayerNorm embeddings/norm
+  dense encoder.layer.{i}.attention.self.query layers/{i}/attention/query
+  dense encoder.layer.{i}.attention.self.key layers/{i}/attention/key
+  dense encoder.layer.{i}.attention.self.value layers/{i}/attention/value
   {torch = "encoder.layer.{i}.attention.output.dense.weight : o i", jax = [
     "layers/{i}/attention_output/dense/kernel : i o"]},
   {torch = "encoder.layer.{i}.attention.output.dense.bias", jax = "layers/{i}/attention_output/dense/bias"},
-  {torch = "encoder.layer.{i}.attention.output.LayerNorm.weight", jax = "layers/{i}/attention_output/norm/scale"},
-  {torch = "encoder.layer.{i}.attention.output.LayerNorm.bias", jax = "layers/{i}/attention_output/norm/bias"},
-  {torch = "encoder.layer.{i}.intermediate.dense.weight : o i", jax = "layers/{i}/up/kernel : i o"},
-  {torch = "encoder.layer.{i}.intermediate.dense.bias", jax = "layers/{i}/up/bias"},
-  {torch = "encoder.layer.{i}.output.dense.weight : o i", jax = "layers/{i}/output/dense/kernel : i o"},
-  {torch = "encoder.layer.{i}.output.dense.bias", jax = "layers/{i}/output/dense/bias"},
-  {torch = "encoder.layer.{i}.output.LayerNorm.weight", jax = "layers/{i}/output/norm/scale"},
-  {torch = "encoder.layer.{i}.output.LayerNorm.bias", jax = "layers/{i}/output/norm/bias"},
+  norm encoder.layer.{i}.attention.output.LayerNorm layers/{i}/attention_output/norm
+  dense encoder.layer.{i}.intermediate.dense layers/{i}/up
+  dense encoder.layer.{i}.output.dense layers/{i}/output/dense
+  norm encoder.layer.{i}.output.LayerNorm layers/{i}/output/norm
 ]
-"""
+""")
 
 
 def bert_pair(name: str, seed: int) -> Pair:
@@ -208,22 +200,22 @@ class T5Encoder(nnx.Module):
         return self.norm(x)
 
 
-T5 = """
+T5 = with_rules("""
 rule = [
-  {torch = "shared.weight", jax = "embed/embedding"},
-  {torch = "encoder.block.{i}.layer.0.SelfAttention.q.weight : o i", jax = "layers/{i}/attention/query/kernel : i o"},
-  {torch = "encoder.block.{i}.layer.0.SelfAttention.k.weight : o i", jax = "layers/{i}/attention/key/kernel : i o"},
-  {torch = "encoder.block.{i}.layer.0.SelfAttention.v.weight : o i", jax = "layers/{i}/attention/value/kernel : i o"},
-  {torch = "encoder.block.{i}.layer.0.SelfAttention.o.weight : o i", jax = "layers/{i}/attention/out/kernel : i o"},
+  embed shared embed
+  kernel encoder.block.{i}.layer.0.SelfAttention.q layers/{i}/attention/query
+  kernel encoder.block.{i}.layer.0.SelfAttention.k layers/{i}/attention/key
+  kernel encoder.block.{i}.layer.0.SelfAttention.v layers/{i}/attention/value
+  kernel encoder.block.{i}.layer.0.SelfAttention.o layers/{i}/attention/out
   {torch = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", jax = [
     "layers/0/attention/distances/embedding"]},
-  {torch = "encoder.block.{i}.layer.0.layer_norm.weight", jax = "layers/{i}/attention_norm/scale"},
-  {torch = "encoder.block.{i}.layer.1.DenseReluDense.wi.weight : o i", jax = "layers/{i}/mlp/up/kernel : i o"},
-  {torch = "encoder.block.{i}.layer.1.DenseReluDense.wo.weight : o i", jax = "layers/{i}/mlp/down/kernel : i o"},
-  {torch = "encoder.block.{i}.layer.1.layer_norm.weight", jax = "layers/{i}/mlp_norm/scale"},
-  {torch = "encoder.final_layer_norm.weight", jax = "norm/scale"},
+  scale encoder.block.{i}.layer.0.layer_norm layers/{i}/attention_norm
+  kernel encoder.block.{i}.layer.1.DenseReluDense.wi layers/{i}/mlp/up
+  kernel encoder.block.{i}.layer.1.DenseReluDense.wo layers/{i}/mlp/down
+  scale encoder.block.{i}.layer.1.layer_norm layers/{i}/mlp_norm
+  scale encoder.final_layer_norm norm
 ]
-"""
+""")
 
 
 def t5_pair(name: str, seed: int) -> Pair:

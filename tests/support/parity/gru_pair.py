@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from bridge.core.mapping import parse_mapping
-from bridge.parity.recorded.tap import tap
+from bridge.parity.recorded.recording import tap
 from tests.support.parity.pair_tools import VOCABULARY, Pair, randomize, tokens
 from tests.support.parity.ported import ported
 

@@ -69,3 +69,26 @@ def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     first, second = jnp.split(turned, 2, axis=-1)
     turned = turned * cos + jnp.concatenate([-second, first], axis=-1) * sin
     return jnp.concatenate([turned, rest], axis=-1)
+
+
+class GeluMLP(nnx.Module):
+    """GELU between two projections; ``[B, T, width]``."""
+
+    def __init__(self, width: int, hidden: int, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(width, hidden, rngs=rngs)
+        self.down = nnx.Linear(hidden, width, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(x), approximate=False))
+
+
+class GatedMLP(nnx.Module):
+    """``down(silu(gate(x)) * up(x))``; ``[B, T, width]``."""
+
+    def __init__(self, width: int, hidden: int, rngs: nnx.Rngs) -> None:
+        self.gate = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(hidden, width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

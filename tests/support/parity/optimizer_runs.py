@@ -41,12 +41,7 @@ def made(name: str, model: nn.Module, dtypes: tuple[str, str], offload: float) -
 
 
 def state_bytes(
-    policy: str,
-    parts: list[list[Spec]],
-    own: list[Spec],
-    name: str,
-    dtypes: tuple[str, str],
-    offload: float,
+    policy: str, parts: list[list[Spec]], own: list[Spec], name: str, dtypes: tuple[str, str], offload: float
 ) -> dict[str, int]:
     """Bytes of the state after two steps, on the device and in CPU memory, and as ``memory_report`` has it."""
     model = Whole(parts, own)

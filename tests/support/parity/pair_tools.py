@@ -16,6 +16,8 @@ from flax import nnx
 
 from bridge.core.formats.tensors.base import Box
 from bridge.core.mapping import MappingTable, make_plan
+from bridge.parity.compare.parity import parity
+from bridge.parity.report_page.report import ParityReport
 from tests.support.bridge.memory_reader import MemoryReader
 
 VOCABULARY = 61
@@ -110,6 +112,28 @@ def load(model: nnx.Module, arrays: Mapping[str, np.ndarray]) -> None:
     nnx.update(model, nnx.from_flat_state(values))
 
 
+_PARTS = {
+    "dense": (("weight : o i", "kernel : i o"), ("bias", "bias")),
+    "kernel": (("weight : o i", "kernel : i o"),),
+    "conv": (("weight : o i y x", "kernel : y x i o"), ("bias", "bias")),
+    "norm": (("weight", "scale"), ("bias", "bias")),
+    "scale": (("weight", "scale"),),
+    "embed": (("weight", "embedding"),),
+}
+
+
+def with_rules(text: str) -> str:
+    """A mapping in which lines such as ``dense up layers/up`` stand for the rules of all tensors of a module."""
+    lines = []
+    for line in text.splitlines():
+        what, *paths = line.split() or [""]
+        for torch_name, jax_name in _PARTS.get(what, ()):
+            lines.append(f'{{torch = "{paths[0]}.{torch_name}", jax = "{paths[1]}/{jax_name}"}},')
+        if what not in _PARTS:
+            lines.append(line)
+    return "\n".join(lines)
+
+
 def paired(
     name: str,
     torch_model: torch.nn.Module,
@@ -196,3 +220,13 @@ def jax_run(pair: Pair, dtype: Any = jnp.float32) -> tuple[float, dict[str, np.n
         for path, variable in nnx.to_flat_state(gradients)
     }
     return float(value), named
+
+
+def compare_pair(pair: Pair, **options: Any) -> ParityReport:
+    """``parity`` of both models, without training unless ``options`` say otherwise."""
+    return parity(
+        pair.torch_model,
+        pair.jax_model,
+        pair.batch,
+        **{"mapping": pair.mapping, "axes": pair.axes, "loss": pair.loss, "steps": 0} | options,
+    )

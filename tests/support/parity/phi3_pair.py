@@ -9,8 +9,8 @@ import transformers
 from flax import nnx
 
 from bridge.core.mapping import parse_mapping
-from tests.support.parity.nnx_parts import attend, embedding, heads_of, rms_norm, rotary, rotate
-from tests.support.parity.pair_tools import VOCABULARY, Pair, paired, randomize, tokens
+from tests.support.parity.nnx_parts import GatedMLP, attend, embedding, heads_of, rms_norm, rotary, rotate
+from tests.support.parity.pair_tools import VOCABULARY, Pair, paired, randomize, tokens, with_rules
 
 WIDTH, HEADS, KEYS, HEAD, HIDDEN, LAYERS = 16, 4, 2, 4, 20, 2
 
@@ -32,18 +32,6 @@ class Phi3Attention(nnx.Module):
         return self.o(attend(query, key, value, scale=HEAD**-0.5, causal=True))
 
 
-class Phi3MLP(nnx.Module):
-    """Gated by SiLU; ``[B, T, 16]``."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.gate = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-
-
 class Phi3Layer(nnx.Module):
     """Attention and MLP with norms before; ``[B, T, 16]``."""
 
@@ -51,7 +39,7 @@ class Phi3Layer(nnx.Module):
         self.attention_norm = rms_norm(WIDTH, 1e-5, rngs)
         self.attention = Phi3Attention(rngs)
         self.mlp_norm = rms_norm(WIDTH, 1e-5, rngs)
-        self.mlp = Phi3MLP(rngs)
+        self.mlp = GatedMLP(WIDTH, HIDDEN, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.attention(self.attention_norm(x))
@@ -74,23 +62,23 @@ class Phi3(nnx.Module):
         return self.head(self.norm(x))
 
 
-RULES = """
+RULES = with_rules("""
 axes = {v = "k", u = "g"}
 rule = [
-  {torch = "model.embed_tokens.weight", jax = "embed/embedding"},
-  {torch = "model.layers.{i}.input_layernorm.weight", jax = "layers/{i}/attention_norm/scale"},
-  {torch = "model.layers.{i}.post_attention_layernorm.weight", jax = "layers/{i}/mlp_norm/scale"},
+  embed model.embed_tokens embed
+  scale model.layers.{i}.input_layernorm layers/{i}/attention_norm
+  scale model.layers.{i}.post_attention_layernorm layers/{i}/mlp_norm
   {torch = "model.layers.{i}.self_attn.qkv_proj.weight : (q + k + v) m", jax = [
     "layers/{i}/attention/q/kernel : m q", "layers/{i}/attention/k/kernel : m k",
     "layers/{i}/attention/v/kernel : m v"]},
-  {torch = "model.layers.{i}.self_attn.o_proj.weight : o i", jax = "layers/{i}/attention/o/kernel : i o"},
+  kernel model.layers.{i}.self_attn.o_proj layers/{i}/attention/o
   {torch = "model.layers.{i}.mlp.gate_up_proj.weight : (g + u) m", jax = [
     "layers/{i}/mlp/gate/kernel : m g", "layers/{i}/mlp/up/kernel : m u"]},
-  {torch = "model.layers.{i}.mlp.down_proj.weight : o i", jax = "layers/{i}/mlp/down/kernel : i o"},
-  {torch = "model.norm.weight", jax = "norm/scale"},
-  {torch = "lm_head.weight : o i", jax = "head/kernel : i o"},
+  kernel model.layers.{i}.mlp.down_proj layers/{i}/mlp/down
+  scale model.norm norm
+  kernel lm_head head
 ]
-"""
+""")
 
 
 def phi3_pair(name: str, seed: int) -> Pair:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from bridge.core.mapping import parse_mapping
 from tests.support.parity.nnx_parts import embedding, layer_norm
-from tests.support.parity.pair_tools import VOCABULARY, Pair, paired, randomize, tokens
+from tests.support.parity.pair_tools import VOCABULARY, Pair, paired, randomize, tokens, with_rules
 
 EMBEDDING, HIDDEN = 24, 32
 
@@ -81,19 +81,18 @@ class LSTM(nnx.Module):
         return self.head(self.norm(x))
 
 
-RULES = """
+RULES = with_rules("""
 rule = [
-  {torch = "embed.weight", jax = "embed/embedding"},
+  embed embed embed
   {torch = "layers.{i}.weight_ih_l0 : (g h) x", jax = "layers/{i}/input_kernel : x g h"},
   {torch = "layers.{i}.weight_hh_l0 : (g h) s", jax = "layers/{i}/state_kernel : s g h"},
   {torch = "layers.{i}.bias_ih_l0 : (g h)", jax = "layers/{i}/input_bias : g h"},
   {torch = "layers.{i}.bias_hh_l0 : (g h)", jax = "layers/{i}/state_bias : g h"},
-  {torch = "norm.weight", jax = "norm/scale"},
-  {torch = "norm.bias", jax = "norm/bias"},
+  norm norm norm
   {torch = "head.weight : v h", jax = "head/kernel : h v"},
   {torch = "head.bias", jax = "head/bias"},
 ]
-"""
+""")
 
 
 def lstm_pair(name: str, seed: int) -> Pair:

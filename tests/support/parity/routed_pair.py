@@ -19,6 +19,7 @@ from tests.support.parity.pair_tools import (
     tokens,
     torch_arrays,
     translated,
+    with_rules,
 )
 
 WIDTH, HIDDEN, EXPERTS, CLASSES = 12, 16, 3, 4
@@ -134,11 +135,10 @@ def jax_loss(model: Any, ids: Any) -> jax.Array:
     return -chosen.mean() + 0.1 * out["auxiliary"]
 
 
-RULES = """
+RULES = with_rules("""
 rule = [
-  {torch = "embed.weight", jax = "embed/embedding"},
-  {torch = "norms.{i}.weight", jax = "norms/{i}/scale"},
-  {torch = "norms.{i}.bias", jax = "norms/{i}/bias"},
+  embed embed embed
+  norm norms.{i} norms/{i}
   {torch = "mixtures.{i}.router.weight : o m", jax = "mixtures/{i}/router/kernel : m o"},
   {torch = "mixtures.{i}.experts.{e}.up.weight : o m", jax = "mixtures/{i}/experts/{e}/up/kernel : m o"},
   {torch = "mixtures.{i}.experts.{e}.up.bias", jax = "mixtures/{i}/experts/{e}/up/bias"},
@@ -147,7 +147,7 @@ rule = [
   {torch = "head.weight : o m", jax = "head/kernel : m o"},
   {torch = "head.bias", jax = "head/bias"},
 ]
-"""
+""")
 
 
 def routed_pair(name: str, seed: int) -> Pair:

@@ -13,7 +13,7 @@ from flax import nnx
 
 from bridge.core.mapping import parse_mapping
 from tests.support.parity.nnx_parts import layer_norm
-from tests.support.parity.pair_tools import Pair, paired, randomize
+from tests.support.parity.pair_tools import Pair, paired, randomize, with_rules
 
 INPUTS, CODE, LOOPS = 20, 12, 3
 
@@ -82,17 +82,14 @@ class Tied(nnx.Module):
         return {"reconstruction": out, "code": code, "mask": None}
 
 
-RULES = """
+RULES = with_rules("""
 rule = [
-  {torch = "encoder.weight : o i", jax = "encoder/kernel : i o"},
-  {torch = "encoder.bias", jax = "encoder/bias"},
-  {torch = "refine.norm.weight", jax = "refine/norm/scale"},
-  {torch = "refine.norm.bias", jax = "refine/norm/bias"},
-  {torch = "refine.inner.weight : o i", jax = "refine/inner/kernel : i o"},
-  {torch = "refine.inner.bias", jax = "refine/inner/bias"},
+  dense encoder encoder
+  norm refine.norm refine/norm
+  dense refine.inner refine/inner
   {torch = "bias", jax = "bias"},
 ]
-"""
+""")
 
 
 def tied_pair(name: str, seed: int) -> Pair:

@@ -13,8 +13,8 @@ import transformers
 from flax import nnx
 
 from bridge.core.mapping import parse_mapping
-from tests.support.parity.nnx_parts import attend, heads_of, layer_norm
-from tests.support.parity.pair_tools import Pair, paired, randomize
+from tests.support.parity.nnx_parts import GeluMLP, attend, heads_of, layer_norm
+from tests.support.parity.pair_tools import Pair, paired, randomize, with_rules
 
 CLASSES = 7
 HEIGHT, WIDTH = 8, 12
@@ -81,22 +81,19 @@ class ConvNet(nnx.Module):
         return self.head(x.reshape(len(x), -1))
 
 
-CONVNET = """
+CONVNET = with_rules("""
 drop = ["*num_batches_tracked"]
 rule = [
   {torch = "stem.conv.weight : o i y x", jax = "stem/conv/kernel : y x i o"},
-  {torch = "stem.norm.weight", jax = "stem/norm/scale"},
-  {torch = "stem.norm.bias", jax = "stem/norm/bias"},
+  norm stem.norm stem/norm
   {torch = "stem.norm.running_mean", jax = "stem/norm/mean", optional = true},
   {torch = "stem.norm.running_var", jax = "stem/norm/var", optional = true},
   {torch = "body.conv.weight : o i y x", jax = "body/conv/kernel : y x i o"},
-  {torch = "body.norm.weight", jax = "body/norm/scale"},
-  {torch = "body.norm.bias", jax = "body/norm/bias"},
+  norm body.norm body/norm
   {torch = "body.norm.running_mean", jax = "body/norm/mean", optional = true},
   {torch = "body.norm.running_var", jax = "body/norm/var", optional = true},
   {torch = "down.conv.weight : o i y x", jax = "down/conv/kernel : y x i o"},
-  {torch = "down.norm.weight", jax = "down/norm/scale"},
-  {torch = "down.norm.bias", jax = "down/norm/bias"},
+  norm down.norm down/norm
   {torch = "down.norm.running_mean", jax = "down/norm/mean", optional = true},
   {torch = "down.norm.running_var", jax = "down/norm/var", optional = true},
   {torch = "up.weight : i o y x", jax = "up/kernel : y x o i"},
@@ -104,7 +101,7 @@ rule = [
   {torch = "head.weight : o (c h w)", jax = "head/kernel : (h w c) o"},
   {torch = "head.bias", jax = "head/bias"},
 ]
-"""
+""")
 
 
 def convnet_pair(name: str, seed: int) -> Pair:
@@ -159,17 +156,6 @@ class ViTAttention(nnx.Module):
         return self.out(attend(q, k, v, scale=(VIT_WIDTH // VIT_HEADS) ** -0.5))
 
 
-class ViTMLP(nnx.Module):
-    """GELU between two projections; ``[B, N, 32]``."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.up = nnx.Linear(VIT_WIDTH, VIT_HIDDEN, rngs=rngs)
-        self.down = nnx.Linear(VIT_HIDDEN, VIT_WIDTH, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.up(x), approximate=False))
-
-
 class ViTLayer(nnx.Module):
     """A pre-norm layer; ``[B, N, 32]``."""
 
@@ -177,7 +163,7 @@ class ViTLayer(nnx.Module):
         self.before = layer_norm(VIT_WIDTH, 1e-12, rngs)
         self.attention = ViTAttention(rngs)
         self.after = layer_norm(VIT_WIDTH, 1e-12, rngs)
-        self.mlp = ViTMLP(rngs)
+        self.mlp = GeluMLP(VIT_WIDTH, VIT_HIDDEN, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.attention(self.before(x))
@@ -200,34 +186,24 @@ class ViT(nnx.Module):
         return self.head(self.norm(x)[:, 0])
 
 
-VIT = """
+VIT = with_rules("""
 rule = [
   {torch = "vit.embeddings.cls_token", jax = "embeddings/class_token"},
   {torch = "vit.embeddings.position_embeddings", jax = "embeddings/positions"},
   {torch = "vit.embeddings.patch_embeddings.projection.weight : o i h w", jax = "embeddings/patches/kernel : h w i o"},
   {torch = "vit.embeddings.patch_embeddings.projection.bias", jax = "embeddings/patches/bias"},
-  {torch = "vit.layers.{i}.attention.q_proj.weight : o i", jax = "layers/{i}/attention/query/kernel : i o"},
-  {torch = "vit.layers.{i}.attention.q_proj.bias", jax = "layers/{i}/attention/query/bias"},
-  {torch = "vit.layers.{i}.attention.k_proj.weight : o i", jax = "layers/{i}/attention/key/kernel : i o"},
-  {torch = "vit.layers.{i}.attention.k_proj.bias", jax = "layers/{i}/attention/key/bias"},
-  {torch = "vit.layers.{i}.attention.v_proj.weight : o i", jax = "layers/{i}/attention/value/kernel : i o"},
-  {torch = "vit.layers.{i}.attention.v_proj.bias", jax = "layers/{i}/attention/value/bias"},
-  {torch = "vit.layers.{i}.attention.o_proj.weight : o i", jax = "layers/{i}/attention/out/kernel : i o"},
-  {torch = "vit.layers.{i}.attention.o_proj.bias", jax = "layers/{i}/attention/out/bias"},
-  {torch = "vit.layers.{i}.layernorm_before.weight", jax = "layers/{i}/before/scale"},
-  {torch = "vit.layers.{i}.layernorm_before.bias", jax = "layers/{i}/before/bias"},
-  {torch = "vit.layers.{i}.layernorm_after.weight", jax = "layers/{i}/after/scale"},
-  {torch = "vit.layers.{i}.layernorm_after.bias", jax = "layers/{i}/after/bias"},
-  {torch = "vit.layers.{i}.mlp.fc1.weight : o i", jax = "layers/{i}/mlp/up/kernel : i o"},
-  {torch = "vit.layers.{i}.mlp.fc1.bias", jax = "layers/{i}/mlp/up/bias"},
-  {torch = "vit.layers.{i}.mlp.fc2.weight : o i", jax = "layers/{i}/mlp/down/kernel : i o"},
-  {torch = "vit.layers.{i}.mlp.fc2.bias", jax = "layers/{i}/mlp/down/bias"},
-  {torch = "vit.layernorm.weight", jax = "norm/scale"},
-  {torch = "vit.layernorm.bias", jax = "norm/bias"},
-  {torch = "classifier.weight : o i", jax = "head/kernel : i o"},
-  {torch = "classifier.bias", jax = "head/bias"},
+  dense vit.layers.{i}.attention.q_proj layers/{i}/attention/query
+  dense vit.layers.{i}.attention.k_proj layers/{i}/attention/key
+  dense vit.layers.{i}.attention.v_proj layers/{i}/attention/value
+  dense vit.layers.{i}.attention.o_proj layers/{i}/attention/out
+  norm vit.layers.{i}.layernorm_before layers/{i}/before
+  norm vit.layers.{i}.layernorm_after layers/{i}/after
+  dense vit.layers.{i}.mlp.fc1 layers/{i}/mlp/up
+  dense vit.layers.{i}.mlp.fc2 layers/{i}/mlp/down
+  norm vit.layernorm norm
+  dense classifier head
 ]
-"""
+""")
 
 
 def vit_pair(name: str, seed: int) -> Pair:

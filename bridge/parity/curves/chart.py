@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from bridge.parity.curves.found import Curves, Departure, Noise
 from bridge.parity.curves.series import MetricsError
+from bridge.parity.curves.verdict import Curves, Departure, Noise
 
 COLOURS = {"A": "#30638e", "B": "#d1495b"}
 

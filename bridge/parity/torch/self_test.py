@@ -1,4 +1,9 @@
-"""Typical faults, planted in a torch model one at a time: what the self-test uses.
+"""What this batch and these weights could not have shown.
+
+A comparison that finds nothing is worth as much as what it would have found. So typical faults are planted in copies of
+the torch model, one at a time, and the module's output in float64 is held against that of the right model, over the
+same floor as everywhere. The JAX model takes no part: where the two are the same, a fault of the one is a fault of the
+other.
 
 Each fault is small and common in ports: a norm's epsilon, a transposed matrix, weights that are a little old, a bias
 left out, two heads swapped, another rotary base, another activation, a mask that is off by one.
@@ -6,17 +11,102 @@ left out, two heads swapped, another rotary base, another activation, a mask tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from bridge.parity.partners.rows import ratio_of
+from bridge.parity.recorded.distance import FACTOR, distance, noise
+from bridge.parity.recorded.recording import Call, Recording, Side
+from bridge.parity.report_page.report import Revealed
+from bridge.parity.torch.side import TorchSide
+
+MOST_FAULTS = 60
+"""Each fault costs one float64 forward of the whole model; a Llama of 32 layers has hundreds of faults."""
+
+
+def plant_faults(
+    side: Side, batch: Any, dtype: str = "float32", most: int = MOST_FAULTS
+) -> Iterator[Revealed]:
+    """Plant each typical fault in a copy of a torch model, and say whether ``batch`` shows it.
+
+    ``most``: of all faults, so many are tried, spread evenly over the model. ``ValueError`` for a side that is no torch
+    model, such as a trace.
+    """
+    if not isinstance(side, TorchSide):
+        raise ValueError(
+            f"self_test: expected a torch model, in which faults can be planted, got {type(side).__name__}"
+        )
+    right = side.record(batch, "float64", backward=False)
+    low = side.record(batch, dtype, backward=False)
+    faults, owners = list(faults_of(side.model)), _owners(side)
+    for fault in faults if len(faults) <= most else _spread(faults, most):
+        faulty = with_fault(side, fault).record(batch, "float64", backward=False)
+        ratio = max(
+            (_ratio(call, right, low, faulty, dtype) for call in _around(fault.module, right, owners)),
+            default=0.0,
+        )
+        yield Revealed(fault.name, fault.module, ratio > FACTOR, ratio)
+
+
+def with_fault(side: TorchSide, fault: Fault) -> TorchSide:
+    """A side of a copy of the model that has the fault."""
+    model = copy.deepcopy(side.model)
+    fault.plant(model)
+    return TorchSide(model, side.loss, optimizer=side.optimizer)
+
+
+def _owners(side: Side) -> set[str]:
+    """Paths of the modules that have parameters, of their own or inside."""
+    owners = {""}
+    for name in side.weights():
+        parts = name.split(".")[:-1]
+        owners |= {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+    return owners
+
+
+def _around(path: str, recording: Recording, owners: Container[str]) -> Sequence[Call]:
+    """The calls of the module; of the nearest module around it that was called, where it was not (a table of its).
+
+    A module without parameters has no partner in a comparison: its fault shows in all modules that have some, or not.
+    """
+    if path not in owners:
+        return [call for call in recording.calls if call.path in owners]
+    while True:
+        calls = [call for call in recording.calls if call.path == path]
+        if calls or not path:
+            return calls
+        path = path.rpartition(".")[0]
+
+
+def _ratio(call: Call, right: Recording, low: Recording, faulty: Recording, dtype: str) -> float:
+    other, coarse = faulty.find(call.path, call.number), low.find(call.path, call.number)
+    worst = 0.0
+    for name, leaf in call.outputs.items():
+        twin = None if other is None else other.outputs.get(name)
+        if twin is None or twin.shape != leaf.shape:
+            continue
+        floor = noise(None if coarse is None else coarse.outputs.get(name), leaf, dtype)
+        worst = max(worst, ratio_of(distance(leaf, twin, dtype), floor))
+    return worst
+
+
+def _spread(faults: Sequence[Any], most: int) -> list[Any]:
+    # Evenly over the list, which follows the layers: the first faults alone would leave the deep
+    # half untried.
+    return [faults[number * len(faults) // most] for number in range(most)]
+
+
 _EPSILONS = ("eps", "epsilon", "variance_epsilon", "layer_norm_eps", "layer_norm_epsilon")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _STALE = 1e-3
+"""A few steps of training at usual rates move a weight by such a part of its spread."""
 _ROTARY = 50.0
+"""From a base of 1e4 to Llama-3\'s of 5e5."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +162,7 @@ def _weight(
 
 
 def _stale(weight: torch.Tensor) -> torch.Tensor:
+    # A generator of its own: the model's random numbers stay those of the right run.
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
     return weight + _STALE * weight.std() * noise
 

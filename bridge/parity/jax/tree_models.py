@@ -1,4 +1,7 @@
-"""A linen module with its variables as a model that can be recorded."""
+"""Models that are called with a tree of arrays, and can be recorded: linen modules, and functions of parameters.
+
+Inside of a function nothing is seen but what ``tap`` shows.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,95 @@ from typing import Any
 import jax
 from flax import linen
 
-from bridge.parity.jax.float64 import changed
-from bridge.parity.jax.function import floating_of, merged
-from bridge.parity.jax.leaves import Hidden, cast_floats, is_leaf, named, on_host, reveal
-from bridge.parity.jax.nnx_paths import below
-from bridge.parity.jax.recorder import Again, Arguments, Recorder
-from bridge.parity.jax.stacks import Arrays, layer_of, length_of
-from bridge.parity.recorded.recording import heads_of
-from bridge.parity.recorded.tap import listening
+from bridge.parity.jax.leaves import (
+    Arrays,
+    Hidden,
+    below,
+    cast_floats,
+    floating_of,
+    is_leaf,
+    layer_of,
+    leaves_by_path,
+    length_of,
+    merge_leaves,
+    on_host,
+    others_of,
+    reveal,
+)
+from bridge.parity.jax.recorder import Arguments, CallReplay, LossOf, Parameters, Recorder
+from bridge.parity.jax.run_in_dtype import change_dtypes
+from bridge.parity.recorded.recording import heads_of, listening
+
+
+class FunctionModel:
+    """``function(parameters, *batch)``; ``parameters``: a pytree."""
+
+    def __init__(self, function: Callable[..., Any], parameters: Any) -> None:
+        self.function = function
+        self.tree = parameters
+        self.python_modules = [getattr(function, "__module__", "")]
+
+    def weights(self) -> dict[str, Any]:
+        return floating_of(self.tree)
+
+    def buffers(self) -> dict[str, Any]:
+        return others_of(self.tree)
+
+    left_out = ()
+
+    def load(self, weights: Mapping[str, Any]) -> None:
+        self.tree = merge_leaves(self.tree, weights)
+
+    def instance(self, dtype: str) -> FunctionInstance:
+        return FunctionInstance(self.function, cast_floats(on_host(self.tree), dtype))
+
+
+class FunctionInstance:
+    """One run's copy: nothing but parameters."""
+
+    def __init__(self, function: Callable[..., Any], tree: Any) -> None:
+        self.function = function
+        self.tree = tree
+        self.parameters = floating_of(tree)
+        self.state: Any = {}
+
+    def run(
+        self, parameters: Parameters, state: Any, loss: LossOf, recorder: Recorder | None = None
+    ) -> tuple[Any, Any]:
+        if recorder is None:
+            return loss(lambda *args, **kwargs: self._call(parameters, args, kwargs)), state
+        with listening(recorder.tap):
+            return loss(lambda *args, **kwargs: self._noted(parameters, (args, kwargs), recorder)), state
+
+    def _call(self, parameters: Parameters, args: Any, kwargs: Any) -> Any:
+        return self.function(merge_leaves(self.tree, parameters), *args, **kwargs)
+
+    def _noted(self, parameters: Parameters, arguments: Arguments, recorder: Recorder) -> Any:
+        return recorder.call(
+            "",
+            getattr(self.function, "__name__", type(self.function).__name__),
+            arguments,
+            lambda: self._call(parameters, *arguments),
+            lambda: FunctionReplay(self, {path: reveal(leaf) for path, leaf in parameters.items()}),
+        )
+
+    def buffers(self, state: Any) -> dict[str, Any]:
+        # A function changes nothing that it is given.
+        return others_of(self.tree)
+
+
+class FunctionReplay(CallReplay):
+    """The whole function once more."""
+
+    def __init__(self, instance: FunctionInstance, parameters: Parameters) -> None:
+        self.function, self.tree = instance.function, instance.tree
+        self.parameters = parameters
+
+    def __call__(self, parameters: Parameters, arguments: Arguments, recorder: Recorder) -> Any:
+        args, kwargs = arguments
+        instance = FunctionInstance(self.function, self.tree)
+        return instance.run(parameters, {}, lambda model: model(*args, **kwargs), recorder)[0]
+
 
 _SOWN = "intermediates"
 
@@ -38,7 +122,7 @@ class LinenModel:
         self.python_modules = [name for name in sys.modules if name.partition(".")[0] == package]
 
     def weights(self) -> dict[str, Any]:
-        return dict(named(self.variables.get("params", {})))
+        return dict(leaves_by_path(self.variables.get("params", {})))
 
     def buffers(self) -> dict[str, Any]:
         """By path, which begins with the collection: ``batch_stats/norm/mean``."""
@@ -49,10 +133,10 @@ class LinenModel:
         return [f"JAX's collection {_SOWN}"] if _SOWN in self.variables else []
 
     def load(self, weights: Mapping[str, Any]) -> None:
-        self.variables["params"] = merged(self.variables["params"], weights)
-        given = {path: weights[path] for path in self.buffers() if path in weights}
+        self.variables["params"] = merge_leaves(self.variables["params"], weights)
+        buffers = {path: weights[path] for path in self.buffers() if path in weights}
         others = {name: tree for name, tree in self.variables.items() if name != "params"}
-        self.variables.update(merged(others, given))
+        self.variables.update(merge_leaves(others, buffers))
 
     def instance(self, dtype: str) -> LinenInstance:
         variables = on_host(self.variables)
@@ -65,20 +149,20 @@ class LinenModel:
 def buffers_of(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Arrays of numbers in all collections but the parameters, by path; what is sown grows with each call."""
     kept = {name: tree for name, tree in variables.items() if name not in ("params", _SOWN)}
-    return {path: leaf for path, leaf in named(kept) if is_leaf(leaf)}
+    return {path: leaf for path, leaf in leaves_by_path(kept) if is_leaf(leaf)}
 
 
-def _retyped(dtype: str) -> Callable[..., Any]:
+def _dtype_interceptor(dtype: str) -> Callable[..., Any]:
     """An interceptor that gives modules other dtypes in their attributes, before their methods run."""
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         # Within ``apply`` all modules are copies.
-        for one in dataclasses.fields(context.module):
-            old = getattr(context.module, one.name, None)
-            if one.name not in ("parent", "name") and not is_linen(old):
-                new = changed(old, dtype, one.name)
+        for field in dataclasses.fields(context.module):
+            old = getattr(context.module, field.name, None)
+            if field.name not in ("parent", "name") and not is_linen(old):
+                new = change_dtypes(old, dtype, field.name)
                 if new is not old:
-                    object.__setattr__(context.module, one.name, new)
+                    object.__setattr__(context.module, field.name, new)
         return call(*args, **kwargs)
 
     return intercept
@@ -95,20 +179,16 @@ class LinenInstance:
         self.state = state
 
     def run(
-        self,
-        parameters: Mapping[str, Any],
-        state: Any,
-        loss: Callable[[Any], Any],
-        recorder: Recorder | None = None,
+        self, parameters: Parameters, state: Any, loss: LossOf, recorder: Recorder | None = None
     ) -> tuple[Any, Any]:
-        variables = {"params": merged(self.tree, parameters), **state}
+        variables = {"params": merge_leaves(self.tree, parameters), **state}
 
         def model(*args: Any, **kwargs: Any) -> Any:
             if recorder is None:
-                with linen.intercept_methods(_retyped(self.dtype)):
-                    output, changed = applied(self.module, variables, args, kwargs)
+                with linen.intercept_methods(_dtype_interceptor(self.dtype)):
+                    output, changed = apply_module(self.module, variables, args, kwargs)
             else:
-                output, changed = noted(self.module, variables, (args, kwargs), recorder, self.dtype)
+                output, changed = record_calls(self.module, variables, (args, kwargs), recorder, self.dtype)
             # A loss may call the model more than once. What is sown would make each step's state another tree.
             variables.update({name: tree for name, tree in changed.items() if name != _SOWN})
             return output
@@ -120,50 +200,51 @@ class LinenInstance:
         return buffers_of(state)
 
 
-def applied(module: Any, variables: Any, args: Any, kwargs: Any) -> tuple[Any, Mapping[str, Any]]:
+def apply_module(module: Any, variables: Any, args: Any, kwargs: Any) -> tuple[Any, Mapping[str, Any]]:
     """The module's output, and every collection but the parameters after the call."""
     others = [name for name in variables if name != "params"]
+    # Dropout that is on draws the same numbers in every run.
     keys = {"dropout": jax.random.key(0)}
     output = module.apply(variables, *args, rngs=keys, mutable=others or False, **kwargs)
     return output if others else (output, {})
 
 
-def noted(
+def record_calls(
     module: Any, variables: Any, arguments: Arguments, recorder: Recorder, dtype: str, prefix: str = ""
 ) -> tuple[Any, Mapping[str, Any]]:
     """The same, with the calls of all modules noted; ``prefix``: path of ``module``."""
 
-    opened = [Opened((), prefix, dict(named(variables["params"])))]
+    opened = [Opened((), prefix, dict(leaves_by_path(variables["params"])))]
     turns: dict[str, int] = {}
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         try:
-            one = None if context.method_name != "__call__" else opened[-1].inside(context.module, turns)
+            opening = None if context.method_name != "__call__" else opened[-1].inside(context.module, turns)
         except Hidden:
-            one = None
-        if one is None:
+            opening = None
+        if opening is None:
             return call(*args, **kwargs)
 
         def run() -> Any:
-            opened.append(one)
+            opened.append(opening)
             try:
                 return call(*args, **kwargs)
             finally:
                 opened.pop()
 
-        kind = type(context.module).__name__
+        class_name = type(context.module).__name__
         return recorder.call(
-            one.path,
-            kind,
+            opening.path,
+            class_name,
             (args, kwargs),
             run,
-            lambda: LinenAgain(context.module, one.path, dtype),
+            lambda: LinenReplay(context.module, opening.path, dtype),
             heads_of(context.module),
         )
 
-    retyped = linen.intercept_methods(_retyped(dtype))
+    retyped = linen.intercept_methods(_dtype_interceptor(dtype))
     with retyped, linen.intercept_methods(intercept), listening(recorder.tap):
-        return applied(module, variables, *arguments)
+        return apply_module(module, variables, *arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +262,7 @@ class Opened:
         """
         rest = module.path[len(self.own) :]
         path = below(self.path, *rest)
-        arrays = dict(named(module.variables.get("params", {})))
+        arrays = dict(leaves_by_path(module.variables.get("params", {})))
         start = "".join(f"{name}/" for name in rest)
         stack = {name[len(start) :]: x for name, x in self.arrays.items() if name.startswith(start)}
         if length_of(arrays, stack):
@@ -192,7 +273,7 @@ class Opened:
         return Opened(module.path, path, arrays)
 
 
-class LinenAgain(Again):
+class LinenReplay(CallReplay):
     """A module with its part of all collections at the time of the call."""
 
     def __init__(self, module: Any, path: str, dtype: str) -> None:
@@ -203,7 +284,7 @@ class LinenAgain(Again):
         self.tree = self.variables.pop("params", {})
         self.parameters = {below(path, name): leaf for name, leaf in floating_of(self.tree).items()}
 
-    def __call__(self, parameters: Mapping[str, Any], arguments: Arguments, recorder: Recorder) -> Any:
+    def __call__(self, parameters: Parameters, arguments: Arguments, recorder: Recorder) -> Any:
         own = {name: parameters[below(self.path, name)] for name in floating_of(self.tree)}
-        variables = {"params": merged(self.tree, own), **self.variables}
-        return noted(self.module, variables, arguments, recorder, self.dtype, self.path)[0]
+        variables = {"params": merge_leaves(self.tree, own), **self.variables}
+        return record_calls(self.module, variables, arguments, recorder, self.dtype, self.path)[0]

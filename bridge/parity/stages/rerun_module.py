@@ -13,16 +13,41 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from bridge.parity.causes.causes import module_cause
 from bridge.parity.partners.rows import ratio_of
 from bridge.parity.partners.runs import CallPair, Children, Runs, children_of, in_layout, largest_ratio
-from bridge.parity.recorded.distance import FACTOR, distance
+from bridge.parity.recorded.distance import FACTOR, distance, noise
 from bridge.parity.recorded.recording import Call, Leaves, Replacements, Rerun
-from bridge.parity.stages.precision import Rounding, rounding
 
 
 @dataclass(frozen=True)
-class Alone:
+class Rounding:
+    """What the compute dtype does to torch's and to JAX's values, and how far the two are apart in it; absolute."""
+
+    torch: float
+    jax: float
+    between: float
+
+    @property
+    def floor(self) -> float:
+        return max(self.torch, self.jax)
+
+
+def rounding(
+    dtype: str, torch: tuple[np.ndarray | None, np.ndarray], jax: tuple[np.ndarray | None, np.ndarray]
+) -> Rounding:
+    """``torch``, ``jax``: values in the compute dtype, None where they are not known, and in float64."""
+    torch_low, jax_low = torch[0], jax[0]
+    between = math.nan
+    if torch_low is not None and jax_low is not None and torch_low.shape == jax_low.shape:
+        between = distance(torch_low, jax_low, dtype).absolute
+    return Rounding(noise(*torch, dtype), noise(*jax, dtype), between)
+
+
+@dataclass(frozen=True)
+class ModuleRerun:
     """A module's ratios when it runs alone, by output leaf, and ``inner`` by what it gives to modules inside of it.
 
     ``cause``: of what differs, if it is a known one. ``coarse``: by output leaf, and by module inside for what it is
@@ -36,96 +61,99 @@ class Alone:
     coarse: Mapping[str, Rounding] = field(default_factory=dict)
 
     @property
-    def given(self) -> float:
-        """The worst of ``inner``."""
+    def worst_inner(self) -> float:
         return max(self.inner.values(), default=0.0)
 
     @property
-    def places(self) -> frozenset[str]:
-        """Where it differs: outputs, and inner modules' inputs."""
-        places = {f"output {leaf}" for leaf, ratio in self.outputs.items() if ratio > FACTOR}
-        return frozenset(places | {name for name, ratio in self.inner.items() if ratio > FACTOR})
+    def differences(self) -> frozenset[str]:
+        """Where the module differs: outputs, and inner modules' inputs."""
+        outputs = {f"output {leaf}" for leaf, ratio in self.outputs.items() if ratio > FACTOR}
+        return frozenset(outputs | {name for name, ratio in self.inner.items() if ratio > FACTOR})
 
-    def without(self, module: str) -> Alone:
-        """The same but for what it gives to one module."""
+    def without(self, module: str) -> ModuleRerun:
+        """The same but for what the module gives to one module inside."""
         inner = {name: ratio for name, ratio in self.inner.items() if name.partition(" as ")[0] != module}
         return replace(self, inner=inner)
 
 
-def run_alone(runs: Runs, pair: CallPair, inner: Children, own: Sequence[CallPair] = ()) -> Alone:
+def rerun_module(runs: Runs, pair: CallPair, inner: Children, own: Sequence[CallPair] = ()) -> ModuleRerun:
     """Run the JAX module on torch's inputs, with torch's outputs of the modules inside, and compare.
 
     ``own``: modules inside that give their own outputs, on both sides.
     """
     torch_inputs = {name: pair.torch.inputs[name] for name, _, _ in pair.inputs}
     jax_inputs = in_layout(pair.inputs, pair.torch.inputs)
-    ours, theirs = _replacements(inner, own)
-    path, other, number = pair.modules.torch, pair.modules.jax, pair.number
+    torch_replaced, jax_replaced = _replacements(inner, own)
+    path, jax_path, number = pair.modules.torch, pair.modules.jax, pair.number
     try:
-        found = runs.jax.rerun("float64", other, number, jax_inputs, replaced=theirs)
-        jax_low = runs.jax.rerun(runs.dtype, other, number, jax_inputs, replaced=theirs)
-        torch_low = runs.torch.rerun(runs.dtype, path, number, torch_inputs, replaced=ours)
+        jax_high, jax_low = (
+            runs.jax.rerun(dtype, jax_path, number, jax_inputs, replaced=jax_replaced)
+            for dtype in ("float64", runs.dtype)
+        )
+        torch_low = runs.torch.rerun(runs.dtype, path, number, torch_inputs, replaced=torch_replaced)
     # A module that cannot be called alone is no fault of the model.
     except Exception as error:
-        return Alone(note=f"not run alone: {type(error).__name__}: {error!s:.200}")
+        return ModuleRerun(note=f"not run alone: {type(error).__name__}: {error!s:.200}")
     outputs, floors = {}, {}
     coarse: dict[str, Rounding] = {}
     for name, leaf, way in pair.outputs:
-        if leaf not in found.outputs or found.outputs[leaf].shape != pair.jax.outputs[leaf].shape:
+        if leaf not in jax_high.outputs or jax_high.outputs[leaf].shape != pair.jax.outputs[leaf].shape:
             continue
+        # Torch's recorded output is what it computes alone, too: its float64 rerun would be the same.
         high = way.to_jax(pair.torch.outputs[name])
         coarse[leaf] = rounding(
             runs.dtype,
             (way.to_jax(torch_low.outputs[name]), high),
-            (jax_low.outputs.get(leaf), found.outputs[leaf]),
+            (jax_low.outputs.get(leaf), jax_high.outputs[leaf]),
         )
         floors[leaf] = coarse[leaf].floor
-        outputs[leaf] = ratio_of(distance(high, found.outputs[leaf], runs.dtype), floors[leaf])
-    given_ratios, given_coarse = _given(runs.dtype, inner, found, torch_low, jax_low)
-    coarse |= given_coarse
+        outputs[leaf] = ratio_of(distance(high, jax_high.outputs[leaf], runs.dtype), floors[leaf])
+    inner_ratios, inner_coarse = _compare_inner_inputs(runs.dtype, inner, jax_high, torch_low, jax_low)
+    coarse |= inner_coarse
     cause = note = ""
-    alone = Alone(outputs, given_ratios, coarse=coarse)
-    if alone.given > FACTOR:
-        target = max(given_ratios, key=lambda name: given_ratios[name])
+    rerun = ModuleRerun(outputs, inner_ratios, coarse=coarse)
+    if rerun.worst_inner > FACTOR:
+        target = max(inner_ratios, key=lambda name: inner_ratios[name])
         note = f"in what it gives to {target.partition(' as ')[0]}"
-    if alone.places:
+    if rerun.differences:
         if pair.without_twin:
             names = ", ".join(pair.without_twin)
             note = f"{note}{'; ' if note else ''}torch's inputs {names} have no twin: they may be the cause"
         prefix = f"{path}." if path else ""
-        parts = {
+        parameters = {
             name.removeprefix(prefix): runs.parameters[name]
             for name in runs.parameters
             if name.startswith(prefix) and "." not in name.removeprefix(prefix)
         }
         calls = (
-            _nth(found.calls, child.modules.jax, n) for child, n in zip(inner.pairs, inner.jax, strict=True)
+            _nth(jax_high.calls, child.modules.jax, n)
+            for child, n in zip(inner.pairs, inner.jax, strict=True)
         )
-        given = {index: call.inputs for index, call in enumerate(calls) if call is not None}
-        cause = module_cause(pair, inner, found.outputs, given, floors, parts)
-    return replace(alone, note=note, cause=cause)
+        inner_inputs = {index: call.inputs for index, call in enumerate(calls) if call is not None}
+        cause = module_cause(pair, inner, jax_high.outputs, inner_inputs, floors, parameters)
+    return replace(rerun, note=note, cause=cause)
 
 
 def with_right_inputs(runs: Runs, pairs: Sequence[CallPair]) -> list[CallPair]:
     """The pairs, those that are wrong alone with the inputs and layouts with which they are right, if there are any.
 
-    A convolution that is given images with height and width exchanged, as values say, is no place of that fault, nor is
-    an attention that is given another value than torch's.
+    A convolution that is given images with height and width exchanged, as values say, is not where that fault is, nor
+    is an attention that is given another value than torch's.
     """
-    found = []
+    chosen = []
     for pair in pairs:
         differs = largest_ratio(runs, pair, "outputs") > FACTOR
         others = [*pair.alternatives()] if differs else []
         inner = children_of(pair, pairs, runs) if others else Children((), (), ())
-        if others and run_alone(runs, pair, inner).places:
-            alone = ((other, run_alone(runs, other, inner)) for other in others)
-            pair = next((other for other, seen in alone if seen.outputs and not seen.places), pair)
-        found.append(pair)
-    return found
+        if others and rerun_module(runs, pair, inner).differences:
+            reruns = ((other, rerun_module(runs, other, inner)) for other in others)
+            pair = next((other for other, rerun in reruns if rerun.outputs and not rerun.differences), pair)
+        chosen.append(pair)
+    return chosen
 
 
-def _given(
-    dtype: str, inner: Children, found: Rerun, torch_low: Rerun, jax_low: Rerun
+def _compare_inner_inputs(
+    dtype: str, inner: Children, jax_high: Rerun, torch_low: Rerun, jax_low: Rerun
 ) -> tuple[dict[str, float], dict[str, Rounding]]:
     """Ratios of what the inner modules are given, and what the dtype does to it: by ``"<module> as <input>"``.
 
@@ -135,39 +163,39 @@ def _given(
     coarse: dict[str, Rounding] = {}
     for child, torch_number, jax_number in zip(inner.pairs, inner.torch, inner.jax, strict=True):
         name = child.modules.name + (f"#{torch_number}" if torch_number else "")
-        call = _nth(found.calls, child.modules.jax, jax_number)
+        call = _nth(jax_high.calls, child.modules.jax, jax_number)
         if call is None:
             ratios[f"{name}, which JAX does not call there"] = math.inf
             continue
-        low = _nth(jax_low.calls, child.modules.jax, jax_number)
+        jax_call = _nth(jax_low.calls, child.modules.jax, jax_number)
         torch_call = _nth(torch_low.calls, child.modules.torch, torch_number)
-        for leaf, other, way in child.inputs:
+        for leaf, jax_leaf, way in child.inputs:
             high = way.to_jax(child.torch.inputs[leaf])
-            if other not in call.inputs or call.inputs[other].shape != high.shape:
+            if jax_leaf not in call.inputs or call.inputs[jax_leaf].shape != high.shape:
                 continue
-            theirs = None if torch_call is None else torch_call.inputs.get(leaf)
-            place = f"{name} as {other}"
-            coarse[place] = rounding(
+            torch_values = None if torch_call is None else torch_call.inputs.get(leaf)
+            where = f"{name} as {jax_leaf}"
+            coarse[where] = rounding(
                 dtype,
-                (None if theirs is None else way.to_jax(theirs), high),
-                (None if low is None else low.inputs.get(other), call.inputs[other]),
+                (None if torch_values is None else way.to_jax(torch_values), high),
+                (None if jax_call is None else jax_call.inputs.get(jax_leaf), call.inputs[jax_leaf]),
             )
-            ratios[place] = ratio_of(distance(high, call.inputs[other], dtype), coarse[place].floor)
+            ratios[where] = ratio_of(distance(high, call.inputs[jax_leaf], dtype), coarse[where].floor)
     return ratios, coarse
 
 
 def _replacements(inner: Children, own: Sequence[CallPair]) -> tuple[Replacements, Replacements]:
     """Torch's outputs of the inner modules, for torch and for JAX."""
-    ours: dict[tuple[str, int], Leaves] = {}
-    theirs: dict[tuple[str, int], Leaves] = {}
+    torch: dict[tuple[str, int], Leaves] = {}
+    jax: dict[tuple[str, int], Leaves] = {}
     for child, torch_number, jax_number in zip(inner.pairs, inner.torch, inner.jax, strict=True):
         outputs = in_layout(child.outputs, child.torch.outputs)
-        if outputs and not any(child is one for one in own):
-            ours[child.modules.torch, torch_number] = {
+        if outputs and not any(child is pair for pair in own):
+            torch[child.modules.torch, torch_number] = {
                 name: child.torch.outputs[name] for name, _, _ in child.outputs
             }
-            theirs[child.modules.jax, jax_number] = outputs
-    return ours, theirs
+            jax[child.modules.jax, jax_number] = outputs
+    return torch, jax
 
 
 def _nth(calls: Sequence[Call], path: str, number: int) -> Call | None:
