@@ -54,7 +54,7 @@ maxtext: .venv-maxtext/.installed
 	touch $@
 
 # Both ends of the versions that pyproject.toml allows, each in an environment of its own (several GB with CUDA's libraries).
-# PYTHON_LOW and PYTHON_NEW name the interpreters, Python 3.11 and 3.13, where they are not found.
+# PYTHON_LOW and PYTHON_NEW name the interpreters, Python 3.11 and 3.14, where they are not found.
 ENDS ?= low new
 test-versions:
 	$(PYTHON) tests/support/versions.py $(ENDS)

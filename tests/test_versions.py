@@ -54,9 +54,9 @@ def test_an_interpreter_that_is_found_and_fails_is_passed_over(
 
 
 def test_an_interpreter_that_is_named_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PYTHON_NEW", "/nowhere/python3.13")
+    monkeypatch.setenv("PYTHON_NEW", "/nowhere/python3.14")
     with pytest.raises(
-        SystemExit, match=re.escape("none among /nowhere/python3.13; name one by PYTHON_NEW=")
+        SystemExit, match=re.escape("none among /nowhere/python3.14; name one by PYTHON_NEW=")
     ):
         versions.interpreter("new")
 

@@ -6,17 +6,22 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
+from torch.torch_version import TorchVersion
 
 from bridge.core.sharding.policy.strategy import StrategyName
 from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.runtime.ground.ownership import OwnedParameter
 from torch_impl.runtime.ground.precision import MixedPrecisionPolicy
 from torch_impl.runtime.ground.tensor_parallel import SpmdMesh, joined_axes
+
+# Where torch's policy has no reduce_dtype, torch reduces in the parameters' own dtype; before 2.15 in param_dtype.
+_REDUCES_AS_GIVEN = TorchVersion(torch.__version__) >= "2.15.0a0"
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,22 @@ class DataParallelMeshDims:
 
 
 def policy_of(value: object) -> MixedPrecisionPolicy:
-    """None: the default. A policy of torch's is read field by field. TypeError for all else."""
+    """None: the default. A policy of torch's is read field by field. TypeError for all else.
+
+    Raises NotImplementedError for a field of torch's that this package lacks, unless its value is the default.
+    """
     if value is None:
         return MixedPrecisionPolicy()
     if isinstance(value, fsdp.MixedPrecisionPolicy):
-        values = {field.name: getattr(value, field.name) for field in fields(value)}
         known = {field.name for field in fields(MixedPrecisionPolicy)}
-        for name in sorted(set(values) - known):
-            refuse(f"MixedPrecisionPolicy.{name} of this torch", "use torch_impl.MixedPrecisionPolicy")
+        for field in fields(value):
+            if field.name not in known and getattr(value, field.name) != field.default:
+                refuse(
+                    f"MixedPrecisionPolicy.{field.name} of this torch", "use torch_impl.MixedPrecisionPolicy"
+                )
+        values = {field.name: getattr(value, field.name) for field in fields(value) if field.name in known}
+        if _REDUCES_AS_GIVEN and value.param_dtype in (torch.bfloat16, torch.float16):
+            values["reduce_dtype"] = value.reduce_dtype or torch.float32
         return MixedPrecisionPolicy(**values)
     if not isinstance(value, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy: expected a torch_impl.MixedPrecisionPolicy, got {type(value).__name__}")
@@ -222,6 +235,29 @@ class Unavailable:
                 "a backward that needs the weights after all would read freed memory; set_reshard_after_forward(False) "
                 "saves the second gather",
             )
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Only False."""
+        if keep:
+            refuse(
+                "set_keep_unsharded_storage(True)",
+                "whole weights share a pool of buffers; leave the call out, and capture the optimizer's step alone",
+            )
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Only False."""
+        if enabled:
+            refuse(
+                "set_manual_backward_finalization(True)",
+                "each backward reduces its gradients before it returns; set_requires_gradient_sync(False) leaves "
+                "them to a later one",
+            )
+
+    def finalize_backward(self, *, async_op: bool = False) -> NoReturn:
+        refuse(
+            "finalize_backward",
+            "each backward reduces its gradients before it returns; leave the call out",
+        )
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

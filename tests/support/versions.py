@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHONS = {"low": "3.11", "new": "3.13", "maxtext": "3.12"}
+PYTHONS = {"low": "3.11", "new": "3.14", "maxtext": "3.12"}
 # Pins of the lowest end; newest means newest at every run, also of what is installed already.
 INSTALL = {"low": ["-c", "constraints-lowest.txt"], "new": ["--upgrade", "--upgrade-strategy", "eager"]}
 SHOWN = ("torch", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "tensorstore")

@@ -136,9 +136,9 @@ def test_pipelines_of_torch_keep_torch_s_names_whenever_they_are_imported() -> N
     install_quietly()
     from torch.distributed.pipelining import stage
 
-    assert stage.fully_shard is not torch_impl.fully_shard
+    assert stage.FSDPModule is not torch_impl.FSDPModule
     torch_impl.uninstall()
-    assert stage.fully_shard is fsdp.fully_shard
+    assert stage.FSDPModule is fsdp.FSDPModule
 
 
 def test_an_exception_undoes_it_too() -> None:

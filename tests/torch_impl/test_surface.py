@@ -17,6 +17,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.torch_version import TorchVersion
 
 import torch_impl
 from tests.support.ranks import RankGroup
@@ -27,10 +28,11 @@ from tests.support.torch_impl.toy import (
     sharded_toy,
     whole,
 )
-from torch_impl.fsdp2 import Unavailable
+from torch_impl.fsdp2 import Unavailable, policy_of
 
 # Arguments with which FSDP2's methods are called; a method that is missing here is new in this version of torch.
 CALLS: dict[str, tuple[Any, ...]] = {
+    "finalize_backward": (),
     "reset_iter_state": (),
     "reshard": (),
     "set_all_reduce_hook": (print,),
@@ -40,6 +42,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "set_force_sum_reduction_for_comms": (True,),
     "set_gradient_divide_factor": (2.0,),
     "set_is_last_backward": (True,),
+    "set_keep_unsharded_storage": (True,),
+    "set_manual_backward_finalization": (True,),
     "set_modules_to_backward_prefetch": ([],),
     "set_modules_to_forward_prefetch": ([],),
     "set_post_optim_event": (),
@@ -56,6 +60,9 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "unshard": (),
 }
 REFUSED = {
+    "finalize_backward",
+    "set_keep_unsharded_storage",
+    "set_manual_backward_finalization",
     "set_unshard_in_backward",
     "set_allocate_memory_from_process_group_for_comm",
     "set_custom_all_gather",
@@ -77,7 +84,8 @@ def test_every_name_that_fsdp2_exports_is_exported() -> None:
         "fully_shard",
     }
     assert names >= {"FSDPModule", "fully_shard", "MixedPrecisionPolicy", "UnshardHandle"}
-    assert names - set(torch_impl.__all__) == set()
+    # The handle is what finalize_backward returns, which is refused.
+    assert names - set(torch_impl.__all__) <= {"GradientReductionHandle"}
 
 
 def test_every_argument_of_fsdp2s_fully_shard_is_an_argument_with_the_same_default() -> None:
@@ -123,6 +131,8 @@ def test_functions_and_other_classes_have_torchs_parameters_and_methods() -> Non
 def test_every_field_of_torchs_policy_is_a_field_of_ours() -> None:
     theirs = {field.name: field.default for field in dataclasses.fields(fsdp.MixedPrecisionPolicy)}
     ours = {field.name: field.default for field in dataclasses.fields(torch_impl.MixedPrecisionPolicy)}
+    # Read from torch's policy only, and refused where it is set.
+    theirs.pop("param_dtype_override_fn", None)
     assert {name: ours[name] for name in theirs} == theirs
 
 
@@ -152,6 +162,8 @@ def every_method() -> None:
     model.set_reduce_scatter_unused_params(False)
     model.set_separate_reduce_scatter_group(False)
     model.set_reduce_scatter_max_input_buffers(2)
+    model.set_keep_unsharded_storage(False)
+    model.set_manual_backward_finalization(False)
 
 
 def test_every_method_works_or_says_that_it_does_not(ranks: RankGroup) -> None:
@@ -242,14 +254,27 @@ def policies() -> None:
         "output_dtype": torch.float64,
         "cast_forward_inputs": False,
     }
-    ours, theirs = (
-        same_program_with(of.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-        for of in (torch_impl, fsdp)
-    )
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a, b)
+    # From torch 2.15 on, torch's policy reduces float32 parameters in float32 unless told otherwise.
+    default = torch.float32 if TorchVersion(torch.__version__) >= "2.15.0a0" else torch.bfloat16
+    for reduce, meant in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (None, default)):
+        ours = same_program_with(torch_impl.MixedPrecisionPolicy(torch.bfloat16, meant))
+        theirs = same_program_with(fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce))
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
     model = torch_impl.fully_shard(Block(), mp_policy=fsdp.MixedPrecisionPolicy(**fields))
     assert model._unit._policy == torch_impl.MixedPrecisionPolicy(**fields)
+
+
+def test_a_field_of_torchs_policy_that_only_a_newer_torch_has_is_refused_where_it_is_set() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Newer(fsdp.MixedPrecisionPolicy):
+        only_for: Any = None
+
+    assert policy_of(Newer()) == torch_impl.MixedPrecisionPolicy()
+    with pytest.raises(
+        NotImplementedError, match=r"MixedPrecisionPolicy.only_for of this torch is not available"
+    ):
+        policy_of(Newer(only_for=print))
 
 
 def test_torchs_policies_mean_what_ours_mean(ranks: RankGroup) -> None:

@@ -181,7 +181,8 @@ class RowDTensor(NoPlainTensor, DTensor):
         except RuntimeError as error:
             raise RuntimeError(f"{fqn}: {error}") from error
         if remainder_of(self) is not None:
-            like = torch.empty(0, dtype=torch.float32, device=like.device)
+            # As wide as the weights: from torch 2.15 on metadata has strides.
+            like = torch.empty(like.shape, dtype=torch.float32, device="meta")
         return [
             planner.WriteItem(
                 index=MetadataIndex(fqn, torch.Size(offsets)),

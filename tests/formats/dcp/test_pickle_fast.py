@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.torch_version import TorchVersion
 
 from bridge.core.formats.dcp import metadata as module
 from bridge.core.formats.dcp import pickle as interpreter
@@ -146,7 +147,9 @@ def test_metadata_of_pytorch_is_read_as_opcode_by_opcode(
     data = pickle.dumps(pickle.loads(stock), protocol=protocol) if protocol else stock
     quick, whole = outcome(data, WORDS), metadata_of(data)
     # Read twice. Some look as if parts of them were asked for; protocol 2 replaces memo entries, for all one knows.
-    assert len(repeats) == 0 if protocol == 2 else len(repeats) > 2 * 25
+    # Strides, which torch 2.15 adds to each tensor, keep parts from being alike: such metadata takes longer.
+    alike = protocol != 2 and TorchVersion(torch.__version__) < "2.15.0a0"
+    assert len(repeats) > 2 * 25 if alike else len(repeats) == 0
     assert quick == generally(lambda: outcome(data, WORDS))
     assert whole == generally(lambda: metadata_of(data))
     assert isinstance(whole, DcpMetadata)

@@ -135,6 +135,10 @@ def test_stock_metadata_holds_what_stock_pytorch_would_have_written(tmp_path: Pa
     with DcpReader(tmp_path / "stock") as reader:
         copy(reader, tmp_path / "ours")
     stock, ours = (dcp.FileSystemReader(tmp_path / k).read_metadata() for k in ("stock", "ours"))
+    for entry in stock.state_dict_metadata.values():
+        if getattr(getattr(entry, "properties", None), "strides", None) is not None:
+            # From torch 2.15 on; older ones cannot read metadata with strides, so the writer leaves them out.
+            entry.properties.strides = None
     assert ours.state_dict_metadata == stock.state_dict_metadata
     assert ours.planner_data == stock.planner_data
     assert ours.storage_data.keys() == stock.storage_data.keys()

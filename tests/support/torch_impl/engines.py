@@ -68,6 +68,13 @@ def since(version: str, case: Case, reason: str) -> Any:
     return pytest.param(case, marks=pytest.mark.skipif(old, reason=f"FSDP2 before torch {version} {reason}"))
 
 
+def until(version: str, case: Case, reason: str, *marks: pytest.MarkDecorator) -> Any:
+    """For what FSDP2 itself does before this version of torch only."""
+    new = TorchVersion(torch.__version__) >= f"{version}.0a0"
+    skip = pytest.mark.skipif(new, reason=f"FSDP2 from torch {version} on {reason}")
+    return pytest.param(case, marks=(skip, *marks))
+
+
 def name_of(case: Case) -> str:
     scenario, args, world = case
     return "-".join([scenario.__name__, *map(str, args), str(world)])

@@ -98,6 +98,8 @@ SETTERS: dict[str, Setter] = {
     "set_force_sum_reduction_for_comms": Setter(on_each("set_force_sum_reduction_for_comms", True)),
     "set_post_optim_event": Setter(lambda model: model.set_post_optim_event(Event())),
     "set_unshard_in_backward": Setter(lambda model: model.set_unshard_in_backward(True)),
+    "set_keep_unsharded_storage": Setter(lambda model: model.set_keep_unsharded_storage(False)),
+    "set_manual_backward_finalization": Setter(lambda model: model.set_manual_backward_finalization(False)),
     "set_reduce_scatter_unused_params": Setter(lambda model: model.set_reduce_scatter_unused_params(False)),
     "set_reduce_scatter_max_input_buffers": Setter(
         lambda model: model.set_reduce_scatter_max_input_buffers(2)
