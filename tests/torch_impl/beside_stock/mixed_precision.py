@@ -12,20 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.engines import (
-    Case,
-    Engine,
-    agree,
-    name_of,
-    rows,
-    since,
-    slow,
-    squares,
-    weights_are,
-    whole,
-)
-from tests.torch_impl.fsdp2_suite.models import MLP, Stack
+from tests.support.torch_impl.comparison import Program
+from tests.support.torch_impl.engines import Engine, rows, squares, weights_are, whole
+from tests.support.torch_impl.zoo import MLP, Stack
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "none": None}
 
@@ -230,41 +219,26 @@ def forward_derivative(engine: Engine, reshard: bool) -> list[str]:
     return [str(out.dtype)]
 
 
-CASES: list[Any] = [
-    (trained, ("bf16", "none", True), 2),
-    (trained, ("bf16", "fp32", True), 2),
-    (trained, ("none", "bf16", False), 2),
-    slow((trained, ("bf16", "fp32", False), 2)),
-    slow((trained, ("fp16", "fp32", True), 2)),
-    (accumulated, ("bf16", "fp32"), 2),
-    (accumulated, ("none", "bf16"), 2),
-    slow((accumulated, ("bf16", "none"), 2)),
-    (dtypes_in_forward, (True,), 2),
-    (dtypes_in_forward, (False,), 2),
-    (outputs, ("fp32",), 2),
-    slow((outputs, ("none",), 2)),
-    (norms_apart, ("bf16",), 2),
-    slow((norms_apart, ("fp16",), 2)),
-    (structured, (), 2),
-    (reduction_of_another_dtype, (), 2),
-    (as_given, (), 2),
-    *(
-        since("2.13", (forward_derivative, (reshard,), 2), "reads the storages that jvp's tensors lack")
-        for reshard in (True, False)
-    ),
+PROGRAMS = [
+    Program(trained, ("bf16", "none", True), slow=True),
+    Program(trained, ("bf16", "fp32", True), slow=True),
+    Program(trained, ("none", "bf16", False), slow=True),
+    Program(trained, ("bf16", "fp32", False), slow=True),
+    Program(trained, ("fp16", "fp32", True), slow=True),
+    Program(accumulated, ("bf16", "fp32"), slow=True),
+    Program(accumulated, ("none", "bf16")),
+    Program(accumulated, ("bf16", "none"), slow=True),
+    Program(dtypes_in_forward, (True,)),
+    Program(dtypes_in_forward, (False,), slow=True),
+    Program(outputs, ("fp32",)),
+    Program(outputs, ("none",), slow=True),
+    Program(norms_apart, ("bf16",)),
+    Program(norms_apart, ("fp16",), slow=True),
+    Program(structured),
+    Program(reduction_of_another_dtype),
+    Program(as_given),
+    # FSDP2 before torch 2.13 reads the storages that jvp's tensors lack.
+    Program(forward_derivative, (True,), slow=True, torch="2.13.0a0"),
+    # FSDP2 before torch 2.13 reads the storages that jvp's tensors lack.
+    Program(forward_derivative, (False,), torch="2.13.0a0"),
 ]
-
-
-@pytest.mark.fast_cases(
-    "reduction_of_another_dtype-2",
-    "norms_apart-bf16-2",
-    "accumulated-none-bf16-2",
-    "forward_derivative-False-2",
-    "outputs-fp32-2",
-    "dtypes_in_forward-True-2",
-    "as_given-2",
-    "structured-2",
-)
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_mixed_precision(ranks: RankGroup, case: Case) -> None:
-    agree(ranks, case)

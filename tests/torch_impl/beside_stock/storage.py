@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torch_impl
+from tests.support.torch_impl.comparison import Design, Facts, Program
 from tests.support.torch_impl.engines import Engine, rows, shared_folder, squares, trained, whole
-from tests.torch_impl.beside_stock.shown import Design, Facts, Item
 
 ROOT = Path(__file__).parents[3]
 HALF = torch.bfloat16
@@ -39,10 +39,11 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, count: int = 3) -> list[
     return losses
 
 
-def offloaded(engine: Engine, facts: Facts) -> None:
+def offloaded(engine: Engine) -> Facts:
     """CPUOffloadPolicy on a CPU mesh: three steps with clipping, by AdamW, and here by MainWeightAdamW with half of its
     state offloaded besides; a reference model's forward in bfloat16.
     """
+    facts = Facts()
     policy = engine.package.CPUOffloadPolicy(pin_memory=False)
     for kind in ("AdamW", "offload_fraction=0.5"):
         torch.manual_seed(1)
@@ -64,16 +65,19 @@ def offloaded(engine: Engine, facts: Facts) -> None:
             "reference model",
             engine.shard(mlp(), offload_policy=policy, mp_policy=low)(rows(0)).float().sum(),
         )
+    return facts
 
 
-def pinned(engine: Engine, facts: Facts) -> None:
+def pinned(engine: Engine) -> Facts:
     """CPUOffloadPolicy() pins memory where there is a GPU; here there is none."""
+    facts = Facts()
 
     def run() -> list[float]:
         model = engine.shard(mlp(), offload_policy=engine.package.CPUOffloadPolicy())
         return steps(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     facts("losses", run)
+    return facts
 
 
 _JAX = """
@@ -95,10 +99,11 @@ strategy = "optim_grads_params"
 """
 
 
-def half_precision(engine: Engine, facts: Facts) -> None:
+def half_precision(engine: Engine) -> Facts:
     """A frozen bfloat16 base with float32 adapters; a bfloat16 model, as it is and with main_dtype. Noted: the dtype at
     rest and the losses.
     """
+    facts = Facts()
     base = nn.Sequential(
         nn.Linear(8, 8, bias=False, dtype=HALF).requires_grad_(False), nn.Linear(8, 4, bias=False)
     )
@@ -128,10 +133,12 @@ def half_precision(engine: Engine, facts: Facts) -> None:
     facts("as given (here main_dtype=None)", lambda: of_dtype(**as_given))
     for dtype in (HALF, torch.float32, torch.float64):
         facts(f"main_dtype={dtype}", lambda dtype=dtype: of_dtype(main_dtype=dtype))
+    return facts
 
 
-def policy_file(engine: Engine, facts: Facts) -> None:
+def policy_file(engine: Engine) -> Facts:
     """main = "given" in a policy file, of a bfloat16 model: the dtype of main weights, here and in JAX."""
+    facts = Facts()
     with shared_folder() as folder:
         path = folder / "policy.toml"
         if dist.get_rank() == 0:
@@ -156,15 +163,15 @@ def policy_file(engine: Engine, facts: Facts) -> None:
 
         facts("in PyTorch", of_file)
         facts("in JAX", in_jax)
+    return facts
 
 
-def placed(engine: Engine, facts: Facts) -> None:
+def placed(engine: Engine) -> Facts:
     """shard_placement_fn: Shard(1) of matrices."""
-    model = mlp()
-    engine.shard(model, shard_placement_fn=lambda param: Shard(1))
-    facts("Shard(1): losses", steps(model, torch.optim.SGD(model.parameters(), lr=0.01)))
-    facts("Shard(1): a weight", whole(model[0].weight)[0, 0])
+    model = engine.shard(mlp(), shard_placement_fn=lambda param: Shard(1))
+    facts = Facts()
     facts("Shard(1): shape of a rank's part of (6, 8)", list(model[0].weight.to_local().shape))
+    return facts
 
 
 class Experts(nn.Module):
@@ -180,10 +187,11 @@ class Experts(nn.Module):
         return torch.einsum("bi,eio->beo", self.dense(x), own).tanh()
 
 
-def experts(engine: Engine, facts: Facts) -> None:
+def experts(engine: Engine) -> Facts:
     """ShardPlacementResult, as torchtitan's MoE: experts are cut over "ep" and sharded over "efsdp", two ranks each;
     all else is sharded over the four ranks.
     """
+    facts = Facts()
     from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
@@ -202,58 +210,56 @@ def experts(engine: Engine, facts: Facts) -> None:
     squares(model, rows(3)).backward()
     facts("a norm over both meshes", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     facts("weights", [whole(model.experts)[k, 0, 0].item() for k in range(4)])
+    return facts
 
 
 NO_STOCK = Design("FSDP2 has no such option", "^bfloat16: |^float32: |^float64: ")
 
-ITEMS = [
-    Item(
-        7,
-        "CPUOffloadPolicy",
-        offloaded,
-    ),
-    Item(
-        7,
-        "CPUOffloadPolicy() on a machine without a GPU",
+PROGRAMS = [
+    Program(offloaded, item=7, title="CPUOffloadPolicy"),
+    Program(
         pinned,
-        {"losses": Design("plain memory where none can be pinned", r"^[\d., ]+$")},
+        item=7,
+        title="CPUOffloadPolicy() on a machine without a GPU",
+        by_design={"losses": Design("plain memory where none can be pinned", r"^[\d., ]+$")},
     ),
-    Item(
-        11,
-        "half-precision weights as they are, and main_dtype",
+    Program(
         half_precision,
-        {
+        item=11,
+        title="half-precision weights as they are, and main_dtype",
+        by_design={
             "a bfloat16 model without a word": Design(
                 "main weights are float32 unless told otherwise", "^float32: "
             ),
             **{f"main_dtype={dtype}": NO_STOCK for dtype in (HALF, torch.float32, torch.float64)},
         },
     ),
-    Item(
-        11,
-        'main = "given" in a policy file',
+    Program(
         policy_file,
-        {
+        item=11,
+        title='main = "given" in a policy file',
+        by_design={
             "in PyTorch": Design("FSDP2 has no policy files", "^bfloat16$"),
             "in JAX": Design("FSDP2 has no other half", "^bfloat16$"),
         },
+        slow=True,
     ),
-    Item(
-        12,
-        "shard_placement_fn with Shard(1)",
+    Program(
         placed,
-        {
+        item=12,
+        title="shard_placement_fn with Shard(1)",
+        by_design={
             "Shard(1): shape of a rank's part of (6, 8)": Design(
                 "a hint without influence: rows are cut", r"^\d, 8$"
             )
         },
     ),
-    Item(
-        12,
-        "shard_placement_fn with ShardPlacementResult",
+    Program(
         experts,
-        {"a norm over both meshes": Design("norms here may be combined over meshes", r"^\d")},
         world=4,
+        item=12,
+        title="shard_placement_fn with ShardPlacementResult",
         torch="2.12.0a0",
+        by_design={"a norm over both meshes": Design("norms here may be combined over meshes", r"^\d")},
     ),
 ]

@@ -16,21 +16,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.ranks import RankGroup
+from tests.support.torch_impl.comparison import Program
 from tests.support.torch_impl.engines import (
-    Case,
     Engine,
-    agree,
     backward_as_one,
     gradients_are,
-    name_of,
     rows,
-    slow,
     squares,
     train_as_one,
     weights_are,
 )
-from tests.torch_impl.fsdp2_suite.models import MLP, Stack, Tied, TwoParts
+from tests.support.torch_impl.zoo import MLP, Stack, Tied, TwoParts
 
 
 def of_blocks(engine: Engine, model: Any, **options: Any) -> Any:
@@ -59,12 +55,6 @@ def several_groups(engine: Engine, reshard: bool | None, offload: bool) -> list[
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     return train_as_one(Stack(), lambda model: of_blocks(engine, model, **options))
-
-
-def reshard_to_few(engine: Engine) -> bool:
-    with engine.refused(NotImplementedError, r"reshard_after_forward=1 is not available"):
-        engine.shard(MLP(), reshard_after_forward=1)
-    return True
 
 
 def nested_units(engine: Engine) -> list[float]:
@@ -421,65 +411,49 @@ def tensor_parallel(engine: Engine) -> list[float]:
     return [loss.item()]
 
 
-CASES: list[Any] = [
-    (one_group, (13,), 2),
-    slow((one_group, (2,), 2)),
-    (one_linear, (), 2),
-    (largest_dimension, (), 2),
-    (several_groups, (True, False), 2),
-    slow((several_groups, (False, False), 2)),
-    slow((several_groups, (None, False), 2)),
-    slow((several_groups, (True, True), 2)),
-    slow((several_groups, (False, True), 2)),
-    (reshard_to_few, (), 2),
-    (nested_units, (), 2),
-    (tied, (False,), 2),
-    (tied, (True,), 2),
-    (recomputed, ("wrapper", True), 2),
-    slow((recomputed, ("wrapper", False), 2)),
-    slow((recomputed, ("module", True), 2)),
-    slow((recomputed, ("module", False), 2)),
-    (recomputed, ("non-reentrant", True), 2),
-    slow((recomputed, ("reentrant", True), 2)),
-    slow((recomputed, ("reentrant", False), 2)),
-    (non_root_first, (), 2),
-    (several_forwards, (), 2),
-    (partial_forward_twice, (), 2),
-    (explicit_prefetch, (), 2),
-    (microbatches, ("all", True, False, False), 2),
-    slow((microbatches, ("some", False, False, False), 2)),
-    slow((microbatches, ("all", True, True, False), 2)),
-    (microbatches, ("all_reduce", True, False, True), 4),
-    slow((microbatches, ("all", False, False, True), 4)),
-    (one_forward_one_backward, (), 2),
-    (unused, (), 2),
-    (registered, (True, "forward"), 2),
-    (registered, (False, "forward"), 2),
-    (registered, (None, "forward"), 2),
-    slow((registered, (True, "backward"), 2)),
-    (registered, (None, "backward"), 2),
-    (partial_group, (), 2),
-    (moved_inputs, (), 2),
-    (to_float64, (), 2),
-    (own_forward_methods, (), 2),
-    (shared_streams, (), 2),
-    (two_axes, (True,), 4),
-    slow((two_axes, (False,), 4)),
-    (one_rank, (), 1),
-    slow((tensor_parallel, (), 4)),
+PROGRAMS = [
+    Program(one_group, (13,)),
+    Program(one_group, (2,), slow=True),
+    Program(one_linear, slow=True),
+    Program(largest_dimension, slow=True),
+    Program(several_groups, (True, False), slow=True),
+    Program(several_groups, (False, False), slow=True),
+    Program(several_groups, (None, False), slow=True),
+    Program(several_groups, (True, True), slow=True),
+    Program(several_groups, (False, True), slow=True),
+    Program(nested_units, slow=True),
+    Program(tied, (False,), slow=True),
+    Program(tied, (True,)),
+    Program(recomputed, ("wrapper", True)),
+    Program(recomputed, ("wrapper", False), slow=True),
+    Program(recomputed, ("module", True), slow=True),
+    Program(recomputed, ("module", False), slow=True),
+    Program(recomputed, ("non-reentrant", True), slow=True),
+    Program(recomputed, ("reentrant", True), slow=True),
+    Program(recomputed, ("reentrant", False), slow=True),
+    Program(non_root_first, slow=True),
+    Program(several_forwards),
+    Program(partial_forward_twice, slow=True),
+    Program(explicit_prefetch),
+    Program(microbatches, ("all", True, False, False)),
+    Program(microbatches, ("some", False, False, False), slow=True),
+    Program(microbatches, ("all", True, True, False), slow=True),
+    Program(microbatches, ("all_reduce", True, False, True), world=4, slow=True),
+    Program(microbatches, ("all", False, False, True), world=4, slow=True),
+    Program(one_forward_one_backward, slow=True),
+    Program(unused, item=4, title="an unused parameter of a used unit"),
+    Program(registered, (True, "forward"), slow=True),
+    Program(registered, (False, "forward"), slow=True),
+    Program(registered, (None, "forward"), slow=True),
+    Program(registered, (True, "backward"), slow=True),
+    Program(registered, (None, "backward"), slow=True),
+    Program(partial_group, slow=True),
+    Program(moved_inputs, slow=True),
+    Program(to_float64, slow=True),
+    Program(own_forward_methods, slow=True),
+    Program(shared_streams),
+    Program(two_axes, (True,), world=4, slow=True),
+    Program(two_axes, (False,), world=4, slow=True),
+    Program(one_rank, world=1, slow=True),
+    Program(tensor_parallel, world=4, slow=True),
 ]
-
-
-@pytest.mark.fast_cases(
-    "unused-2",
-    "several_forwards-2",
-    "one_group-13-2",
-    "tied-True-2",
-    "shared_streams-2",
-    "microbatches-all-True-False-False-2",
-    "recomputed-wrapper-True-2",
-    "explicit_prefetch-2",
-)
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_training(ranks: RankGroup, case: Case) -> None:
-    agree(ranks, case)
