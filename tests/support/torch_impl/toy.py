@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,10 +72,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return torch_impl.full_tensor(tensor).detach()
 
 
-def seeded(build: type[nn.Module]) -> nn.Module:
+def seeded(build: Callable[[], Any], seed: int = 11) -> Any:
     """The same module on every rank and as the reference."""
     with torch.random.fork_rng():
-        torch.manual_seed(11)
+        torch.manual_seed(seed)
         return build()
 
 

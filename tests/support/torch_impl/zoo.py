@@ -1,10 +1,18 @@
-"""Small models with odd sizes, so that shards are uneven, as PyTorch's own tests have them."""
+"""Models that tests share: small, with odd sizes, so that shards are uneven.
+
+The first four are those of PyTorch's own tests of FSDP2; ``toy.py`` has a model with scalars and stacks.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
+
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 class MLP(nn.Module):
@@ -66,3 +74,74 @@ class TwoParts(nn.Module):
 
     def decode(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(x)
+
+
+def named(**modules: nn.Module) -> nn.Sequential:
+    """Modules that are called in turn, under names of their own."""
+    return nn.Sequential(OrderedDict(modules))
+
+
+class Chain(nn.Module):
+    """Calls ``layers`` in turn, and then each module of ``after``.
+
+    residual: adds a layer's output to its input. between: applied to each layer's output.
+    recompute: None, or ``use_reentrant`` of the checkpoint that each layer is called in.
+    """
+
+    def __init__(
+        self,
+        *layers: nn.Module,
+        residual: bool = False,
+        between: Callable[[torch.Tensor], torch.Tensor] = lambda y: y,
+        recompute: bool | None = None,
+        **after: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.residual, self.between, self.recompute, self.after = residual, between, recompute, list(after)
+        for name, module in after.items():
+            self.add_module(name, module)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            y = layer(x) if self.recompute is None else checkpoint(layer, x, use_reentrant=self.recompute)
+            x = x + self.between(y) if self.residual else self.between(y)
+        for name in self.after:
+            x = getattr(self, name)(x)
+        return x
+
+
+class Adapted(nn.Module):
+    """A frozen base, and a trained path of low rank beside it, as of LoRA: ``[B, columns] -> [B, rows]``."""
+
+    def __init__(self, base: nn.Module, columns: int, rows: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(columns, 2, bias=False), nn.Linear(2, rows, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Headless(nn.Module):
+    """Returns what its head, a layer of the root, would be applied to: a loss reads the head's weight."""
+
+    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.body(x))
+
+
+class Experts(nn.Module):
+    """A dense layer, then experts of which a rank computes those that it has."""
+
+    def __init__(self, columns: int, width: int, rows: int, *, experts: int = 4) -> None:
+        super().__init__()
+        self.dense = nn.Linear(columns, width)
+        self.experts = nn.Parameter(torch.randn(experts, width, rows))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = self.experts.to_local() if isinstance(self.experts, DTensor) else self.experts
+        return torch.einsum("bi,eio->beo", torch.tanh(self.dense(x)), own).tanh()

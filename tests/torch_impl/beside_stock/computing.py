@@ -13,36 +13,26 @@ from torch.nn import functional
 
 from tests.support.torch_impl.comparison import Design, Facts, Program
 from tests.support.torch_impl.engines import Engine, backward_as_one, rows, squares, whole
+from tests.support.torch_impl.zoo import Headless
 from tests.torch_impl.beside_stock.storage import mlp
 
 
-class Fused(nn.Module):
-    """Returns what its output layer would be applied to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.output = nn.Linear(8, 6), nn.Linear(6, 12, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.hidden(x))
-
-
 def shown_weights(engine: Engine) -> Facts:
-    """A fused loss by model.output.weight after the forward, in one piece; clip_grad_norm_(...).full_tensor(); then
+    """A fused loss by model.head.weight after the forward, in one piece; clip_grad_norm_(...).full_tensor(); then
     operators on a sharded matrix (12, 6), the values of which are those of the whole, or an error.
     """
     facts = Facts()
-    model: Any = engine.shard(Fused())
+    model: Any = engine.shard(Headless(nn.Linear(8, 6), nn.Linear(6, 12, bias=False)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(2):
         hidden = model(rows(step))
-        loss = functional.linear(hidden, model.output.weight).square().sum()
+        loss = functional.linear(hidden, model.head.weight).square().sum()
         loss.backward()
         facts(f"fused loss of step {step}", loss)
         facts(f"norm of step {step}", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor())
         optimizer.step()
         optimizer.zero_grad()
-    param = model.output.weight
+    param = model.head.weight
     with torch.no_grad():
         for name, compute in OPERATORS.items():
             facts(name, lambda compute=compute: [whole(one).sum().item() for one in compute(param)])

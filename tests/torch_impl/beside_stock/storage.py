@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 import torch_impl
 from tests.support.torch_impl.comparison import Design, Facts, Program
 from tests.support.torch_impl.engines import Engine, rows, shared_folder, squares, trained, whole
+from tests.support.torch_impl.zoo import Experts
 
 ROOT = Path(__file__).parents[3]
 HALF = torch.bfloat16
@@ -174,19 +175,6 @@ def placed(engine: Engine) -> Facts:
     return facts
 
 
-class Experts(nn.Module):
-    """A dense layer, then those experts that a rank has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = nn.Linear(8, 8)
-        self.experts = nn.Parameter(torch.randn(4, 8, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own = self.experts.to_local() if isinstance(self.experts, DTensor) else self.experts
-        return torch.einsum("bi,eio->beo", self.dense(x), own).tanh()
-
-
 def experts(engine: Engine) -> Facts:
     """ShardPlacementResult, as torchtitan's MoE: experts are cut over "ep" and sharded over "efsdp", two ranks each;
     all else is sharded over the four ranks.
@@ -195,7 +183,7 @@ def experts(engine: Engine) -> Facts:
     from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    model: Any = Experts()
+    model: Any = Experts(8, 8, 6)
     part = model.experts.detach().chunk(2)[root.get_local_rank("ep")].clone()
     model.experts = nn.Parameter(DTensor.from_local(part, root["ep"], [Shard(0)], run_check=False))
 

@@ -19,6 +19,7 @@ from tests.support.torch_impl.toy import (
     counted,
     seeded,
 )
+from tests.support.torch_impl.zoo import named
 from torch_impl.comm import collectives
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -45,18 +46,13 @@ class Wide(nn.Module):
         return x + self.gain * self.down(torch.tanh(self.mid(torch.tanh(self.up(x)))))
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Wide(), Wide()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
+def pair() -> nn.Sequential:
+    return named(first=Wide(), second=Wide())
 
 
-def sharded_pair(strategy: str, grain: str, **options: Any) -> Pair:
+def sharded_pair(strategy: str, grain: str, **options: Any) -> nn.Sequential:
     """Without alignment, for which small units have one buffer."""
-    model = seeded(Pair)
+    model = seeded(pair)
     options["align"] = 1
     granularity, buffers = GRAINS[grain]
     for unit in (model.first, model.second):
@@ -75,7 +71,7 @@ def data(step: int, microbatches: int) -> torch.Tensor:
 
 def train_steps(strategy: str, grain: str, compute: str) -> None:
     policy = torch_impl.MixedPrecisionPolicy(param_dtype=getattr(torch, compute), reduce_dtype=torch.float32)
-    model, reference = sharded_pair(strategy, grain, mp_policy=policy), seeded(Pair)
+    model, reference = sharded_pair(strategy, grain, mp_policy=policy), seeded(pair)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
     assert_same_weights(model, reference, rtol=0, atol=0)
@@ -269,7 +265,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
 
 
 def load_run(strategy: str, grain: str, path: str) -> None:
-    model, reference = sharded_pair(strategy, grain), seeded(Pair)
+    model, reference = sharded_pair(strategy, grain), seeded(pair)
     for param in model.parameters():
         with torch.no_grad():
             param.zero_()

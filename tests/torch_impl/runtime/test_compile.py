@@ -17,6 +17,7 @@ from tests.support.torch_impl.toy import (
     batch,
     mse,
 )
+from tests.support.torch_impl.zoo import Headless
 
 
 def compiled_and_sharded(how: str, strategy: str, backend: object) -> torch.nn.Module:
@@ -104,17 +105,6 @@ def test_a_whole_sharded_model_may_be_compiled(ranks: RankGroup) -> None:
     ranks.run(2, whole_model)
 
 
-class WithHead(torch.nn.Module):
-    """Its head is a layer of the root, whose weight a loss reads after the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.body(x))
-
-
 def head_loss(head: torch.nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(hidden @ head.weight.T + head.bias, targets)
 
@@ -126,7 +116,7 @@ def train_by_head_weight(backend: str) -> int:
     trained = []
     for loss in (head_loss, torch.compile(head_loss, backend=graphs)):
         torch.manual_seed(0)
-        model = WithHead()
+        model = Headless(torch.nn.Linear(4, 4), torch.nn.Linear(4, 6))
         torch_impl.fully_shard(model.body)
         torch_impl.fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

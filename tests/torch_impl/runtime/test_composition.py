@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import assert_same_gradients, assert_same_weights, seeded, whole
+from tests.support.torch_impl.zoo import named
 from torch_impl.dtensor.local import local_of
 
 WORLD = 4
@@ -48,24 +49,16 @@ class Chained(Mlp):
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def stack() -> nn.Sequential:
+    return named(blocks=nn.Sequential(Mlp(), Mlp()), head=nn.Linear(WIDTH, 1))
 
 
 def inputs_of(replica: int, step: int) -> torch.Tensor:
     return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + replica))
 
 
-def tensor_parallel_stack(mesh: DeviceMesh, *data_axes: str, **options: Any) -> Stack:
-    model = seeded(Stack)
+def tensor_parallel_stack(mesh: DeviceMesh, *data_axes: str, **options: Any) -> nn.Sequential:
+    model = seeded(stack)
     assert mesh.mesh_dim_names is not None
     data, others = mesh[data_axes], mesh[mesh.mesh_dim_names[-1]]
     for block in model.blocks:
@@ -75,8 +68,8 @@ def tensor_parallel_stack(mesh: DeviceMesh, *data_axes: str, **options: Any) -> 
     return model
 
 
-def assert_trains_like_one_process(model: Stack, replica: int, replicas: int, fused: bool) -> None:
-    reference = seeded(Stack)
+def assert_trains_like_one_process(model: nn.Sequential, replica: int, replicas: int, fused: bool) -> None:
+    reference = seeded(stack)
     if fused:
         optimizer: torch.optim.Optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2)
     else:
@@ -169,7 +162,7 @@ def save_tensor_parallel(path: str, plain: str) -> None:
 
 
 def load_on_data_parallel(path: str, plain: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    model = seeded(Stack)
+    model = seeded(stack)
     torch_impl.fully_shard(model)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.1)
     torch_impl.load_checkpoint(path, model, optimizer)
@@ -190,7 +183,7 @@ def test_checkpoints_move_between_tensor_parallel_and_data_parallel(ranks: RankG
     ours, plain = str(tmp_path / "ours"), str(tmp_path / "plain")
     ranks.run(WORLD, save_tensor_parallel, ours, plain)
     first, second = ranks.run(3, load_on_data_parallel, ours, plain)[0]
-    untrained = dict(seeded(Stack).named_parameters())
+    untrained = dict(seeded(stack).named_parameters())
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
         assert not torch.equal(value, untrained[name].detach()), name

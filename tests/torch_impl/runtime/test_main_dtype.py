@@ -18,7 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import torch_impl
 from bridge.core.formats import CheckpointError, open_checkpoint
 from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy, whole
+from tests.support.torch_impl.toy import Toy, batch, mse, seeded, sharded_toy, whole
+from tests.support.torch_impl.zoo import named
 from torch_impl import (
     MainWeightAdamW,
     MainWeightMuon,
@@ -101,29 +102,23 @@ def test_given_dtypes_train_bit_for_bit_as_in_stock_fsdp2(ranks: RankGroup, worl
     ranks.run(world, as_stock_fsdp2)
 
 
-class Floats(nn.Module):
+def floats() -> nn.Sequential:
     """Takes floats; ``frozen`` is a unit that is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(4)
-            self.frozen, self.head = nn.Linear(5, 7).requires_grad_(False), nn.Linear(7, 1)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.head(self.frozen(rows).tanh())
+    return seeded(
+        lambda: named(frozen=nn.Linear(5, 7).requires_grad_(False), tanh=nn.Tanh(), head=nn.Linear(7, 1)), 4
+    )
 
 
 def float32_inputs(main: torch.dtype) -> None:
     rows = torch.randn(dist.get_world_size(), 5, generator=torch.Generator().manual_seed(6))
-    model = Floats()
+    model = floats()
     for part in (model.frozen, model):
         torch_impl.fully_shard(part, mp_policy=MixedPrecisionPolicy(main_dtype=main))
     found = model(rows[dist.get_rank()])
     assert found.dtype == main
-    assert torch.equal(found, Floats().to(main)(rows.to(main))[dist.get_rank()])
+    assert torch.equal(found, floats().to(main)(rows.to(main))[dist.get_rank()])
     left = torch_impl.fully_shard(
-        Floats(), mp_policy=MixedPrecisionPolicy(main_dtype=main, cast_forward_inputs=False)
+        floats(), mp_policy=MixedPrecisionPolicy(main_dtype=main, cast_forward_inputs=False)
     )
     with pytest.raises(RuntimeError, match="same dtype"):
         left(rows)

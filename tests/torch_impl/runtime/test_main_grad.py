@@ -12,6 +12,7 @@ from torch import nn
 import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import assert_at_rest, assert_same_gradients, rank_inputs, seeded, whole
+from tests.support.torch_impl.zoo import named
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 SEEN: list[tuple[str, bool]] = []
@@ -56,21 +57,14 @@ class Layer(nn.Module):
         return x
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def three_layers() -> nn.Sequential:
+    return named(layers=nn.Sequential(*(Layer() for _ in range(3))))
 
 
 def fused_training(
     strategy: str, placeholder: bool, calls: int, reduce: torch.dtype | None
 ) -> list[tuple[str, bool]]:
-    model, reference = seeded(Layers), seeded(Layers)
+    model, reference = seeded(three_layers), seeded(three_layers)
     policy = torch_impl.MixedPrecisionPolicy(reduce_dtype=reduce)
     for layer in model.layers:
         layer.fused, layer.placeholder, layer.calls = True, placeholder, calls
@@ -122,7 +116,7 @@ def test_directly_written_gradients_are_scaled_before_a_reduction_in_half_precis
 
 
 def unused() -> None:
-    model = seeded(Layers)
+    model = seeded(three_layers)
     for layer in model.layers:
         torch_impl.fully_shard(layer)
     torch_impl.fully_shard(model)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import Toy, assert_at_rest, assert_same_weights, batch, mse, whole
+from tests.support.torch_impl.zoo import Adapted
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 PLACED = [
@@ -208,16 +209,9 @@ def test_a_materialized_model_is_freed_with_its_last_reference(ranks: RankGroup)
     ranks.run(1, freed)
 
 
-class Adapted(nn.Module):
+def adapted() -> Adapted:
     """A frozen base and adapters beside it: two groups of one unit, of plain modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(5, 7).requires_grad_(False)
-        self.down, self.up = nn.Linear(5, 2, bias=False), nn.Linear(2, 7, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
+    return Adapted(nn.Linear(5, 7), 5, 7)
 
 
 def initialized(model: Adapted, *names: str) -> None:
@@ -240,10 +234,10 @@ def part(model: nn.Module, like: nn.Module, *names: str) -> dict[str, torch.Tens
 
 
 def one_after_the_other(way: str, options: dict[str, object]) -> None:
-    reference = Adapted()
+    reference = adapted()
     initialized(reference, "base", "down", "up")
     with torch.device("meta"):
-        model = Adapted()
+        model = adapted()
     torch_impl.fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     x = torch.ones(1, 5)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import torch_impl
 from tests.support.ranks import RankGroup
@@ -22,6 +21,7 @@ from tests.support.torch_impl.toy import (
     seeded,
     whole,
 )
+from tests.support.torch_impl.zoo import Chain
 from torch_impl.comm import collectives
 
 WORLD = 2
@@ -233,7 +233,7 @@ def test_a_forward_stopped_by_the_keyboard_can_be_tried_again(
 
 
 def interrupted_gathers() -> None:
-    model = torch_impl.fully_shard(seeded(Segments))
+    model = torch_impl.fully_shard(seeded(segments_of_linears))
     mine = rank_inputs()[dist.get_rank()]
     with torch.no_grad():
         expected = model(mine)
@@ -258,19 +258,13 @@ def test_weights_of_an_interrupted_gather_are_not_used(ranks: RankGroup) -> None
     ranks.run(WORLD, interrupted_gathers)
 
 
-class Segments(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(checkpoint(block, x, use_reentrant=True))
-        return x
+def segments_of_linears() -> Chain:
+    return Chain(*(nn.Linear(5, 5) for _ in range(4)), between=torch.tanh, recompute=True)
 
 
 def segments() -> dict[str, int]:
-    model, reference = torch_impl.fully_shard(seeded(Segments), reshard_after_forward=True), seeded(Segments)
+    model, reference = seeded(segments_of_linears), seeded(segments_of_linears)
+    torch_impl.fully_shard(model, reshard_after_forward=True)
     inputs = rank_inputs()
     with counted() as counts:
         model(inputs[dist.get_rank()].clone().requires_grad_(True)).square().mean().backward()

@@ -16,21 +16,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.toy import whole
+from tests.support.torch_impl.zoo import named
 from torch_impl.dtensor.local import is_partial
 
 MOMENTS = ("on the meta device", "with memory", "with values", "between microbatches", "between steps")
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
-        self.head = nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def net() -> nn.Sequential:
+    blocks = (nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+    return named(blocks=nn.Sequential(*blocks), head=nn.Linear(6, 1))
 
 
 @dataclass(frozen=True)
@@ -40,14 +34,14 @@ class Setter:
     ``gradient``: by what gradients are multiplied. ``refused``: the call raises, at every moment.
     """
 
-    call: Callable[[Net], object]
+    call: Callable[[nn.Sequential], object]
     effect: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     gradient: float = 1.0
     refused: bool = False
 
 
-def on_each(name: str, *args: Any) -> Callable[[Net], object]:
+def on_each(name: str, *args: Any) -> Callable[[nn.Sequential], object]:
     """For setters that reach one module only."""
     return lambda model: [getattr(one, name)(*args) for one in (*model.blocks, model)]
 
@@ -113,17 +107,17 @@ SETTERS: dict[str, Setter] = {
 }
 
 
-def microbatch(model: Net, step: int) -> None:
+def microbatch(model: nn.Sequential, step: int) -> None:
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
     model(torch.randn(4, 6, generator=generator)).square().mean().backward()
 
 
 def life(
     fully_shard: Callable[..., Any], setter: Setter | None, moment: str, options: dict[str, Any]
-) -> tuple[Net, dict[str, torch.Tensor], dict[str, Any]]:
+) -> tuple[nn.Sequential, dict[str, torch.Tensor], dict[str, Any]]:
     """The model after a step of two microbatches and one more microbatch, its gradients then, and what was observed."""
     with torch.device("meta"):
-        model = Net()
+        model = net()
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -142,7 +136,7 @@ def life(
     now("with memory")
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        weights = Net().state_dict()
+        weights = net().state_dict()
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
     now("with values")
     microbatch(model, 0)
@@ -160,7 +154,7 @@ def life(
     return model, {name: param.grad for name, param in model.named_parameters()}, seen
 
 
-def observe(model: Net, seen: dict[str, Any]) -> None:
+def observe(model: nn.Sequential, seen: dict[str, Any]) -> None:
     """Have hooks write what is there during each microbatch, over what was there during the one before."""
     first, second = model.blocks
     unsharded = second._unit.groups[0].unsharded[0]
@@ -183,7 +177,7 @@ def observe(model: Net, seen: dict[str, Any]) -> None:
     model.register_forward_hook(after_forward)
 
 
-def summary(model: Net, grads: dict[str, torch.Tensor], seen: dict[str, Any]) -> dict[str, Any]:
+def summary(model: nn.Sequential, grads: dict[str, torch.Tensor], seen: dict[str, Any]) -> dict[str, Any]:
     return {
         **seen,
         "partial": is_partial(grads["head.weight"]),
@@ -235,7 +229,7 @@ def test_no_setter_is_left_out() -> None:
 def beside_torch(factor: float) -> None:
     """FSDP2 divides at the same moments by the same factor; on gloo it needs sums for that."""
 
-    def divide(model: Net) -> None:
+    def divide(model: nn.Sequential) -> None:
         for one in (*model.blocks, model):
             one.set_force_sum_reduction_for_comms(True)
             one.set_gradient_divide_factor(factor)

@@ -16,24 +16,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_impl
 from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy, whole
+from tests.support.torch_impl.toy import Toy, batch, mse, seeded, sharded_toy, whole
+from tests.support.torch_impl.zoo import named
 
 Dims = torch_impl.DataParallelMeshDims
 INPUTS, HIDDEN = 5, 6
 
 
-class Mlp(nn.Module):
+def mlp() -> nn.Sequential:
     """Of DTensors, if its parameters are; inputs and outputs are plain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(2)
-            self.up = nn.Linear(INPUTS, HIDDEN)
-            self.down = nn.Linear(HIDDEN, INPUTS)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x)))
+    return seeded(
+        lambda: named(up=nn.Linear(INPUTS, HIDDEN), tanh=nn.Tanh(), down=nn.Linear(HIDDEN, INPUTS)), 2
+    )
 
 
 def inputs(step: int) -> torch.Tensor:
@@ -43,8 +37,8 @@ def inputs(step: int) -> torch.Tensor:
 
 def trained(
     shard: Callable[..., Any], dims: Any, mesh: DeviceMesh, tp: bool, steps: int = 2
-) -> tuple[list[float], Mlp]:
-    model = Mlp()
+) -> tuple[list[float], nn.Sequential]:
+    model = mlp()
     on = [Replicate()] * mesh.ndim
     for name, param in list(model.named_parameters()):
         placed = list(on)
@@ -79,8 +73,8 @@ def trained(
     return losses, model
 
 
-def reference(steps: int = 2) -> Mlp:
-    model = Mlp()
+def reference(steps: int = 2) -> nn.Sequential:
+    model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
@@ -112,7 +106,7 @@ def on_all_axes() -> None:
             torch.testing.assert_close(losses, theirs)
             for name, param in stock.named_parameters():
                 torch.testing.assert_close(param.full_tensor(), expected[name].detach(), rtol=1e-4, atol=1e-6)
-    model = Mlp()
+    model = mlp()
     cut = torch.distributed.tensor.distribute_tensor(model.up.weight.detach(), mesh, [Shard(0), Replicate()])
     model.up.weight = nn.Parameter(cut)
     with pytest.raises(
@@ -173,8 +167,8 @@ def replicas() -> None:
         if hasattr(module, "set_all_reduce_hook"):
             module.set_all_reduce_hook(average)
 
-    def trained_with(shard: Callable[..., Any]) -> Mlp:
-        model = Mlp()
+    def trained_with(shard: Callable[..., Any]) -> nn.Sequential:
+        model = mlp()
         for unit in (model.up, model.down, model):
             shard(unit, mesh=mesh["dp"])
         model.apply(hooked)
