@@ -7,7 +7,9 @@ fresh gloo process group of the asked size, so one group of four serves worlds 1
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -153,3 +155,21 @@ class RankGroup:
             self._workers.append((process, ours))
             if rank == 0:
                 port = ours.recv()
+
+
+def on_ranks(world: int, timeout: float = 240) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a module-level function, which runs with the test's arguments on each of ``world`` ranks."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(ranks: RankGroup, **arguments: Any) -> None:
+            ranks.run(world, body, *(arguments[name] for name in parameters), timeout=timeout)
+
+        parameters = inspect.signature(body).parameters
+        fixture = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
+        vars(test).update(__signature__=inspect.Signature([*parameters.values(), fixture]), body=body)
+        # By this path the ranks find it.
+        body.__qualname__ += ".body"
+        return test
+
+    return decorate

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.known_faults import FAULTS, HAZARDS
 from tests.support.torch_impl.real_models import MODELS, SAMPLES, rank_batch
 from tests.support.torch_impl.toy import (
@@ -99,7 +99,10 @@ def test_a_run_with_bfloat16_gradients_is_saved_before_its_first_step(
     ranks.run(3, bfloat16_gradients, str(tmp_path / "run"))
 
 
-def states_made_by_torch(kind: str) -> None:
+@pytest.mark.fast_cases("MainWeightAdamW")
+@pytest.mark.parametrize("kind", ["AdamW", "MainWeightAdamW"])
+@on_ranks(3)
+def test_optimizer_state_made_by_torch_moves_no_weight(kind: str) -> None:
     model, other = sharded_toy(), sharded_toy()
     build = getattr(torch_impl, kind, None) or getattr(torch.optim, kind)
     before = {name: whole(param).clone() for name, param in model.named_parameters()}
@@ -122,13 +125,9 @@ def states_made_by_torch(kind: str) -> None:
         assert torch.equal(whole(state["exp_avg"]), whole(loaded["exp_avg"]))
 
 
-@pytest.mark.fast_cases("MainWeightAdamW")
-@pytest.mark.parametrize("kind", ["AdamW", "MainWeightAdamW"])
-def test_optimizer_state_made_by_torch_moves_no_weight(ranks: RankGroup, kind: str) -> None:
-    ranks.run(3, states_made_by_torch, kind)
-
-
-def optimizer_before_sharding(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "MainWeightAdamW"])
+@on_ranks(2)
+def test_an_optimizer_built_before_sharding_is_an_error(kind: str) -> None:
     model = Toy()
     build = getattr(torch_impl, kind, None) or getattr(torch.optim, kind)
     optimizer = build(model.parameters(), lr=0.1)
@@ -139,12 +138,10 @@ def optimizer_before_sharding(kind: str) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "MainWeightAdamW"])
-def test_an_optimizer_built_before_sharding_is_an_error(ranks: RankGroup, kind: str) -> None:
-    ranks.run(2, optimizer_before_sharding, kind)
-
-
-def one_axis_of_two(strategy: str) -> None:
+@pytest.mark.fast_cases("optim_grads_params", "optim")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_an_axis_of_a_larger_mesh_reduces_over_its_own_ranks(strategy: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, reference = seeded(Toy), seeded(Toy)
     for module in (*model.blocks, model):
@@ -155,12 +152,6 @@ def one_axis_of_two(strategy: str) -> None:
     mse(model, tokens[own], targets[own]).backward()
     mse(reference, tokens[:, replica], targets[:, replica]).backward()
     assert_same_gradients(model, reference)
-
-
-@pytest.mark.fast_cases("optim_grads_params", "optim")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_axis_of_a_larger_mesh_reduces_over_its_own_ranks(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(4, one_axis_of_two, strategy)
 
 
 class Columns(nn.Module):
@@ -174,7 +165,9 @@ class Columns(nn.Module):
         return self.linear(x) + self.empty(x) @ self.no_columns.t()
 
 
-def without_columns(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(3)
+def test_tensors_without_columns_train_and_load(strategy: str) -> None:
     model, reference = torch_impl.fully_shard(seeded(Columns), strategy=strategy), seeded(Columns)
     inputs = rank_inputs()
     model(inputs[dist.get_rank()]).square().mean().backward()
@@ -185,12 +178,9 @@ def without_columns(strategy: str) -> None:
     assert whole(model.no_columns).shape == (3, 0)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_tensors_without_columns_train_and_load(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(3, without_columns, strategy)
-
-
-def refreshed_memory(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@on_ranks(2)
+def test_kept_compute_weights_are_refreshed_in_the_same_memory(strategy: str) -> None:
     policy = torch_impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded_toy(strategy=strategy, mp_policy=policy)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.1)
@@ -205,11 +195,6 @@ def refreshed_memory(strategy: str) -> None:
         assert model.memory_report().gradients == 0
     assert len({place for place, _ in seen}) == 1
     assert len({value for _, value in seen}) == 3
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-def test_kept_compute_weights_are_refreshed_in_the_same_memory(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(2, refreshed_memory, strategy)
 
 
 class Fused(nn.Module):
@@ -375,12 +360,9 @@ def test_every_ranks_data_has_gradients_of_its_own() -> None:
         assert len(recipe.batch(0, 3 * SAMPLES)["labels"]) == sum(len(part["labels"]) for part in parts)
 
 
-def ignored_set() -> None:
+@on_ranks(2)
+def test_the_callers_set_of_ignored_parameters_stays_as_it_was() -> None:
     model = Toy()
     ignored = {model.embed.weight}
     torch_impl.fully_shard(model, ignored_params=ignored)
     assert ignored == {model.embed.weight}
-
-
-def test_the_callers_set_of_ignored_parameters_stays_as_it_was(ranks: RankGroup) -> None:
-    ranks.run(2, ignored_set)

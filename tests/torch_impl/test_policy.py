@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_impl
 from bridge.core.sharding.policy.recompute import SELECTIVE
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import assert_same_gradients, assert_same_weights, mean_over_ranks, seeded
 from tests.support.torch_impl.zoo import named
 from torch_impl import PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
@@ -223,17 +223,6 @@ def trained(recomputed: tuple[str, ...]) -> dict[str, Any]:
     return result
 
 
-def recomputing(recomputed: tuple[str, ...], depth: int) -> None:
-    plain, again = trained(()), trained(recomputed)
-    assert again["losses"] == plain["losses"]
-    assert len(set(plain["losses"])) == 3
-    assert (plain["forwards"], again["forwards"]) == (1, 1 + depth)
-    assert plain["calls"] == {unit: [2, 1, 0] for unit in ("", "layers.0", "layers.1", *INNER)}
-    assert again["calls"] == plain["calls"]
-    assert again["saved"] < plain["saved"]
-    assert again["names"] == plain["names"] == list(net().state_dict())
-
-
 @pytest.mark.fast_cases("recomputed1-1", "recomputed4-3")
 @pytest.mark.parametrize(
     ("recomputed", "depth"),
@@ -245,11 +234,19 @@ def recomputing(recomputed: tuple[str, ...], depth: int) -> None:
         (("", "layers.*", "layers.*.[fs]*"), 3),
     ],
 )
+@on_ranks(2)
 def test_recomputed_units_gather_no_more_often_and_train_alike(
-    ranks: RankGroup, recomputed: tuple[str, ...], depth: int
+    recomputed: tuple[str, ...], depth: int
 ) -> None:
     """``depth``: how often the innermost forward runs again."""
-    ranks.run(2, recomputing, recomputed, depth)
+    plain, again = trained(()), trained(recomputed)
+    assert again["losses"] == plain["losses"]
+    assert len(set(plain["losses"])) == 3
+    assert (plain["forwards"], again["forwards"]) == (1, 1 + depth)
+    assert plain["calls"] == {unit: [2, 1, 0] for unit in ("", "layers.0", "layers.1", *INNER)}
+    assert again["calls"] == plain["calls"]
+    assert again["saved"] < plain["saved"]
+    assert again["names"] == plain["names"] == list(net().state_dict())
 
 
 class Attending(nn.Module):
@@ -318,7 +315,8 @@ def test_products_are_kept_and_the_rest_is_computed_again(ranks: RankGroup) -> N
     ranks.run(2, keeping)
 
 
-def named_around_units() -> None:
+@on_ranks(1)
+def test_a_name_is_for_units_without_units_inside() -> None:
     policy = ShardingPolicy(
         (
             UnitPolicy("layers.*", recompute="dots_saveable"),
@@ -328,10 +326,6 @@ def named_around_units() -> None:
     )
     with pytest.raises(PolicyError, match=r"unit 'layers.0': recompute: .* around 'layers.0.first'"):
         policy.apply(attentive())
-
-
-def test_a_name_is_for_units_without_units_inside(ranks: RankGroup) -> None:
-    ranks.run(1, named_around_units)
 
 
 class Broken(nn.Linear):
@@ -365,7 +359,8 @@ def policy_of(*matches: str, **options: Any) -> ShardingPolicy:
     return ShardingPolicy(tuple(UnitPolicy(match) for match in (*matches, "")), **options)
 
 
-def misfits() -> None:
+@on_ranks(4)
+def test_policies_that_do_not_fit_leave_the_model_as_it_was() -> None:
     world = dist.get_world_size()
     line, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
     named = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
@@ -427,10 +422,6 @@ def misfits() -> None:
         policy_of().apply(sharded)
 
 
-def test_policies_that_do_not_fit_leave_the_model_as_it_was(ranks: RankGroup) -> None:
-    ranks.run(4, misfits)
-
-
 def test_without_a_process_group_nothing_is_sharded() -> None:
     model = decoder()
     with pytest.raises(
@@ -440,7 +431,8 @@ def test_without_a_process_group_nothing_is_sharded() -> None:
     assert type(model) is Decoder
 
 
-def given_mesh() -> None:
+@on_ranks(4)
+def test_a_mesh_may_be_given_instead_of_made() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_outer", "dp"))
     for one in (mesh, init_device_mesh("cpu", (2, 2))):
         model = ShardingPolicy.load("hsdp").apply(decoder(), mesh=one)
@@ -452,11 +444,8 @@ def given_mesh() -> None:
     assert made.norm.weight.device_mesh.mesh_dim_names == ("dp_outer", "dp")
 
 
-def test_a_mesh_may_be_given_instead_of_made(ranks: RankGroup) -> None:
-    ranks.run(4, given_mesh)
-
-
-def shared_and_low() -> None:
+@on_ranks(2)
+def test_precision_is_that_of_the_policy_whatever_the_model_was_given_in() -> None:
     model = policy_of().apply(shared())
     assert [name for name, _ in model.named_parameters()] == ["a.0.weight", "a.0.bias"]
     low = policy_of("layers.*").apply(decoder().bfloat16())
@@ -467,10 +456,6 @@ def shared_and_low() -> None:
     (group,) = torch_impl.layout_report(wide).units[0].groups
     found = (group.main_dtype, group.compute_dtype, group.reduce_dtype, group.grad_dtype)
     assert found == ("float64", "bfloat16", "float16", "float32")
-
-
-def test_precision_is_that_of_the_policy_whatever_the_model_was_given_in(ranks: RankGroup) -> None:
-    ranks.run(2, shared_and_low)
 
 
 def test_remainders_of_parameters_that_a_model_axis_cuts_are_refused_before_anything_is_changed() -> None:

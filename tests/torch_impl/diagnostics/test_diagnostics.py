@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import Block, Toy, batch, mse, sharded_toy
 from torch_impl.comm import collectives
 from torch_impl.dtensor.local import local_of, local_pieces
@@ -76,7 +76,8 @@ class Odd(nn.Module):
         return (self.wide * self.plain).sum()
 
 
-def odd_norms() -> None:
+@on_ranks(2)
+def test_norms_of_empty_integer_plain_and_large_tensors() -> None:
     module = Odd()
     torch_impl.fully_shard(module, ignored_params=[module.plain])
     expected = {"empty": 0.0, "codes": 5.0, "plain": 3.0, "wide": math.sqrt(6) * 1e30}
@@ -93,7 +94,8 @@ def odd_norms() -> None:
         torch_impl.parameter_norms(module, gradients=True)
 
 
-def norms_of_a_nan() -> None:
+@on_ranks(2)
+def test_a_nan_on_any_rank_makes_the_norm_nan_on_all() -> None:
     for row in (0, 8):
         module = Toy()
         with torch.no_grad():
@@ -102,14 +104,6 @@ def norms_of_a_nan() -> None:
         for norm_type in (2.0, math.inf):
             norms = torch_impl.parameter_norms(module, norm_type=norm_type)
             assert [name for name, norm in norms.items() if math.isnan(norm)] == ["embed.weight"]
-
-
-def test_a_nan_on_any_rank_makes_the_norm_nan_on_all(ranks: RankGroup) -> None:
-    ranks.run(2, norms_of_a_nan)
-
-
-def test_norms_of_empty_integer_plain_and_large_tensors(ranks: RankGroup) -> None:
-    ranks.run(2, odd_norms)
 
 
 def poison(tensor: torch.Tensor, index: tuple[int, ...], value: float) -> None:
@@ -199,7 +193,9 @@ def test_the_first_output_that_is_not_finite_names_the_module_where_it_began(ran
     assert ill[0] not in ill[1:]
 
 
-def overlaps(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_shared_memory_is_found_and_a_healthy_step_has_none(strategy: str) -> None:
     model = sharded_toy(strategy=strategy)
     optimizer = torch_impl.MainWeightAdamW(model.parameters())
     tokens, targets = batch(0, dist.get_world_size(), 2)
@@ -231,11 +227,6 @@ def overlaps(strategy: str) -> None:
     assert [({one.first, one.second}, one.nbytes) for one in found] == (
         [(labels, 4 * numel)] if numel else []
     )
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_shared_memory_is_found_and_a_healthy_step_has_none(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(2, overlaps, strategy)
 
 
 def counts(strategy: str) -> dict[tuple[str, str], tuple[int, float]]:
@@ -291,7 +282,8 @@ def test_collectives_are_counted_by_unit(ranks: RankGroup, strategy: str, expect
         assert found == want
 
 
-def layouts() -> None:
+@on_ranks(3)
+def test_the_layout_report_lists_units_groups_and_what_is_not_sharded() -> None:
     model = Toy().to(torch.bfloat16)
     model.head.float()
     model.blocks[0].up.requires_grad_(False)
@@ -336,7 +328,3 @@ def layouts() -> None:
     empty = torch_impl.fully_shard(nn.Sequential(nn.Tanh()))
     assert torch_impl.layout_report(empty).numel == 0
     assert "(root)" in str(torch_impl.layout_report(empty))
-
-
-def test_the_layout_report_lists_units_groups_and_what_is_not_sharded(ranks: RankGroup) -> None:
-    ranks.run(3, layouts)

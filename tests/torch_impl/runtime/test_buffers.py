@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import (
     assert_at_rest,
     assert_same_gradients,
@@ -211,7 +211,8 @@ def test_an_interrupted_reduction_of_two_buffers_leaves_no_open_operation(ranks:
     ranks.run(3, stop_between_reductions)
 
 
-def keep_unreduced() -> None:
+@on_ranks(3)
+def test_unreduced_sums_are_added_to_in_place() -> None:
     """Later microbatches add into the buffer of the first one: no second copy of the unreduced sums."""
     model = sharded_pair("optim_grads_params", "row")
     model.set_requires_gradient_sync(False)
@@ -221,10 +222,6 @@ def keep_unreduced() -> None:
         model(own).square().mean().backward()
         places.append([p.grad._local_tensor.data_ptr() for p in model.parameters()])
     assert places[0] == places[1] == places[2]
-
-
-def test_unreduced_sums_are_added_to_in_place(ranks: RankGroup) -> None:
-    ranks.run(3, keep_unreduced)
 
 
 def bytes_at_rest(grain: str) -> tuple[int, int]:
@@ -295,7 +292,8 @@ def test_a_checkpoint_moves_between_layouts(
     ranks.run(loader, load_run, "optim", loaded_as, path)
 
 
-def refuse_unknown_names() -> None:
+@on_ranks(2)
+def test_granularity_of_unknown_parameters_or_unlike_on_ranks_is_refused() -> None:
     model = seeded(Wide)
     wrong = {"up.weight": "row", "side.weight": "tensor"}
     with pytest.raises(ValueError, match=r"unit's parameters \(gain, up.weight, .*\), got 'side.weight'"):
@@ -310,10 +308,6 @@ def refuse_unknown_names() -> None:
     with pytest.raises(ValueError, match=r"granularity: rank 0 has .*, rank 1 has"):
         torch_impl.fully_shard(model, granularity=one)
     assert type(torch_impl.fully_shard(model)) is not Wide
-
-
-def test_granularity_of_unknown_parameters_or_unlike_on_ranks_is_refused(ranks: RankGroup) -> None:
-    ranks.run(2, refuse_unknown_names)
 
 
 def plan_unlike(module: nn.Module) -> None:

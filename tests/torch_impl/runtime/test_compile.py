@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import (
     Toy,
     assert_at_rest,
@@ -38,7 +38,19 @@ def compiled_and_sharded(how: str, strategy: str, backend: object) -> torch.nn.M
     return torch_impl.fully_shard(model, strategy=strategy)
 
 
-def train(how: str, strategy: str) -> None:
+@pytest.mark.fast_cases("function before-optim_grads_params")
+@pytest.mark.parametrize(
+    ("how", "strategy"),
+    [
+        ("method before", "optim_grads_params"),
+        pytest.param("method after", "optim_grads_params", marks=pytest.mark.slow),
+        ("function before", "optim_grads_params"),
+        pytest.param("function after", "optim_grads_params", marks=pytest.mark.slow),
+        pytest.param("method before", "optim", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2)
+def test_compiled_blocks_train_as_uncompiled_ones(how: str, strategy: str) -> None:
     torch._dynamo.reset()
     # The default backend differs in how it generates code, not in what it is given.
     graphs = CompileCounterWithBackend("aot_eager")
@@ -68,22 +80,9 @@ def train(how: str, strategy: str) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.fast_cases("function before-optim_grads_params")
-@pytest.mark.parametrize(
-    ("how", "strategy"),
-    [
-        ("method before", "optim_grads_params"),
-        pytest.param("method after", "optim_grads_params", marks=pytest.mark.slow),
-        ("function before", "optim_grads_params"),
-        pytest.param("function after", "optim_grads_params", marks=pytest.mark.slow),
-        pytest.param("method before", "optim", marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_blocks_train_as_uncompiled_ones(ranks: RankGroup, how: str, strategy: str) -> None:
-    ranks.run(2, train, how, strategy)
-
-
-def whole_model() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_whole_sharded_model_may_be_compiled() -> None:
     torch._dynamo.reset()
     model, reference = Toy(), Toy()
     for block in model.blocks:
@@ -98,11 +97,6 @@ def whole_model() -> None:
         assert_same_gradients(model, reference)
     assert_same_weights(model, reference)
     torch._dynamo.reset()
-
-
-@pytest.mark.slow
-def test_a_whole_sharded_model_may_be_compiled(ranks: RankGroup) -> None:
-    ranks.run(2, whole_model)
 
 
 def head_loss(head: torch.nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import assert_same_gradients, assert_same_weights, seeded, whole
 from tests.support.torch_impl.zoo import named
 from torch_impl.dtensor.local import local_of
@@ -107,7 +107,8 @@ def test_tensor_parallel_parameters_are_sharded_once_more(ranks: RankGroup, stra
         assert found == [rows, "Shard"]
 
 
-def sequence_parallel() -> None:
+@on_ranks(WORLD)
+def test_gradients_that_tensor_parallelism_left_unreduced_are_summed() -> None:
     """Each tensor-parallel rank normalizes its part of the sequence, so the norm's gradients are parts of a sum."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, reference = seeded(Chained), seeded(Chained)
@@ -125,20 +126,13 @@ def sequence_parallel() -> None:
         assert_same_gradients(model, reference, rtol=1e-4, atol=1e-6)
 
 
-def test_gradients_that_tensor_parallelism_left_unreduced_are_summed(ranks: RankGroup) -> None:
-    ranks.run(WORLD, sequence_parallel)
-
-
-def three_axes(strategy: str) -> None:
+@pytest.mark.fast_cases("hsdp")
+@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
+@on_ranks(WORLD)
+def test_two_data_parallel_axes_and_a_tensor_parallel_one(strategy: str) -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("outer", "dp", "model"))
     model = tensor_parallel_stack(mesh, "outer", "dp", strategy=strategy)
     assert_trains_like_one_process(model, mesh["outer"].get_local_rank(), 2, True)
-
-
-@pytest.mark.fast_cases("hsdp")
-@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
-def test_two_data_parallel_axes_and_a_tensor_parallel_one(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(WORLD, three_axes, strategy)
 
 
 def save_tensor_parallel(path: str, plain: str) -> None:
@@ -267,7 +261,8 @@ class MixtureOfExperts(nn.Module):
         return self.experts(torch.stack([x, -x])).sum(0)
 
 
-def expert_parallel() -> None:
+@on_ranks(WORLD)
+def test_experts_on_a_mesh_of_their_own_get_the_mean_over_all_ranks() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
     held = mesh["ep"].get_local_rank()
     model = MixtureOfExperts(mesh["ep"].get_group(), held)
@@ -293,7 +288,3 @@ def expert_parallel() -> None:
     for ours, theirs in pairs:
         for got, want in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(whole(got), want.detach(), rtol=1e-5, atol=1e-7)
-
-
-def test_experts_on_a_mesh_of_their_own_get_the_mean_over_all_ranks(ranks: RankGroup) -> None:
-    ranks.run(WORLD, expert_parallel)

@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_impl
 from bridge.core.formats import CheckpointError
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.extended import Bytes, Halved
 from tests.support.torch_impl.toy import whole
 from torch_impl.dtensor.local import local_of
@@ -156,7 +156,8 @@ def unpadded() -> Iterator[None]:
         Halved.pads = True
 
 
-def rows_without_padding() -> None:
+@on_ranks(4)
+def test_rows_that_the_class_does_not_pad_are_padded() -> None:
     reference = model_of("plain")
     trained(reference, everyone)
     with unpadded():
@@ -165,11 +166,8 @@ def rows_without_padding() -> None:
     assert_trained_alike(model, reference)
 
 
-def test_rows_that_the_class_does_not_pad_are_padded(ranks: RankGroup) -> None:
-    ranks.run(4, rows_without_padding)
-
-
-def programs() -> None:
+@on_ranks(4)
+def test_programs_of_all_kinds_use_such_weights() -> None:
     """Meta device, microbatches, two axes, CPU offload, optimizers of this package, evaluation first."""
     reference = model_of("plain")
     trained(reference, everyone)
@@ -233,11 +231,8 @@ def programs() -> None:
     assert report.main_weights - report.padding == sum(4 * one.numel() for one in held)
 
 
-def test_programs_of_all_kinds_use_such_weights(ranks: RankGroup) -> None:
-    ranks.run(4, programs)
-
-
-def stale() -> None:
+@on_ranks(2)
+def test_backwards_through_older_weights_raise() -> None:
     """A backward through older weights raises, also where the class hides its writes; unchanged ones may come again."""
     model = sharded("halved", torch_impl.fully_shard, reshard_after_forward=False)
     x = own(0).requires_grad_()
@@ -253,10 +248,6 @@ def stale() -> None:
     model(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_backwards_through_older_weights_raise(ranks: RankGroup) -> None:
-    ranks.run(2, stale)
 
 
 class Adapted(nn.Module):
@@ -389,7 +380,10 @@ class Quantized(nn.Module):
         return result
 
 
-def with_shared_codes(reshard: bool) -> None:
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_a_class_may_share_tensors_between_shards_and_whole_weights(reshard: bool) -> None:
+    """Freeing the whole weight changes no main weight, and what is changed counts."""
     plain = Quantized(1)
     model = nn.Sequential(torch_impl.fully_shard(Quantized(1), reshard_after_forward=reshard))
     torch_impl.fully_shard(model)
@@ -409,12 +403,6 @@ def with_shared_codes(reshard: bool) -> None:
             torch.testing.assert_close(
                 whole(model.get_parameter(f"0.{name}")), param.detach(), rtol=2e-4, atol=2e-6
             )
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_class_may_share_tensors_between_shards_and_whole_weights(ranks: RankGroup, reshard: bool) -> None:
-    """Freeing the whole weight changes no main weight, and what is changed counts."""
-    ranks.run(2, with_shared_codes, reshard)
 
 
 class Leaving(Bytes):
@@ -593,7 +581,8 @@ class Forgetful(Halved):
         return Halved(out.values) if func is torch.ops.aten.new_zeros.default else out
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_by_name() -> None:
     values = torch.ones(4, 3)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
     unnamed = init_device_mesh("cpu", (1, 2))
@@ -647,7 +636,3 @@ def refusals() -> None:
         RuntimeError, match=r"weight: expected .* equal sizes on all ranks, .*\(4,\), 'torch.float32'"
     ):
         module(torch.ones(1, 3))
-
-
-def test_what_does_not_fit_is_refused_by_name(ranks: RankGroup) -> None:
-    ranks.run(2, refusals)

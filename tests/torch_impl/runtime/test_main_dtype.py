@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import torch_impl
 from bridge.core.formats import CheckpointError, open_checkpoint
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import Toy, batch, mse, seeded, sharded_toy, whole
 from tests.support.torch_impl.zoo import named
 from torch_impl import (
@@ -109,7 +109,9 @@ def floats() -> nn.Sequential:
     )
 
 
-def float32_inputs(main: torch.dtype) -> None:
+@pytest.mark.parametrize("main", [HALF, torch.float16])
+@on_ranks(2)
+def test_inputs_are_cast_to_main_weights_of_two_bytes(main: torch.dtype) -> None:
     rows = torch.randn(dist.get_world_size(), 5, generator=torch.Generator().manual_seed(6))
     model = floats()
     for part in (model.frozen, model):
@@ -124,12 +126,21 @@ def float32_inputs(main: torch.dtype) -> None:
         left(rows)
 
 
-@pytest.mark.parametrize("main", [HALF, torch.float16])
-def test_inputs_are_cast_to_main_weights_of_two_bytes(ranks: RankGroup, main: torch.dtype) -> None:
-    ranks.run(2, float32_inputs, main)
-
-
-def main_weights(given: torch.dtype, main: torch.dtype | None, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("given", "main", "names"),
+    [
+        (torch.float32, HALF, ("bfloat16",) * 4),
+        (torch.float32, torch.float16, ("float16",) * 4),
+        (HALF, None, ("bfloat16",) * 4),
+        (HALF, torch.float32, ("float32", "bfloat16", "bfloat16", "float32")),
+        (torch.float64, None, ("float64",) * 4),
+        (torch.float64, torch.float32, ("float64",) * 4),
+    ],
+)
+@on_ranks(2)
+def test_main_weights_have_the_chosen_dtype_and_take_its_bytes(
+    given: torch.dtype, main: torch.dtype | None, names: tuple[str, ...]
+) -> None:
     for strategy in STRATEGIES:
         model = sharded_toy(strategy=strategy, dtype=given, mp_policy=MixedPrecisionPolicy(main_dtype=main))
         groups = [group for unit in torch_impl.layout_report(model).units for group in unit.groups]
@@ -143,23 +154,6 @@ def main_weights(given: torch.dtype, main: torch.dtype | None, names: tuple[str,
         padded = sum(one.padded_numel for one in groups)
         shards = 1 if strategy == "no_shard" else dist.get_world_size()
         assert model.memory_report().main_weights == padded // shards * main_dtype.itemsize
-
-
-@pytest.mark.parametrize(
-    ("given", "main", "names"),
-    [
-        (torch.float32, HALF, ("bfloat16",) * 4),
-        (torch.float32, torch.float16, ("float16",) * 4),
-        (HALF, None, ("bfloat16",) * 4),
-        (HALF, torch.float32, ("float32", "bfloat16", "bfloat16", "float32")),
-        (torch.float64, None, ("float64",) * 4),
-        (torch.float64, torch.float32, ("float64",) * 4),
-    ],
-)
-def test_main_weights_have_the_chosen_dtype_and_take_its_bytes(
-    ranks: RankGroup, given: torch.dtype, main: torch.dtype | None, names: tuple[str, ...]
-) -> None:
-    ranks.run(2, main_weights, given, main, names)
 
 
 def full_batch_reference(make: Callable[[Any], torch.optim.Optimizer], main: torch.dtype, steps: int) -> Toy:
@@ -182,7 +176,19 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def against_full_batch(name: str, strategy: str, main: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "strategy", "main"),
+    [
+        *(("adamw", strategy, HALF) for strategy in STRATEGIES),
+        ("adamw", "optim_grads_params", torch.float16),
+        ("sgd", "optim", HALF),
+        ("muon", "optim_grads_params", HALF),
+    ],
+)
+@on_ranks(3)
+def test_half_precision_main_weights_train_as_on_the_full_batch(
+    name: str, strategy: str, main: torch.dtype
+) -> None:
     model = sharded_toy(strategy=strategy, mp_policy=narrow(main))
     optimizer = OPTIMIZERS[name](model.parameters())
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -201,21 +207,6 @@ def against_full_batch(name: str, strategy: str, main: torch.dtype) -> None:
         moments = [value for key, value in optimizer.state[param].items() if key != "step"]
         assert moments
         assert all(moment.dtype == torch.float32 for moment in moments)
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy", "main"),
-    [
-        *(("adamw", strategy, HALF) for strategy in STRATEGIES),
-        ("adamw", "optim_grads_params", torch.float16),
-        ("sgd", "optim", HALF),
-        ("muon", "optim_grads_params", HALF),
-    ],
-)
-def test_half_precision_main_weights_train_as_on_the_full_batch(
-    ranks: RankGroup, name: str, strategy: str, main: torch.dtype
-) -> None:
-    ranks.run(3, against_full_batch, name, strategy, main)
 
 
 def test_matrices_in_bfloat16_are_updated_by_muon_in_float32_and_rounded_once() -> None:
@@ -273,7 +264,9 @@ def sharded_lora(edit: Callable[[Lora], Any] = lambda _: None, **options: Any) -
     return model
 
 
-def lora_at_rest(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_frozen_bfloat16_weights_take_two_bytes_an_element(strategy: str) -> None:
     model = sharded_lora(strategy=strategy)
     optimizer = MainWeightAdamW(model.parameters(), lr=1e-2)
     given = {name: param.detach() for name, param in Lora().named_parameters() if not param.requires_grad}
@@ -295,12 +288,9 @@ def lora_at_rest(strategy: str) -> None:
             assert param.grad is None
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_frozen_bfloat16_weights_take_two_bytes_an_element(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(2, lora_at_rest, strategy)
-
-
-def lora_against_full_batch(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks(3)
+def test_adapters_of_a_frozen_bfloat16_model_train_as_on_the_full_batch(strategy: str) -> None:
     # All compute in float32, so that the reference differs by the order of sums alone.
     model = sharded_lora(strategy=strategy, mp_policy=MixedPrecisionPolicy(torch.float32))
     optimizer = MainWeightAdamW(model.parameters(), lr=1e-2)
@@ -317,13 +307,6 @@ def lora_against_full_batch(strategy: str) -> None:
     for param, want in zip(model.parameters(), reference.parameters(), strict=True):
         assert param.dtype == (torch.float32 if want.requires_grad else HALF)
         torch.testing.assert_close(whole(param).float(), want.detach(), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_adapters_of_a_frozen_bfloat16_model_train_as_on_the_full_batch(
-    ranks: RankGroup, strategy: str
-) -> None:
-    ranks.run(3, lora_against_full_batch, strategy)
 
 
 def saved(path: str) -> list[float]:
@@ -413,7 +396,9 @@ def test_bfloat16_main_weights_are_saved_so_and_go_on_with_the_same_bits(
     ranks.run(2, narrow_checkpoint, str(tmp_path / "a"))
 
 
-def unfrozen_later(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@on_ranks(2)
+def test_a_half_precision_parameter_that_is_unfrozen_later_is_refused_by_name(strategy: str) -> None:
     model = sharded_lora(strategy=strategy)
     tokens, targets = (one[dist.get_rank()] for one in batch(0, dist.get_world_size(), 1))
     before = mse(model, tokens, targets).item()
@@ -438,14 +423,8 @@ def unfrozen_later(strategy: str) -> None:
         assert whole(weight.grad).any()
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_a_half_precision_parameter_that_is_unfrozen_later_is_refused_by_name(
-    ranks: RankGroup, strategy: str
-) -> None:
-    ranks.run(2, unfrozen_later, strategy)
-
-
-def from_the_meta_device() -> None:
+@on_ranks(2)
+def test_frozen_weights_come_from_the_meta_device_in_their_dtype() -> None:
     with torch.device("meta"):
         model = Lora()
     for part in (*model.layers, model):
@@ -461,11 +440,8 @@ def from_the_meta_device() -> None:
     assert model.memory_report() == expected.memory_report()
 
 
-def test_frozen_weights_come_from_the_meta_device_in_their_dtype(ranks: RankGroup) -> None:
-    ranks.run(2, from_the_meta_device)
-
-
-def in_host_memory() -> None:
+@on_ranks(2)
+def test_weights_in_host_memory_train_with_the_same_bits() -> None:
     for make in (sharded_lora, lambda **options: sharded_toy(mp_policy=narrow(), **options)):
         found = []
         for options in ({}, {"offload_policy": CPUOffloadPolicy()}):
@@ -479,11 +455,10 @@ def in_host_memory() -> None:
         )
 
 
-def test_weights_in_host_memory_train_with_the_same_bits(ranks: RankGroup) -> None:
-    ranks.run(2, in_host_memory)
-
-
-def quantized_from_half(gather: str) -> None:
+@pytest.mark.fast_cases("mxfp8")
+@pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
+@on_ranks(2)
+def test_frozen_bfloat16_weights_are_quantized_as_their_float32_copies(gather: str) -> None:
     policy = MixedPrecisionPolicy(HALF, torch.float32, gather_dtype=gather)
     found = []
     for edit in (lambda _: None, Lora.float):
@@ -494,13 +469,8 @@ def quantized_from_half(gather: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.fast_cases("mxfp8")
-@pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
-def test_frozen_bfloat16_weights_are_quantized_as_their_float32_copies(ranks: RankGroup, gather: str) -> None:
-    ranks.run(2, quantized_from_half, gather)
-
-
-def refused_beside_others() -> None:
+@on_ranks(1)
+def test_what_needs_float32_main_weights_refuses_others() -> None:
     with pytest.raises(ValueError, match=r"main_dtype: expected torch.float32 .* got torch.bfloat16"):
         MixedPrecisionPolicy(gather_dtype="mxfp8", main_dtype=HALF)
     given = MixedPrecisionPolicy(gather_dtype="mxfp8", main_dtype=None)
@@ -513,17 +483,14 @@ def refused_beside_others() -> None:
             torch_impl.fully_shard(nn.Linear(3, 5).to(HALF), strategy="optim", mp_policy=policy)
 
 
-def test_what_needs_float32_main_weights_refuses_others(ranks: RankGroup) -> None:
-    ranks.run(1, refused_beside_others)
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, "bfloat16"])
 def test_what_is_no_dtype_of_main_weights_is_refused(dtype: Any) -> None:
     with pytest.raises(ValueError, match=r"MixedPrecisionPolicy.main_dtype: expected a "):
         MixedPrecisionPolicy(main_dtype=dtype)
 
 
-def frozen_beside_remainders() -> None:
+@on_ranks(2)
+def test_frozen_bfloat16_weights_have_no_remainders() -> None:
     policy = MixedPrecisionPolicy(HALF, torch.float32, store_param_remainders=True)
     model = sharded_lora(strategy="optim", mp_policy=policy)
     plain = sharded_lora(strategy="optim")
@@ -540,11 +507,8 @@ def frozen_beside_remainders() -> None:
     assert all(one.weights.main.flat.dtype == HALF and not one.dtypes.remainders for one in frozen)
 
 
-def test_frozen_bfloat16_weights_have_no_remainders(ranks: RankGroup) -> None:
-    ranks.run(2, frozen_beside_remainders)
-
-
-def by_policy() -> None:
+@on_ranks(2)
+def test_a_policy_file_chooses_the_main_weights_dtype() -> None:
     text = '[precision]\nmain = "{}"\ncompute = "float32"\n[[unit]]\nmatch = ""\n'
     for main, given, expected in (
         ("bfloat16", torch.float32, HALF),
@@ -563,7 +527,3 @@ def by_policy() -> None:
         torch_impl.PolicyError, match=r"expected torch.bfloat16 main weights, got embed.weight in"
     ):
         torch_impl.ShardingPolicy.parse(text.format("bfloat16"), "f").apply(Toy().double())
-
-
-def test_a_policy_file_chooses_the_main_weights_dtype(ranks: RankGroup) -> None:
-    ranks.run(2, by_policy)

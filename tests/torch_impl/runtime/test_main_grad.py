@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import assert_at_rest, assert_same_gradients, rank_inputs, seeded, whole
 from tests.support.torch_impl.zoo import named
 
@@ -115,7 +115,8 @@ def test_directly_written_gradients_are_scaled_before_a_reduction_in_half_precis
     assert {dtype for dtype, _ in seen} == {"torch.float16"}
 
 
-def unused() -> None:
+@on_ranks(2)
+def test_parameters_whose_gradients_come_by_autograd_or_not_at_all_are_as_without() -> None:
     model = seeded(three_layers)
     for layer in model.layers:
         torch_impl.fully_shard(layer)
@@ -126,7 +127,3 @@ def unused() -> None:
     model(rank_inputs()[dist.get_rank()]).sum().backward()
     assert [param.grad is None for param in model.layers[1].parameters()] == [True, True]
     assert whole(model.layers[0].weight.grad).abs().sum() > 0
-
-
-def test_parameters_whose_gradients_come_by_autograd_or_not_at_all_are_as_without(ranks: RankGroup) -> None:
-    ranks.run(2, unused)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import Toy, assert_at_rest, batch, counted, mse, sharded_toy, whole
 from torch_impl.dtensor.local import is_partial
 
@@ -117,7 +117,8 @@ def test_setters_reach_the_units_below_unless_told_not_to(ranks: RankGroup) -> N
     assert ranks.run(WORLD, unreduced_root) == [[False, True]] * WORLD
 
 
-def asynchronous_unshard() -> None:
+@on_ranks(2)
+def test_an_asynchronous_unshard_shows_the_weights_when_it_is_waited_for() -> None:
     model = sharded_toy()
     with counted() as counts:
         handle = model.unshard(async_op=True)
@@ -129,10 +130,6 @@ def asynchronous_unshard() -> None:
     assert counts["all_gather"] == 1
     model.reshard()
     assert_at_rest(model)
-
-
-def test_an_asynchronous_unshard_shows_the_weights_when_it_is_waited_for(ranks: RankGroup) -> None:
-    ranks.run(2, asynchronous_unshard)
 
 
 def bounds_of(options: dict[str, object]) -> tuple[int, ...]:
@@ -149,7 +146,8 @@ def test_shards_are_cut_between_blocks_of_the_rows_asked_for(ranks: RankGroup) -
         assert ranks.run(3, bounds_of, options) == [expected] * 3
 
 
-def conversions() -> None:
+@on_ranks(1)
+def test_conversions_reach_buffers_and_ignored_parameters() -> None:
     model = Scale().double()
     model.offset = model.offset.float()
     model.extra = nn.Parameter(torch.ones(3))
@@ -163,10 +161,6 @@ def conversions() -> None:
     with pytest.raises(TypeError, match=r"stays torch.float64 on cpu, got a conversion to torch.float32"):
         model.to(torch.float32)
     assert (extra.dtype, model.offset.dtype) == (torch.float64, torch.float64)
-
-
-def test_conversions_reach_buffers_and_ignored_parameters(ranks: RankGroup) -> None:
-    ranks.run(1, conversions)
 
 
 class Watch(torch.autograd.Function):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.toy import (
     assert_at_rest,
     assert_same_gradients,
@@ -56,7 +56,9 @@ def two() -> nn.Sequential:
     return named(a=Views(), b=Views())
 
 
-def trained(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_parameters_are_plain_and_views_of_them_outlive_the_free_after_forward(strategy: str) -> None:
     # In float32 elements that cancel would round otherwise on some processors.
     model, reference = seeded(two).double(), seeded(two).double()
     inputs = [rows.double() for rows in rank_inputs()]
@@ -76,10 +78,3 @@ def trained(strategy: str) -> None:
             optimizer.step()
     assert_same_weights(model, reference)
     assert model.a.seen == model.b.seen == [nn.Parameter] * 4
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parameters_are_plain_and_views_of_them_outlive_the_free_after_forward(
-    ranks: RankGroup, strategy: str
-) -> None:
-    ranks.run(2, trained, strategy)

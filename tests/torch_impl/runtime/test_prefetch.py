@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.support.ranks import RankError, RankGroup
+from tests.support.ranks import RankError, RankGroup, on_ranks
 from tests.support.torch_impl.toy import (
     Toy,
     assert_at_rest,
@@ -220,16 +220,13 @@ def test_ranks_must_agree(ranks: RankGroup) -> None:
         ranks.run(WORLD, disagreeing)
 
 
-def refused() -> None:
+@on_ranks(1)
+def test_other_values_are_refused() -> None:
     for value in (2, -1, True, 1.0, "1"):
         with pytest.raises(ValueError, match=r"prefetch: expected 0, 1 or None \(the default\), got"):
             torch_impl.fully_shard(Toy(), prefetch=value)
     with pytest.raises(PolicyError, match=r"\[mesh\] prefetch: expected 0 or 1, got True"):
         ShardingPolicy((UnitPolicy(""),), prefetch=True)
-
-
-def test_other_values_are_refused(ranks: RankGroup) -> None:
-    ranks.run(1, refused)
 
 
 def by_policy(prefetch: int | None) -> list[str]:

@@ -14,7 +14,7 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import whole
 from tests.support.torch_impl.zoo import named
 from torch_impl.dtensor.local import is_partial
@@ -186,7 +186,17 @@ def summary(model: nn.Sequential, grads: dict[str, torch.Tensor], seen: dict[str
     }
 
 
-def every_setter(name: str) -> None:
+@pytest.mark.filterwarnings("ignore:set_reduce_scatter_divide_factor is deprecated")
+@pytest.mark.parametrize(
+    "name",
+    [
+        # The others are there for programs that call them, and change nothing.
+        pytest.param(name, marks=() if one.effect or one.gradient != 1 else pytest.mark.slow)
+        for name, one in SETTERS.items()
+    ],
+)
+@on_ranks(2)
+def test_what_is_set_holds_from_the_next_microbatch_on(name: str) -> None:
     setter = SETTERS[name]
     unset = life(torch_impl.fully_shard, None, "", setter.options)
     plain, wanted = summary(*unset), {key: whole(grad) for key, grad in unset[1].items()}
@@ -205,19 +215,6 @@ def every_setter(name: str) -> None:
             torch.testing.assert_close(
                 whole(grads[key]), want * setter.gradient, msg=lambda found, text=text: f"{text}: {found}"
             )
-
-
-@pytest.mark.filterwarnings("ignore:set_reduce_scatter_divide_factor is deprecated")
-@pytest.mark.parametrize(
-    "name",
-    [
-        # The others are there for programs that call them, and change nothing.
-        pytest.param(name, marks=() if one.effect or one.gradient != 1 else pytest.mark.slow)
-        for name, one in SETTERS.items()
-    ],
-)
-def test_what_is_set_holds_from_the_next_microbatch_on(ranks: RankGroup, name: str) -> None:
-    ranks.run(2, every_setter, name)
 
 
 def test_no_setter_is_left_out() -> None:

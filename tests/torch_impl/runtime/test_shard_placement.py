@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import Block, Toy, batch, mse, seeded, sharded_toy, whole
 from tests.support.torch_impl.zoo import Experts
 from torch_impl.comm.mesh import DataParallelMesh
@@ -175,7 +175,8 @@ def backward_of_all(reference: Routed, step: int, routes: Sequence[str]) -> None
             param.grad.mul_(2)
 
 
-def used_by_some() -> None:
+@on_ranks(4)
+def test_experts_that_some_ranks_use_get_gradients_on_the_ranks_of_their_mesh() -> None:
     """Flags of parameters are summed over the mesh of their own group: the two ranks with the same experts."""
     model, reference, rank = routed(), Routed(), dist.get_rank()
     for step, routes in enumerate((["a", "a", "ab", "ab"], ["ac", "ac", "a", "a"], ["b"] * 4)):
@@ -192,11 +193,8 @@ def used_by_some() -> None:
         reference.zero_grad()
 
 
-def test_experts_that_some_ranks_use_get_gradients_on_the_ranks_of_their_mesh(ranks: RankGroup) -> None:
-    ranks.run(4, used_by_some)
-
-
-def used_by_ranks_of_one_part() -> None:
+@on_ranks(4)
+def test_experts_that_no_rank_of_their_mesh_uses_have_no_gradient() -> None:
     """What one rank uses of its experts is used on the rank that has the same ones, and nowhere else."""
     model, reference, rank = routed(), Routed(), dist.get_rank()
     for step, user in enumerate((0, 3, 2)):
@@ -214,10 +212,6 @@ def used_by_ranks_of_one_part() -> None:
                 torch.testing.assert_close(local_of(param.grad), wanted, msg=name)
         model.zero_grad()
         reference.zero_grad()
-
-
-def test_experts_that_no_rank_of_their_mesh_uses_have_no_gradient(ranks: RankGroup) -> None:
-    ranks.run(4, used_by_ranks_of_one_part)
 
 
 def hybrid() -> None:

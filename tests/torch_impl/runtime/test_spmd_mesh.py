@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import Toy, batch, mse, seeded, sharded_toy, whole
 from tests.support.torch_impl.zoo import named
 
@@ -83,7 +83,8 @@ def reference(steps: int = 2) -> nn.Sequential:
     return model
 
 
-def on_all_axes() -> None:
+@on_ranks(4)
+def test_parameters_on_all_axes_stay_so_in_forward() -> None:
     expected = dict(reference().named_parameters())
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     with_tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -115,11 +116,8 @@ def on_all_axes() -> None:
         torch_impl.fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(("dp", "cp")))
 
 
-def test_parameters_on_all_axes_stay_so_in_forward(ranks: RankGroup) -> None:
-    ranks.run(4, on_all_axes)
-
-
-def joined() -> None:
+@on_ranks(4)
+def test_several_axes_are_one() -> None:
     """Plain parameters; on three axes the outer one replicates and the two others are one."""
     cases = [
         (
@@ -147,10 +145,6 @@ def joined() -> None:
             optimizer.step()
         for name, param in model.named_parameters():
             torch.testing.assert_close(whole(param), plain.get_parameter(name).detach(), rtol=1e-4, atol=1e-6)
-
-
-def test_several_axes_are_one(ranks: RankGroup) -> None:
-    ranks.run(4, joined)
 
 
 def replicas() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.zoo import Chain
 
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
@@ -341,7 +341,8 @@ def test_derivatives_with_all_strategies_and_worlds(ranks: RankGroup, loss_of: L
         ranks.run(4, exact, loss_of, {"strategy": strategy, "mesh": (2, 2)}, True)
 
 
-def recorded() -> None:
+@on_ranks(2)
+def test_what_would_run_without_the_weights_is_refused_by_name() -> None:
     model = made(field)
     for layer in model.layers:
         torch_impl.fully_shard(layer)
@@ -350,7 +351,3 @@ def recorded() -> None:
         torch.func.linearize(model, points(dist.get_rank(), 0))
     energy(model, points(dist.get_rank(), 0)).backward()
     assert all(whole(param.grad).isfinite().all() for param in model.parameters())
-
-
-def test_what_would_run_without_the_weights_is_refused_by_name(ranks: RankGroup) -> None:
-    ranks.run(2, recorded)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import counted
 from tests.support.torch_impl.zoo import named
 from torch_impl.dtensor.local import local_of
@@ -230,17 +230,14 @@ def test_groups_may_have_gradients_on_some_ranks_only(ranks: RankGroup, uses: st
     ranks.run(2, routed, strategy, USES[uses], 1, timeout=60)
 
 
-def penalized() -> None:
+@on_ranks(2)
+def test_gradients_of_inputs_alone_reduce_nothing() -> None:
     """Gradients of inputs alone reduce nothing."""
     model = sharded("optim_grads_params")
     x = data(0, dist.get_rank()).requires_grad_()
     with counted() as counts:
         torch.autograd.grad(model(x).sum(), x)
     assert counts.get("reduce_scatter", 0) == 0
-
-
-def test_gradients_of_inputs_alone_reduce_nothing(ranks: RankGroup) -> None:
-    ranks.run(2, penalized)
 
 
 def order_of_two_groups(prefetch: int) -> list[str]:
