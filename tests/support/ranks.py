@@ -157,17 +157,22 @@ class RankGroup:
                 port = ours.recv()
 
 
-def on_ranks(world: int, timeout: float = 240) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a module-level function, which runs with the test's arguments on each of ``world`` ranks."""
+def on_ranks(world: int | str, timeout: float = 240) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a module-level function, which runs with the test's arguments on each of ``world`` ranks.
+
+    world: the number of ranks, or the name of the test's parameter that says it.
+    """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(ranks: RankGroup, **arguments: Any) -> None:
-            ranks.run(world, body, *(arguments[name] for name in parameters), timeout=timeout)
+            count = arguments[world] if isinstance(world, str) else world
+            ranks.run(count, body, *(arguments[name] for name in taken), timeout=timeout)
 
-        parameters = inspect.signature(body).parameters
-        fixture = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
-        vars(test).update(__signature__=inspect.Signature([*parameters.values(), fixture]), body=body)
+        taken = inspect.signature(body).parameters
+        asked = ["ranks", *([world] if isinstance(world, str) else [])]
+        more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked]
+        vars(test).update(__signature__=inspect.Signature([*taken.values(), *more]), body=body)
         # By this path the ranks find it.
         body.__qualname__ += ".body"
         return test

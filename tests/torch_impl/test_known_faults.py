@@ -65,7 +65,10 @@ def test_each_of_the_25_faults_and_every_hazard_has_a_test() -> None:
         assert not set(tests) - found, f"{fault}: no such test"
 
 
-def bfloat16_gradients(path: str) -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_a_run_with_bfloat16_gradients_is_saved_before_its_first_step(tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
     policy = torch_impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
     runs = []
     for scale in (1.0, 2.0):
@@ -90,13 +93,6 @@ def bfloat16_gradients(path: str) -> None:
             optimizer.zero_grad()
             losses.append(loss.item())
         assert losses[0] == losses[1]
-
-
-@pytest.mark.slow
-def test_a_run_with_bfloat16_gradients_is_saved_before_its_first_step(
-    ranks: RankGroup, tmp_path: Path
-) -> None:
-    ranks.run(3, bfloat16_gradients, str(tmp_path / "run"))
 
 
 @pytest.mark.fast_cases("MainWeightAdamW")

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torch_impl
-from tests.support.ranks import RankGroup, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.dtensor_cuts import FEW, placed
 from tests.support.torch_impl.toy import (
     Toy,
@@ -85,7 +85,23 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, full_batch: bool) 
         optimizer.step()
 
 
-def trains_as_one_process(theirs: bool, device: str, shape: tuple[int, ...], strategy: str | None) -> None:
+@pytest.mark.each_value
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize(
+    ("theirs", "world", "shape", "strategy"),
+    [
+        (True, 3, (3,), None),
+        (False, 3, (3,), None),
+        (False, 4, (2, 2), "hsdp"),
+        (False, 4, (2, 2), "hfsdp"),
+        (False, 3, (3,), "no_shard"),
+        (False, 2, (2,), "optim"),
+    ],
+)
+@on_ranks("world")
+def test_training_after_an_assigning_load_is_that_of_one_process(
+    theirs: bool, shape: tuple[int, ...], strategy: str | None, device: str
+) -> None:
     mesh = init_device_mesh("cpu", shape)
     options = {"mesh": mesh} if strategy is None else {"mesh": mesh, "strategy": strategy}
     model = sharded(fsdp.fully_shard if theirs else torch_impl.fully_shard, device, **options)
@@ -119,25 +135,6 @@ def trains_as_one_process(theirs: bool, device: str, shape: tuple[int, ...], str
         torch.testing.assert_close(
             got, want.detach(), rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
         )
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-@pytest.mark.parametrize(
-    ("theirs", "world", "shape", "strategy"),
-    [
-        (True, 3, (3,), None),
-        (False, 3, (3,), None),
-        (False, 4, (2, 2), "hsdp"),
-        (False, 4, (2, 2), "hfsdp"),
-        (False, 3, (3,), "no_shard"),
-        (False, 2, (2,), "optim"),
-    ],
-)
-def test_training_after_an_assigning_load_is_that_of_one_process(
-    ranks: RankGroup, theirs: bool, world: int, shape: tuple[int, ...], strategy: str | None, device: str
-) -> None:
-    ranks.run(world, trains_as_one_process, theirs, device, shape, strategy)
 
 
 @on_ranks(3)

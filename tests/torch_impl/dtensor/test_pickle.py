@@ -16,7 +16,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.dtensor_cuts import FEW, placed
 from tests.support.torch_impl.toy import Toy, assert_same_weights, batch, mse, sharded_toy, whole
 from torch_impl.dtensor.local import local_of
@@ -24,7 +24,12 @@ from torch_impl.dtensor.placement import RowShard
 from torch_impl.dtensor.tensor import RowDTensor
 
 
-def copies(path: str, few: bool) -> None:
+@FEW
+@on_ranks(4)
+def test_pickles_and_deep_copies_are_like_the_tensor_in_memory_of_their_own(
+    tmp_path: Path, few: bool
+) -> None:
+    path = str(tmp_path)
     file = Path(path) / f"rank-{dist.get_rank()}"
     for cut, full, tensor in placed(few=few):
         for given in (tensor, nn.Parameter(tensor), nn.Parameter(tensor, requires_grad=False)):
@@ -51,13 +56,6 @@ def copies(path: str, few: bool) -> None:
     # With what a local tensor has to know of its whole.
     stack = pickle.loads(pickle.dumps(RowShard((0, 1, 1, 3, 6), 1, (2, 3, 4))))
     assert (stack, stack.shape) == (RowShard((0, 1, 1, 3, 6)), (2, 3, 4))
-
-
-@FEW
-def test_pickles_and_deep_copies_are_like_the_tensor_in_memory_of_their_own(
-    ranks: RankGroup, tmp_path: Path, few: bool
-) -> None:
-    ranks.run(4, copies, str(tmp_path), few)
 
 
 def model_of(kind: str) -> nn.Module:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import torch_impl
-from tests.support.ranks import RankGroup, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.toy import assert_same_weights, counted, rank_inputs, seeded, whole
 
 WORLD = 4
@@ -79,16 +79,14 @@ def test_whole_matrices_train_as_on_one_device(shape: tuple[int, ...], strategy:
     assert_same_weights(model, reference)
 
 
-def refused(granularity: str) -> None:
+@on_ranks(WORLD)
+def test_matrices_that_are_cut_are_refused() -> None:
+    granularity = "row"
     model = sharded((4,), "optim_grads_params", granularity)
     optimizer = torch.optim.Muon(model.parameters(), **OPTIONS)
     model(rank_inputs()[dist.get_rank()]).sum().backward()
     with pytest.raises(RuntimeError, match="shard with granularity='tensor', or use MainWeightMuon"):
         optimizer.step()
-
-
-def test_matrices_that_are_cut_are_refused(ranks: RankGroup) -> None:
-    ranks.run(WORLD, refused, "row")
 
 
 @on_ranks(WORLD)

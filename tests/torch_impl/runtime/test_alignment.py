@@ -26,7 +26,20 @@ def sharded(align: Any, strategy: str = "optim_grads_params") -> nn.Sequential:
     return torch_impl.fully_shard(model, strategy=strategy, align=align)
 
 
-def train(align: Any, strategy: str) -> None:
+@pytest.mark.fast_cases("auto-2-no_shard", "128-2-optim_grads_params", "24-3-optim_grads_params")
+@pytest.mark.parametrize(
+    ("align", "world", "strategy"),
+    [
+        (128, 2, "optim_grads_params"),
+        (128, 3, "optim_grads"),
+        (128, 4, "optim"),
+        (24, 3, "optim_grads_params"),
+        ("auto", 4, "optim_grads_params"),
+        ("auto", 2, "no_shard"),
+    ],
+)
+@on_ranks("world")
+def test_training_equals_the_full_batch_on_one_process(align: Any, strategy: str) -> None:
     model, reference = sharded(align, strategy), seeded(pair)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
@@ -42,24 +55,6 @@ def train(align: Any, strategy: str) -> None:
         optimizer.zero_grad()
         expected.zero_grad()
         assert_same_weights(model, reference)
-
-
-@pytest.mark.fast_cases("auto-2-no_shard", "128-2-optim_grads_params", "24-3-optim_grads_params")
-@pytest.mark.parametrize(
-    ("align", "world", "strategy"),
-    [
-        (128, 2, "optim_grads_params"),
-        (128, 3, "optim_grads"),
-        (128, 4, "optim"),
-        (24, 3, "optim_grads_params"),
-        ("auto", 4, "optim_grads_params"),
-        ("auto", 2, "no_shard"),
-    ],
-)
-def test_training_equals_the_full_batch_on_one_process(
-    ranks: RankGroup, align: Any, world: int, strategy: str
-) -> None:
-    ranks.run(world, train, align, strategy)
 
 
 def save(align: Any, path: str) -> None:

@@ -113,7 +113,10 @@ def assert_trained_alike(model: nn.Module, reference: nn.Module) -> None:
         )
 
 
-def halves() -> None:
+@pytest.mark.fast_cases("2")
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks("world")
+def test_weights_gathered_by_their_own_say_train_as_with_fsdp2() -> None:
     reference = model_of("plain")
     trained(reference, everyone)
     frees: list[bool | None] = [True, False, None]
@@ -138,12 +141,6 @@ def halves() -> None:
         model = sharded("halved", torch_impl.fully_shard, strategy=strategy)
         trained(model, own)
         assert_trained_alike(model, reference)
-
-
-@pytest.mark.fast_cases("2")
-@pytest.mark.parametrize("world", [2, 4])
-def test_weights_gathered_by_their_own_say_train_as_with_fsdp2(ranks: RankGroup, world: int) -> None:
-    ranks.run(world, halves)
 
 
 @contextmanager
@@ -264,7 +261,9 @@ class Adapted(nn.Module):
         return F.linear(x, self.base.dequantize()) + self.up(self.down(x))
 
 
-def adapters(path: str) -> None:
+@on_ranks(2)
+def test_frozen_bytes_are_gathered_as_they_are(tmp_path: Path) -> None:
+    path = str(tmp_path / "refused")
     plain = Adapted(1)
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.02)
     before = plain.base.dequantize().clone()
@@ -317,10 +316,6 @@ def adapters(path: str) -> None:
         CheckpointError, match=r"base: a parameter of shape .* is a Bytes, which holds its values in"
     ):
         torch_impl.save_checkpoint(path, model)
-
-
-def test_frozen_bytes_are_gathered_as_they_are(ranks: RankGroup, tmp_path: Path) -> None:
-    ranks.run(2, adapters, str(tmp_path / "refused"))
 
 
 class Coded(Bytes):
@@ -479,8 +474,10 @@ def test_a_class_of_two_tensors_stays_one_in_forward(ranks: RankGroup) -> None:
     ranks.run(2, two_tensors)
 
 
-def checkpoints(path: str) -> None:
+@on_ranks(2)
+def test_checkpoints_hold_the_values(tmp_path: Path) -> None:
     """A wrapper of its own values is saved and loaded as these."""
+    path = str(tmp_path / "checkpoint")
     model = sharded("halved", torch_impl.fully_shard)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.02)
     trained(model, own, build=lambda _: optimizer)
@@ -492,10 +489,6 @@ def checkpoints(path: str) -> None:
     for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(values_of(mine), values_of(theirs))
     assert trained(again, own, build=lambda _: other) == trained(model, own, build=lambda _: optimizer)
-
-
-def test_checkpoints_hold_the_values(ranks: RankGroup, tmp_path: Path) -> None:
-    ranks.run(2, checkpoints, str(tmp_path / "checkpoint"))
 
 
 def tensor_parallel() -> None:

@@ -250,7 +250,9 @@ def test_weights_from_the_meta_device_get_their_memory_on_the_host() -> None:
     assert trained(model, "sync") == trained(sharded_toy(), "sync")
 
 
-def exchanged(folder: str) -> None:
+@on_ranks(2)
+def test_checkpoints_are_those_of_no_offload(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     for name, first, second in (("in", OFFLOAD, {}), ("out", {}, OFFLOAD)):
         model = sharded_toy(**first)
         trained(model, "sync")
@@ -263,10 +265,6 @@ def exchanged(folder: str) -> None:
         restored = torch_impl.MainWeightAdamW(other.parameters())
         torch_impl.load_checkpoint(f"{folder}/{name}", other, restored)
         assert trained(other, "last") == trained(model, "last")
-
-
-def test_checkpoints_are_those_of_no_offload(ranks: RankGroup, tmp_path: Path) -> None:
-    ranks.run(2, exchanged, str(tmp_path))
 
 
 @on_ranks(1)

@@ -195,8 +195,10 @@ def test_fused_losses_train_as_on_one_process(strategy: str) -> None:
     assert_same_weights(model, reference)
 
 
-def between(path: str) -> None:
+@on_ranks(2)
+def test_what_programs_do_before_the_backward(tmp_path: Any) -> None:
     """What programs do between a forward and its backward, or after a forward without one."""
+    path = str(tmp_path / "saved")
     x = rank_inputs()[dist.get_rank()]
     model = sharded(inner=False)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2)
@@ -257,10 +259,6 @@ def between(path: str) -> None:
     model.layers[0].reshard()
     model(x).sum().backward()
     assert_at_rest(model)
-
-
-def test_what_programs_do_before_the_backward(ranks: RankGroup, tmp_path: Any) -> None:
-    ranks.run(2, between, str(tmp_path / "saved"))
 
 
 def loaded(module: nn.Module) -> nn.Module:

@@ -76,7 +76,10 @@ class Stack(nn.Module):
         return self.head(x).squeeze(-1)
 
 
-def as_stock_fsdp2() -> None:
+@pytest.mark.fast_cases("2")
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks("world")
+def test_given_dtypes_train_bit_for_bit_as_in_stock_fsdp2() -> None:
     mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
     for shard, policy in (
         (torch_impl.fully_shard, KEPT),
@@ -94,12 +97,6 @@ def as_stock_fsdp2() -> None:
     assert losses == its_losses
     assert all(torch.equal(mine, other) for mine, other in zip(weights, its_weights, strict=True))
     assert not torch.equal(weights[0], Stack().to(HALF).embed.weight)
-
-
-@pytest.mark.fast_cases("2")
-@pytest.mark.parametrize("world", [2, 3])
-def test_given_dtypes_train_bit_for_bit_as_in_stock_fsdp2(ranks: RankGroup, world: int) -> None:
-    ranks.run(world, as_stock_fsdp2)
 
 
 def floats() -> nn.Sequential:

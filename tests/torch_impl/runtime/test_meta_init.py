@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import distribute_tensor
 
 import torch_impl
-from tests.support.ranks import RankGroup, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.toy import Toy, assert_at_rest, assert_same_weights, batch, mse, whole
 from tests.support.torch_impl.zoo import Adapted
 
@@ -80,7 +80,11 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, full_batch: bool) 
         optimizer.zero_grad()
 
 
-def same_as_one_process(shape: tuple[int, ...], strategy: str) -> None:
+@pytest.mark.parametrize(("world", "shape", "strategy"), PLACED)
+@on_ranks("world")
+def test_all_ranks_get_the_weights_of_a_single_process_bit_for_bit(
+    shape: tuple[int, ...], strategy: str
+) -> None:
     reference = Net()
     torch.manual_seed(7)
     reference.init_weights()
@@ -114,13 +118,6 @@ def same_as_one_process(shape: tuple[int, ...], strategy: str) -> None:
     steps(reference, torch.optim.AdamW(reference.parameters(), lr=0.05, weight_decay=0.01), full_batch=True)
     assert_same_weights(model, reference)
     assert_at_rest(model)
-
-
-@pytest.mark.parametrize(("world", "shape", "strategy"), PLACED)
-def test_all_ranks_get_the_weights_of_a_single_process_bit_for_bit(
-    ranks: RankGroup, world: int, shape: tuple[int, ...], strategy: str
-) -> None:
-    ranks.run(world, same_as_one_process, shape, strategy)
 
 
 @on_ranks(2)

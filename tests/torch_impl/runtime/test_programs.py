@@ -39,7 +39,10 @@ class Scores(nn.Module):
         return torch.cat([unit(x) for unit in self.units], dim=1)
 
 
-def load_in_place(path: str, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(WORLD)
+def test_a_plain_dcp_load_into_live_weights_is_seen_by_all_ranks(tmp_path: Path, strategy: str) -> None:
+    path = str(tmp_path / "checkpoint")
     model, reference = seeded(Scores), seeded(Scores)
     for unit in model.units:
         torch_impl.fully_shard(unit, strategy=strategy)
@@ -52,13 +55,6 @@ def load_in_place(path: str, strategy: str) -> None:
     assert not torch.allclose(model(mine), reference(mine))
     dcp.load({"model": model.state_dict()}, checkpoint_id=path)
     torch.testing.assert_close(model(mine), reference(mine))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_plain_dcp_load_into_live_weights_is_seen_by_all_ranks(
-    ranks: RankGroup, tmp_path: Path, strategy: str
-) -> None:
-    ranks.run(WORLD, load_in_place, str(tmp_path / "checkpoint"), strategy)
 
 
 def assert_same_two_steps(

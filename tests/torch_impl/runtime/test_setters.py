@@ -14,7 +14,7 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import torch_impl
-from tests.support.ranks import RankGroup, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.toy import whole
 from tests.support.torch_impl.zoo import named
 from torch_impl.dtensor.local import is_partial
@@ -223,8 +223,10 @@ def test_no_setter_is_left_out() -> None:
     }
 
 
-def beside_torch(factor: float) -> None:
+@on_ranks(2)
+def test_gradients_are_divided_as_fsdp2_divides_them_at_every_moment() -> None:
     """FSDP2 divides at the same moments by the same factor; on gloo it needs sums for that."""
+    factor = 1.0
 
     def divide(model: nn.Sequential) -> None:
         for one in (*model.blocks, model):
@@ -240,7 +242,3 @@ def beside_torch(factor: float) -> None:
             torch.testing.assert_close(
                 ours.full_tensor(), found[1][key].full_tensor(), msg=f"{moment}: {key}"
             )
-
-
-def test_gradients_are_divided_as_fsdp2_divides_them_at_every_moment(ranks: RankGroup) -> None:
-    ranks.run(2, beside_torch, 1.0)

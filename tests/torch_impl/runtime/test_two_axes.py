@@ -112,8 +112,11 @@ def test_named_strategies_train_on_any_mesh_of_two_axes(
     ranks.run(WORLD, train, {"strategy": strategy}, shape, 2, True, steps)
 
 
-def mixed(microbatches: int) -> None:
+@pytest.mark.slow
+@on_ranks(WORLD)
+def test_units_may_differ_and_microbatches_be_marked_in_any_way() -> None:
     """A strategy for each unit, and marks that change from step to step."""
+    microbatches = 4
     mesh = mesh_of(2, 2)
     model, reference = Toy(3), Toy(3)
     for block, strategy in zip(model.blocks, ("hfsdp", "hsdp", "optim"), strict=True):
@@ -131,11 +134,6 @@ def mixed(microbatches: int) -> None:
         assert_same_gradients(model, reference, rtol=1e-4, atol=1e-6)
         model.zero_grad()
         reference.zero_grad()
-
-
-@pytest.mark.slow
-def test_units_may_differ_and_microbatches_be_marked_in_any_way(ranks: RankGroup) -> None:
-    ranks.run(WORLD, mixed, 4)
 
 
 def waiting_gradients(strategy: str) -> tuple[str, str]:

@@ -290,8 +290,10 @@ def test_also_beside_tensor_parallelism() -> None:
         reference.zero_grad()
 
 
-def saved_and_loaded(path: str) -> None:
+@on_ranks(2)
+def test_checkpoints_without_moments_of_what_was_never_used(tmp_path: Any) -> None:
     """A parameter that was never used has no moments, and a run goes on from its checkpoint as without a break."""
+    path = str(tmp_path / "saved")
     model, again, reference = sharded(), sharded(), seeded(Model)
     optimizers = [torch_impl.MainWeightAdamW(one.parameters(), lr=1e-2) for one in (model, again)]
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
@@ -308,7 +310,3 @@ def saved_and_loaded(path: str) -> None:
             one.zero_grad()
     for one in (model, again):
         assert_same_weights(one, reference)
-
-
-def test_checkpoints_without_moments_of_what_was_never_used(ranks: RankGroup, tmp_path: Any) -> None:
-    ranks.run(2, saved_and_loaded, str(tmp_path / "saved"))

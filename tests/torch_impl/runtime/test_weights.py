@@ -157,7 +157,9 @@ def test_main_weights_are_the_given_values_not_a_rounded_copy(dtype: torch.dtype
         assert all(param.grad.dtype == main for param in model.parameters())
 
 
-def double_precision(strategy: str) -> None:
+@on_ranks(WORLD)
+def test_float64_parameters_train_in_float64() -> None:
+    strategy = "optim_grads_params"
     model, reference = sharded_toy(strategy=strategy, dtype=torch.float64), Toy().double()
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.1)
     expected = torch.optim.AdamW(reference.parameters(), lr=0.1)
@@ -170,10 +172,6 @@ def double_precision(strategy: str) -> None:
             one.step()
             one.zero_grad()
     assert_same_weights(model, reference, rtol=1e-7, atol=1e-8)
-
-
-def test_float64_parameters_train_in_float64(ranks: RankGroup) -> None:
-    ranks.run(WORLD, double_precision, "optim_grads_params")
 
 
 class Mixed(nn.Module):
