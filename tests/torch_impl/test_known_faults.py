@@ -27,6 +27,7 @@ from tests.support.torch_impl.toy import (
     Toy,
     assert_same_gradients,
     batch,
+    local_loss,
     mse,
     rank_inputs,
     seeded,
@@ -81,12 +82,10 @@ def test_a_run_with_bfloat16_gradients_is_saved_before_its_first_step(tmp_path: 
     torch_impl.load_checkpoint(path, *runs[1])
     for (name, first), (_, second) in zip(*(model.named_parameters() for model, _ in runs), strict=True):
         assert torch.equal(whole(first), whole(second)), name
-    rank, world = dist.get_rank(), dist.get_world_size()
     for step in range(2):
-        tokens, targets = batch(step, world, 1)
         losses = []
         for model, optimizer in runs:
-            loss = mse(model, tokens[rank], targets[rank])
+            loss = local_loss(model, step)
             loss.backward()
             assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
             optimizer.step()
@@ -103,13 +102,11 @@ def test_optimizer_state_made_by_torch_moves_no_weight(kind: str) -> None:
     build = getattr(torch_impl, kind, None) or getattr(torch.optim, kind)
     before = {name: whole(param).clone() for name, param in model.named_parameters()}
     optimizer, fresh = (build(one.parameters(), lr=0.1, weight_decay=0.5) for one in (model, other))
-    rank, world = dist.get_rank(), dist.get_world_size()
     get_optimizer_state_dict(model, optimizer)
     for name, param in model.named_parameters():
         assert torch.equal(whole(param), before[name]), name
     for step in range(3):
-        tokens, targets = batch(step, world, 1)
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
     set_optimizer_state_dict(other, fresh, get_optimizer_state_dict(model, optimizer))
@@ -128,8 +125,7 @@ def test_an_optimizer_built_before_sharding_is_an_error(kind: str) -> None:
     build = getattr(torch_impl, kind, None) or getattr(torch.optim, kind)
     optimizer = build(model.parameters(), lr=0.1)
     torch_impl.fully_shard(model)
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+    local_loss(model).backward()
     with pytest.raises((RuntimeError, TypeError, ValueError), match="fully_shard"):
         optimizer.step()
 
@@ -184,8 +180,7 @@ def test_kept_compute_weights_are_refreshed_in_the_same_memory(strategy: str) ->
     up = model.blocks[1].up
     up.register_forward_pre_hook(lambda *_: seen.append((up.weight.data_ptr(), up.weight.sum().item())))
     for step in range(3):
-        tokens, targets = batch(step, dist.get_world_size(), 1)
-        mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+        local_loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
         assert model.memory_report().gradients == 0

@@ -20,13 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_impl
 from tests.support.ranks import RankGroup, on_ranks
-from tests.support.torch_impl.toy import (
-    Block,
-    batch,
-    mse,
-    sharded_toy,
-    whole,
-)
+from tests.support.torch_impl.toy import Block, batch, local_loss, mse, sharded_toy, whole
 from torch_impl.fsdp2 import Unavailable
 
 # Arguments with which FSDP2's methods are called; a method that is missing here is new in this version of torch.
@@ -226,9 +220,7 @@ def test_modules_that_prefetch_each_other_are_freed_with_the_model() -> None:
 
 def same_program_with(mp_policy: Any) -> list[torch.Tensor]:
     model = sharded_toy(mp_policy=mp_policy, offload_policy=fsdp.OffloadPolicy())
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
-    mse(model, tokens[rank], targets[rank]).backward()
+    local_loss(model).backward()
     return [whole(param.grad) for param in model.parameters()]
 
 
@@ -260,17 +252,15 @@ def wanted(placement: Shard | None, mesh: DeviceMesh) -> SimpleNamespace:
 @on_ranks(2)
 def test_placements_of_parameters_are_hints_without_influence() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    rank = dist.get_rank()
     plain = sharded_toy(mesh=mesh)
-    mse(plain, tokens[rank], targets[rank]).backward()
+    local_loss(plain).backward()
     for hint in (
         lambda param: Shard(param.ndim - 1) if param.ndim else None,
         lambda param: Shard(-1) if param.ndim else Shard(0),
         lambda param: wanted(Shard(1) if param.ndim > 1 else None, mesh),
     ):
         model = sharded_toy(mesh=mesh, shard_placement_fn=hint)
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model).backward()
         for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
             assert param.placements == expected.placements
             assert torch.equal(param.to_local(), expected.to_local())

@@ -22,6 +22,8 @@ from tests.support.torch_impl.toy import (
     assert_same_weights,
     batch,
     counted,
+    full_batch_loss,
+    local_loss,
     mse,
     rank_inputs,
     seeded,
@@ -40,11 +42,9 @@ def test_an_asynchronous_unshard_is_waited_for_by_its_handle_or_by_the_forward()
     handle.wait()
     block.reshard()
     handle = block.unshard(async_op=True)
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    rank = dist.get_rank()
     with counted() as counts:
-        mse(model, tokens[rank], targets[rank]).backward()
-    mse(reference, tokens, targets).backward()
+        local_loss(model).backward()
+    full_batch_loss(reference).backward()
     assert_same_gradients(model, reference)
     assert handle is not None
     assert counts["all_gather"] == 4
@@ -213,12 +213,10 @@ def test_models_may_share_their_streams() -> None:
     torch_impl.share_comm_ctx([])
     with pytest.raises(ValueError, match="share_comm_ctx: expected sharded modules, got Linear"):
         torch_impl.share_comm_ctx([models[0], nn.Linear(1, 1)])
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
     reference = Toy()
-    mse(reference, tokens, targets).backward()
+    full_batch_loss(reference).backward()
     for model in models:
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model).backward()
         assert_same_gradients(model, reference)
 
 
@@ -231,10 +229,8 @@ def test_a_wrapper_that_shows_the_attributes_of_a_sharded_module_is_sharded_too(
         model.blocks[index] = checkpoint_wrapper(block)
         torch_impl.fully_shard(model.blocks[index])
     torch_impl.fully_shard(model)
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    rank = dist.get_rank()
-    mse(model, tokens[rank], targets[rank]).backward()
-    mse(reference, tokens, targets).backward()
+    local_loss(model).backward()
+    full_batch_loss(reference).backward()
     for block, plain in zip(model.blocks, reference.blocks, strict=True):
         assert isinstance(block, torch_impl.FSDPModule)
         assert_same_gradients(block._checkpoint_wrapped_module, plain)

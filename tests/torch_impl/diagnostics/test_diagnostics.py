@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
 from tests.support.ranks import RankGroup, on_ranks
-from tests.support.torch_impl.toy import Block, Toy, batch, mse, sharded_toy
+from tests.support.torch_impl.toy import Block, Toy, batch, full_batch_loss, local_loss, mse, sharded_toy
 from torch_impl.comm import collectives
 from torch_impl.dtensor.local import local_of, local_pieces
 
@@ -31,10 +31,8 @@ def trained_once(shape: tuple[int, ...], strategy: str) -> tuple[nn.Module, nn.M
     """A sharded model and its reference after one backward over all ranks' data."""
     mesh = init_device_mesh("cpu", shape)
     model, reference = sharded_toy(mesh=mesh, strategy=strategy), Toy()
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
-    mse(model, tokens[rank], targets[rank]).backward()
-    mse(reference, tokens, targets).backward()
+    local_loss(model).backward()
+    full_batch_loss(reference).backward()
     return model, reference
 
 
@@ -172,16 +170,15 @@ def test_before_reduction_the_rank_with_the_bad_data_is_named(ranks: RankGroup) 
 
 def nonfinite_outputs() -> list[str]:
     model = sharded_toy()
-    tokens, targets = batch(0, dist.get_world_size(), 1)
     hook = None
     if dist.get_rank() == 1:
         hook = model.blocks[1].down.register_forward_hook(lambda *args: args[-1] / 0)
     with torch_impl.watch_nonfinite_outputs(model) as found:
-        mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+        local_loss(model).backward()
     before = list(found)
     if hook is not None:
         assert (before[0].kind, before[0].rows, before[0].ranks) == ("output", ((0,), (1,), (2,), (3,)), (1,))
-    mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+    local_loss(model).backward()
     assert found == before
     return [one.name for one in found]
 
@@ -232,15 +229,13 @@ def test_shared_memory_is_found_and_a_healthy_step_has_none(strategy: str) -> No
 def counts(strategy: str) -> dict[tuple[str, str], tuple[int, float]]:
     """Calls by unit and kind, and their bytes in buffers of the unit; elsewhere, bytes."""
     model = sharded_toy(strategy=strategy)
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    rank = dist.get_rank()
     with torch_impl.count_collectives(model) as count:
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model).backward()
         torch_impl.parameter_norms(model)
     for kind, calls in count.calls.items():
         assert calls == sum(value for (_, of), value in count.calls_of.items() if of == kind)
     found = {key: (calls, count.bytes_of[key]) for key, calls in count.calls_of.items()}
-    mse(model, tokens[rank], targets[rank]).backward()
+    local_loss(model).backward()
     torch_impl.fully_shard(Block())
     assert found == {key: (calls, count.bytes_of[key]) for key, calls in count.calls_of.items()}
     text = str(count).splitlines()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_impl
 from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.dtensor_cuts import FEW, placed
-from tests.support.torch_impl.toy import Toy, assert_same_weights, batch, mse, sharded_toy, whole
+from tests.support.torch_impl.toy import Toy, assert_same_weights, batch, local_loss, mse, sharded_toy, whole
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.placement import RowShard
 from torch_impl.dtensor.tensor import RowDTensor
@@ -86,11 +86,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    world, rank = dist.get_world_size(), dist.get_rank()
     for step in steps:
-        tokens, targets = batch(step, world, 1)
         optimizer.zero_grad()
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model, step).backward()
         optimizer.step()
 
 

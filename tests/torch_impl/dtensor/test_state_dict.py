@@ -22,7 +22,14 @@ from torch.distributed.tensor import DTensor
 
 import torch_impl
 from tests.support.ranks import RankGroup, on_ranks
-from tests.support.torch_impl.toy import Toy, assert_same_weights, batch, mse, sharded_toy, whole
+from tests.support.torch_impl.toy import (
+    Toy,
+    assert_same_weights,
+    full_batch_loss,
+    local_loss,
+    sharded_toy,
+    whole,
+)
 from torch_impl.checkpoint import full_state_dict
 from torch_impl.dtensor.tensor import RowDTensor
 
@@ -220,7 +227,7 @@ def test_the_first_ranks_weights_are_loaded_on_all_ranks(
     theirs: bool, elsewhere: str, empty: bool, strategy: str | None
 ) -> None:
     """As verl loads: the first rank has the weights; others are ``elsewhere``, without values or with other ones."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     with torch.device("cpu" if rank == 0 else elsewhere):
         model = Buffered(seed=rank)
     weights = {name: value.clone() for name, value in model.state_dict().items()} if rank == 0 else {}
@@ -242,10 +249,9 @@ def test_the_first_ranks_weights_are_loaded_on_all_ranks(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     expected = torch.optim.AdamW(reference.parameters(), lr=0.1)
     for step in range(2):
-        tokens, targets = batch(step, world, 1)
         optimizer.zero_grad(), expected.zero_grad()
-        mse(model, tokens[rank], targets[rank]).backward()
-        mse(reference, tokens, targets).backward()
+        local_loss(model, step).backward()
+        full_batch_loss(reference, step).backward()
         optimizer.step(), expected.step()
     for param, want in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.full_tensor().detach(), want.detach(), rtol=1e-4, atol=1e-6)

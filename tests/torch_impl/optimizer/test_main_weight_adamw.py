@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import torch_impl
 from tests.support.ranks import RankGroup, on_ranks
-from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy, whole
+from tests.support.torch_impl.toy import Toy, local_loss, sharded_toy, whole
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.tensor import RowDTensor
 
@@ -145,12 +144,10 @@ def test_creating_state_changes_no_weight_and_keeps_existing_state() -> None:
 @pytest.mark.parametrize("how", ["state_dict", "get_optimizer_state_dict"])
 @on_ranks(3)
 def test_a_loaded_state_goes_on_bit_for_bit(how: str) -> None:
-    world, rank = dist.get_world_size(), dist.get_rank()
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
-            tokens, targets = batch(step, world, 1)
-            mse(model, tokens[rank], targets[rank]).backward()
+            local_loss(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import nn
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_impl
 from bridge.core.formats import CheckpointError
 from tests.support.ranks import RankGroup, on_ranks
-from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy
+from tests.support.torch_impl.toy import Toy, local_loss, sharded_toy
 from torch_impl import MainWeightAdamW, MixedPrecisionPolicy, full_tensor, load_checkpoint, save_checkpoint
 from torch_impl.dtensor.local import local_of, row_range_of
 from torch_impl.dtensor.tensor import RowDTensor, wrap_like
@@ -48,10 +47,8 @@ def sharded(
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> float:
-    world, rank = dist.get_world_size(), dist.get_rank()
     for step in steps:
-        tokens, targets = batch(step, world, 1)
-        loss = mse(model, tokens[rank], targets[rank])
+        loss = local_loss(model, step)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

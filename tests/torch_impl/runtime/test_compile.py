@@ -14,8 +14,8 @@ from tests.support.torch_impl.toy import (
     assert_at_rest,
     assert_same_gradients,
     assert_same_weights,
-    batch,
-    mse,
+    full_batch_loss,
+    local_loss,
 )
 from tests.support.torch_impl.zoo import Headless
 
@@ -57,12 +57,10 @@ def test_compiled_blocks_train_as_uncompiled_ones(how: str, strategy: str) -> No
     model, reference = compiled_and_sharded(how, strategy, graphs), Toy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = torch.optim.SGD(reference.parameters(), lr=0.1)
-    world, rank = dist.get_world_size(), dist.get_rank()
     compiled = []
     for step in range(3):
-        tokens, targets = batch(step, world, 1)
-        mse(model, tokens[rank], targets[rank]).backward()
-        mse(reference, tokens, targets).backward()
+        local_loss(model, step).backward()
+        full_batch_loss(reference, step).backward()
         names = {name.replace("_orig_mod.", ""): param for name, param in model.named_parameters()}
         assert list(names) == [name for name, _ in reference.named_parameters()]
         for (name, param), want in zip(names.items(), reference.parameters(), strict=True):
@@ -89,11 +87,9 @@ def test_a_whole_sharded_model_may_be_compiled() -> None:
         torch_impl.fully_shard(block)
     torch_impl.fully_shard(model)
     compiled = torch.compile(model, backend="aot_eager")
-    world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(2):
-        tokens, targets = batch(step, world, 1)
-        mse(compiled, tokens[rank], targets[rank]).backward()
-        mse(reference, tokens, targets).backward()
+        local_loss(compiled, step).backward()
+        full_batch_loss(reference, step).backward()
         assert_same_gradients(model, reference)
     assert_same_weights(model, reference)
     torch._dynamo.reset()

@@ -24,6 +24,8 @@ from tests.support.torch_impl.toy import (
     assert_same_weights,
     batch,
     counted,
+    full_batch_loss,
+    local_loss,
     mse,
     sharded_toy,
     whole,
@@ -121,16 +123,14 @@ def test_a_forward_that_raised_can_be_tried_again(strategy: str) -> None:
     for block in model.blocks:
         torch_impl.fully_shard(block, strategy=strategy)
     torch_impl.fully_shard(model, strategy=strategy)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
-    mse(reference, tokens, targets).backward()
+    full_batch_loss(reference).backward()
     for fail_at in (0, 1, 2):
         model.fail_at = fail_at
         with pytest.raises((Fault, RuntimeError)):
-            mse(model, tokens[rank], targets[rank])
+            local_loss(model)
         assert_at_rest(model)
         model.fail_at = None
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model).backward()
         assert_same_gradients(model, reference)
         assert_at_rest(model)
         model.zero_grad()
@@ -140,10 +140,8 @@ def test_a_forward_that_raised_can_be_tried_again(strategy: str) -> None:
 @on_ranks(WORLD)
 def test_a_backward_that_raised_leaves_later_ones_right(strategy: str) -> None:
     model, reference = sharded_toy(strategy=strategy), Toy()
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
-    mse(reference, tokens, targets).backward()
-    kept = mse(model, tokens[rank], targets[rank])
+    full_batch_loss(reference).backward()
+    kept = local_loss(model)
     x = model.blocks[0](torch.ones(2, 5, requires_grad=True))
     with pytest.raises(Fault):
         loss_of(model.blocks[1](FailInBackward.apply(x))).backward()
@@ -151,7 +149,7 @@ def test_a_backward_that_raised_leaves_later_ones_right(strategy: str) -> None:
     kept.backward()
     assert_same_gradients(model, reference)
     model.zero_grad()
-    mse(model, tokens[rank], targets[rank]).backward()
+    local_loss(model).backward()
     assert_same_gradients(model, reference)
     assert_at_rest(model)
 
@@ -205,11 +203,9 @@ def test_activation_checkpointing_of_both_kinds_gives_the_same_gradients(
     for block in model.blocks:
         torch_impl.fully_shard(block, strategy=strategy)
     torch_impl.fully_shard(model, strategy=strategy)
-    world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(2):
-        tokens, targets = batch(step, world, 1)
-        mse(reference, tokens, targets).backward()
-        mse(model, tokens[rank], targets[rank]).backward()
+        full_batch_loss(reference, step).backward()
+        local_loss(model, step).backward()
         assert_same_gradients(model, reference)
         assert_at_rest(model)
 
@@ -286,11 +282,9 @@ def test_a_tie_inside_a_unit_is_one_parameter(strategy: str) -> None:
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()]
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.01)
     expected = torch.optim.AdamW(reference.parameters(), lr=0.01)
-    world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(3):
-        tokens, targets = batch(step, world, 1)
-        mse(reference, tokens, targets).backward()
-        mse(model, tokens[rank], targets[rank]).backward()
+        full_batch_loss(reference, step).backward()
+        local_loss(model, step).backward()
         assert_same_gradients(model, reference)
         for one in (optimizer, expected):
             one.step()
@@ -410,9 +404,8 @@ def test_modules_that_cache_their_weights_use_the_gathered_ones(strategy: str) -
 
 def train_and_delete(strategy: str) -> list[weakref.ref[object]]:
     model = sharded_toy(strategy=strategy)
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
-    mse(model, tokens[dist.get_rank()], targets[dist.get_rank()])
+    local_loss(model).backward()
+    local_loss(model)
     units = [m._unit for m in model.modules() if isinstance(m, torch_impl.FSDPModule)]
     kept: list[object] = [
         b.flat for u in units for g in u.groups for b in (g.weights.main, g.weights.compute)
@@ -445,8 +438,7 @@ def test_a_deleted_model_frees_its_memory_without_the_garbage_collector(strategy
 @on_ranks(2)
 def test_a_graph_does_not_keep_a_deleted_model_alive(strategy: str) -> None:
     model = sharded_toy(strategy=strategy)
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    loss = mse(model, tokens[dist.get_rank()], targets[dist.get_rank()])
+    loss = local_loss(model)
     units = [weakref.ref(m._unit) for m in model.modules() if isinstance(m, torch_impl.FSDPModule)]
     gc.collect()
     gc.disable()
@@ -513,13 +505,11 @@ def test_collectives_per_step_are_exactly_those_of_the_strategy(ranks: RankGroup
 
 def keeping_weights_after_forward() -> list[int]:
     model = sharded_toy(reshard_after_forward=False)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
     gathers = []
     for keep in (True, False):
         model.set_reshard_after_forward(not keep)
         with counted() as counts:
-            mse(model, tokens[rank], targets[rank]).backward()
+            local_loss(model).backward()
         assert_at_rest(model)
         gathers.append(counts["all_gather"])
     return gathers

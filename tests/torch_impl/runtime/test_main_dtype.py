@@ -18,7 +18,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import torch_impl
 from bridge.core.formats import CheckpointError, open_checkpoint
 from tests.support.ranks import RankGroup, on_ranks
-from tests.support.torch_impl.toy import Toy, batch, mse, seeded, sharded_toy, whole
+from tests.support.torch_impl.toy import (
+    Toy,
+    batch,
+    full_batch_loss,
+    local_loss,
+    mse,
+    seeded,
+    sharded_toy,
+    whole,
+)
 from tests.support.torch_impl.zoo import named
 from torch_impl import (
     MainWeightAdamW,
@@ -43,11 +52,9 @@ def narrow(main: torch.dtype = HALF) -> MixedPrecisionPolicy:
 
 def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(5)) -> list[float]:
     """Of this rank's data; each step with clipping."""
-    world, rank = dist.get_world_size(), dist.get_rank()
     found = []
     for step in steps:
-        tokens, targets = batch(step, world, 1)
-        loss = mse(model, tokens[rank], targets[rank])
+        loss = local_loss(model, step)
         loss.backward()
         found.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
@@ -188,10 +195,8 @@ def test_half_precision_main_weights_train_as_on_the_full_batch(
 ) -> None:
     model = sharded_toy(strategy=strategy, mp_policy=narrow(main))
     optimizer = OPTIMIZERS[name](model.parameters())
-    world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(4):
-        tokens, targets = batch(step, world, 1)
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model, step).backward()
         assert all(local_of(param.grad).dtype == torch.float32 for param in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
@@ -293,11 +298,9 @@ def test_adapters_of_a_frozen_bfloat16_model_train_as_on_the_full_batch(strategy
     optimizer = MainWeightAdamW(model.parameters(), lr=1e-2)
     reference = Lora().float()
     expected = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2)
-    world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(3):
-        tokens, targets = batch(step, world, 1)
-        mse(model, tokens[rank], targets[rank]).backward()
-        mse(reference, tokens, targets).backward()
+        local_loss(model, step).backward()
+        full_batch_loss(reference, step).backward()
         for one in (optimizer, expected):
             one.step()
             one.zero_grad()

@@ -15,7 +15,15 @@ from torch.distributed.tensor import distribute_tensor
 
 import torch_impl
 from tests.support.ranks import on_ranks
-from tests.support.torch_impl.toy import Toy, assert_at_rest, assert_same_weights, batch, mse, whole
+from tests.support.torch_impl.toy import (
+    Toy,
+    assert_at_rest,
+    assert_same_weights,
+    batch,
+    local_loss,
+    mse,
+    whole,
+)
 from tests.support.torch_impl.zoo import Adapted
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -295,15 +303,14 @@ def test_what_is_set_before_to_empty_stays_set() -> None:
         model.to_empty(device="cpu")
         torch.manual_seed(7)
         model.init_weights()
-    tokens, targets = batch(0, dist.get_world_size(), 1)
     for model in (scaled, plain):
-        mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+        local_loss(model).backward()
     assert scaled._unit.groups[0].weights.compute.allocated
     with pytest.raises(RuntimeError, match="Partial"):
         whole(scaled.norm.weight.grad)
     scaled.zero_grad()
     scaled.set_requires_gradient_sync(True)
-    mse(scaled, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+    local_loss(scaled).backward()
     for ours, mean in zip(scaled.parameters(), plain.parameters(), strict=True):
         assert (ours.grad is None) == (mean.grad is None)
         if mean.grad is not None:

@@ -15,7 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
 from tests.support.ranks import RankGroup, on_ranks
-from tests.support.torch_impl.toy import Block, Toy, batch, mse, sharded_toy, whole
+from tests.support.torch_impl.toy import (
+    Block,
+    Toy,
+    batch,
+    full_batch_loss,
+    local_loss,
+    mse,
+    sharded_toy,
+    whole,
+)
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -187,10 +196,8 @@ def test_a_tie_across_units_is_refused() -> None:
 @on_ranks(2)
 def test_unreduced_gradients_cannot_be_read_and_zero_grad_drops_them(strategy: str) -> None:
     model = sharded_toy(strategy=strategy)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
     model.set_requires_gradient_sync(False)
-    mse(model, tokens[rank], targets[rank]).backward()
+    local_loss(model).backward()
     with pytest.raises(RuntimeError, match="not reduced over the ranks: run the last backward"):
         torch_impl.MainWeightAdamW(model.parameters()).step()
     with pytest.raises(RuntimeError, match=r"without reducing it|one shape and placement"):
@@ -204,27 +211,25 @@ def test_unreduced_gradients_cannot_be_read_and_zero_grad_drops_them(strategy: s
         model.zero_grad(set_to_none=set_to_none)
         model.set_requires_gradient_sync(True)
         reference.zero_grad()
-        mse(reference, tokens, targets).backward()
-        mse(model, tokens[rank], targets[rank]).backward()
+        full_batch_loss(reference).backward()
+        local_loss(model).backward()
         for param, want in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(whole(param.grad), want.grad)
         model.zero_grad()
         model.set_requires_gradient_sync(False)
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model).backward()
 
 
 def zeroed_by_an_optimizer(strategy: str, options: dict[str, bool]) -> None:
     model, reference = sharded_toy(strategy=strategy), Toy()
     optimizer = torch.optim.AdamW(model.parameters(), **options)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
     model.set_requires_gradient_sync(False)
-    mse(model, tokens[rank], targets[rank]).backward()
+    local_loss(model).backward()
     optimizer.zero_grad(set_to_none=False)
-    mse(model, tokens[rank], targets[rank]).backward()
+    local_loss(model).backward()
     model.set_requires_gradient_sync(True)
-    mse(model, tokens[rank], targets[rank]).backward()
-    mse(reference, tokens, targets).backward()
+    local_loss(model).backward()
+    full_batch_loss(reference).backward()
     for param, want in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(param.grad), 2 * want.grad)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import torch_impl
 from tests.support.ranks import RankGroup, on_ranks
-from tests.support.torch_impl.toy import Toy, assert_at_rest, batch, counted, mse, sharded_toy, whole
+from tests.support.torch_impl.toy import Toy, assert_at_rest, counted, local_loss, sharded_toy, whole
 from torch_impl.dtensor.local import is_partial
 
 WORLD = 2
@@ -104,10 +104,9 @@ def setters() -> None:
 def unreduced_root() -> list[bool]:
     """Which units' gradients are reduced when only the root was told not to."""
     model = sharded_toy()
-    tokens, targets = batch(0, dist.get_world_size(), 1)
     model.set_requires_gradient_sync(False, recurse=False)
     with counted() as counts:
-        mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+        local_loss(model).backward()
     assert counts["reduce_scatter"] == 2
     return [not is_partial(p.grad) for p in (model.head.weight, model.blocks[1].gain)]
 

@@ -20,6 +20,7 @@ from tests.support.torch_impl.toy import (
     assert_same_gradients,
     assert_same_weights,
     batch,
+    local_loss,
     mse,
     sharded_toy,
     whole,
@@ -151,8 +152,7 @@ def test_main_weights_are_the_given_values_not_a_rounded_copy(dtype: torch.dtype
         for param, given in zip(model.parameters(), reference.parameters(), strict=True):
             assert param.dtype == main
             assert torch.equal(whole(param), given.to(main))
-        tokens, targets = batch(0, dist.get_world_size(), 1)
-        loss = mse(model, tokens[dist.get_rank()], targets[dist.get_rank()])
+        loss = local_loss(model)
         loss.backward()
         assert all(param.grad.dtype == main for param in model.parameters())
 
@@ -263,7 +263,7 @@ def assert_live_bytes(expected: int, before: dict[int, torch.UntypedStorage]) ->
 
 
 def bytes_at_rest(strategy: str, low: bool) -> None:
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     before = live_storages()
     model = sharded_toy(
@@ -287,8 +287,7 @@ def bytes_at_rest(strategy: str, low: bool) -> None:
         assert_live_bytes(report.total + steps, before)
 
     def backward(step: int) -> None:
-        tokens, targets = batch(step, world, 1)
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model, step).backward()
 
     kept = {"no_shard": c * padded if low else 0, "optim_grads_params": 0}.get(strategy, c * padded)
     # With a flag for each parameter, and of whole gradients for each shard.
@@ -341,8 +340,7 @@ def test_a_block_is_freed_before_the_next_one_is_gathered() -> None:
         block.register_forward_hook(
             lambda *_: seen.append([b._unit.groups[0].weights.compute.allocated for b in model.blocks])
         )
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+    local_loss(model).backward()
     # A user's hook runs after ours: all blocks are freed by then.
     assert seen == [[False, False, False]] * 3
 
