@@ -28,6 +28,7 @@ from jax_impl import (
     shard_batch,
     unshard,
 )
+from tests.support.jax_impl.zoo import loss_of_layers, pairs
 
 FROZEN = ["*/base", "*/scale", "*/norm"]
 OPTIMIZER = optax.adam(0.02)
@@ -59,16 +60,11 @@ def apply(unit: Any, x: jax.Array) -> jax.Array:
     return jnp.tanh(x @ kernel) * unit["norm"].astype(jnp.float32)
 
 
-def loss(tree: Any, batch: Any) -> jax.Array:
-    x, y = batch
-    for layer in tree["layers"]:
-        x = call_unit(apply, layer, x)
-    return jnp.mean((x @ tree["head"] - y) ** 2)
+loss = loss_of_layers(apply)
 
 
 def batches(count: int) -> list[Any]:
-    rng = np.random.default_rng(1)
-    return [tuple(rng.standard_normal((16, n)).astype(np.float32) for n in (8, 5)) for _ in range(count)]
+    return pairs(count, 16, 8, 5)
 
 
 def by_path(tree: Any) -> dict[str, np.ndarray]:

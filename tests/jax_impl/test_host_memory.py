@@ -27,6 +27,7 @@ from jax_impl import (
     unshard,
     variable_leaves,
 )
+from tests.support.jax_impl.zoo import Chain
 
 HOST = "pinned_host"
 DEVICE = jax.devices()[0].default_memory().kind
@@ -35,22 +36,15 @@ IS_OLD = jax.__version_info__ < (0, 10, 2)
 needs_moves = pytest.mark.skipif(IS_OLD, reason="the CPU compiler moves no arrays between memories")
 
 
-class Model(nnx.Module):
+def model_of() -> Chain:
     """Two layers with batch statistics, random streams and a frozen kernel."""
-
-    def __init__(self) -> None:
-        rngs = nnx.Rngs(0)
-        self.layers = nnx.List([nnx.Linear(SIZE, SIZE, rngs=rngs) for _ in range(2)])
-        self.norm = nnx.BatchNorm(SIZE, rngs=rngs)
-        self.dropout = nnx.Dropout(0.0, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
-        return self.dropout(self.norm(x))
+    rngs = nnx.Rngs(0)
+    layers = [nnx.Linear(SIZE, SIZE, rngs=rngs) for _ in range(2)]
+    after = {"norm": nnx.BatchNorm(SIZE, rngs=rngs), "dropout": nnx.Dropout(0.0, rngs=rngs)}
+    return Chain(layers, between=jnp.tanh, **after)
 
 
-def loss(model: Model, rows: Any) -> jax.Array:
+def loss(model: Chain, rows: Any) -> jax.Array:
     return jnp.mean((model(rows[0]) - rows[1]) ** 2)
 
 
@@ -60,11 +54,11 @@ def batches(count: int) -> list[Any]:
 
 
 def sharded(engine: str, devices: int = 4) -> Any:
-    return fully_shard(Model(), data_parallel_mesh(devices), engine=engine, frozen=["layers/0/kernel"])
+    return fully_shard(model_of(), data_parallel_mesh(devices), engine=engine, frozen=["layers/0/kernel"])
 
 
 def state_of(plan: Any, weights: Any, optimizer: Any) -> TrainState:
-    return init_state(plan, weights, optimizer, variable_leaves(Model()))
+    return init_state(plan, weights, optimizer, variable_leaves(model_of()))
 
 
 def on_host(tree: Any) -> Any:

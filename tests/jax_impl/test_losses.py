@@ -23,17 +23,13 @@ from jax_impl import (
     shard_batch,
     unshard,
 )
+from tests.support.jax_impl.zoo import by_path, dense_tree, tanh_layer
 
 ROWS, LENGTH = 16, 5
 
 
 def parameters() -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-
-    def values(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-    return {"layers": [{"w": values(3, 8), "b": values(8)}], "head": values(8, 1)}
+    return dense_tree((3, 8), head=(8, 1))
 
 
 def batch(seed: int = 0) -> dict[str, np.ndarray]:
@@ -49,7 +45,7 @@ def batch(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def token_losses(tree: Any, rows: Any) -> jax.Array:
-    hidden = call_unit(lambda unit, x: jnp.tanh(x @ unit["w"] + unit["b"]), tree["layers"][0], rows["x"])
+    hidden = call_unit(tanh_layer, tree["layers"][0], rows["x"])
     return ((hidden @ tree["head"])[..., 0] - rows["y"]) ** 2
 
 
@@ -77,11 +73,6 @@ def with_statistics(tree: Any, rows: Any) -> Any:
 def sharded(engine: str, devices: int, strategy: str = "optim_grads_params") -> Any:
     mesh = data_parallel_mesh({"dp_outer": 2, "dp": devices // 2} if strategy == "hfsdp" else devices)
     return fully_shard(parameters(), mesh, units=["layers/*"], engine=engine, strategy=strategy)
-
-
-def by_path(tree: Any) -> dict[str, np.ndarray]:
-    layer = tree["layers"][0]
-    return {"layers/0/w": layer["w"], "layers/0/b": layer["b"], "head": tree["head"]}
 
 
 def assert_close(found: Any, expected: Any, rtol: float = 2e-6) -> None:

@@ -40,6 +40,7 @@ from jax_impl import (
 )
 from jax_impl.optimizer.chosen_form import chosen_form
 from jax_impl.optimizer.forms import arrays_of, trees_of
+from tests.support.jax_impl.zoo import Chain, by_path, loss_of_layers, pairs
 
 FROZEN = ["*/table", "*/mask", "*/place", "*/scale"]
 ADAMW = main_weight_adamw(0.02)
@@ -75,21 +76,11 @@ def apply(unit: Any, x: jax.Array) -> jax.Array:
     return jnp.where(unit["mask"], y, x)
 
 
-def loss(tree: Any, batch: Any) -> jax.Array:
-    x, y = batch
-    for layer in tree["layers"]:
-        x = call_unit(apply, layer, x)
-    return jnp.mean((x @ tree["head"].astype(jnp.float32) - y) ** 2)
+loss = loss_of_layers(apply)
 
 
 def batch(seed: int) -> Any:
-    rng = np.random.default_rng(seed)
-    return tuple(rng.standard_normal((16, n)).astype(np.float32) for n in (8, 5))
-
-
-def by_path(tree: Any) -> dict[str, jax.Array]:
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(keys, simple=True, separator="/"): x for keys, x in leaves}
+    return pairs(1, 16, 8, 5, seed=seed)[0]
 
 
 def is_trained(path: str) -> bool:
@@ -454,15 +445,9 @@ class Table(nnx.Module):
         return self.linear(x[:, self.order[...]].astype(jnp.float32))
 
 
-class Tables(nnx.Module):
-    def __init__(self) -> None:
-        rngs = nnx.Rngs(0)
-        self.layers = nnx.List([Table(rngs), Table(rngs)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def tables() -> Chain:
+    rngs = nnx.Rngs(0)
+    return Chain([Table(rngs), Table(rngs)])
 
 
 @pytest.mark.fast_cases("True")
@@ -474,10 +459,10 @@ def test_an_nnx_model_has_frozen_integers(recompute: Any) -> None:
         return jnp.mean(model(rows) ** 2)
 
     plan, weights = fully_shard(
-        Tables(), data_parallel_mesh(4), frozen=["*/order"], recompute=recompute, param_dtype="float32"
+        tables(), data_parallel_mesh(4), frozen=["*/order"], recompute=recompute, param_dtype="float32"
     )
     found, gradients, _ = jax.jit(make_gradients(plan, of))(weights, shard_batch(plan, rows))
-    graph, trained, rest = nnx.split(Tables(), lambda path, _: path[-1] in ("kernel", "bias"), ...)
+    graph, trained, rest = nnx.split(tables(), lambda path, _: path[-1] in ("kernel", "bias"), ...)
     trained = jax.tree.map(lambda x: x.astype(jnp.float32), trained)
     expected, wanted = jax.value_and_grad(lambda trained: of(nnx.merge(graph, trained, rest), rows))(trained)
     np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -29,6 +29,7 @@ from jax_impl import (
 )
 from jax_impl.api import shard_weights
 from jax_impl.train_state import shard_batch
+from tests.support.jax_impl.zoo import Chain, Mlp
 
 SLOW = pytest.mark.slow
 ROWS = np.random.default_rng(0).normal(size=(8, 8))
@@ -36,23 +37,13 @@ CUT = {"layers/*/up": "colwise", "layers/*/down": "rowwise"}
 CUT_NOISY = {**CUT, "up": "colwise", "down": "rowwise"}
 
 
-class Block(nnx.Module):
-    def __init__(self, seed: int) -> None:
-        options: dict[str, Any] = {"rngs": nnx.Rngs(seed), "param_dtype": jnp.float64, "dtype": jnp.float64}
-        self.up, self.down = nnx.Linear(8, 16, **options), nnx.Linear(16, 8, **options)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + self.down(jnp.tanh(self.up(x)))
+def block(seed: int) -> Mlp:
+    return Mlp(8, 16, rngs=nnx.Rngs(seed), param_dtype=jnp.float64, dtype=jnp.float64)
 
 
-class Plain(nnx.Module):
+class Plain(Chain):
     def __init__(self) -> None:
-        self.layers = nnx.List([Block(0), Block(1)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        super().__init__([block(0), block(1)])
 
 
 class Noisy(Plain):
@@ -74,7 +65,7 @@ class Noisy(Plain):
 
 class Ensemble(nnx.Module):
     def __init__(self) -> None:
-        self.layers = stack_layers([Block(seed) for seed in range(3)])
+        self.layers = stack_layers([block(seed) for seed in range(3)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return nnx.vmap(lambda block, x: block(x), in_axes=(0, None))(self.layers, x).mean(0)

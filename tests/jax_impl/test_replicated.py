@@ -14,7 +14,6 @@ import optax
 import pytest
 
 from jax_impl import (
-    call_unit,
     count_collectives,
     data_parallel_mesh,
     fully_shard,
@@ -29,6 +28,7 @@ from jax_impl import (
     shard_batch,
     unshard,
 )
+from tests.support.jax_impl.zoo import by_path, loss_of_layers, pairs
 
 WIDTH = 8
 
@@ -50,16 +50,11 @@ def apply(unit: Any, x: jax.Array) -> jax.Array:
     return jnp.tanh(x @ unit["w"]) * unit["gate"]
 
 
-def loss(tree: Any, batch: Any) -> jax.Array:
-    x, y = batch
-    for layer in tree["layers"]:
-        x = call_unit(apply, layer, x)
-    return jnp.mean((x @ tree["head"] - y) ** 2)
+loss = loss_of_layers(apply)
 
 
 def batch(seed: int) -> Any:
-    rng = np.random.default_rng(seed)
-    return tuple(rng.standard_normal((16, n)).astype(np.float32) for n in (WIDTH, 3))
+    return pairs(1, 16, WIDTH, 3, seed=seed)[0]
 
 
 def labels(tree: Any) -> Any:
@@ -77,8 +72,7 @@ def plainly_trained(steps: int) -> dict[str, jax.Array]:
     for number in range(steps):
         updates, state = OPTIMIZER.update(jax.grad(loss)(tree, batch(number)), state, tree)
         tree = optax.apply_updates(tree, updates)
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(keys, simple=True, separator="/"): x for keys, x in leaves}
+    return by_path(tree)
 
 
 def sharded(engine: str = "shard_map", devices: Any = 4, **options: Any) -> Any:

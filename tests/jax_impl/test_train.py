@@ -20,6 +20,7 @@ from jax_impl import (
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from tests.support.jax_impl.checkpoint_runs import whole_buffer
 from tests.support.jax_impl.tiny import decoder, loss, named, tokens
+from tests.support.jax_impl.zoo import Weighted
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -129,19 +130,11 @@ def test_any_optax_transformation_can_be_the_optimizer():
         np.testing.assert_allclose(found[path], value, rtol=1e-4, atol=1e-6)
 
 
-class Weighted(nnx.Module):
-    """Its mean over rows has the mean of the rows as gradient."""
-
-    def __init__(self):
-        self.weight = nnx.Param(jnp.ones(512))
-
-    def __call__(self, x):
-        return x @ self.weight[...]
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_means_over_ranks_are_divided_not_multiplied_by_a_rounded_reciprocal(strategy):
-    plan, weights = fully_shard(Weighted(), data_parallel_mesh(3), strategy=strategy, units=[])
+    plan, weights = fully_shard(
+        Weighted(np.ones(512, np.float32)), data_parallel_mesh(3), strategy=strategy, units=[]
+    )
     batch = np.zeros((3, 512), np.float32)
     batch[0] = np.random.default_rng(0).normal(size=512)
     step = make_train_step(plan, lambda model, x: jnp.mean(model(x)), optax.sgd(1.0))

@@ -7,7 +7,9 @@ fresh gloo process group of the asked size, so one group of four serves worlds 1
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -153,3 +155,26 @@ class RankGroup:
             self._workers.append((process, ours))
             if rank == 0:
                 port = ours.recv()
+
+
+def on_ranks(world: int | str, timeout: float = 240) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a module-level function, which runs with the test's arguments on each of ``world`` ranks.
+
+    world: the number of ranks, or the name of the test's parameter that says it.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(ranks: RankGroup, **arguments: Any) -> None:
+            count = arguments[world] if isinstance(world, str) else world
+            ranks.run(count, body, *(arguments[name] for name in taken), timeout=timeout)
+
+        taken = inspect.signature(body).parameters
+        asked = ["ranks", *([world] if isinstance(world, str) else [])]
+        more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked]
+        vars(test).update(__signature__=inspect.Signature([*taken.values(), *more]), body=body)
+        # By this path the ranks find it.
+        body.__qualname__ += ".body"
+        return test
+
+    return decorate

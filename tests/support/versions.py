@@ -33,8 +33,7 @@ SLICE = (
     "tests/torch_impl/runtime/test_compile.py",
     "tests/torch_impl/runtime/test_composition.py",
     # Beside FSDP2, whose abilities grow from version to version.
-    "tests/torch_impl/fsdp2_suite/test_autograd.py",
-    "tests/torch_impl/fsdp2_suite/test_mixed_precision.py",
+    "tests/torch_impl/test_against_fsdp2.py",
     "tests/torch_impl/parallel/test_modules.py",
     # jaxprs (scans, loops, remat), nnx, linen, the text of compiled programs.
     "tests/jax_impl/modules/test_seal.py",

@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.known_faults import FAULTS, HAZARDS
 from tests.support.torch_impl.real_models import MODELS, SAMPLES, rank_batch
 from tests.support.torch_impl.toy import (
     Toy,
     assert_same_gradients,
     batch,
+    local_loss,
     mse,
     rank_inputs,
     seeded,
@@ -65,7 +66,10 @@ def test_each_of_the_25_faults_and_every_hazard_has_a_test() -> None:
         assert not set(tests) - found, f"{fault}: no such test"
 
 
-def bfloat16_gradients(path: str) -> None:
+@pytest.mark.slow
+@on_ranks(3)
+def test_a_run_with_bfloat16_gradients_is_saved_before_its_first_step(tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
     policy = torch_impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
     runs = []
     for scale in (1.0, 2.0):
@@ -78,12 +82,10 @@ def bfloat16_gradients(path: str) -> None:
     torch_impl.load_checkpoint(path, *runs[1])
     for (name, first), (_, second) in zip(*(model.named_parameters() for model, _ in runs), strict=True):
         assert torch.equal(whole(first), whole(second)), name
-    rank, world = dist.get_rank(), dist.get_world_size()
     for step in range(2):
-        tokens, targets = batch(step, world, 1)
         losses = []
         for model, optimizer in runs:
-            loss = mse(model, tokens[rank], targets[rank])
+            loss = local_loss(model, step)
             loss.backward()
             assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
             optimizer.step()
@@ -92,25 +94,19 @@ def bfloat16_gradients(path: str) -> None:
         assert losses[0] == losses[1]
 
 
-@pytest.mark.slow
-def test_a_run_with_bfloat16_gradients_is_saved_before_its_first_step(
-    ranks: RankGroup, tmp_path: Path
-) -> None:
-    ranks.run(3, bfloat16_gradients, str(tmp_path / "run"))
-
-
-def states_made_by_torch(kind: str) -> None:
+@pytest.mark.fast_cases("MainWeightAdamW")
+@pytest.mark.parametrize("kind", ["AdamW", "MainWeightAdamW"])
+@on_ranks(3)
+def test_optimizer_state_made_by_torch_moves_no_weight(kind: str) -> None:
     model, other = sharded_toy(), sharded_toy()
     build = getattr(torch_impl, kind, None) or getattr(torch.optim, kind)
     before = {name: whole(param).clone() for name, param in model.named_parameters()}
     optimizer, fresh = (build(one.parameters(), lr=0.1, weight_decay=0.5) for one in (model, other))
-    rank, world = dist.get_rank(), dist.get_world_size()
     get_optimizer_state_dict(model, optimizer)
     for name, param in model.named_parameters():
         assert torch.equal(whole(param), before[name]), name
     for step in range(3):
-        tokens, targets = batch(step, world, 1)
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
     set_optimizer_state_dict(other, fresh, get_optimizer_state_dict(model, optimizer))
@@ -122,29 +118,22 @@ def states_made_by_torch(kind: str) -> None:
         assert torch.equal(whole(state["exp_avg"]), whole(loaded["exp_avg"]))
 
 
-@pytest.mark.fast_cases("MainWeightAdamW")
-@pytest.mark.parametrize("kind", ["AdamW", "MainWeightAdamW"])
-def test_optimizer_state_made_by_torch_moves_no_weight(ranks: RankGroup, kind: str) -> None:
-    ranks.run(3, states_made_by_torch, kind)
-
-
-def optimizer_before_sharding(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "MainWeightAdamW"])
+@on_ranks(2)
+def test_an_optimizer_built_before_sharding_is_an_error(kind: str) -> None:
     model = Toy()
     build = getattr(torch_impl, kind, None) or getattr(torch.optim, kind)
     optimizer = build(model.parameters(), lr=0.1)
     torch_impl.fully_shard(model)
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+    local_loss(model).backward()
     with pytest.raises((RuntimeError, TypeError, ValueError), match="fully_shard"):
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "MainWeightAdamW"])
-def test_an_optimizer_built_before_sharding_is_an_error(ranks: RankGroup, kind: str) -> None:
-    ranks.run(2, optimizer_before_sharding, kind)
-
-
-def one_axis_of_two(strategy: str) -> None:
+@pytest.mark.fast_cases("optim_grads_params", "optim")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_an_axis_of_a_larger_mesh_reduces_over_its_own_ranks(strategy: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, reference = seeded(Toy), seeded(Toy)
     for module in (*model.blocks, model):
@@ -155,12 +144,6 @@ def one_axis_of_two(strategy: str) -> None:
     mse(model, tokens[own], targets[own]).backward()
     mse(reference, tokens[:, replica], targets[:, replica]).backward()
     assert_same_gradients(model, reference)
-
-
-@pytest.mark.fast_cases("optim_grads_params", "optim")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_axis_of_a_larger_mesh_reduces_over_its_own_ranks(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(4, one_axis_of_two, strategy)
 
 
 class Columns(nn.Module):
@@ -174,7 +157,9 @@ class Columns(nn.Module):
         return self.linear(x) + self.empty(x) @ self.no_columns.t()
 
 
-def without_columns(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(3)
+def test_tensors_without_columns_train_and_load(strategy: str) -> None:
     model, reference = torch_impl.fully_shard(seeded(Columns), strategy=strategy), seeded(Columns)
     inputs = rank_inputs()
     model(inputs[dist.get_rank()]).square().mean().backward()
@@ -185,12 +170,9 @@ def without_columns(strategy: str) -> None:
     assert whole(model.no_columns).shape == (3, 0)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_tensors_without_columns_train_and_load(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(3, without_columns, strategy)
-
-
-def refreshed_memory(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@on_ranks(2)
+def test_kept_compute_weights_are_refreshed_in_the_same_memory(strategy: str) -> None:
     policy = torch_impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded_toy(strategy=strategy, mp_policy=policy)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.1)
@@ -198,18 +180,12 @@ def refreshed_memory(strategy: str) -> None:
     up = model.blocks[1].up
     up.register_forward_pre_hook(lambda *_: seen.append((up.weight.data_ptr(), up.weight.sum().item())))
     for step in range(3):
-        tokens, targets = batch(step, dist.get_world_size(), 1)
-        mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+        local_loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
         assert model.memory_report().gradients == 0
     assert len({place for place, _ in seen}) == 1
     assert len({value for _, value in seen}) == 3
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-def test_kept_compute_weights_are_refreshed_in_the_same_memory(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(2, refreshed_memory, strategy)
 
 
 class Fused(nn.Module):
@@ -376,12 +352,9 @@ def test_every_ranks_data_has_gradients_of_its_own() -> None:
         assert len(recipe.batch(0, 3 * SAMPLES)["labels"]) == sum(len(part["labels"]) for part in parts)
 
 
-def ignored_set() -> None:
+@on_ranks(2)
+def test_the_callers_set_of_ignored_parameters_stays_as_it_was() -> None:
     model = Toy()
     ignored = {model.embed.weight}
     torch_impl.fully_shard(model, ignored_params=ignored)
     assert ignored == {model.embed.weight}
-
-
-def test_the_callers_set_of_ignored_parameters_stays_as_it_was(ranks: RankGroup) -> None:
-    ranks.run(2, ignored_set)

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_impl
 from bridge.core.sharding.policy.recompute import SELECTIVE
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import assert_same_gradients, assert_same_weights, mean_over_ranks
+from tests.support.ranks import RankGroup, on_ranks
+from tests.support.torch_impl.toy import assert_same_gradients, assert_same_weights, mean_over_ranks, seeded
+from tests.support.torch_impl.zoo import named
 from torch_impl import PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
 from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 
@@ -181,18 +182,8 @@ class Pair(nn.Module):
         return x + self.second(self.first(self.norm(x), scale=0.5))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            self.layers = nn.ModuleList(Pair() for _ in range(2))
-            self.head = nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def net() -> nn.Sequential:
+    return seeded(lambda: named(layers=nn.Sequential(Pair(), Pair()), head=nn.Linear(6, 1)), 1)
 
 
 INNER = [f"layers.{i}.{one}" for i in (0, 1) for one in ("first", "second")]
@@ -203,7 +194,7 @@ def trained(recomputed: tuple[str, ...]) -> dict[str, Any]:
     entries = [
         UnitPolicy(match, recompute=match in recomputed) for match in ("layers.*", "layers.*.[fs]*", "")
     ]
-    model: Any = ShardingPolicy(tuple(entries)).apply(Net())
+    model: Any = ShardingPolicy(tuple(entries)).apply(net())
     noisy = model.layers[0].first
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.05)
     torch.manual_seed(100 + dist.get_rank())
@@ -232,17 +223,6 @@ def trained(recomputed: tuple[str, ...]) -> dict[str, Any]:
     return result
 
 
-def recomputing(recomputed: tuple[str, ...], depth: int) -> None:
-    plain, again = trained(()), trained(recomputed)
-    assert again["losses"] == plain["losses"]
-    assert len(set(plain["losses"])) == 3
-    assert (plain["forwards"], again["forwards"]) == (1, 1 + depth)
-    assert plain["calls"] == {unit: [2, 1, 0] for unit in ("", "layers.0", "layers.1", *INNER)}
-    assert again["calls"] == plain["calls"]
-    assert again["saved"] < plain["saved"]
-    assert again["names"] == plain["names"] == list(Net().state_dict())
-
-
 @pytest.mark.fast_cases("recomputed1-1", "recomputed4-3")
 @pytest.mark.parametrize(
     ("recomputed", "depth"),
@@ -254,11 +234,19 @@ def recomputing(recomputed: tuple[str, ...], depth: int) -> None:
         (("", "layers.*", "layers.*.[fs]*"), 3),
     ],
 )
+@on_ranks(2)
 def test_recomputed_units_gather_no_more_often_and_train_alike(
-    ranks: RankGroup, recomputed: tuple[str, ...], depth: int
+    recomputed: tuple[str, ...], depth: int
 ) -> None:
     """``depth``: how often the innermost forward runs again."""
-    ranks.run(2, recomputing, recomputed, depth)
+    plain, again = trained(()), trained(recomputed)
+    assert again["losses"] == plain["losses"]
+    assert len(set(plain["losses"])) == 3
+    assert (plain["forwards"], again["forwards"]) == (1, 1 + depth)
+    assert plain["calls"] == {unit: [2, 1, 0] for unit in ("", "layers.0", "layers.1", *INNER)}
+    assert again["calls"] == plain["calls"]
+    assert again["saved"] < plain["saved"]
+    assert again["names"] == plain["names"] == list(net().state_dict())
 
 
 class Attending(nn.Module):
@@ -274,17 +262,8 @@ class Attending(nn.Module):
         return self.last(torch.softmax(y @ y.transpose(1, 2), -1) @ y)
 
 
-class Attentive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            self.layers = nn.ModuleList(Attending() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def attentive() -> nn.Sequential:
+    return seeded(lambda: named(layers=nn.Sequential(Attending(), Attending())), 1)
 
 
 class Counting(TorchDispatchMode):
@@ -302,7 +281,7 @@ class Counting(TorchDispatchMode):
 def kept(recompute: bool | str) -> tuple[list[float], Counter[str], int]:
     """Losses of two steps; operators of the last, and how often its units are gathered."""
     model: Any = ShardingPolicy((UnitPolicy("layers.*", recompute=recompute), UnitPolicy(""))).apply(
-        Attentive()
+        attentive()
     )
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.05)
     torch.manual_seed(100 + dist.get_rank())
@@ -336,7 +315,8 @@ def test_products_are_kept_and_the_rest_is_computed_again(ranks: RankGroup) -> N
     ranks.run(2, keeping)
 
 
-def named_around_units() -> None:
+@on_ranks(1)
+def test_a_name_is_for_units_without_units_inside() -> None:
     policy = ShardingPolicy(
         (
             UnitPolicy("layers.*", recompute="dots_saveable"),
@@ -345,11 +325,7 @@ def named_around_units() -> None:
         )
     )
     with pytest.raises(PolicyError, match=r"unit 'layers.0': recompute: .* around 'layers.0.first'"):
-        policy.apply(Attentive())
-
-
-def test_a_name_is_for_units_without_units_inside(ranks: RankGroup) -> None:
-    ranks.run(1, named_around_units)
+        policy.apply(attentive())
 
 
 class Broken(nn.Linear):
@@ -360,26 +336,17 @@ class Broken(nn.Linear):
         self._original_class = "mine"
 
 
-class Shared(nn.Module):
+def shared() -> nn.Sequential:
     """One module at two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3))
-        self.b[0] = self.a[0]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x))
+    model = named(a=nn.Sequential(nn.Linear(3, 3)), b=nn.Sequential(nn.Linear(3, 3)))
+    model.b[0] = model.a[0]
+    return model
 
 
-class Ties(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
-        self.b.weight = self.a.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x))
+def ties() -> nn.Sequential:
+    model = named(a=nn.Embedding(4, 3), b=nn.Linear(3, 4, bias=False))
+    model.b.weight = model.a.weight
+    return model
 
 
 def patched() -> nn.Module:
@@ -392,7 +359,8 @@ def policy_of(*matches: str, **options: Any) -> ShardingPolicy:
     return ShardingPolicy(tuple(UnitPolicy(match) for match in (*matches, "")), **options)
 
 
-def misfits() -> None:
+@on_ranks(4)
+def test_policies_that_do_not_fit_leave_the_model_as_it_was() -> None:
     world = dist.get_world_size()
     line, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
     named = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
@@ -419,8 +387,8 @@ def misfits() -> None:
             {},
             "main: expected torch.float32 main weights, got embed.weight",
         ),
-        (policy_of("a", "b"), Ties, {}, "got 'a.weight' of unit 'a' tied to 'b.weight' of unit 'b'"),
-        (policy_of("a"), Shared, {}, "got 'a.0.weight' of unit 'a' tied to 'b.0.weight' of unit ''"),
+        (policy_of("a", "b"), ties, {}, "got 'a.weight' of unit 'a' tied to 'b.weight' of unit 'b'"),
+        (policy_of("a"), shared, {}, "got 'a.0.weight' of unit 'a' tied to 'b.0.weight' of unit ''"),
         (policy_of(), lambda: nn.ModuleList([nn.Linear(2, 2)]), {}, "a model with a forward, got ModuleList"),
         (recomputed, patched, {}, "'0': expected a module whose class has its forward"),
         (recomputed, lambda: nn.Sequential(Broken()), {}, "has an attribute '_original_class' of its own"),
@@ -454,10 +422,6 @@ def misfits() -> None:
         policy_of().apply(sharded)
 
 
-def test_policies_that_do_not_fit_leave_the_model_as_it_was(ranks: RankGroup) -> None:
-    ranks.run(4, misfits)
-
-
 def test_without_a_process_group_nothing_is_sharded() -> None:
     model = decoder()
     with pytest.raises(
@@ -467,7 +431,8 @@ def test_without_a_process_group_nothing_is_sharded() -> None:
     assert type(model) is Decoder
 
 
-def given_mesh() -> None:
+@on_ranks(4)
+def test_a_mesh_may_be_given_instead_of_made() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_outer", "dp"))
     for one in (mesh, init_device_mesh("cpu", (2, 2))):
         model = ShardingPolicy.load("hsdp").apply(decoder(), mesh=one)
@@ -479,12 +444,9 @@ def given_mesh() -> None:
     assert made.norm.weight.device_mesh.mesh_dim_names == ("dp_outer", "dp")
 
 
-def test_a_mesh_may_be_given_instead_of_made(ranks: RankGroup) -> None:
-    ranks.run(4, given_mesh)
-
-
-def shared_and_low() -> None:
-    model = policy_of().apply(Shared())
+@on_ranks(2)
+def test_precision_is_that_of_the_policy_whatever_the_model_was_given_in() -> None:
+    model = policy_of().apply(shared())
     assert [name for name, _ in model.named_parameters()] == ["a.0.weight", "a.0.bias"]
     low = policy_of("layers.*").apply(decoder().bfloat16())
     (group,) = torch_impl.layout_report(low).units[0].groups
@@ -494,10 +456,6 @@ def shared_and_low() -> None:
     (group,) = torch_impl.layout_report(wide).units[0].groups
     found = (group.main_dtype, group.compute_dtype, group.reduce_dtype, group.grad_dtype)
     assert found == ("float64", "bfloat16", "float16", "float32")
-
-
-def test_precision_is_that_of_the_policy_whatever_the_model_was_given_in(ranks: RankGroup) -> None:
-    ranks.run(2, shared_and_low)
 
 
 def test_remainders_of_parameters_that_a_model_axis_cuts_are_refused_before_anything_is_changed() -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.program_table import PROGRAM_CALLS, PROGRAMS, Call
 from tests.support.torch_impl.toy import assert_at_rest, assert_same_weights
 
@@ -107,20 +107,15 @@ def adapted(fully_shard: Callable[..., Any] | None, reshard: bool) -> tuple[nn.M
     return model, losses
 
 
-def adapters_in_kernels(reshard: bool) -> None:
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_units_that_are_unsharded_by_hand_and_never_called_are_trained(reshard: bool) -> None:
     reference, _ = adapted(None, reshard)
     _, theirs = adapted(fsdp.fully_shard, reshard)
     model, ours = adapted(torch_impl.fully_shard, reshard)
     assert ours == pytest.approx(theirs, rel=1e-6)
     assert_same_weights(model, reference)
     assert_at_rest(model)
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_units_that_are_unsharded_by_hand_and_never_called_are_trained(
-    ranks: RankGroup, reshard: bool
-) -> None:
-    ranks.run(2, adapters_in_kernels, reshard)
 
 
 class Abstract(nn.Linear, ABC):
@@ -131,7 +126,8 @@ class Packed(nn.Parameter):
     """As bitsandbytes' parameters, which have their quantization in attributes."""
 
 
-def odd_classes() -> None:
+@on_ranks(2)
+def test_abstract_modules_are_sharded_and_parameters_of_other_classes_become_plain() -> None:
     module = Abstract(3, 4)
     module.weight = Packed(torch.ones(4, 3))
     module.weight.quant_state = "kept"
@@ -146,11 +142,8 @@ def odd_classes() -> None:
     assert _get_module_fsdp_state(module) is None
 
 
-def test_abstract_modules_are_sharded_and_parameters_of_other_classes_become_plain(ranks: RankGroup) -> None:
-    ranks.run(2, odd_classes)
-
-
-def parts() -> None:
+@on_ranks(2)
+def test_local_parts_are_told_apart_from_those_of_torch() -> None:
     module = torch_impl.fully_shard(nn.Linear(5, 5))
     weight = module.weight
     assert not any(placement.is_shard() or placement.is_replicate() for placement in weight.placements)
@@ -171,7 +164,3 @@ def _all(local: torch.Tensor) -> list[torch.Tensor]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, local)
     return everyone
-
-
-def test_local_parts_are_told_apart_from_those_of_torch(ranks: RankGroup) -> None:
-    ranks.run(2, parts)

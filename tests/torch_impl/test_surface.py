@@ -20,14 +20,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.torch_version import TorchVersion
 
 import torch_impl
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import (
-    Block,
-    batch,
-    mse,
-    sharded_toy,
-    whole,
-)
+from tests.support.ranks import RankGroup, on_ranks
+from tests.support.torch_impl.toy import Block, batch, local_loss, mse, sharded_toy, whole
 from torch_impl.fsdp2 import Unavailable, policy_of
 
 # Arguments with which FSDP2's methods are called; a method that is missing here is new in this version of torch.
@@ -219,7 +213,8 @@ def test_settings_reach_the_module_or_all_below_it(ranks: RankGroup) -> None:
     ranks.run(1, setters)
 
 
-def prefetch_cycle() -> None:
+@on_ranks(1)
+def test_modules_that_prefetch_each_other_are_freed_with_the_model() -> None:
     model = sharded_toy()
     first, second = model.blocks
     first.set_modules_to_forward_prefetch([second])
@@ -235,19 +230,14 @@ def prefetch_cycle() -> None:
         gc.enable()
 
 
-def test_modules_that_prefetch_each_other_are_freed_with_the_model(ranks: RankGroup) -> None:
-    ranks.run(1, prefetch_cycle)
-
-
 def same_program_with(mp_policy: Any) -> list[torch.Tensor]:
     model = sharded_toy(mp_policy=mp_policy, offload_policy=fsdp.OffloadPolicy())
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
-    mse(model, tokens[rank], targets[rank]).backward()
+    local_loss(model).backward()
     return [whole(param.grad) for param in model.parameters()]
 
 
-def policies() -> None:
+@on_ranks(2)
+def test_torchs_policies_mean_what_ours_mean() -> None:
     fields = {
         "param_dtype": torch.bfloat16,
         "reduce_dtype": torch.float32,
@@ -277,10 +267,6 @@ def test_a_field_of_torchs_policy_that_only_a_newer_torch_has_is_refused_where_i
         policy_of(Newer(only_for=print))
 
 
-def test_torchs_policies_mean_what_ours_mean(ranks: RankGroup) -> None:
-    ranks.run(2, policies)
-
-
 def wanted(placement: Shard | None, mesh: DeviceMesh) -> SimpleNamespace:
     """As torch's ShardPlacementResult, which torch 2.11 lacks."""
     return SimpleNamespace(
@@ -288,30 +274,26 @@ def wanted(placement: Shard | None, mesh: DeviceMesh) -> SimpleNamespace:
     )
 
 
-def placement_hints() -> None:
+@on_ranks(2)
+def test_placements_of_parameters_are_hints_without_influence() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    rank = dist.get_rank()
     plain = sharded_toy(mesh=mesh)
-    mse(plain, tokens[rank], targets[rank]).backward()
+    local_loss(plain).backward()
     for hint in (
         lambda param: Shard(param.ndim - 1) if param.ndim else None,
         lambda param: Shard(-1) if param.ndim else Shard(0),
         lambda param: wanted(Shard(1) if param.ndim > 1 else None, mesh),
     ):
         model = sharded_toy(mesh=mesh, shard_placement_fn=hint)
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model).backward()
         for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
             assert param.placements == expected.placements
             assert torch.equal(param.to_local(), expected.to_local())
             assert torch.equal(param.grad.to_local(), expected.grad.to_local())
 
 
-def test_placements_of_parameters_are_hints_without_influence(ranks: RankGroup) -> None:
-    ranks.run(2, placement_hints)
-
-
-def refused_arguments() -> None:
+@on_ranks(1)
+def test_refused_arguments_say_what_to_do_and_change_nothing() -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     dims = torch_impl.DataParallelMeshDims
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
@@ -371,10 +353,6 @@ def refused_arguments() -> None:
         dims()
 
 
-def test_refused_arguments_say_what_to_do_and_change_nothing(ranks: RankGroup) -> None:
-    ranks.run(1, refused_arguments)
-
-
 def wrapped_parameters() -> None:
     class Extended(nn.Parameter):
         """Plain values, whose rows have no such method."""
@@ -405,7 +383,8 @@ def test_wrapper_subclasses_without_extensions_are_refused(ranks: RankGroup) -> 
     ranks.run(2, wrapped_parameters)
 
 
-def named_axes() -> None:
+@on_ranks(4)
+def test_mesh_axes_are_chosen_by_name() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for dims in (torch_impl.DataParallelMeshDims("dp"), torch_impl.DataParallelMeshDims(shard=("dp",))):
         model = torch_impl.fully_shard(Block(), mesh=mesh, dp_mesh_dims=dims)
@@ -416,7 +395,3 @@ def named_axes() -> None:
     )
     assert model._unit.groups[0].strategy.name == "no_shard"
     assert model.stack.device_mesh == mesh["tp"]
-
-
-def test_mesh_axes_are_chosen_by_name(ranks: RankGroup) -> None:
-    ranks.run(4, named_axes)

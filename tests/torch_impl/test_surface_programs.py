@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.toy import (
     Block,
     Toy,
@@ -22,6 +22,8 @@ from tests.support.torch_impl.toy import (
     assert_same_weights,
     batch,
     counted,
+    full_batch_loss,
+    local_loss,
     mse,
     rank_inputs,
     seeded,
@@ -29,7 +31,8 @@ from tests.support.torch_impl.toy import (
 )
 
 
-def handles() -> None:
+@on_ranks(2)
+def test_an_asynchronous_unshard_is_waited_for_by_its_handle_or_by_the_forward() -> None:
     model, reference = sharded_toy(), Toy()
     block = model.blocks[0]
     handle = block.unshard(async_op=True)
@@ -39,11 +42,9 @@ def handles() -> None:
     handle.wait()
     block.reshard()
     handle = block.unshard(async_op=True)
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    rank = dist.get_rank()
     with counted() as counts:
-        mse(model, tokens[rank], targets[rank]).backward()
-    mse(reference, tokens, targets).backward()
+        local_loss(model).backward()
+    full_batch_loss(reference).backward()
     assert_same_gradients(model, reference)
     assert handle is not None
     assert counts["all_gather"] == 4
@@ -53,16 +54,13 @@ def handles() -> None:
     assert_at_rest(model)
 
 
-def test_an_asynchronous_unshard_is_waited_for_by_its_handle_or_by_the_forward(ranks: RankGroup) -> None:
-    ranks.run(2, handles)
-
-
 def test_an_fsdp_module_cannot_be_constructed() -> None:
     with pytest.raises(TypeError, match=r"call torch_impl\.fully_shard"):
         torch_impl.FSDPModule()
 
 
-def slices() -> None:
+@on_ranks(1)
+def test_slices_of_a_sharded_sequential_are_plain() -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 5)))
     for layer in (model[0], model[2]):
         torch_impl.fully_shard(layer)
@@ -73,10 +71,6 @@ def slices() -> None:
     assert torch.equal(part(torch.ones(2, 5)), model[1](model[0](torch.ones(2, 5))))
     assert type(type(model)()) is nn.Sequential
     assert isinstance(model, torch_impl.FSDPModule)
-
-
-def test_slices_of_a_sharded_sequential_are_plain(ranks: RankGroup) -> None:
-    ranks.run(1, slices)
 
 
 class Encoder(nn.Module):
@@ -95,7 +89,9 @@ class Encoder(nn.Module):
         return self.down(self.encode(x))
 
 
-def forward_methods(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks(2)
+def test_a_registered_method_is_a_forward(strategy: str) -> None:
     model, reference = seeded(Encoder), seeded(Encoder)
     torch_impl.register_fsdp_forward_method(model, "encode")
     assert "encode" not in vars(model)
@@ -128,11 +124,6 @@ def forward_methods(strategy: str) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_a_registered_method_is_a_forward(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(2, forward_methods, strategy)
-
-
 class Tail(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +134,9 @@ class Tail(nn.Module):
         return torch.cat([self.head(part) for part in x.chunk(chunks)])
 
 
-def grouped(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@on_ranks(2)
+def test_a_list_of_modules_is_one_unit(strategy: str) -> None:
     model, reference = seeded(Tail), seeded(Tail)
     names = [name for name, _ in model.named_parameters()]
     listed = [model.norm, model.head]
@@ -174,12 +167,8 @@ def grouped(strategy: str) -> None:
     assert report.main_weights == 4 * numel
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-def test_a_list_of_modules_is_one_unit(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(2, grouped, strategy)
-
-
-def lists() -> None:
+@on_ranks(1)
+def test_lists_are_checked_and_inner_modules_belong_to_outer_ones() -> None:
     block = Block()
     with pytest.raises(ValueError, match="expected one or more modules, got an empty sequence"):
         torch_impl.fully_shard([])
@@ -193,11 +182,8 @@ def lists() -> None:
     block(torch.ones(2, 5)).sum().backward()
 
 
-def test_lists_are_checked_and_inner_modules_belong_to_outer_ones(ranks: RankGroup) -> None:
-    ranks.run(1, lists)
-
-
-def reset() -> None:
+@on_ranks(2)
+def test_reset_iter_state_drops_gradients_and_what_an_exception_left() -> None:
     model, reference = sharded_toy(strategy="optim"), Toy()
     world, rank = dist.get_world_size(), dist.get_rank()
     tokens, targets = batch(0, world, 2)
@@ -220,45 +206,31 @@ def fails(*_: Any) -> None:
     raise ZeroDivisionError
 
 
-def test_reset_iter_state_drops_gradients_and_what_an_exception_left(ranks: RankGroup) -> None:
-    ranks.run(2, reset)
-
-
-def shared_streams() -> None:
+@on_ranks(2)
+def test_models_may_share_their_streams() -> None:
     models = [sharded_toy(), sharded_toy()]
     torch_impl.share_comm_ctx(models)
     torch_impl.share_comm_ctx([])
     with pytest.raises(ValueError, match="share_comm_ctx: expected sharded modules, got Linear"):
         torch_impl.share_comm_ctx([models[0], nn.Linear(1, 1)])
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
     reference = Toy()
-    mse(reference, tokens, targets).backward()
+    full_batch_loss(reference).backward()
     for model in models:
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model).backward()
         assert_same_gradients(model, reference)
 
 
-def test_models_may_share_their_streams(ranks: RankGroup) -> None:
-    ranks.run(2, shared_streams)
-
-
-def wrapped_after_sharding() -> None:
+@on_ranks(2)
+def test_a_wrapper_that_shows_the_attributes_of_a_sharded_module_is_sharded_too() -> None:
+    """As accelerate does with activation checkpointing."""
     model, reference = Toy(), Toy()
     for index, block in enumerate(model.blocks):
         torch_impl.fully_shard(block)
         model.blocks[index] = checkpoint_wrapper(block)
         torch_impl.fully_shard(model.blocks[index])
     torch_impl.fully_shard(model)
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    rank = dist.get_rank()
-    mse(model, tokens[rank], targets[rank]).backward()
-    mse(reference, tokens, targets).backward()
+    local_loss(model).backward()
+    full_batch_loss(reference).backward()
     for block, plain in zip(model.blocks, reference.blocks, strict=True):
         assert isinstance(block, torch_impl.FSDPModule)
         assert_same_gradients(block._checkpoint_wrapped_module, plain)
-
-
-def test_a_wrapper_that_shows_the_attributes_of_a_sharded_module_is_sharded_too(ranks: RankGroup) -> None:
-    """As accelerate does with activation checkpointing."""
-    ranks.run(2, wrapped_after_sharding)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.extended import Halved
 from torch_impl import fully_shard
 
@@ -545,14 +545,11 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks: RankGroup) -> None:
     assert all("some rank" in text for text in ranks.run(2, told_to_others))
 
 
-def sharded_values() -> None:
+@on_ranks(2)
+def test_a_whole_load_takes_sharded_values() -> None:
     """Of a model that is sharded alike, ``full_state_dict=True`` takes sharded values too, as with FSDP2."""
     given, model = sharded(), sharded()
     set_model_state_dict(model, given.state_dict(), options=StateDictOptions(full_state_dict=True))
     for ours, theirs in zip(model.parameters(), given.parameters(), strict=True):
         assert torch.equal(ours.full_tensor(), theirs.full_tensor())
         assert ours.to_local().data_ptr() != theirs.to_local().data_ptr() or not ours.to_local().numel()
-
-
-def test_a_whole_load_takes_sharded_values(ranks: RankGroup) -> None:
-    ranks.run(2, sharded_values)

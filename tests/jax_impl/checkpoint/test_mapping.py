@@ -20,6 +20,7 @@ from jax_impl import (
     save_checkpoint,
     save_checkpoint_async,
 )
+from tests.support.bridge.bits import assert_same_checkpoints
 from tests.support.jax_impl import checkpoint_runs as runs
 
 pytestmark = pytest.mark.filterwarnings("ignore:pjit engine")
@@ -29,18 +30,6 @@ TRAIN = {"step": 2, "model": {"head_dim": runs.CONFIG.head_dim}}
 
 def optimizer(dtype: str | None) -> Any:
     return main_weight_adamw(1e-2, weight_decay=0.1, mu_dtype=dtype, nu_dtype=dtype)
-
-
-def assert_equal(one: Path, other: Path) -> None:
-    """All tensors and objects: names, tree paths, shapes, dtypes, and every bit."""
-    with open_checkpoint(one) as found, open_checkpoint(other) as expected:
-        assert {n: (i.path, i.shape, i.dtype) for n, i in found.tensors.items()} == {
-            n: (i.path, i.shape, i.dtype) for n, i in expected.tensors.items()
-        }
-        for name in expected.tensors:
-            assert found.read(name).tobytes() == expected.read(name).tobytes(), name
-        assert dict(found.object_paths) == dict(expected.object_paths)
-        assert dict(found.objects) == dict(expected.objects)
 
 
 @pytest.mark.slow
@@ -70,14 +59,14 @@ def test_a_checkpoint_saved_under_a_mapping_is_the_plain_one_converted(
     pending.wait()
     convert(tmp_path / "plain", tmp_path / "converted", to="orbax", mapping=mapping, into="torch")
     for found in ("mapped", "async"):
-        assert_equal(tmp_path / found, tmp_path / "converted")
+        assert_same_checkpoints(tmp_path / found, tmp_path / "converted")
         assert not verify(tmp_path / found).problems
     # Scales of this run's own rows come back, so moments are the optimizer's own.
     for path in ("mapped", "plain"):
         loaded = load_checkpoint(tmp_path / path, plan, made, mapping=mapping)
         assert loaded.train == TRAIN
         save_checkpoint(tmp_path / f"{path}-again", plan, loaded.state, TRAIN, objects=loaded.objects)
-        assert_equal(tmp_path / f"{path}-again", tmp_path / "plain")
+        assert_same_checkpoints(tmp_path / f"{path}-again", tmp_path / "plain")
         assert runs.train(loaded.state, *case, first=2, count=1, optimizer=made)[1] == expected
 
 

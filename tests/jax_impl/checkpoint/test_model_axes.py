@@ -54,11 +54,11 @@ def options(engine: str, parallel: Any) -> Any:
 def test_a_run_goes_on_with_other_sizes_of_its_model_axes(tmp_path: Path) -> None:
     with jax.enable_x64(True):
         batches = [expert_rows(seed) for seed in range(len(RUNS))]
-        losses, _, last = cut_models.trained(cut_models.ExpertNet(), expert_loss, batches)
+        losses, _, last = cut_models.trained(cut_models.expert_net(), expert_loss, batches)
         state = None
         for number, (engine, sizes, parallel) in enumerate(RUNS):
             plan, weights = fully_shard(
-                cut_models.ExpertNet(), data_parallel_mesh(sizes), **options(engine, parallel)
+                cut_models.expert_net(), data_parallel_mesh(sizes), **options(engine, parallel)
             )
             if number:
                 loaded = load_checkpoint(tmp_path / str(number - 1), plan, optimizer())
@@ -108,9 +108,9 @@ def test_what_is_stored_is_whole_and_bit_for_bit_the_same(tmp_path: Path) -> Non
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 def test_initial_weights_are_born_cut(engine: str) -> None:
     with jax.enable_x64(True):
-        expected = parameter_leaves(cut_models.ExpertNet())
+        expected = parameter_leaves(cut_models.expert_net())
         plan, weights, _ = init_sharded(
-            cut_models.ExpertNet,
+            cut_models.expert_net,
             data_parallel_mesh(WIDE),
             engine=engine,
             parallel=cut_models.EXPERTS_AND_TENSORS,

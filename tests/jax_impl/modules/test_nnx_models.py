@@ -25,6 +25,7 @@ from jax_impl import (
     variable_leaves,
 )
 from tests.support.jax_impl.tiny import named
+from tests.support.jax_impl.zoo import Chain
 
 ENGINES = ["shard_map", "pjit"]
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -307,16 +308,9 @@ def test_frozen_parameters_have_no_gradient_no_moments_and_stay(engine, strategy
 @pytest.mark.fast_cases("shard_map")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_lora_trains_the_adapters_alone(engine):
-    class Adapted(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.layers = nnx.List([nnx.LoRALinear(DIM, DIM, lora_rank=2, rngs=rngs) for _ in range(2)])
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            for layer in self.layers:
-                x = jnp.tanh(layer(x))
-            return x
-
-    model, batch = Adapted(nnx.Rngs(0)), rows(8, DIM)
+    rngs = nnx.Rngs(0)
+    adapted = [nnx.LoRALinear(DIM, DIM, lora_rank=2, rngs=rngs) for _ in range(2)]
+    model, batch = Chain(adapted, between=jnp.tanh), rows(8, DIM)
     for layer in model.layers:
         layer.lora.lora_b[...] = jnp.ones_like(layer.lora.lora_b[...]) * 0.1
     _, expected, _ = plain(model, mean_square, batch, nnx.LoRAParam)

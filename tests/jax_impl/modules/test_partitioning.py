@@ -105,7 +105,7 @@ def test_a_style_means_a_dimension_by_the_kind_of_parameter(
 
 def test_a_pattern_may_name_a_parameter_and_a_style_one_of_two_axes() -> None:
     with jax.enable_x64(True):
-        model = cut_models.ExpertNet()
+        model = cut_models.expert_net()
     sizes = {"dp": 1, "ep": 2, "tp": 2}
     found = cuts(model, {"layers/*/w_in": "expert", "layers/0/router": "colwise"}, sizes)
     assert found == {

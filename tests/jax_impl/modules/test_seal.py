@@ -22,6 +22,7 @@ from jax_impl import (
 )
 from jax_impl.modules.seal import check_seals, open_sealed, seal
 from tests.support.jax_impl.tiny import decoder, loss, named, tokens
+from tests.support.jax_impl.zoo import Chain
 
 ENGINES = ["shard_map", "pjit"]
 
@@ -91,27 +92,21 @@ def test_every_shape_of_batch_is_checked_and_so_are_bare_gradients():
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 @pytest.mark.filterwarnings("ignore:pjit engine")
 def test_derivatives_of_derivatives_are_refused_since_they_would_miss_the_units(strategy, recompute, engine):
-    class Net(nnx.Module):
-        def __init__(self) -> None:
-            rngs = nnx.Rngs(0)
-            self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            for layer in self.layers:
-                x = jnp.tanh(layer(x))
-            return x
-
     def forces(model: Any, x: jax.Array) -> jax.Array:
         return jnp.mean((jax.grad(lambda x: model(x).sum())(x) - 0.3) ** 2)
 
+    def net() -> Chain:
+        rngs = nnx.Rngs(0)
+        return Chain([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)], between=jnp.tanh)
+
     x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     options = {"strategy": strategy, "recompute": recompute, "engine": engine}
-    plan, weights = fully_shard(Net(), data_parallel_mesh(4), **options)
+    plan, weights = fully_shard(net(), data_parallel_mesh(4), **options)
     with pytest.raises(ValueError, match="expected first derivatives of units only"):
         make_train_step(plan, forces, optax.sgd(0.1)).gradients(weights, x)
-    plan, weights = fully_shard(Net(), data_parallel_mesh(4), **options, units=[])
+    plan, weights = fully_shard(net(), data_parallel_mesh(4), **options, units=[])
     found, gradients = make_train_step(plan, forces, optax.sgd(0.1)).gradients(weights, x)
-    expected, whole = nnx.value_and_grad(forces)(Net(), x)
+    expected, whole = nnx.value_and_grad(forces)(net(), x)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     np.testing.assert_allclose(
         unshard(plan, gradients)["layers/0/kernel"], named(whole)["layers/0/kernel"], rtol=1e-4, atol=1e-6

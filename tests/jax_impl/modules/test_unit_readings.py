@@ -35,6 +35,7 @@ from jax_impl import (
     save_checkpoint,
     unshard,
 )
+from tests.support.jax_impl.zoo import Chain
 
 DIM = 4
 ENGINES = ["shard_map", "pjit"]
@@ -680,24 +681,16 @@ class Router(nnx.Module):
         return x + jnp.tanh(self.up(x)) * chances.max(-1, keepdims=True)
 
 
-class Routed(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.blocks, self.out = nnx.List([Router(rngs) for _ in range(2)]), linear(rngs, 1)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x)
-
-
 @pytest.mark.fast_cases("False-shard_map", "True-pjit")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_units_leave_in_variables_has_gradients(engine, recompute):
-    def loss(model: Routed, x: jax.Array) -> jax.Array:
-        return mean_square(model, x) + 3 * sum(block.balance[...] for block in model.blocks)
+    def loss(model: Chain, x: jax.Array) -> jax.Array:
+        return mean_square(model, x) + 3 * sum(block.balance[...] for block in model.layers)
 
-    assert_trains(Routed(nnx.Rngs(0)), loss, engine, variables={"*/balance": "mean"}, recompute=recompute)
+    rngs = nnx.Rngs(0)
+    model = Chain([Router(rngs) for _ in range(2)], out=linear(rngs, 1))
+    assert_trains(model, loss, engine, variables={"*/balance": "mean"}, recompute=recompute)
 
 
 def test_plain_arrays_are_not_saved_and_are_there_after_a_load(tmp_path):

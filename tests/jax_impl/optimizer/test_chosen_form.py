@@ -20,6 +20,7 @@ from jax_impl.optimizer.forms import arrays_of, trees_of
 from jax_impl.optimizer.logical import fit_to_plan
 from jax_impl.runtime.step.gradients import unchecked_gradients
 from tests.support.jax_impl.optimizers import PLAIN, RATE, transformations
+from tests.support.jax_impl.zoo import Everything, dense_tree, loss_of_layers, pairs
 
 
 def labels_by_ndim(tree: Any) -> Any:
@@ -68,26 +69,15 @@ ON_SHARDS = [
 ]  # fmt: skip
 
 
+loss = loss_of_layers()
+
+
 def parameters(dtype: str = "float32") -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-
-    def values(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), dtype)
-
-    return {"layers": [{"w": values(3, 5), "b": values(5)}], "head": values(5, 2), "bias": values(2)}
-
-
-def loss(tree: Any, batch: Any) -> jax.Array:
-    x, y = batch
-    hidden = jax_impl.call_unit(lambda unit, x: jnp.tanh(x @ unit["w"] + unit["b"]), tree["layers"][0], x)
-    return jnp.mean((hidden @ tree["head"] + tree["bias"] - y) ** 2)
+    return dense_tree((3, 5), head=(5, 2), bias=True, dtype=dtype)
 
 
 def batches() -> list[Any]:
-    rng = np.random.default_rng(1)
-    return [
-        tuple(rng.standard_normal((8, n)) * (1 + np.arange(8))[:, None] for n in (3, 2)) for _ in range(3)
-    ]
+    return pairs(3, 8, 3, 2, growing=True)
 
 
 @functools.cache
@@ -117,11 +107,6 @@ def trained(optimizer: optax.GradientTransformation) -> dict[str, jax.Array]:
     for batch in batches():
         state, _ = step(state, batch)
     return unshard(plan, state.weights)
-
-
-class Everything:
-    def __contains__(self, _: Any) -> bool:
-        return True
 
 
 def plainly_trained(optimizer: optax.GradientTransformation) -> Any:

@@ -18,10 +18,10 @@ import numpy as np
 import optax
 import pytest
 
-import jax_impl
 from jax_impl import data_parallel_mesh, fully_shard, init_state, make_train_step, unshard
 from jax_impl.runtime.step.gradients import unchecked_gradients
 from tests.support.jax_impl.optimizers import PLAIN, transformations
+from tests.support.jax_impl.zoo import Everything, by_path, dense_tree, loss_of_layers, pairs
 
 ENGINES = ("shard_map", "pjit")
 DEVICES = (1, 2, 4, 8)
@@ -35,26 +35,17 @@ def float64() -> Iterator[None]:
         yield
 
 
+loss = loss_of_layers()
+
+
 def parameters() -> dict[str, Any]:
     """The pjit engine cuts some over 8 devices, and some over none."""
-    rng = np.random.default_rng(0)
-    values = {"w": rng.standard_normal((3, 8)), "b": rng.standard_normal(8)}
-    tree = {"layers": [values], "head": rng.standard_normal((8, 5)), "bias": rng.standard_normal(5)}
-    return jax.tree.map(jnp.asarray, tree)
-
-
-def loss(tree: Any, batch: Any) -> jax.Array:
-    x, y = batch
-    hidden = jax_impl.call_unit(lambda unit, x: jnp.tanh(x @ unit["w"] + unit["b"]), tree["layers"][0], x)
-    return jnp.mean((hidden @ tree["head"] + tree["bias"] - y) ** 2)
+    return dense_tree((3, 8), head=(8, 5), bias=True, dtype="float64")
 
 
 @functools.cache
 def batches() -> list[Any]:
-    rng = np.random.default_rng(1)
-    return [
-        tuple(rng.standard_normal((8, n)) * (1 + np.arange(8))[:, None] for n in (3, 5)) for _ in range(STEPS)
-    ]
+    return pairs(STEPS, 8, 3, 5, growing=True)
 
 
 @functools.cache
@@ -67,11 +58,6 @@ def plan_of(engine: str, devices: int) -> tuple[Any, Any, Any]:
 @functools.cache
 def plain_gradients() -> Any:
     return jax.jit(jax.value_and_grad(loss))
-
-
-class Everything:
-    def __contains__(self, _: Any) -> bool:
-        return True
 
 
 def trained(engine: str, devices: int, optimizer: optax.GradientTransformation) -> dict[str, jax.Array]:
@@ -100,8 +86,7 @@ def plainly_trained(optimizer: optax.GradientTransformation) -> dict[str, jax.Ar
     for batch in batches():
         value, gradients = plain_gradients()(weights, batch)
         weights, state = update(gradients, state, weights, value)
-    leaves = jax.tree.leaves_with_path(weights)
-    return {jax.tree_util.keystr(keys, simple=True, separator="/"): x for keys, x in leaves}
+    return by_path(weights)
 
 
 def assert_trains_as_unsharded(name: str, engines: Any = ENGINES, devices: Any = DEVICES) -> float:

@@ -15,7 +15,6 @@ from flax import nnx
 
 from bridge.core.formats import open_checkpoint
 from jax_impl import (
-    call_unit,
     data_parallel_mesh,
     fully_shard,
     init_state,
@@ -27,6 +26,7 @@ from jax_impl import (
     unshard,
 )
 from jax_impl.optimizer.logical import fit_to_plan
+from tests.support.jax_impl.zoo import by_path, dense_tree, loss_of_layers, pairs
 
 RATE = 0.02
 
@@ -60,26 +60,15 @@ PLAIN = {
 }
 
 
+loss = loss_of_layers()
+
+
 def parameters() -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-
-    def values(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-    layers = [{"w": values(8, 16), "b": values(16)}, {"w": values(16, 8), "b": values(8)}]
-    return {"layers": layers, "head": values(8, 8)}
-
-
-def loss(tree: Any, batch: Any) -> jax.Array:
-    x, y = batch
-    for layer in tree["layers"]:
-        x = call_unit(lambda unit, x: jnp.tanh(x @ unit["w"] + unit["b"]), layer, x)
-    return jnp.mean((x @ tree["head"] - y) ** 2)
+    return dense_tree((8, 16), (16, 8), head=(8, 8))
 
 
 def batches(count: int) -> list[Any]:
-    rng = np.random.default_rng(1)
-    return [tuple(rng.standard_normal((8, 8)).astype(np.float32) for _ in range(2)) for _ in range(count)]
+    return pairs(count, 8, 8, 8)
 
 
 def sharded(engine: str = "shard_map", devices: int = 4, strategy: str = "optim_grads_params") -> Any:
@@ -95,11 +84,6 @@ def plainly_trained(name: str, steps: int) -> dict[str, jax.Array]:
         updates, state = optimizer.update(jax.grad(loss)(weights, batch), state, weights)
         weights = optax.apply_updates(weights, updates)
     return by_path(weights)
-
-
-def by_path(tree: Any) -> dict[str, jax.Array]:
-    found = {f"layers/{i}/{key}": x for i, layer in enumerate(tree["layers"]) for key, x in layer.items()}
-    return {**found, "head": tree["head"]}
 
 
 def assert_close(found: Any, expected: Any) -> None:

@@ -24,8 +24,9 @@ from jax_impl import (
     save_checkpoint,
     unshard,
 )
-from tests.jax_impl.optimizer.test_logical import assert_close, batches, by_path, loss, parameters, sharded
+from tests.jax_impl.optimizer.test_logical import assert_close, batches, loss, parameters, sharded
 from tests.support.jax_impl import checkpoint_runs as runs
+from tests.support.jax_impl.zoo import by_path
 
 pytestmark = pytest.mark.filterwarnings("ignore:pjit engine")
 RATE = 0.02

@@ -28,43 +28,22 @@ from jax_impl import (
     memory_report,
     plan_sharding,
     save_checkpoint,
-    stack_layers,
 )
-from jax_impl.modules.stack import scan_layers
 from tests.jax_impl.test_host_memory import DEVICE, HOST, assert_equal, kinds, needs_moves
+from tests.support.jax_impl.zoo import Chain, Mlp
 
 # So large that moments travel in parts: two layers have 2 * 1024 elements or more on each of four devices.
 SIZE, LAYERS = 96, 6
 
 
-class Model(nnx.Module):
+def model_of(layers: int = LAYERS, stacked: bool = False) -> Chain:
     """Layers of uneven sizes, or one stack of equal ones."""
-
-    def __init__(self, layers: int = LAYERS, stacked: bool = False) -> None:
-        rngs = nnx.Rngs(0)
-        made = [Layer(0 if stacked else 3 * number, rngs) for number in range(layers)]
-        self.layers = stack_layers(made) if stacked else nnx.List(made)
-        self.out = nnx.Linear(SIZE, 3, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if isinstance(self.layers, nnx.List):
-            for layer in self.layers:
-                x = layer(x)
-        else:
-            x = scan_layers(self.layers, x)
-        return self.out(x)
+    rngs = nnx.Rngs(0)
+    made = [Mlp(SIZE, SIZE + (0 if stacked else 3 * number), rngs=rngs) for number in range(layers)]
+    return Chain(made, stacked=stacked, out=nnx.Linear(SIZE, 3, rngs=rngs))
 
 
-class Layer(nnx.Module):
-    def __init__(self, more: int, rngs: nnx.Rngs) -> None:
-        self.up = nnx.Linear(SIZE, SIZE + more, rngs=rngs)
-        self.down = nnx.Linear(SIZE + more, SIZE, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + self.down(jnp.tanh(self.up(x)))
-
-
-def loss(model: Model, rows: Any) -> jax.Array:
+def loss(model: Chain, rows: Any) -> jax.Array:
     return jnp.mean((model(rows[0]) - rows[1]) ** 2)
 
 
@@ -80,7 +59,7 @@ def trained(
     optimizer: Any, offload: Offload | None, steps: int = 3, **options: Any
 ) -> tuple[Any, TrainState]:
     stacked = bool(options.get("stacked"))
-    plan, weights = fully_shard(Model(stacked=stacked), data_parallel_mesh(4), **options)
+    plan, weights = fully_shard(model_of(stacked=stacked), data_parallel_mesh(4), **options)
     state = init_state(plan, weights, optimizer, offload=offload)
     before = kinds(state)
     step = make_train_step(plan, loss, optimizer)
@@ -144,7 +123,7 @@ def test_training_has_the_bits_of_a_state_on_the_devices(make: Any, offload: Off
 @pytest.mark.parametrize("offload", [Offload(0.7), ON_HOST])
 def test_a_scanned_step_streams_too(offload: Offload) -> None:
     optimizer = main_weight_adamw(0.01, **SCALED)
-    plan, weights = fully_shard(Model(), data_parallel_mesh(4))
+    plan, weights = fully_shard(model_of(), data_parallel_mesh(4))
     step = make_train_step(plan, loss, optimizer, donate=False)
     rows = jax.tree.map(lambda *x: np.stack(x), *batches(3))
     scanned = jax.jit(lambda state: jax.lax.scan(step, state, rows))
@@ -157,7 +136,7 @@ def test_a_scanned_step_streams_too(offload: Offload) -> None:
 
 def update_of(offload: Offload, optimizer: Any, metrics: Any = (), **options: Any) -> Any:
     """The lowered update of a step."""
-    plan = plan_sharding(Model(2), data_parallel_mesh(4), **options)
+    plan = plan_sharding(model_of(2), data_parallel_mesh(4), **options)
     rows = jax.sharding.NamedSharding(plan.mesh, plan.axes.batch_spec)
     batch = tuple(jax.ShapeDtypeStruct((8, size), np.float32, sharding=rows) for size in (SIZE, 3))
     state = abstract_state(plan, optimizer, offload=offload)
@@ -168,7 +147,7 @@ def update_of(offload: Offload, optimizer: Any, metrics: Any = (), **options: An
 def test_the_host_computes_the_update_of_each_key_and_devices_what_keys_share() -> None:
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.lion(0.01))
     update = update_of(ON_HOST, optimizer)
-    keys = len(plan_sharding(Model(2), data_parallel_mesh(4)).arrays)
+    keys = len(plan_sharding(model_of(2), data_parallel_mesh(4)).arrays)
     assert update.as_text().count('_xla_compute_type = "host"') == keys > 1
     # What the host calls are functions of their own, without the norm of gradients and the step count.
     bodies = re.findall(r"func.func private @compute_on(?s:.*?)\n  }", update.as_text())
@@ -181,7 +160,7 @@ def test_the_host_computes_the_update_of_each_key_and_devices_what_keys_share() 
 @needs_moves
 def test_metrics_of_an_update_on_the_host_come_to_the_devices() -> None:
     optimizer = optax.inject_hyperparams(optax.sgd)(0.25, momentum=0.5)
-    plan, weights = fully_shard(Model(2), data_parallel_mesh(4))
+    plan, weights = fully_shard(model_of(2), data_parallel_mesh(4))
     state = init_state(plan, weights, optimizer, offload=ON_HOST)
     step = make_train_step(plan, loss, optimizer, metrics=["learning_rate", "grad_norm"])
     _, metrics = step(state, batches(1)[0])
@@ -208,7 +187,7 @@ def test_updates_that_need_more_than_a_device_has_are_refused_on_the_host(make: 
 
 
 def test_an_update_on_the_host_needs_a_step_count() -> None:
-    plan = plan_sharding(Model(2), data_parallel_mesh(4))
+    plan = plan_sharding(model_of(2), data_parallel_mesh(4))
     with pytest.raises(
         ValueError, match="Offload: update='host': expected an optimizer that keeps a step count"
     ):
@@ -228,7 +207,7 @@ def held(state: TrainState, kind: str) -> int:
 @pytest.mark.parametrize("engine", ["shard_map", "pjit"])
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
 def test_a_share_is_near_what_was_asked(engine: str, share: float) -> None:
-    plan, weights = fully_shard(Model(), data_parallel_mesh(4), engine=engine)
+    plan, weights = fully_shard(model_of(), data_parallel_mesh(4), engine=engine)
     state = init_state(plan, weights, main_weight_adamw(0.01), offload=Offload(share))
     on_host, whole = held(state, HOST), held(state, HOST) + held(state, DEVICE)
     largest = 2 * max(array.size for array in weights.values())
@@ -243,7 +222,7 @@ def test_a_share_is_near_what_was_asked(engine: str, share: float) -> None:
 
 
 def test_a_report_tells_host_from_device_by_kind() -> None:
-    plan, weights = fully_shard(Model(), data_parallel_mesh(4))
+    plan, weights = fully_shard(model_of(), data_parallel_mesh(4))
     plain = memory_report(plan, init_state(plan, weights, main_weight_adamw(0.01, **SCALED)))
     state = init_state(plan, weights, main_weight_adamw(0.01, **SCALED), offload=Offload(0.5, True))
     found = memory_report(plan, state)
@@ -267,7 +246,7 @@ def test_a_report_tells_host_from_device_by_kind() -> None:
 
 
 def test_a_report_of_a_state_that_the_host_updates_tells_the_step_count_there() -> None:
-    plan, weights = fully_shard(Model(2), data_parallel_mesh(4))
+    plan, weights = fully_shard(model_of(2), data_parallel_mesh(4))
     before, found = (
         memory_report(plan, init_state(plan, weights, main_weight_adamw(0.01), offload=one)).devices[0]
         for one in (Offload(1.0, True), ON_HOST)
@@ -291,11 +270,11 @@ def test_a_checkpoint_has_the_bytes_of_one_without_offload_and_loads_where_like_
     save_checkpoint(tmp_path / "offloaded", plan, state)
     assert contents(tmp_path / "offloaded") == contents(tmp_path / "plain")
 
-    other = plan_sharding(Model(), data_parallel_mesh(3), engine="pjit")
+    other = plan_sharding(model_of(), data_parallel_mesh(3), engine="pjit")
     like = abstract_state(other, optimizer, offload=ON_HOST if offload == ON_HOST else Offload(0.3))
     loaded = load_checkpoint(tmp_path / "offloaded", other, optimizer, like=like).state
     assert kinds(loaded) == kinds(like)
-    back = plan_sharding(Model(), data_parallel_mesh(4))
+    back = plan_sharding(model_of(), data_parallel_mesh(4))
     save_checkpoint(tmp_path / "moved", other, loaded)
     found = load_checkpoint(tmp_path / "moved", back, optimizer, like=abstract_state(back, optimizer)).state
     assert_equal(found, plain)
@@ -320,7 +299,7 @@ def contents(folder: Path) -> tuple[Any, bytes]:
 
 
 def update_memory(layers: int, optimizer: Any, offload: Offload | None) -> Any:
-    plan = plan_sharding(Model(layers), data_parallel_mesh(4))
+    plan = plan_sharding(model_of(layers), data_parallel_mesh(4))
     rows = jax.sharding.NamedSharding(plan.mesh, plan.axes.batch_spec)
     batch = tuple(jax.ShapeDtypeStruct((8, size), np.float32, sharding=rows) for size in (SIZE, 3))
     state = abstract_state(plan, optimizer, offload=offload)
@@ -329,7 +308,7 @@ def update_memory(layers: int, optimizer: Any, offload: Offload | None) -> Any:
 
 @needs_moves
 def test_a_barrier_stands_before_and_behind_the_update_of_each_key() -> None:
-    keys = len(plan_sharding(Model(2), data_parallel_mesh(4)).arrays)
+    keys = len(plan_sharding(model_of(2), data_parallel_mesh(4)).arrays)
     update = update_of(Offload(1.0), main_weight_adamw(0.01))
     assert update.as_text().count("stablehlo.optimization_barrier") == 2 * keys > 2
 
@@ -374,7 +353,7 @@ def test_other_shares_are_refused(options: Any, error: type[Exception], message:
 
 
 def test_what_is_no_offload_is_refused() -> None:
-    plan, weights = fully_shard(Model(1), data_parallel_mesh(2), units=["layers/*"])
+    plan, weights = fully_shard(model_of(1), data_parallel_mesh(2), units=["layers/*"])
     optimizer, share = main_weight_adamw(1e-2), 0.5
     message = r"offload: expected None or jax_impl.Offload, .*, got 0.5"
     with pytest.raises(TypeError, match=message):

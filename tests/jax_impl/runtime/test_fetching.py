@@ -19,28 +19,14 @@ from jax_impl.runtime.groups.memory_kinds import HOST
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from tests.jax_impl.test_host_memory import needs_moves
 from tests.support.jax_impl.dependence import Step, steps
+from tests.support.jax_impl.zoo import Chain, Matrix
 
 LAYERS, WIDTH = 4, 128
 
 
-class Layer(nnx.Module):
-    def __init__(self) -> None:
-        self.w = nnx.Param(jnp.zeros((WIDTH, WIDTH)))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.tanh(x @ self.w[...])
-
-
-class Chain(nnx.Module):
-    def __init__(self) -> None:
-        self.scale = nnx.Param(jnp.ones(WIDTH))
-        self.layers = nnx.List([Layer() for _ in range(LAYERS)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x * self.scale[...]
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def chain() -> Chain:
+    rngs = nnx.Rngs(0)
+    return Chain([Matrix(WIDTH, rngs) for _ in range(LAYERS)], scale=WIDTH)
 
 
 def by_layer(found: list[Step], kind: str) -> dict[int, list[Step]]:
@@ -55,7 +41,7 @@ def by_layer(found: list[Step], kind: str) -> dict[int, list[Step]]:
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_units_weights_come_when_it_is_gathered_and_no_earlier(monkeypatch: Any, prefetch: int) -> None:
     monkeypatch.setattr(ShardingPlan, "chained", False)
-    plan = plan_sharding(nnx.eval_shape(Chain), data_parallel_mesh(4), prefetch=prefetch)
+    plan = plan_sharding(nnx.eval_shape(chain), data_parallel_mesh(4), prefetch=prefetch)
     weights = {
         key: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=plan.sharding(key).with_memory_kind(HOST))
         for key, one in plan.arrays.items()

@@ -24,30 +24,21 @@ from jax_impl import (
     make_gradients,
     plan_sharding,
     shard_batch,
-    stack_layers,
     unshard,
 )
-from jax_impl.modules.stack import scan_layers
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from tests.support.jax_impl.dependence import Step, runs, steps
 from tests.support.jax_impl.tiny import named
+from tests.support.jax_impl.zoo import Chain, Matrix
 
 PARTS = 4
 WIDTH = 16
 DEVICES = 4
 
 
-class Part(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, width: int) -> None:
-        self.w = nnx.Param(jax.random.normal(rngs.params(), (width, width)) / width**0.5)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.tanh(x @ self.w[...])
-
-
 class Layer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, width: int, parts: int) -> None:
-        self.parts = nnx.List([Part(rngs, width) for _ in range(parts)])
+        self.parts = nnx.List([Matrix(width, rngs) for _ in range(parts)])
         self.scale = nnx.Param(jnp.ones(width))
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -56,25 +47,12 @@ class Layer(nnx.Module):
         return x * self.scale[...]
 
 
-class Model(nnx.Module):
-    def __init__(
-        self, layers: int = 2, stacked: bool = False, width: int = WIDTH, parts: int = PARTS
-    ) -> None:
-        rngs = nnx.Rngs(0)
-        made = [Layer(rngs, width, parts) for _ in range(layers)]
-        self.layers = stack_layers(made) if stacked else nnx.List(made)
-        self.scale = nnx.Param(jnp.ones(width))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x * self.scale[...]
-        if not isinstance(self.layers, nnx.List):
-            return scan_layers(self.layers, x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def model_of(layers: int = 2, stacked: bool = False, width: int = WIDTH, parts: int = PARTS) -> Chain:
+    rngs = nnx.Rngs(0)
+    return Chain([Layer(rngs, width, parts) for _ in range(layers)], stacked=stacked, scale=width)
 
 
-def loss(model: Model, rows: jax.Array) -> jax.Array:
+def loss(model: Chain, rows: jax.Array) -> jax.Array:
     return jnp.mean(model(rows) ** 2)
 
 
@@ -94,7 +72,7 @@ def rows_of() -> np.ndarray:
 def traced(monkeypatch: Any, prefetch: int, inner: bool, stacked: bool = False) -> Any:
     """A step's program on what passes for an accelerator."""
     monkeypatch.setattr(ShardingPlan, "chained", False)
-    model = nnx.eval_shape(lambda: Model(stacked=stacked))
+    model = nnx.eval_shape(lambda: model_of(stacked=stacked))
     options: dict[str, Any] = {"stacked": ["layers"]} if stacked else {}
     plan = plan_sharding(model, data_parallel_mesh(DEVICES), policy=policy(inner, prefetch), **options)
     weights = {key: jax.ShapeDtypeStruct(one.shape, one.dtype) for key, one in plan.arrays.items()}
@@ -135,7 +113,7 @@ def test_a_pass_of_a_loop_gathers_as_often(monkeypatch, stacked):
 def test_no_more_weights_are_there_at_once_than_prefetch_says(prefetch):
     width, parts = 256, 8
     plan = plan_sharding(
-        nnx.eval_shape(lambda: Model(1, width=width, parts=parts)),
+        nnx.eval_shape(lambda: model_of(1, width=width, parts=parts)),
         data_parallel_mesh(DEVICES),
         policy=policy(True, prefetch),
     )
@@ -151,7 +129,7 @@ def test_no_more_weights_are_there_at_once_than_prefetch_says(prefetch):
     assert 2 + prefetch < temporary < 2.1 + prefetch
 
 
-def in_one_process(model: Model, rows: np.ndarray) -> tuple[jax.Array, dict[str, jax.Array]]:
+def in_one_process(model: Chain, rows: np.ndarray) -> tuple[jax.Array, dict[str, jax.Array]]:
     graphdef, state = nnx.split(model)
     value, found = jax.value_and_grad(lambda s: loss(nnx.merge(graphdef, s), jnp.asarray(rows)))(state)
     return value, named(found)
@@ -173,7 +151,7 @@ def in_one_process(model: Model, rows: np.ndarray) -> tuple[jax.Array, dict[str,
 def test_gradients_are_those_of_the_whole_model(monkeypatch, devices, prefetch, engine, stacked, inner):
     if devices == 1:
         monkeypatch.setattr(ShardingPlan, "chained", False)
-    model, rows = Model(stacked=stacked), rows_of()
+    model, rows = model_of(stacked=stacked), rows_of()
     options: dict[str, Any] = {"stacked": ["layers"]} if stacked else {}
     plan, weights = fully_shard(
         model, data_parallel_mesh(devices), policy=policy(inner, prefetch), engine=engine, **options

@@ -131,9 +131,9 @@ def test_experts_train_as_the_unsharded_model(
 ) -> None:
     with jax.enable_x64(True):
         batches = [cut_models.expert_rows(seed) for seed in range(STEPS)]
-        losses, norms, last = cut_models.trained(cut_models.ExpertNet(), cut_models.expert_loss, batches)
+        losses, norms, last = cut_models.trained(cut_models.expert_net(), cut_models.expert_loss, batches)
         plan, weights = fully_shard(
-            cut_models.ExpertNet(), data_parallel_mesh(mesh), engine=engine, parallel=parallel
+            cut_models.expert_net(), data_parallel_mesh(mesh), engine=engine, parallel=parallel
         )
         step = make_train_step(plan, cut_models.expert_loss, optimizer(), metrics=["grad_norm"])
         state = init_state(plan, weights, optimizer())
@@ -199,7 +199,7 @@ def sizes(found: list[OverAxes], axis: str) -> list[int]:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_evaluation_and_statistics(engine: str) -> None:
     with jax.enable_x64(True):
-        model = cut_models.ExpertNet()
+        model = cut_models.expert_net()
         plan, weights = fully_shard(
             model, data_parallel_mesh({"dp": 2, "ep": 2}), engine=engine, parallel=cut_models.EXPERTS
         )

@@ -27,30 +27,15 @@ from jax_impl.models import Decoder
 from jax_impl.runtime.groups.sharding_plan import ShardingPlan
 from tests.support.jax_impl.dependence import Step, steps
 from tests.support.jax_impl.tiny import CONFIG, loss, named, tokens
+from tests.support.jax_impl.zoo import Chain, Matrix
 
 LAYERS = 5
 WIDTH = 8
 
 
-class Layer(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.w = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.tanh(x @ self.w[...])
-
-
-class Chain(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        # A weight before the first layer, so that this layer has a gradient of its input.
-        self.scale = nnx.Param(jnp.ones(WIDTH))
-        self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x * self.scale[...]
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def chain() -> Chain:
+    rngs = nnx.Rngs(0)
+    return Chain([Matrix(WIDTH, rngs) for _ in range(LAYERS)], scale=WIDTH)
 
 
 def program(monkeypatch: Any, prefetch: int, **options: Any) -> list[Step]:
@@ -61,7 +46,7 @@ def program(monkeypatch: Any, prefetch: int, **options: Any) -> list[Step]:
 
 def traced(monkeypatch: Any, **options: Any) -> Any:
     monkeypatch.setattr(ShardingPlan, "chained", False)
-    plan = plan_sharding(nnx.eval_shape(lambda: Chain(nnx.Rngs(0))), data_parallel_mesh(4), **options)
+    plan = plan_sharding(nnx.eval_shape(chain), data_parallel_mesh(4), **options)
     weights = {key: jax.ShapeDtypeStruct(one.shape, one.dtype) for key, one in plan.arrays.items()}
     rows = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
     function = make_gradients(plan, lambda model, rows: jnp.mean(model(rows) ** 2))
@@ -135,7 +120,7 @@ def test_without_prefetch_nothing_runs_beside_a_transfer(monkeypatch, recompute)
 
 
 def test_other_values_of_prefetch_are_refused():
-    model = nnx.eval_shape(lambda: Chain(nnx.Rngs(0)))
+    model = nnx.eval_shape(chain)
     for value in (2, -1, True, "1"):
         with pytest.raises(ValueError, match=r"prefetch: expected 0, 1 or None"):
             plan_sharding(model, data_parallel_mesh(4), prefetch=value)

@@ -9,18 +9,9 @@ from jax_impl import data_parallel_mesh, fully_shard, make_train_step, unshard
 from jax_impl.comm.collectives import divide_exactly, round_to
 from jax_impl.runtime.groups.precision import Precision
 from tests.support.jax_impl.tiny import decoder, loss, named, tokens
+from tests.support.jax_impl.zoo import Weighted
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
-
-
-class Weighted(nnx.Module):
-    """The loss is the mean of ``weight . row``, so gradients are means of rows."""
-
-    def __init__(self, weight):
-        self.weight = nnx.Param(jnp.asarray(weight))
-
-    def __call__(self, rows):
-        return rows @ self.weight[...]
 
 
 def mean(model, rows):

@@ -12,6 +12,7 @@ from flax import nnx
 from jax_impl import data_parallel_mesh, make_gradients, plan_sharding
 from jax_impl.runtime.program.residuals import with_dependence
 from tests.support.jax_impl.dependence import flattened
+from tests.support.jax_impl.zoo import Chain
 
 
 def test_constants_are_told_from_what_depends_on_arguments():
@@ -37,18 +38,10 @@ class Masked(nnx.Module):
         return jnp.where(jnp.arange(8) < 5, x @ self.w[...], -jnp.inf).max(1, keepdims=True) * x
 
 
-class Model(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([Masked(rngs) for _ in range(2)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_no_constant_of_a_unit_is_held_by_a_barrier():
-    plan = plan_sharding(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), data_parallel_mesh(4))
+    plan = plan_sharding(
+        nnx.eval_shape(lambda: Chain([Masked(nnx.Rngs(k)) for k in range(2)])), data_parallel_mesh(4)
+    )
     weights = {key: jax.ShapeDtypeStruct(one.shape, one.dtype) for key, one in plan.arrays.items()}
     function = make_gradients(plan, lambda model, rows: jnp.mean(model(rows) ** 2))
     traced = jax.make_jaxpr(function)(weights, jax.ShapeDtypeStruct((8, 8), jnp.float32))

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jax_impl.models import Decoder
 from tests.support.jax_impl.tiny import CONFIG, named
+from tests.support.jax_impl.zoo import Chain
 
 LR, B1, B2, EPS, DECAY = 1e-2, 0.8, 0.9, 1e-3, 0.1
 EVEN = dataclasses.replace(
@@ -64,15 +65,9 @@ class Experts(nnx.Module):
         return jnp.einsum("ebf,efd,be->bd", hidden, self.w_out[...], share)
 
 
-class ExpertNet(nnx.Module):
-    def __init__(self) -> None:
-        rngs = nnx.Rngs(0)
-        self.layers = nnx.List([Experts(rngs), Experts(rngs)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
+def expert_net() -> Chain:
+    rngs = nnx.Rngs(0)
+    return Chain([Experts(rngs), Experts(rngs)], residual=True)
 
 
 def expert_rows(seed: int = 0) -> np.ndarray:

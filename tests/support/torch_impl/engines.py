@@ -1,8 +1,4 @@
-"""One scenario on torch's FSDP2 and on this package, each beside one process with all ranks' data.
-
-A scenario is a module-level function of an ``Engine``. It checks what it must and returns facts, numbers and names,
-which have to be the same for both engines.
-"""
+"""torch's FSDP2 and this package as engines of one program, and one process that has all ranks' data."""
 
 from __future__ import annotations
 
@@ -22,13 +18,9 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.torch_version import TorchVersion
 
 import torch_impl
-from tests.support.ranks import RankGroup
 
-Scenario = Callable[..., Any]
-Case = tuple[Scenario, tuple[Any, ...], int]  # a scenario, its arguments, and on how many ranks
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
@@ -58,68 +50,8 @@ class Engine:
             yield
 
 
-def slow(case: Case) -> Any:
-    return pytest.param(case, marks=pytest.mark.slow)
-
-
-def since(version: str, case: Case, reason: str) -> Any:
-    """For what FSDP2 itself does in this version of torch and later ones only."""
-    old = TorchVersion(torch.__version__) < f"{version}.0a0"
-    return pytest.param(case, marks=pytest.mark.skipif(old, reason=f"FSDP2 before torch {version} {reason}"))
-
-
-def until(version: str, case: Case, reason: str, *marks: pytest.MarkDecorator) -> Any:
-    """For what FSDP2 itself does before this version of torch only."""
-    new = TorchVersion(torch.__version__) >= f"{version}.0a0"
-    skip = pytest.mark.skipif(new, reason=f"FSDP2 from torch {version} on {reason}")
-    return pytest.param(case, marks=(skip, *marks))
-
-
-def name_of(case: Case) -> str:
-    scenario, args, world = case
-    return "-".join([scenario.__name__, *map(str, args), str(world)])
-
-
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 ENGINES = (Engine(fsdp, False), Engine(torch_impl, True))
-
-
-def on_both(scenario: Scenario, args: tuple[Any, ...]) -> list[Any]:
-    facts = []
-    for engine in ENGINES:
-        torch.manual_seed(0)
-        try:
-            facts.append(scenario(engine, *args))
-        except BaseException as error:
-            error.add_note(f"by {engine.package.__name__}")
-            raise
-        dist.barrier()
-    return facts
-
-
-def agree(ranks: RankGroup, case: Case) -> list[Any]:
-    """Run the scenario on all ranks with both engines; returns each rank's facts, which are the same for both."""
-    scenario, args, world = case
-    found = []
-    for rank, (stock, ours) in enumerate(ranks.run(world, on_both, scenario, args)):
-        require_same(stock, ours, f"{scenario.__name__}, rank {rank}")
-        found.append(ours)
-    return found
-
-
-def require_same(stock: Any, ours: Any, where: str) -> None:
-    if isinstance(stock, dict):
-        assert list(ours) == list(stock), where
-        for key, value in stock.items():
-            require_same(value, ours[key], f"{where}, {key}")
-    elif isinstance(stock, list | tuple):
-        assert len(ours) == len(stock), where
-        for number, (one, other) in enumerate(zip(stock, ours, strict=True)):
-            require_same(one, other, f"{where}, {number}")
-    elif isinstance(stock, float):
-        assert ours == pytest.approx(stock, rel=1e-5, abs=1e-6), where
-    else:
-        assert ours == stock, where
 
 
 @contextmanager

@@ -141,7 +141,7 @@ PROGRAM_CALLS = (
             "lightning": "fabric/strategies/fsdp.py:411",
             "axolotl": "monkeypatch/accelerate/parallelism_config.py:263",
         },
-        "fsdp2_suite/test_clip_grad_norm.py::test_clip_grad_norm",
+        "beside_stock/clip_grad_norm.py::clipped",
         "``clip_grad_norm_`` returns a plain tensor that answers ``full_tensor()``",
     ),
     Call(
@@ -315,7 +315,7 @@ PROGRAM_CALLS = (
             "trl": "models/utils.py:337",
             "axolotl": "monkeypatch/accelerate/fsdp2.py:597",
         },
-        "fsdp2_suite/test_ignore_params.py::test_ignore_params",
+        "beside_stock/ignore_params.py::alone",
     ),
     Call(
         "fully_shard(mesh=)",
@@ -338,7 +338,7 @@ PROGRAM_CALLS = (
             "verl": "workers/engine/fsdp/transformer_impl.py:465",
             "axolotl": "monkeypatch/accelerate/fsdp2.py:504",
         },
-        "test_against_fsdp2.py::test_bfloat16_losses_follow_those_of_fsdp2",
+        "beside_stock/script.py::script",
     ),
     Call(
         "fully_shard(offload_policy=)",
@@ -350,7 +350,7 @@ PROGRAM_CALLS = (
             "verl": "workers/engine/fsdp/transformer_impl.py:465",
             "axolotl": "monkeypatch/accelerate/fsdp2.py:504",
         },
-        "fsdp2_suite/test_offload.py::test_offload",
+        "beside_stock/offload.py::where",
         "With ``CPUOffloadPolicy`` sums of microbatches",
     ),
     Call(
@@ -381,7 +381,7 @@ PROGRAM_CALLS = (
             "verl": "utils/fsdp_utils.py:499",
             "lightning": "fabric/strategies/model_parallel.py:374",
         },
-        "fsdp2_suite/test_state_dict.py::test_state_dict",
+        "beside_stock/state_dict.py::whole_state_dict",
     ),
     Call(
         "state_dict._init_optim_state",
@@ -397,7 +397,7 @@ PROGRAM_CALLS = (
             "lightning": "fabric/strategies/model_parallel.py:374",
             "torchtitan": "components/checkpoint.py:27 (0.2.2)",
         },
-        "fsdp2_suite/test_state_dict.py::test_state_dict",
+        "beside_stock/state_dict.py::whole_state_dict",
     ),
     Call(
         "state_dict.get_optimizer_state_dict",
@@ -407,7 +407,7 @@ PROGRAM_CALLS = (
             "lightning": "fabric/strategies/model_parallel.py:374",
             "torchtitan": "components/optimizer.py:14 (0.2.2)",
         },
-        "fsdp2_suite/test_state_dict.py::test_state_dict",
+        "beside_stock/state_dict.py::checkpoint_in",
     ),
     Call(
         "state_dict.set_model_state_dict",
@@ -418,7 +418,7 @@ PROGRAM_CALLS = (
             "verl": "utils/fsdp_utils.py:499",
             "lightning": "fabric/strategies/model_parallel.py:551",
         },
-        "fsdp2_suite/test_state_dict.py::test_state_dict",
+        "beside_stock/state_dict.py::whole_state_dict",
     ),
     Call(
         "state_dict.set_optimizer_state_dict",
@@ -428,12 +428,12 @@ PROGRAM_CALLS = (
             "lightning": "fabric/strategies/model_parallel.py:417",
             "torchtitan": "components/optimizer.py:14 (0.2.2)",
         },
-        "fsdp2_suite/test_state_dict.py::test_state_dict",
+        "beside_stock/state_dict.py::checkpoint_in",
         "``set_optimizer_state_dict(broadcast_from_rank0=True)`` of float8 moments",
     ),
     Call(
         "state_dict.set_state_dict",
         {"torchtune": "training/checkpointing/_checkpoint_client.py:14"},
-        "fsdp2_suite/test_state_dict.py::test_state_dict",
+        "beside_stock/loading.py::asynchronous",
     ),
 )

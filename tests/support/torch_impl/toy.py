@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,14 +68,24 @@ def mse(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.
     return (model(tokens.reshape(-1)).to(targets.dtype) - targets.reshape(-1)).square().mean()
 
 
+def full_batch_loss(model: nn.Module, step: int = 0) -> torch.Tensor:
+    """Of all ranks' data of a step."""
+    return mse(model, *batch(step, dist.get_world_size(), 1))
+
+
+def local_loss(model: nn.Module, step: int = 0) -> torch.Tensor:
+    """Of this rank's data of a step."""
+    return mse(model, *(part[dist.get_rank()] for part in batch(step, dist.get_world_size(), 1)))
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return torch_impl.full_tensor(tensor).detach()
 
 
-def seeded(build: type[nn.Module]) -> nn.Module:
+def seeded(build: Callable[[], Any], seed: int = 11) -> Any:
     """The same module on every rank and as the reference."""
     with torch.random.fork_rng():
-        torch.manual_seed(11)
+        torch.manual_seed(seed)
         return build()
 
 

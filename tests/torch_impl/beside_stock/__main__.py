@@ -1,4 +1,4 @@
-"""``python -m tests.torch_impl.beside_stock [ITEM ...]``: see the package."""
+"""``python -m tests.torch_impl.beside_stock [ITEM or ASPECT ...]``: see the package."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import argparse
 import sys
 
 from tests.support.ranks import RankGroup
-from tests.torch_impl.beside_stock import items
-from tests.torch_impl.beside_stock.shown import FAILED, show
+from tests.support.torch_impl.comparison import FAILED, show
+from tests.torch_impl.beside_stock.table import ITEMS, PROGRAMS
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.torch_impl.beside_stock",
-        description="FSDP2 and torch_impl beside each other, item by item.",
+        description="FSDP2 and torch_impl beside each other, program by program.",
     )
-    parser.add_argument("item", nargs="*", type=int, help="numbers of items; all without any")
-    wanted = parser.parse_args().item
-    known = {item.number for item in items.ITEMS}
+    parser.add_argument("wanted", nargs="*", help="numbers of items, or aspects; all items without any")
+    wanted = parser.parse_args().wanted
+    known = {str(program.item) for program in ITEMS} | {program.aspect for program in PROGRAMS}
     if unknown := set(wanted) - known:
-        parser.error(f"expected items of {min(known)} to {max(known)}, got {min(unknown)}")
+        parser.error(f"expected one of {', '.join(sorted(known))}, got {min(unknown)}")
+    chosen = [row for row in PROGRAMS if {str(row.item), row.aspect} & set(wanted)] if wanted else ITEMS
     ranks, statuses = RankGroup(), []
     try:
-        for item in (one for one in items.ITEMS if not wanted or one.number in wanted):
-            shown = show(ranks, item)
+        for program in chosen:
+            shown = show(ranks, program)
             statuses.append(shown.status)
             print(shown, end="\n\n", flush=True)
     finally:

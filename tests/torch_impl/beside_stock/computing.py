@@ -11,40 +11,32 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
+from tests.support.torch_impl.comparison import Design, Facts, Program
 from tests.support.torch_impl.engines import Engine, backward_as_one, rows, squares, whole
-from tests.torch_impl.beside_stock.shown import Design, Facts, Item
-from tests.torch_impl.beside_stock.training import mlp
+from tests.support.torch_impl.zoo import Headless
+from tests.torch_impl.beside_stock.storage import mlp
 
 
-class Fused(nn.Module):
-    """Returns what its output layer would be applied to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.output = nn.Linear(8, 6), nn.Linear(6, 12, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.hidden(x))
-
-
-def shown_weights(engine: Engine, facts: Facts) -> None:
-    """A fused loss by model.output.weight after the forward, in one piece; clip_grad_norm_(...).full_tensor(); then
+def shown_weights(engine: Engine) -> Facts:
+    """A fused loss by model.head.weight after the forward, in one piece; clip_grad_norm_(...).full_tensor(); then
     operators on a sharded matrix (12, 6), the values of which are those of the whole, or an error.
     """
-    model: Any = engine.shard(Fused())
+    facts = Facts()
+    model: Any = engine.shard(Headless(nn.Linear(8, 6), nn.Linear(6, 12, bias=False)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(2):
         hidden = model(rows(step))
-        loss = functional.linear(hidden, model.output.weight).square().sum()
+        loss = functional.linear(hidden, model.head.weight).square().sum()
         loss.backward()
         facts(f"fused loss of step {step}", loss)
         facts(f"norm of step {step}", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor())
         optimizer.step()
         optimizer.zero_grad()
-    param = model.output.weight
+    param = model.head.weight
     with torch.no_grad():
         for name, compute in OPERATORS.items():
             facts(name, lambda compute=compute: [whole(one).sum().item() for one in compute(param)])
+    return facts
 
 
 OPERATORS: dict[str, Any] = {
@@ -66,8 +58,9 @@ OPERATORS: dict[str, Any] = {
 }
 
 
-def muon(engine: Engine, facts: Facts) -> None:
+def muon(engine: Engine) -> Facts:
     """torch.optim.Muon, here on granularity="tensor", beside one process that has all ranks' data."""
+    facts = Facts()
     if not hasattr(torch.optim, "Muon"):
         facts("torch.optim.Muon", "not in this torch")
         return
@@ -89,12 +82,14 @@ def muon(engine: Engine, facts: Facts) -> None:
     squares(cut, rows(0)).backward()
     optimizer = torch.optim.Muon(cut.parameters(), lr=0.02)
     facts("matrices that are cut by rows", lambda: optimizer.step() or "a step")
+    return facts
 
 
-def flags(engine: Engine, facts: Facts) -> None:
+def flags(engine: Engine) -> Facts:
     """Tuple dp_mesh_dims on a mesh of two axes, and set_all_reduce_hook, as torchtitan and torchft use them; then what
     none of the seven programs uses.
     """
+    facts = Facts()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
     model: Any = mlp()
     for layer in (model[0], model[2]):
@@ -117,6 +112,7 @@ def flags(engine: Engine, facts: Facts) -> None:
     )
     for name, value in UNUSED_SETTERS.items():
         facts(f"{name}({value})", lambda name=name, value=value: getattr(model, name)(value) or "accepted")
+    return facts
 
 
 UNUSED_SETTERS: dict[str, Any] = {
@@ -130,12 +126,12 @@ WAY_OUT = Design(
     r"^RuntimeError: .*use full_tensor\(\)",
 )
 
-ITEMS = [
-    Item(
-        13,
-        "plain weights after a forward, norms, operators on shards",
+PROGRAMS = [
+    Program(
         shown_weights,
-        dict.fromkeys(
+        item=13,
+        title="plain weights after a forward, norms, operators on shards",
+        by_design=dict.fromkeys(
             (
                 "p.t()",
                 "p @ p.T",
@@ -146,11 +142,11 @@ ITEMS = [
             WAY_OUT,
         ),
     ),
-    Item(
-        14,
-        "torch.optim.Muon",
+    Program(
         muon,
-        {
+        item=14,
+        title="torch.optim.Muon",
+        by_design={
             **{
                 f"step {step}: distance from one process": Design(
                     "a matrix that lies whole on a rank is orthogonalized there, as on one device",
@@ -164,11 +160,12 @@ ITEMS = [
             ),
         },
     ),
-    Item(
-        14,
-        "dp_mesh_dims, set_all_reduce_hook, and what none of the seven programs uses",
+    Program(
         flags,
-        {
+        item=14,
+        title="dp_mesh_dims, set_all_reduce_hook, and what none of the seven programs uses",
+        torch="2.13.0a0",
+        by_design={
             name: Design(
                 "refused; none of the seven programs uses it", "^NotImplementedError: .* is not available: "
             )
@@ -177,6 +174,5 @@ ITEMS = [
                 *(f"{name}({value})" for name, value in UNUSED_SETTERS.items()),
             )
         },
-        torch="2.13.0a0",
     ),
 ]

@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -20,13 +21,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.support.ranks import children
+from tests.support.torch_impl.comparison import Facts, Program
 from tests.support.torch_impl.engines import Engine, rows, shared_folder, squares, trained, whole
-from tests.torch_impl.beside_stock.shown import Facts, Item
+from tests.support.torch_impl.zoo import Stack
 
 
-def linears() -> nn.Sequential:
-    """Weights that the ranks hold uneven rows of."""
-    return nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 5))
+def sharded(engine: Engine, model: Any) -> Any:
+    return engine.shard_all(*model.blocks, model)
 
 
 def distance(model: nn.Module, given: nn.Module) -> float:
@@ -35,15 +36,15 @@ def distance(model: nn.Module, given: nn.Module) -> float:
     return max((whole(ours.detach()) - one.detach()).abs().max().item() for ours, one in pairs)
 
 
-def distributed(engine: Engine, facts: Facts) -> None:
+def distributed(engine: Engine) -> Facts:
     """distribute_tensor(whole, param.device_mesh, param.placements) of every weight, then load_state_dict with
     assign=True, from values and from the meta device, and a step; DTensor.from_local of a parameter's to_local().
     """
+    facts = Facts()
     for on_meta in (False, True):
-        given = linears()
+        given = Stack()
         with torch.device("meta" if on_meta else "cpu"):
-            model = linears()
-        engine.shard(model)
+            model = sharded(engine, Stack())
         own = dict(model.named_parameters())
         state = {
             name: distribute_tensor(value, own[name].device_mesh, own[name].placements)
@@ -55,29 +56,35 @@ def distributed(engine: Engine, facts: Facts) -> None:
         facts(f"{where}: distance from what was given", distance(model, given))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         loss = squares(model, rows(0))
+        torch.testing.assert_close(loss, squares(given, rows(0)))
         loss.backward()
+        facts(f"{where}: dtypes of gradients", [param.grad.dtype for param in model.parameters()])
         optimizer.step()
-        facts(f"{where}: loss and a weight after a step", [loss.item(), whole(model[0].weight)[0, 0].item()])
-    param = model[0].weight.detach()
+        facts(
+            f"{where}: loss and a weight after a step", [loss.item(), whole(model.head.weight)[0, 0].item()]
+        )
+    param = model.head.weight.detach()
     again = DTensor.from_local(
         param.to_local(), param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
     )
     facts("from_local: distance", (again.full_tensor() - param.full_tensor()).abs().max())
     facts("from_local: shares memory", again.to_local().data_ptr() == param.to_local().data_ptr())
+    return facts
 
 
-def first_rank_alone(engine: Engine, facts: Facts) -> None:
+def first_rank_alone(engine: Engine) -> Facts:
     """Rank 0 has values, the others are on the meta device, as verl: shard, to_empty there or not, then
     set_model_state_dict(full_state_dict=True, broadcast_from_rank0=True) and a forward.
     """
+    facts = Facts()
     for to_empty in (True, False):
         torch.manual_seed(3)
-        given = linears()
+        given = Stack()
         here = dist.get_rank() == 0
         with torch.device("cpu" if here else "meta"):
-            model = copy.deepcopy(given) if here else linears()
+            model = copy.deepcopy(given) if here else Stack()
         state = model.state_dict() if here else {}
-        engine.shard(model)
+        sharded(engine, model)
         if to_empty and not here:
             model.to_empty(device="cpu")
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -85,16 +92,18 @@ def first_rank_alone(engine: Engine, facts: Facts) -> None:
         how = "with to_empty" if to_empty else "without to_empty"
         facts(f"{how}: distance from rank 0's values", distance(model, given))
         facts(f"{how}: a forward", model(rows(0)).sum())
+    return facts
 
 
-def of_each_rank(engine: Engine, facts: Facts) -> None:
+def of_each_rank(engine: Engine) -> Facts:
     """torch.save of model and optimizer on each rank, two more steps, torch.load(weights_only=True), the same two steps
     again; a sharded tensor pickled and deep-copied.
     """
-    model = engine.shard(linears())
+    facts = Facts()
+    model = sharded(engine, Stack())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
     trained(model, optimizer, 0)
+    saved = copy.deepcopy([whole(param.detach()) for param in model.parameters()])
     with shared_folder() as folder:
         path = folder / f"rank-{dist.get_rank()}.pt"
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
@@ -102,35 +111,40 @@ def of_each_rank(engine: Engine, facts: Facts) -> None:
         state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+    for param, value in zip(model.parameters(), saved, strict=True):
+        torch.testing.assert_close(whole(param.detach()), value)
+    facts("keys", list(state["model"]))
     facts("losses after the load", trained(model, optimizer, 1, 2))
-    weight = model[0].weight.detach()
+    weight = model.head.weight.detach()
     for how, other in (
         ("pickled", pickle.loads(pickle.dumps(weight))),
         ("deep-copied", copy.deepcopy(weight)),
     ):
         facts(f"{how}: distance", (whole(other) - whole(weight)).abs().max())
         facts(f"{how}: has memory of its own", other.to_local().data_ptr() != weight.to_local().data_ptr())
+    return facts
 
 
-def by_thread(engine: Engine, facts: Facts) -> None:
+def by_thread(engine: Engine) -> Facts:
     """dcp.async_save by a thread, two steps while it writes, then dcp.load into a new model and optimizer and the same
     steps again.
     """
-    asynchronous(engine, facts, AsyncCheckpointerType.THREAD)
+    return asynchronous(engine, AsyncCheckpointerType.THREAD)
 
 
-def by_process(engine: Engine, facts: Facts) -> None:
+def by_process(engine: Engine) -> Facts:
     """The same by a process."""
-    asynchronous(engine, facts, AsyncCheckpointerType.PROCESS)
+    return asynchronous(engine, AsyncCheckpointerType.PROCESS)
 
 
-def asynchronous(engine: Engine, facts: Facts, how: AsyncCheckpointerType) -> None:
-    pairs = []
+def asynchronous(engine: Engine, how: AsyncCheckpointerType) -> Facts:
+    facts, pairs = Facts(), []
     for _ in range(2):
-        model = engine.shard(linears())
+        model = sharded(engine, Stack(2))
         pairs.append((model, torch.optim.AdamW(model.parameters(), lr=0.01)))
 
     trained(*pairs[0], 0)
+    saved = copy.deepcopy([whole(param.detach()) for param in pairs[0][0].parameters()])
     weights, moments = get_state_dict(*pairs[0])
     with shared_folder() as folder, children():
         # The step communicates meanwhile.
@@ -146,14 +160,23 @@ def asynchronous(engine: Engine, facts: Facts, how: AsyncCheckpointerType) -> No
         state = {"model": weights, "optimizer": moments}
         dcp.load(state, checkpoint_id=folder)
     set_state_dict(*pairs[1], model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for param, value in zip(pairs[1][0].parameters(), saved, strict=True):
+        torch.testing.assert_close(whole(param.detach()), value, rtol=0, atol=0)
     facts("losses of the run that goes on", straight)
-    facts("losses of the loaded run", trained(*pairs[1], 1, 2))
+    assert facts("losses of the loaded run", trained(*pairs[1], 1, 2)) == pytest.approx(straight, rel=1e-6)
+    return facts
 
 
-ITEMS = [
-    Item(6, "distribute_tensor by a parameter's placements, then assign=True", distributed),
-    Item(8, "the first rank alone holds weights", first_rank_alone),
-    Item(9, "torch.save and torch.load on each rank", of_each_rank),
-    Item(10, "dcp.async_save", by_thread, torch="2.13.0a0"),
-    Item(10, "dcp.async_save, AsyncCheckpointerType.PROCESS", by_process, torch="2.13.0a0"),
+PROGRAMS = [
+    Program(distributed, item=6, title="distribute_tensor by a parameter's placements, then assign=True"),
+    Program(first_rank_alone, item=8, title="the first rank alone holds weights"),
+    Program(of_each_rank, item=9, title="torch.save and torch.load on each rank"),
+    Program(by_thread, item=10, title="dcp.async_save", torch="2.13.0a0"),
+    Program(
+        by_process,
+        item=10,
+        title="dcp.async_save, AsyncCheckpointerType.PROCESS",
+        torch="2.13.0a0",
+        slow=True,
+    ),
 ]

@@ -1,259 +1,459 @@
-"""Items 7, 11 and 12: what programs train with."""
+"""PyTorch's test_fully_shard_training.py: losses, gradients and weights of one process, by both engines."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
-import torch_impl
-from tests.support.torch_impl.engines import Engine, rows, shared_folder, squares, trained, whole
-from tests.torch_impl.beside_stock.shown import Design, Facts, Item
+from tests.support.torch_impl.comparison import Program
+from tests.support.torch_impl.engines import (
+    Engine,
+    backward_as_one,
+    gradients_are,
+    rows,
+    squares,
+    train_as_one,
+    weights_are,
+)
+from tests.support.torch_impl.zoo import MLP, Stack, Tied, TwoParts
 
-ROOT = Path(__file__).parents[3]
-HALF = torch.bfloat16
+
+def of_blocks(engine: Engine, model: Any, **options: Any) -> Any:
+    return engine.shard_all(*model.blocks, model, **options)
 
 
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 6, bias=False), nn.Tanh(), nn.Linear(6, 4, bias=False))
+def one_group(engine: Engine, hidden: int) -> list[float]:
+    return train_as_one(MLP(8, hidden), engine.shard)
 
 
-def steps(model: Any, optimizer: torch.optim.Optimizer, count: int = 3) -> list[float]:
-    """Losses of this rank's data."""
-    losses = []
-    for step in range(count):
-        loss = squares(model, rows(step)).float()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+def one_linear(engine: Engine) -> list[float]:
+    """A bias smaller than the number of ranks leaves a rank without rows."""
+    return train_as_one(nn.Sequential(nn.Linear(8, 1), nn.ReLU(), nn.Linear(1, 1)), engine.shard)
+
+
+def largest_dimension(engine: Engine) -> list[float]:
+    def place(param: nn.Parameter) -> Shard:
+        return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    return train_as_one(model, lambda one: engine.shard(one, shard_placement_fn=place))
+
+
+def several_groups(engine: Engine, reshard: bool | None, offload: bool) -> list[float]:
+    options: dict[str, Any] = {"reshard_after_forward": reshard}
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    return train_as_one(Stack(), lambda model: of_blocks(engine, model, **options))
+
+
+def nested_units(engine: Engine) -> list[float]:
+    """Units nested in units, of which the outer ones have parameters of their own."""
+    inner = nn.ModuleList([Stack(1), Stack(2)])
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = inner, nn.Parameter(torch.ones(5))
+            self.last = nn.Linear(5, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for one in self.inner:
+                x = self.last(one(x) * self.scale)
+            return x
+
+    def shard(model: Any) -> Any:
+        for one in model.inner:
+            of_blocks(engine, one)
+        return engine.shard(model)
+
+    return train_as_one(Nested(), shard)
+
+
+def tied(engine: Engine, checkpointed: bool) -> list[float]:
+    model = Tied()
+    if checkpointed:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, MLP))
+
+    def shard(one: Any) -> Any:
+        of_blocks(engine, one)
+        assert one.head.weight is one.embedding.weight
+
+    return train_as_one(model, shard, shape=(2, 11))
+
+
+def recomputed(engine: Engine, kind: str, reshard: bool) -> list[float]:
+    """The wrapper that replaces modules, the one that hooks them, and calls of the function."""
+
+    class Around(nn.Module):
+        def __init__(self, stack: Stack) -> None:
+            super().__init__()
+            self.scale, self.blocks, self.head = stack.scale, stack.blocks, stack.head
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * self.scale
+            for block in self.blocks:
+                x = x + checkpoint(block, x, use_reentrant=kind == "reentrant")
+            return self.head(x)
+
+    model: Any = Stack()
+    if kind == "wrapper":
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, MLP))
+    elif kind == "module":
+        for block in model.blocks:
+            composable_checkpoint(block)
+    else:
+        model = Around(model)
+    return train_as_one(model, lambda one: of_blocks(engine, one, reshard_after_forward=reshard))
+
+
+def non_root_first(engine: Engine) -> list[float]:
+    """A backward through a unit alone, then one through the root: gradients of both add up."""
+    model = Stack()
+    reference = copy.deepcopy(model)
+    of_blocks(engine, model)
+    backward_as_one(reference)
+    backward_as_one(reference.blocks[0], 1)
+    squares(model, rows(0)).backward()
+    squares(model.blocks[0], rows(1)).backward()
+    gradients_are(model, reference)
+    return []
+
+
+def several_forwards(engine: Engine) -> list[float]:
+    """A unit runs twice in one forward of the root."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = MLP(), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.outer(self.inner(x) + self.inner(x * 2))
+
+    return train_as_one(Twice(), lambda one: engine.shard_all(one.inner, one))
+
+
+def partial_forward_twice(engine: Engine) -> dict[str, bool]:
+    """Two forwards of a part, one backward: the other part has no gradient."""
+    model = TwoParts()
+    reference = copy.deepcopy(model)
+    engine.shard(model)
+    engine.package.register_fsdp_forward_method(model, "encode")
+    world = dist.get_world_size()
+    for step in range(2):
+        for rank in range(world):
+            first, second = reference.encode(rows(step, rank)), reference.encode(rows(step + 7, rank))
+            ((first.square().sum() + second.sum()) / world).backward()
+        first, second = model.encode(rows(step)), model.encode(rows(step + 7))
+        (first.square().sum() + second.sum()).backward()
+        gradients_are(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+    squares(model, rows(3)).backward()
+    return {name: param.grad is None for name, param in model.named_parameters()}
+
+
+def explicit_prefetch(engine: Engine) -> list[float]:
+    model = Stack(4)
+
+    def shard(one: Any) -> Any:
+        of_blocks(engine, one)
+        blocks = list(one.blocks)
+        for index, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
+            block.set_modules_to_backward_prefetch(blocks[max(index - 2, 0) : index][::-1])
+
+    return train_as_one(model, shard)
+
+
+def microbatches(
+    engine: Engine, mode: str, reshard_after_backward: bool, offload: bool, hsdp: bool
+) -> list[float]:
+    """Sums over microbatches, of all modules or some, whose gradients travel in the last one only."""
+    options: dict[str, Any] = {}
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if hsdp:
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Stack()
+    reference = copy.deepcopy(model)
+    of_blocks(engine, model, **options)
+    updates = [torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, reference)]
+    losses, count = [], 3
+    for step in range(2):
+        for part in range(count):
+            last = part == count - 1
+            chosen = model.blocks[0] if mode == "some" else model
+            if mode == "all_reduce":
+                model.set_requires_all_reduce(last)
+            else:
+                chosen.set_requires_gradient_sync(last, recurse=True)
+            model.set_is_last_backward(last)
+            model.set_reshard_after_backward(last or reshard_after_backward)
+            loss = squares(model, rows(10 * step + part)) / count
+            loss.backward()
+            losses.append(loss.item())
+            backward_as_one(reference, 10 * step + part, loss=lambda one, x: squares(one, x) / count)
+        gradients_are(model, reference)
+        for update in updates:
+            update.step()
+            update.zero_grad()
+        weights_are(model, reference)
     return losses
 
 
-def offloaded(engine: Engine, facts: Facts) -> None:
-    """CPUOffloadPolicy on a CPU mesh: three steps with clipping, by AdamW, and here by MainWeightAdamW with half of its
-    state offloaded besides; a reference model's forward in bfloat16.
+def one_forward_one_backward(engine: Engine) -> list[float]:
+    """The order of a pipeline: the second microbatch's forward runs before the first one's backward."""
+    model = Stack(2)
+    reference = copy.deepcopy(model)
+    of_blocks(engine, model, reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    model.set_requires_gradient_sync(False)
+    count = 4
+    losses = [squares(model, rows(0))]
+    for part in range(1, count):
+        losses.append(squares(model, rows(part)))
+        losses[part - 1].backward()
+    model.set_is_last_backward(True)
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(True)
+    losses[-1].backward()
+    for part in range(count):
+        backward_as_one(reference, part)
+    gradients_are(model, reference)
+    return [loss.item() for loss in losses]
+
+
+def unused(engine: Engine) -> list[bool]:
+    """Parameters that no rank used have no gradient, and AdamW leaves them alone."""
+    model = TwoParts()
+    reference = copy.deepcopy(model)
+
+    class Skipping(nn.Module):
+        def __init__(self, parts: TwoParts) -> None:
+            super().__init__()
+            self.first, self.second = parts.first, parts.second
+
+        def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+            x = self.first(x)
+            return x if skip else self.second(x)
+
+    sharded, whole_model = Skipping(model), Skipping(reference)
+    engine.shard(sharded)
+    updates = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (sharded, whole_model)]
+    nones = []
+    for step in range(3):
+        skip = step > 0
+        sharded(rows(step), skip).square().sum().backward()
+        backward_as_one(whole_model, step, loss=lambda one, x, skip=skip: one(x, skip).square().sum())
+        gradients_are(sharded, whole_model)
+        nones += [param.grad is None for param in sharded.parameters()]
+        for update in updates:
+            update.step()
+            update.zero_grad()
+        weights_are(sharded, whole_model)
+    return nones
+
+
+def registered(engine: Engine, reshard: bool | None, moment: str) -> dict[str, list[bool]]:
+    """Which attributes are DTensors after a forward, and after a backward: root's and blocks' apart.
+
+    ``parameters()`` of ours are sharded in between, too: clipping and averages see what the optimizer updates.
     """
-    policy = engine.package.CPUOffloadPolicy(pin_memory=False)
-    for kind in ("AdamW", "offload_fraction=0.5"):
-        torch.manual_seed(1)
-        model = mlp()
-        engine.shard_all(model[0], model[2], model, offload_policy=policy)
-        if engine.ours and kind != "AdamW":
-            optimizer: Any = torch_impl.MainWeightAdamW(model.parameters(), lr=0.01, offload_fraction=0.5)
-        else:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        facts(f"{kind}: losses", steps(model, optimizer))
-    squares(model, rows(3)).backward()
-    places = {
-        one.to_local().device.type for param in model.parameters() for one in (param.detach(), param.grad)
-    }
-    facts("weights and gradients lie on", sorted(places))
-    low = engine.package.MixedPrecisionPolicy(param_dtype=HALF)
-    with torch.no_grad():
-        facts(
-            "reference model",
-            engine.shard(mlp(), offload_policy=policy, mp_policy=low)(rows(0)).float().sum(),
-        )
+    model = Stack(2)
+    of_blocks(engine, model, reshard_after_forward=reshard)
+
+    def sharded(module: nn.Module) -> list[bool]:
+        if engine.ours:
+            assert all(isinstance(param, DTensor) for param in module.parameters())
+        names = [name.rpartition(".") for name, _ in module.named_parameters()]
+        return [isinstance(getattr(module.get_submodule(path), name), DTensor) for path, _, name in names]
+
+    out = model(rows(0))
+    if moment == "backward":
+        out.sum().backward()
+    found = {"head": sharded(model.head), "blocks": sharded(model.blocks)}
+    if moment == "forward":
+        model.reshard()
+        for block in model.blocks:
+            block.reshard()
+        assert all(sharded(model))
+        out.sum().backward()
+    return found
 
 
-def pinned(engine: Engine, facts: Facts) -> None:
-    """CPUOffloadPolicy() pins memory where there is a GPU; here there is none."""
-
-    def run() -> list[float]:
-        model = engine.shard(mlp(), offload_policy=engine.package.CPUOffloadPolicy())
-        return steps(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    facts("losses", run)
-
-
-_JAX = """
-import jax, jax_impl, sys
-from flax import nnx
-jax_impl.simulate_devices(2)
-model = nnx.Linear(8, 8, param_dtype=jax.numpy.bfloat16, rngs=nnx.Rngs(0))
-plan, weights = jax_impl.fully_shard(model, jax_impl.data_parallel_mesh(2), sys.argv[1])
-print(*sorted({str(one.dtype) for one in jax.tree.leaves(weights)}))
-"""
-_POLICY = """
-[mesh]
-dp = "all"
-[precision]
-main = "given"
-[[unit]]
-match = ""
-strategy = "optim_grads_params"
-"""
+def partial_group(engine: Engine) -> list[float]:
+    """A unit's weights stay whole through the calls of a loss in parts (torchtitan's chunked loss)."""
+    model = nn.ModuleDict({"body": MLP(), "head": nn.Linear(8, 5, bias=False)})
+    reference = copy.deepcopy(model)
+    engine.shard_all(model["body"], model["head"])
+    head: Any = model["head"]
+    world, losses = dist.get_world_size(), []
+    hidden = model["body"](rows(0, None, 4, 8))
+    given = [part.detach().requires_grad_() for part in hidden.detach().chunk(2)]
+    head.set_reshard_after_forward(False)
+    head.set_reshard_after_backward(False)
+    head.set_requires_gradient_sync(False)
+    for index, part in enumerate(given):
+        if index == len(given) - 1:
+            head.set_requires_gradient_sync(True)
+            head.set_reshard_after_backward(True)
+        loss = head(part).square().sum()
+        loss.backward()
+        losses.append(loss.item())
+    hidden.backward(torch.cat([part.grad for part in given if part.grad is not None]))
+    for rank in range(world):
+        out = reference["head"](reference["body"](rows(0, rank, 4, 8)))
+        (out.square().sum() / world).backward()
+    gradients_are(model, reference)
+    return losses
 
 
-def half_precision(engine: Engine, facts: Facts) -> None:
-    """A frozen bfloat16 base with float32 adapters; a bfloat16 model, as it is and with main_dtype. Noted: the dtype at
-    rest and the losses.
-    """
-    base = nn.Sequential(
-        nn.Linear(8, 8, bias=False, dtype=HALF).requires_grad_(False), nn.Linear(8, 4, bias=False)
+def moved_inputs(engine: Engine) -> list[str]:
+    """Tensors in nested arguments of the root arrive on the mesh's device."""
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(
+            self, given: dict[str, list[torch.Tensor]], *, other: tuple[torch.Tensor, str]
+        ) -> torch.Tensor:
+            return self.linear(given["x"][0] + other[0])
+
+    model = engine.shard(Nested())
+    out = model({"x": [rows(0)]}, other=(rows(1), "kept"))
+    return [out.device.type, str(tuple(out.shape))]
+
+
+def to_float64(engine: Engine) -> list[str]:
+    """FSDP2 converts a sharded module that has not run; here it is converted first."""
+    model = Stack(1)
+    of_blocks(engine, model)
+    with engine.refused(TypeError, "convert the module before fully_shard"):
+        model.to(torch.float64)
+    before = of_blocks(engine, Stack(1).to(torch.float64))
+    before(rows(0).double()).sum().backward()
+    return [str(param.grad.dtype) for param in before.parameters()]
+
+
+def own_forward_methods(engine: Engine) -> list[float]:
+    """A root's other methods gather and free as forward does."""
+    model = TwoParts()
+    reference = copy.deepcopy(model)
+    engine.shard_all(model.first, model)
+    for name in ("encode", "decode"):
+        engine.package.register_fsdp_forward_method(model, name)
+    engine.package.register_fsdp_forward_method(nn.Linear(2, 2), "forward")
+    with pytest.raises(ValueError, match="missing"):
+        engine.package.register_fsdp_forward_method(model, "missing")
+    out = model.decode(model.encode(rows(0))).square().sum()
+    out.backward()
+    backward_as_one(reference)
+    gradients_are(model, reference)
+    return [out.item()]
+
+
+def shared_streams(engine: Engine) -> list[float]:
+    """Roots of a pipeline that share their streams train as one model does."""
+    stages = nn.Sequential(MLP(), MLP(8, 6))
+
+    def shard(model: Any) -> None:
+        for stage in model:
+            engine.shard_all(stage.inner, stage)
+        engine.package.share_comm_ctx(list(model))
+
+    with pytest.raises(ValueError, match="Linear"):
+        engine.package.share_comm_ctx([nn.Linear(2, 2)])
+    return train_as_one(stages, shard)
+
+
+def two_axes(engine: Engine, reshard: bool) -> list[float]:
+    """HSDP on two by two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return train_as_one(
+        Stack(2), lambda one: of_blocks(engine, one, mesh=mesh, reshard_after_forward=reshard)
     )
-    policy = engine.package.MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32)
-    engine.shard_all(base[0], base[1], base, mp_policy=policy)
-    optimizer = torch.optim.AdamW(base[1].parameters(), lr=0.01)
-    facts("LoRA: losses", steps(base, optimizer))
-    facts("LoRA: dtypes of base and adapters", [base[0].weight.dtype, base[1].weight.dtype])
-    facts("LoRA: bytes of the base on this rank", base[0].weight.to_local().nbytes)
-
-    def of_dtype(**main: Any) -> str:
-        torch.manual_seed(2)
-        policy = engine.package.MixedPrecisionPolicy(reduce_dtype=torch.float32, **main)
-        model = engine.shard(mlp().to(HALF), mp_policy=policy)
-        losses = []
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-        for step in range(3):
-            loss = squares(model, rows(step).to(HALF)).float()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(f"{loss.item():.6g}")
-        return f"{str(model[0].weight.dtype).removeprefix('torch.')}: {', '.join(losses)}"
-
-    facts("a bfloat16 model without a word", lambda: of_dtype())
-    as_given = {"main_dtype": None} if engine.ours else {}
-    facts("as given (here main_dtype=None)", lambda: of_dtype(**as_given))
-    for dtype in (HALF, torch.float32, torch.float64):
-        facts(f"main_dtype={dtype}", lambda dtype=dtype: of_dtype(main_dtype=dtype))
 
 
-def policy_file(engine: Engine, facts: Facts) -> None:
-    """main = "given" in a policy file, of a bfloat16 model: the dtype of main weights, here and in JAX."""
-    with shared_folder() as folder:
-        path = folder / "policy.toml"
-        if dist.get_rank() == 0:
-            path.write_text(_POLICY)
-        dist.barrier()
-
-        def of_file() -> str:
-            model = engine.package.ShardingPolicy.load(path).apply(mlp().to(HALF))
-            return str(model[0].weight.dtype).removeprefix("torch.")
-
-        def in_jax() -> str:
-            # FSDP2 has neither.
-            engine.package.ShardingPolicy.load(path)
-            said = [""]
-            if dist.get_rank() == 0:
-                environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-                command = [sys.executable, "-c", _JAX, str(path)]
-                done = subprocess.run(command, env=environment, capture_output=True, text=True)
-                said = [done.stdout.strip() or done.stderr[-300:]]
-            dist.broadcast_object_list(said)
-            return said[0]
-
-        facts("in PyTorch", of_file)
-        facts("in JAX", in_jax)
+def one_rank(engine: Engine) -> list[float]:
+    return train_as_one(Stack(2), lambda one: of_blocks(engine, one))
 
 
-def placed(engine: Engine, facts: Facts) -> None:
-    """shard_placement_fn: Shard(1) of matrices."""
-    model = mlp()
-    engine.shard(model, shard_placement_fn=lambda param: Shard(1))
-    facts("Shard(1): losses", steps(model, torch.optim.SGD(model.parameters(), lr=0.01)))
-    facts("Shard(1): a weight", whole(model[0].weight)[0, 0])
-    facts("Shard(1): shape of a rank's part of (6, 8)", list(model[0].weight.to_local().shape))
+def tensor_parallel(engine: Engine) -> list[float]:
+    """Modules that torch's parallelize_module has cut, sharded over the other axis."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(MLP(8, 12), MLP(8, 16))
+    reference = copy.deepcopy(model)
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
+        engine.shard(block, mesh=mesh["dp"])
+    engine.shard(model, mesh=mesh["dp"])
+    loss = squares(model, rows(0, mesh["dp"].get_local_rank()))
+    loss.backward()
+    for rank in range(2):
+        (squares(reference, rows(0, rank)) / 2).backward()
+    gradients_are(model, reference)
+    return [loss.item()]
 
 
-class Experts(nn.Module):
-    """A dense layer, then those experts that a rank has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = nn.Linear(8, 8)
-        self.experts = nn.Parameter(torch.randn(4, 8, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own = self.experts.to_local() if isinstance(self.experts, DTensor) else self.experts
-        return torch.einsum("bi,eio->beo", self.dense(x), own).tanh()
-
-
-def experts(engine: Engine, facts: Facts) -> None:
-    """ShardPlacementResult, as torchtitan's MoE: experts are cut over "ep" and sharded over "efsdp", two ranks each;
-    all else is sharded over the four ranks.
-    """
-    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
-
-    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    model: Any = Experts()
-    part = model.experts.detach().chunk(2)[root.get_local_rank("ep")].clone()
-    model.experts = nn.Parameter(DTensor.from_local(part, root["ep"], [Shard(0)], run_check=False))
-
-    def place(param: nn.Parameter) -> Any:
-        if param is not model.experts:
-            return None
-        return common.ShardPlacementResult(Shard(1), common.FSDPMeshInfo(root["efsdp"], shard_mesh_dim=0))
-
-    engine.shard(model, mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=place)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    facts("losses", trained(model, optimizer, 0, 1, 2))
-    squares(model, rows(3)).backward()
-    facts("a norm over both meshes", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-    facts("weights", [whole(model.experts)[k, 0, 0].item() for k in range(4)])
-
-
-NO_STOCK = Design("FSDP2 has no such option", "^bfloat16: |^float32: |^float64: ")
-
-ITEMS = [
-    Item(
-        7,
-        "CPUOffloadPolicy",
-        offloaded,
-    ),
-    Item(
-        7,
-        "CPUOffloadPolicy() on a machine without a GPU",
-        pinned,
-        {"losses": Design("plain memory where none can be pinned", r"^[\d., ]+$")},
-    ),
-    Item(
-        11,
-        "half-precision weights as they are, and main_dtype",
-        half_precision,
-        {
-            "a bfloat16 model without a word": Design(
-                "main weights are float32 unless told otherwise", "^float32: "
-            ),
-            **{f"main_dtype={dtype}": NO_STOCK for dtype in (HALF, torch.float32, torch.float64)},
-        },
-    ),
-    Item(
-        11,
-        'main = "given" in a policy file',
-        policy_file,
-        {
-            "in PyTorch": Design("FSDP2 has no policy files", "^bfloat16$"),
-            "in JAX": Design("FSDP2 has no other half", "^bfloat16$"),
-        },
-    ),
-    Item(
-        12,
-        "shard_placement_fn with Shard(1)",
-        placed,
-        {
-            "Shard(1): shape of a rank's part of (6, 8)": Design(
-                "a hint without influence: rows are cut", r"^\d, 8$"
-            )
-        },
-    ),
-    Item(
-        12,
-        "shard_placement_fn with ShardPlacementResult",
-        experts,
-        {"a norm over both meshes": Design("norms here may be combined over meshes", r"^\d")},
-        world=4,
-        torch="2.12.0a0",
-    ),
+PROGRAMS = [
+    Program(one_group, (13,)),
+    Program(one_group, (2,), slow=True),
+    Program(one_linear, slow=True),
+    Program(largest_dimension, slow=True),
+    Program(several_groups, (True, False), slow=True),
+    Program(several_groups, (False, False), slow=True),
+    Program(several_groups, (None, False), slow=True),
+    Program(several_groups, (True, True), slow=True),
+    Program(several_groups, (False, True), slow=True),
+    Program(nested_units, slow=True),
+    Program(tied, (False,), slow=True),
+    Program(tied, (True,)),
+    Program(recomputed, ("wrapper", True)),
+    Program(recomputed, ("wrapper", False), slow=True),
+    Program(recomputed, ("module", True), slow=True),
+    Program(recomputed, ("module", False), slow=True),
+    Program(recomputed, ("non-reentrant", True), slow=True),
+    Program(recomputed, ("reentrant", True), slow=True),
+    Program(recomputed, ("reentrant", False), slow=True),
+    Program(non_root_first, slow=True),
+    Program(several_forwards),
+    Program(partial_forward_twice, slow=True),
+    Program(explicit_prefetch),
+    Program(microbatches, ("all", True, False, False)),
+    Program(microbatches, ("some", False, False, False), slow=True),
+    Program(microbatches, ("all", True, True, False), slow=True),
+    Program(microbatches, ("all_reduce", True, False, True), world=4, slow=True),
+    Program(microbatches, ("all", False, False, True), world=4, slow=True),
+    Program(one_forward_one_backward, slow=True),
+    Program(unused, item=4, title="an unused parameter of a used unit"),
+    Program(registered, (True, "forward"), slow=True),
+    Program(registered, (False, "forward"), slow=True),
+    Program(registered, (None, "forward"), slow=True),
+    Program(registered, (True, "backward"), slow=True),
+    Program(registered, (None, "backward"), slow=True),
+    Program(partial_group, slow=True),
+    Program(moved_inputs, slow=True),
+    Program(to_float64, slow=True),
+    Program(own_forward_methods, slow=True),
+    Program(shared_streams),
+    Program(two_axes, (True,), world=4, slow=True),
+    Program(two_axes, (False,), world=4, slow=True),
+    Program(one_rank, world=1, slow=True),
+    Program(tensor_parallel, world=4, slow=True),
 ]

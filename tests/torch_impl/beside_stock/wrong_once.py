@@ -11,9 +11,19 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from tests.support.torch_impl.engines import Engine, backward_as_one, counting, rows, squares, trained, whole
+from tests.support.torch_impl.comparison import Design, Facts, Program
+from tests.support.torch_impl.engines import (
+    Engine,
+    backward_as_one,
+    counting,
+    rows,
+    squares,
+    trained,
+    weights_are,
+    whole,
+)
 from tests.support.torch_impl.extended import Bytes, Halved, Rounded
-from tests.torch_impl.beside_stock.shown import Design, Facts, Item
+from tests.support.torch_impl.zoo import Stack
 
 
 def blocks() -> nn.Sequential:
@@ -37,11 +47,12 @@ SETTERS: dict[str, Callable[[Any], object]] = {
 MOMENTS = ("on the meta device", "after to_empty", "between microbatches")
 
 
-def setters(engine: Engine, facts: Facts) -> None:
+def setters(engine: Engine) -> Facts:
     """Shard on the meta device, to_empty, load, two microbatches, the second one reduced; a setter is called at one
     of these moments. Noted: the first element's gradient (of one process: without a setter), and how many gathers and
     reductions there were.
     """
+    facts = Facts()
     given = blocks()
     once = blocks()
     once.load_state_dict(given.state_dict())
@@ -75,15 +86,17 @@ def setters(engine: Engine, facts: Facts) -> None:
                 for module in (*model, model):
                     module.reshard()
             facts(f"{name} {moment}", [whole(model[0][0].weight.grad)[0, 0].item(), gathers, reductions])
+    return facts
 
 
-def loaded_on_meta(engine: Engine, facts: Facts) -> None:
+def loaded_on_meta(engine: Engine) -> Facts:
     """Shard on the meta device, set_model_state_dict(full_state_dict=True), forward; no to_empty, as torchtune."""
-    given = blocks()
+    facts = Facts()
+    given = Stack()
     for broadcast in (False, True):
         with torch.device("meta"):
-            model = blocks()
-        engine.shard_all(*model, model)
+            model: Any = Stack()
+        engine.shard_all(*model.blocks, model)
         state = given.state_dict() if not broadcast or dist.get_rank() == 0 else {}
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         set_model_state_dict(model, state, options=options)
@@ -91,6 +104,9 @@ def loaded_on_meta(engine: Engine, facts: Facts) -> None:
         facts(f"{how}: where", sorted({param.device.type for param in model.parameters()}))
         facts(f"{how}: a forward", lambda model=model: model(rows(0)).sum())
         facts(f"{how}: in one process", given(rows(0)).sum())
+        weights_are(model, given)
+        torch.testing.assert_close(model(rows(0)), given(rows(0)))
+    return facts
 
 
 class Adapted(nn.Module):
@@ -106,10 +122,11 @@ class Adapted(nn.Module):
         return nn.functional.linear(x, self.base.dequantize()) + self.up(self.down(x))
 
 
-def extensions(engine: Engine, facts: Facts) -> None:
+def extensions(engine: Engine) -> Facts:
     """Parameters of wrapper classes with fsdp_pre_all_gather: float32 gathered as bfloat16, and a frozen base of two
     payloads under adapters. Two steps of SGD.
     """
+    facts = Facts()
     Halved.calls.clear()
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
     model[0].weight = nn.Parameter(Rounded(model[0].weight.detach()))
@@ -121,36 +138,14 @@ def extensions(engine: Engine, facts: Facts) -> None:
         facts(f"{kind}: class of a rank's rows", type(first.to_local()).__name__)
     facts("bfloat16: calls of fsdp_pre_all_gather", Halved.calls["pre"])
     facts("bfloat16: calls of fsdp_post_all_gather", Halved.calls["post"] + Halved.calls["post again"])
+    return facts
 
 
-class Towers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        return self.used(x) + (self.unused(x) if both else 0)
-
-
-def unused(engine: Engine, facts: Facts) -> None:
-    """AdamW with weight decay. The first step uses both towers of a unit, the second one of them."""
-    model = engine.shard(Towers())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
-    for both in (True, False):
-        before = whole(model.unused.weight).detach().clone()
-        model(rows(0), both).square().sum().backward()
-        step = "both used" if both else "one used"
-        facts(f"{step}: gradient of the other is None", model.unused.weight.grad is None)
-        optimizer.step()
-        optimizer.zero_grad()
-        facts(f"{step}: the other was moved by", (whole(model.unused.weight) - before).abs().max())
-        facts(f"{step}: a weight of the first", whole(model.used.weight)[0, 0])
-
-
-def refused_early(engine: Engine, facts: Facts) -> None:
+def refused_early(engine: Engine) -> Facts:
     """load_state_dict(assign=True) of plain tensors, and the forward after it; param_dtype=float8; granularity="block"
     of two rows on a stack (3, 3, 4): how many rows of it this rank has.
     """
+    facts = Facts()
     model = engine.shard(nn.Linear(8, 4))
     state = nn.Linear(8, 4).state_dict()
     facts("assign=True of plain tensors", lambda: str(model.load_state_dict(state, assign=True)))
@@ -172,14 +167,15 @@ def refused_early(engine: Engine, facts: Facts) -> None:
         return "no block is cut" if rest in (0, 2) else f"cut after {rest} row of a matrix"
 
     facts('granularity="block"', of_blocks)
+    return facts
 
 
-ITEMS = [
-    Item(
-        1,
-        "setters before and after to_empty, and between microbatches",
+PROGRAMS = [
+    Program(
         setters,
-        {
+        item=1,
+        title="setters before and after to_empty, and between microbatches",
+        by_design={
             **{
                 f"plain weights after the backward, set {moment}": Design(
                     "set_reshard_after_backward(False) keeps the weights in memory; modules show sharded parameters, "
@@ -199,14 +195,13 @@ ITEMS = [
             },
         },
     ),
-    Item(2, "a whole state dict into a model on the meta device", loaded_on_meta),
-    Item(3, "parameters with fsdp_pre_all_gather and fsdp_post_all_gather", extensions),
-    Item(4, "an unused parameter of a used unit", unused),
-    Item(
-        5,
-        "what failed one step later, or cut a block",
+    Program(loaded_on_meta, item=2, title="a whole state dict into a model on the meta device"),
+    Program(extensions, item=3, title="parameters with fsdp_pre_all_gather and fsdp_post_all_gather"),
+    Program(
         refused_early,
-        {
+        item=5,
+        title="what failed one step later, or cut a block",
+        by_design={
             "assign=True of plain tensors": Design(
                 "both refuse; ours at the load, with the way out",
                 r"RuntimeError: .*weight.*distribute_tensor",

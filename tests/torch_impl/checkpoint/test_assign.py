@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.dtensor_cuts import FEW, placed
 from tests.support.torch_impl.toy import (
     Toy,
@@ -85,7 +85,23 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, full_batch: bool) 
         optimizer.step()
 
 
-def trains_as_one_process(theirs: bool, device: str, shape: tuple[int, ...], strategy: str | None) -> None:
+@pytest.mark.each_value
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize(
+    ("theirs", "world", "shape", "strategy"),
+    [
+        (True, 3, (3,), None),
+        (False, 3, (3,), None),
+        (False, 4, (2, 2), "hsdp"),
+        (False, 4, (2, 2), "hfsdp"),
+        (False, 3, (3,), "no_shard"),
+        (False, 2, (2,), "optim"),
+    ],
+)
+@on_ranks("world")
+def test_training_after_an_assigning_load_is_that_of_one_process(
+    theirs: bool, shape: tuple[int, ...], strategy: str | None, device: str
+) -> None:
     mesh = init_device_mesh("cpu", shape)
     options = {"mesh": mesh} if strategy is None else {"mesh": mesh, "strategy": strategy}
     model = sharded(fsdp.fully_shard if theirs else torch_impl.fully_shard, device, **options)
@@ -121,26 +137,8 @@ def trains_as_one_process(theirs: bool, device: str, shape: tuple[int, ...], str
         )
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-@pytest.mark.parametrize(
-    ("theirs", "world", "shape", "strategy"),
-    [
-        (True, 3, (3,), None),
-        (False, 3, (3,), None),
-        (False, 4, (2, 2), "hsdp"),
-        (False, 4, (2, 2), "hfsdp"),
-        (False, 3, (3,), "no_shard"),
-        (False, 2, (2,), "optim"),
-    ],
-)
-def test_training_after_an_assigning_load_is_that_of_one_process(
-    ranks: RankGroup, theirs: bool, world: int, shape: tuple[int, ...], strategy: str | None, device: str
-) -> None:
-    ranks.run(world, trains_as_one_process, theirs, device, shape, strategy)
-
-
-def optimizer_before_load() -> None:
+@on_ranks(3)
+def test_an_optimizer_built_before_the_load_trains_what_was_loaded() -> None:
     """The optimizer of a model on the meta device, an own state dict assigned to itself, and values in other dtypes."""
     model, reference = sharded(torch_impl.fully_shard, "meta"), Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -154,11 +152,9 @@ def optimizer_before_load() -> None:
     assert_same_weights(model, reference)
 
 
-def test_an_optimizer_built_before_the_load_trains_what_was_loaded(ranks: RankGroup) -> None:
-    ranks.run(3, optimizer_before_load)
-
-
-def does_not_fit(device: str) -> None:
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@on_ranks(3)
+def test_what_does_not_fit_is_refused_at_the_load_and_changes_nothing(device: str) -> None:
     with torch.device(device):
         model = sharded_toy()
     values = Toy(seed=5).state_dict()
@@ -226,12 +222,8 @@ def does_not_fit(device: str) -> None:
         model(torch.arange(4)).sum().backward()
 
 
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_what_does_not_fit_is_refused_at_the_load_and_changes_nothing(ranks: RankGroup, device: str) -> None:
-    ranks.run(3, does_not_fit, device)
-
-
-def below_a_plain_module() -> None:
+@on_ranks(2)
+def test_a_unit_below_a_plain_module_is_loaded_with_it() -> None:
     outer = nn.Sequential(nn.Linear(5, 5), Toy(blocks=1).blocks[0])
     torch_impl.fully_shard(outer[1])
     inner = Toy(blocks=1, seed=8).blocks[0].state_dict()
@@ -245,11 +237,9 @@ def below_a_plain_module() -> None:
     outer(torch.ones(2, 5)).sum().backward()
 
 
-def test_a_unit_below_a_plain_module_is_loaded_with_it(ranks: RankGroup) -> None:
-    ranks.run(2, below_a_plain_module)
-
-
-def made_from_whole(few: bool) -> None:
+@FEW
+@on_ranks(4)
+def test_distribute_tensor_takes_the_rows_of_the_first_ranks_tensor(few: bool) -> None:
     torch_impl.fully_shard(nn.Linear(1, 1))
     for cut, full, tensor in placed(few=few):
         mesh, placements = tensor.device_mesh, tensor.placements
@@ -288,11 +278,8 @@ def made_from_whole(few: bool) -> None:
 
 
 @FEW
-def test_distribute_tensor_takes_the_rows_of_the_first_ranks_tensor(ranks: RankGroup, few: bool) -> None:
-    ranks.run(4, made_from_whole, few)
-
-
-def made_from_local(few: bool) -> None:
+@on_ranks(4)
+def test_from_local_is_the_inverse_of_to_local(few: bool) -> None:
     torch_impl.fully_shard(nn.Linear(1, 1))
     for cut, full, tensor in placed(few=few):
         mesh, placements = tensor.device_mesh, tensor.placements
@@ -341,11 +328,6 @@ def made_from_local(few: bool) -> None:
             attempt()
 
 
-@FEW
-def test_from_local_is_the_inverse_of_to_local(ranks: RankGroup, few: bool) -> None:
-    ranks.run(4, made_from_local, few)
-
-
 def test_names_are_bound_anew_in_modules_and_in_functions_that_have_other_globals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -365,7 +347,8 @@ def test_names_are_bound_anew_in_modules_and_in_functions_that_have_other_global
     assert (module.other, ran["other"]) == (old, old)
 
 
-def torchs_own() -> None:
+@on_ranks(2)
+def test_other_placements_go_to_torch() -> None:
     torch_impl.fully_shard(nn.Linear(2, 2))
     mesh = init_device_mesh("cpu", (2,))
     full = torch.arange(6.0).view(3, 2)
@@ -376,7 +359,3 @@ def torchs_own() -> None:
         DTensor.from_local(full[: 2 - dist.get_rank()], mesh, [Shard(0)], shape=full.shape, stride=(2, 1)),
     ):
         assert type(made) is DTensor
-
-
-def test_other_placements_go_to_torch(ranks: RankGroup) -> None:
-    ranks.run(2, torchs_own)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import torch_impl
 from bridge.core.formats import CheckpointError, open_checkpoint
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from torch_impl import CheckpointManager, load_checkpoint, save_checkpoint, save_checkpoint_async
 
 
@@ -40,8 +40,13 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     ]
 
 
-def saved_and_loaded(folder: str, way: str, inner: bool) -> None:
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("way", ["sync", "async", "manager"])
+@pytest.mark.pairwise
+@on_ranks(4, timeout=100)
+def test_two_meshes_save_at_once(tmp_path: Any, way: str, inner: bool) -> None:
     """Both halves save at once, each its own model at its own path, and load it."""
+    folder = str(tmp_path)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "dp"))["dp"] if inner else mesh_of_half()
     model, path = model_of(mesh, half()), f"{folder}/{half()}"
     expected = weights(model)
@@ -62,15 +67,11 @@ def saved_and_loaded(folder: str, way: str, inner: bool) -> None:
     assert all(map(torch.equal, weights(other), expected))
 
 
-@pytest.mark.parametrize("inner", [False, True])
-@pytest.mark.parametrize("way", ["sync", "async", "manager"])
-@pytest.mark.pairwise
-def test_two_meshes_save_at_once(ranks: RankGroup, tmp_path: Any, way: str, inner: bool) -> None:
-    ranks.run(4, saved_and_loaded, str(tmp_path), way, inner, timeout=100)
-
-
-def one_half_alone(path: str, plain: bool) -> None:
+@pytest.mark.parametrize("plain", [False, True])
+@on_ranks(4, timeout=100)
+def test_ranks_of_one_mesh_save_without_the_others(tmp_path: Any, plain: bool) -> None:
     """The other ranks do something else, and never come."""
+    path = str(tmp_path / "a")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "dp"))["dp"]
     if half():
         return
@@ -79,11 +80,6 @@ def one_half_alone(path: str, plain: bool) -> None:
     group = mesh.get_group() if plain else None
     save_checkpoint(path, model, train={"step": 3}, process_group=group)
     assert load_checkpoint(path, model, process_group=group) == {"step": 3}
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_ranks_of_one_mesh_save_without_the_others(ranks: RankGroup, tmp_path: Any, plain: bool) -> None:
-    ranks.run(4, one_half_alone, str(tmp_path / "a"), plain, timeout=100)
 
 
 def differing(folder: str, what: str) -> str:
@@ -176,7 +172,9 @@ def test_stages_save_into_one_checkpoint_with_a_group_of_all(ranks: RankGroup, t
         }
 
 
-def wrong_groups(path: str) -> None:
+@on_ranks(2)
+def test_a_group_is_one_that_the_rank_is_in(tmp_path: Any) -> None:
+    path = str(tmp_path / "a")
     model = nn.Linear(2, 2)
     group = dist.new_group([0])
     with pytest.raises(
@@ -188,10 +186,6 @@ def wrong_groups(path: str) -> None:
             save_checkpoint(path, model, process_group=group)
     else:
         save_checkpoint(path, model, process_group=group)
-
-
-def test_a_group_is_one_that_the_rank_is_in(ranks: RankGroup, tmp_path: Any) -> None:
-    ranks.run(2, wrong_groups, str(tmp_path / "a"))
 
 
 def too_few(path: str) -> None:

@@ -14,21 +14,10 @@ from bridge.checkpoints.convert.conversion import convert
 from bridge.checkpoints.verify.verification import verify
 from bridge.core.formats import CheckpointError, open_checkpoint
 from bridge.core.mapping import load_mapping
+from tests.support.bridge.bits import assert_same_checkpoints
 from tests.support.bridge.family_checkpoints import train_step, trained
 from tests.support.torch_impl import mapped_jobs as jobs
 from torch_impl import CheckpointManager, load_checkpoint, save_checkpoint
-
-
-def assert_equal(one: Path, other: Path) -> None:
-    """All tensors and objects: names, tree paths, shapes, dtypes, and every bit."""
-    with open_checkpoint(one) as found, open_checkpoint(other) as expected:
-        assert {n: (i.path, i.shape, i.dtype) for n, i in found.tensors.items()} == {
-            n: (i.path, i.shape, i.dtype) for n, i in expected.tensors.items()
-        }
-        for name in expected.tensors:
-            assert found.read(name).tobytes() == expected.read(name).tobytes(), name
-        assert dict(found.object_paths) == dict(expected.object_paths)
-        assert dict(found.objects) == dict(expected.objects)
 
 
 @pytest.fixture
@@ -62,7 +51,7 @@ def test_a_checkpoint_saved_under_a_mapping_is_the_plain_one_converted(
     if world == 4:
         assert max(empty) > 0, "expected a rank without rows of some parameter"
     convert(tmp_path / "plain", tmp_path / "converted", to="dcp", mapping=name, into=into)
-    assert_equal(tmp_path / "mapped", tmp_path / "converted")
+    assert_same_checkpoints(tmp_path / "mapped", tmp_path / "converted")
     assert not verify(tmp_path / "mapped").problems
     # Loaded on other ranks the runs are one: states, train values, and the next steps.
     fewer = max(1, world // 2)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.torch_version import TorchVersion
 
 import torch_impl
-from tests.support.ranks import RankGroup, children
+from tests.support.ranks import RankGroup, children, on_ranks
 from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy
 
 # Before, torch's copies of sharded tensors lose their shape.
@@ -103,7 +103,9 @@ def test_an_asynchronous_save_holds_what_the_model_was_when_it_was_called(
         ranks.run(world, goes_on, str(tmp_path / "saved"), other)
 
 
-def refusals(path: str) -> None:
+@on_ranks(2)
+def test_what_torch_would_copy_wrongly_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
     policy = torch_impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16, store_param_remainders=True)
     model = sharded_toy(strategy="optim", mp_policy=policy)
     group = dist.new_group()
@@ -116,7 +118,3 @@ def refusals(path: str) -> None:
     # How older versions of torch begin.
     with pytest.raises(RuntimeError, match=r"of this torch cannot .*: use torch_impl\.save_checkpoint_async"):
         sharded_toy().embed.weight.new_empty([], device="cpu")
-
-
-def test_what_torch_would_copy_wrongly_is_refused(ranks: RankGroup, tmp_path: Path) -> None:
-    ranks.run(2, refusals, str(tmp_path / "saved"))

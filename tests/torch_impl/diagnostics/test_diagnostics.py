@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Block, Toy, batch, mse, sharded_toy
+from tests.support.ranks import RankGroup, on_ranks
+from tests.support.torch_impl.toy import Block, Toy, batch, full_batch_loss, local_loss, mse, sharded_toy
 from torch_impl.comm import collectives
 from torch_impl.dtensor.local import local_of, local_pieces
 
@@ -31,10 +31,8 @@ def trained_once(shape: tuple[int, ...], strategy: str) -> tuple[nn.Module, nn.M
     """A sharded model and its reference after one backward over all ranks' data."""
     mesh = init_device_mesh("cpu", shape)
     model, reference = sharded_toy(mesh=mesh, strategy=strategy), Toy()
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
-    mse(model, tokens[rank], targets[rank]).backward()
-    mse(reference, tokens, targets).backward()
+    local_loss(model).backward()
+    full_batch_loss(reference).backward()
     return model, reference
 
 
@@ -76,7 +74,8 @@ class Odd(nn.Module):
         return (self.wide * self.plain).sum()
 
 
-def odd_norms() -> None:
+@on_ranks(2)
+def test_norms_of_empty_integer_plain_and_large_tensors() -> None:
     module = Odd()
     torch_impl.fully_shard(module, ignored_params=[module.plain])
     expected = {"empty": 0.0, "codes": 5.0, "plain": 3.0, "wide": math.sqrt(6) * 1e30}
@@ -93,7 +92,8 @@ def odd_norms() -> None:
         torch_impl.parameter_norms(module, gradients=True)
 
 
-def norms_of_a_nan() -> None:
+@on_ranks(2)
+def test_a_nan_on_any_rank_makes_the_norm_nan_on_all() -> None:
     for row in (0, 8):
         module = Toy()
         with torch.no_grad():
@@ -102,14 +102,6 @@ def norms_of_a_nan() -> None:
         for norm_type in (2.0, math.inf):
             norms = torch_impl.parameter_norms(module, norm_type=norm_type)
             assert [name for name, norm in norms.items() if math.isnan(norm)] == ["embed.weight"]
-
-
-def test_a_nan_on_any_rank_makes_the_norm_nan_on_all(ranks: RankGroup) -> None:
-    ranks.run(2, norms_of_a_nan)
-
-
-def test_norms_of_empty_integer_plain_and_large_tensors(ranks: RankGroup) -> None:
-    ranks.run(2, odd_norms)
 
 
 def poison(tensor: torch.Tensor, index: tuple[int, ...], value: float) -> None:
@@ -178,16 +170,15 @@ def test_before_reduction_the_rank_with_the_bad_data_is_named(ranks: RankGroup) 
 
 def nonfinite_outputs() -> list[str]:
     model = sharded_toy()
-    tokens, targets = batch(0, dist.get_world_size(), 1)
     hook = None
     if dist.get_rank() == 1:
         hook = model.blocks[1].down.register_forward_hook(lambda *args: args[-1] / 0)
     with torch_impl.watch_nonfinite_outputs(model) as found:
-        mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+        local_loss(model).backward()
     before = list(found)
     if hook is not None:
         assert (before[0].kind, before[0].rows, before[0].ranks) == ("output", ((0,), (1,), (2,), (3,)), (1,))
-    mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+    local_loss(model).backward()
     assert found == before
     return [one.name for one in found]
 
@@ -199,7 +190,9 @@ def test_the_first_output_that_is_not_finite_names_the_module_where_it_began(ran
     assert ill[0] not in ill[1:]
 
 
-def overlaps(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_shared_memory_is_found_and_a_healthy_step_has_none(strategy: str) -> None:
     model = sharded_toy(strategy=strategy)
     optimizer = torch_impl.MainWeightAdamW(model.parameters())
     tokens, targets = batch(0, dist.get_world_size(), 2)
@@ -233,23 +226,16 @@ def overlaps(strategy: str) -> None:
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_shared_memory_is_found_and_a_healthy_step_has_none(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(2, overlaps, strategy)
-
-
 def counts(strategy: str) -> dict[tuple[str, str], tuple[int, float]]:
     """Calls by unit and kind, and their bytes in buffers of the unit; elsewhere, bytes."""
     model = sharded_toy(strategy=strategy)
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    rank = dist.get_rank()
     with torch_impl.count_collectives(model) as count:
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model).backward()
         torch_impl.parameter_norms(model)
     for kind, calls in count.calls.items():
         assert calls == sum(value for (_, of), value in count.calls_of.items() if of == kind)
     found = {key: (calls, count.bytes_of[key]) for key, calls in count.calls_of.items()}
-    mse(model, tokens[rank], targets[rank]).backward()
+    local_loss(model).backward()
     torch_impl.fully_shard(Block())
     assert found == {key: (calls, count.bytes_of[key]) for key, calls in count.calls_of.items()}
     text = str(count).splitlines()
@@ -291,7 +277,8 @@ def test_collectives_are_counted_by_unit(ranks: RankGroup, strategy: str, expect
         assert found == want
 
 
-def layouts() -> None:
+@on_ranks(3)
+def test_the_layout_report_lists_units_groups_and_what_is_not_sharded() -> None:
     model = Toy().to(torch.bfloat16)
     model.head.float()
     model.blocks[0].up.requires_grad_(False)
@@ -336,7 +323,3 @@ def layouts() -> None:
     empty = torch_impl.fully_shard(nn.Sequential(nn.Tanh()))
     assert torch_impl.layout_report(empty).numel == 0
     assert "(root)" in str(torch_impl.layout_report(empty))
-
-
-def test_the_layout_report_lists_units_groups_and_what_is_not_sharded(ranks: RankGroup) -> None:
-    ranks.run(3, layouts)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.dtensor_cuts import CUTS, FEW, Cut, place, placed, values
 from torch_impl.comm.mesh import shard_index
 from torch_impl.dtensor.local import (
@@ -30,7 +30,9 @@ def box_of(full: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...])
     return full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
 
 
-def structure(few: bool) -> None:
+@FEW
+@on_ranks(4)
+def test_boxes_cover_each_element_once_per_replica_and_full_tensor_is_bitwise_right(few: bool) -> None:
     for cut, full, tensor in placed(few=few):
         assert torch.equal(tensor.full_tensor(), full), cut
         mesh = tensor.device_mesh
@@ -52,13 +54,6 @@ def structure(few: bool) -> None:
             tensor.placements,
             full.stride(),
         )
-
-
-@FEW
-def test_boxes_cover_each_element_once_per_replica_and_full_tensor_is_bitwise_right(
-    ranks: RankGroup, few: bool
-) -> None:
-    ranks.run(4, structure, few)
 
 
 def literal_shards() -> list[object]:
@@ -86,7 +81,9 @@ def test_the_outer_coordinate_counts_fastest(ranks: RankGroup) -> None:
     ]
 
 
-def reductions(few: bool) -> None:
+@FEW
+@on_ranks(4)
+def test_reductions_count_each_element_once_on_every_mesh(few: bool) -> None:
     for cut, full, tensor in placed(few=few):
         for order in (1.0, 2.0, 3.0, float("inf")):
             if full.numel():
@@ -108,11 +105,8 @@ def reductions(few: bool) -> None:
 
 
 @FEW
-def test_reductions_count_each_element_once_on_every_mesh(ranks: RankGroup, few: bool) -> None:
-    ranks.run(4, reductions, few)
-
-
-def element_wise(few: bool) -> None:
+@on_ranks(4)
+def test_element_wise_operators_and_copies_are_right_on_every_mesh(few: bool) -> None:
     for (cut, full, tensor), (_, full2, other) in zip(placed(few=few), placed(seed=50, few=few), strict=True):
         for got, want in (
             (tensor * 2 + other, full * 2 + full2),
@@ -125,11 +119,8 @@ def element_wise(few: bool) -> None:
 
 
 @FEW
-def test_element_wise_operators_and_copies_are_right_on_every_mesh(ranks: RankGroup, few: bool) -> None:
-    ranks.run(4, element_wise, few)
-
-
-def mixed_clipping(few: bool) -> None:
+@on_ranks(4)
+def test_gradients_of_all_meshes_and_plain_ones_are_clipped_together(few: bool) -> None:
     grads = [(full, tensor) for _, full, tensor in placed(few=few) if full.numel()]
     for foreach in (None, True, False):
         for norm_type in (1.0, 2.0, float("inf")):
@@ -156,12 +147,9 @@ def clip(grads: list[tuple[torch.Tensor, RowDTensor]], foreach: bool | None, nor
         torch.testing.assert_close(grad, reference.grad)
 
 
-@FEW
-def test_gradients_of_all_meshes_and_plain_ones_are_clipped_together(ranks: RankGroup, few: bool) -> None:
-    ranks.run(4, mixed_clipping, few)
-
-
-def empty_norms(foreach: bool) -> None:
+@pytest.mark.parametrize("foreach", [True, False])
+@on_ranks(4)
+def test_the_norm_of_a_tensor_without_elements_is_what_torch_says(foreach: bool) -> None:
     full = torch.zeros(0, 4)
     tensor = place(full, Cut((2, 2), axes=2), init_device_mesh("cpu", (2, 2)))
     for norm_type in (1.0, 2.0, float("inf")):
@@ -174,12 +162,8 @@ def empty_norms(foreach: bool) -> None:
         assert outcomes[0] == outcomes[1], outcomes
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-def test_the_norm_of_a_tensor_without_elements_is_what_torch_says(ranks: RankGroup, foreach: bool) -> None:
-    ranks.run(4, empty_norms, foreach)
-
-
-def not_a_number() -> None:
+@on_ranks(4)
+def test_a_nan_on_any_rank_of_two_axes_is_the_result_on_all() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for row in range(7):
         full = values((7, 3))
@@ -189,11 +173,8 @@ def not_a_number() -> None:
         assert all(result.isnan() for result in results), row
 
 
-def test_a_nan_on_any_rank_of_two_axes_is_the_result_on_all(ranks: RankGroup) -> None:
-    ranks.run(4, not_a_number)
-
-
-def unreduced() -> None:
+@on_ranks(4)
+def test_gradients_unreduced_over_any_axis_cannot_be_read() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     full = values((6, 2))
     (r0, r1), bounds = row_range_of(place(full, Cut((2, 2)), mesh)), (0, 3, 6)
@@ -218,11 +199,8 @@ def unreduced() -> None:
     assert not is_partial(full)
 
 
-def test_gradients_unreduced_over_any_axis_cannot_be_read(ranks: RankGroup) -> None:
-    ranks.run(4, unreduced)
-
-
-def misuse() -> None:
+@on_ranks(4)
+def test_cuts_that_do_not_fit_the_mesh_are_refused() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     full = values((6, 2))
     for make, message in (
@@ -263,10 +241,6 @@ def misuse() -> None:
     descending = DeviceMesh("cpu", [[3, 1], [2, 0]])
     with pytest.raises(ValueError, match="number the mesh in ascending order"):
         make_dtensor(full, descending, (6, 2), None)
-
-
-def test_cuts_that_do_not_fit_the_mesh_are_refused(ranks: RankGroup) -> None:
-    ranks.run(4, misuse)
 
 
 def dcp_tensors(cuts: list[Cut], zeros: bool) -> dict[str, RowDTensor]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.dtensor_cuts import Cut, place, values
 from tests.support.torch_impl.toy import whole
 from torch_impl.dtensor.local import local_of
@@ -121,7 +121,13 @@ def test_optimizers_that_need_whole_tensors_refuse_sharded_ones(ranks: RankGroup
     ranks.run(4, refused_optimizers)
 
 
-def scale_gradients(form: dict[str, bool], unscale: bool) -> None:
+@pytest.mark.fast_cases("{'fused': True}-True", "{'foreach': True}-False")
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("form", [{"foreach": True}, {"fused": True}], ids=str)
+@on_ranks(4)
+def test_gradient_scaling_skips_the_step_of_all_ranks_when_one_overflows(
+    form: dict[str, bool], unscale: bool
+) -> None:
     for cut in MESHES:
         mesh = cut.mesh()
         full = [values((7, 3), 1), values((5,), 2)]
@@ -151,12 +157,3 @@ def scale_gradients(form: dict[str, bool], unscale: bool) -> None:
             assert scales[0] == scales[1], (cut, step)
             for param, mine in zip(plain, sharded, strict=True):
                 torch.testing.assert_close(whole(mine), param.detach(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.fast_cases("{'fused': True}-True", "{'foreach': True}-False")
-@pytest.mark.parametrize("unscale", [True, False])
-@pytest.mark.parametrize("form", [{"foreach": True}, {"fused": True}], ids=str)
-def test_gradient_scaling_skips_the_step_of_all_ranks_when_one_overflows(
-    ranks: RankGroup, form: dict[str, bool], unscale: bool
-) -> None:
-    ranks.run(4, scale_gradients, form, unscale)

@@ -16,15 +16,20 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.dtensor_cuts import FEW, placed
-from tests.support.torch_impl.toy import Toy, assert_same_weights, batch, mse, sharded_toy, whole
+from tests.support.torch_impl.toy import Toy, assert_same_weights, batch, local_loss, mse, sharded_toy, whole
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.placement import RowShard
 from torch_impl.dtensor.tensor import RowDTensor
 
 
-def copies(path: str, few: bool) -> None:
+@FEW
+@on_ranks(4)
+def test_pickles_and_deep_copies_are_like_the_tensor_in_memory_of_their_own(
+    tmp_path: Path, few: bool
+) -> None:
+    path = str(tmp_path)
     file = Path(path) / f"rank-{dist.get_rank()}"
     for cut, full, tensor in placed(few=few):
         for given in (tensor, nn.Parameter(tensor), nn.Parameter(tensor, requires_grad=False)):
@@ -51,13 +56,6 @@ def copies(path: str, few: bool) -> None:
     # With what a local tensor has to know of its whole.
     stack = pickle.loads(pickle.dumps(RowShard((0, 1, 1, 3, 6), 1, (2, 3, 4))))
     assert (stack, stack.shape) == (RowShard((0, 1, 1, 3, 6)), (2, 3, 4))
-
-
-@FEW
-def test_pickles_and_deep_copies_are_like_the_tensor_in_memory_of_their_own(
-    ranks: RankGroup, tmp_path: Path, few: bool
-) -> None:
-    ranks.run(4, copies, str(tmp_path), few)
 
 
 def model_of(kind: str) -> nn.Module:
@@ -88,11 +86,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    world, rank = dist.get_world_size(), dist.get_rank()
     for step in steps:
-        tokens, targets = batch(step, world, 1)
         optimizer.zero_grad()
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model, step).backward()
         optimizer.step()
 
 

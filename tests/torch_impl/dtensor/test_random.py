@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import init
 
-from tests.support.ranks import RankGroup
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.dtensor_cuts import CUTS, FEW, Cut, place, placed
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.tensor import RowDTensor
@@ -34,7 +34,9 @@ IN_PLACE: list[Callable[[torch.Tensor], Any]] = [
 OF_MATRICES = [init.kaiming_uniform_, init.kaiming_normal_, init.xavier_uniform_, init.xavier_normal_]
 
 
-def drawn_on_every_mesh(few: bool) -> None:
+@FEW
+@on_ranks(4)
+def test_every_rank_holds_its_rows_of_what_a_single_process_draws(few: bool) -> None:
     for index, fill in enumerate(IN_PLACE + OF_MATRICES):
         for cut, full, tensor in placed(cuts=CUTS if index == 0 else CUTS[2:3], few=few):
             if fill in OF_MATRICES and (full.ndim < 2 or not full.numel()):
@@ -50,12 +52,8 @@ def drawn_on_every_mesh(few: bool) -> None:
             assert torch.equal(tensor.full_tensor(), want), cut
 
 
-@FEW
-def test_every_rank_holds_its_rows_of_what_a_single_process_draws(ranks: RankGroup, few: bool) -> None:
-    ranks.run(4, drawn_on_every_mesh, few)
-
-
-def seeded_otherwise() -> None:
+@on_ranks(4)
+def test_values_come_from_the_first_rank_and_otherwise_seeded_ranks_keep_their_generator() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for axes in (0, 1, 2):
         full = torch.zeros(7, 3)
@@ -80,13 +78,8 @@ def seeded_otherwise() -> None:
         assert torch.equal(dropped, torch.dropout(values, 0.5, True))
 
 
-def test_values_come_from_the_first_rank_and_otherwise_seeded_ranks_keep_their_generator(
-    ranks: RankGroup,
-) -> None:
-    ranks.run(4, seeded_otherwise)
-
-
-def own_generator() -> None:
+@on_ranks(4)
+def test_a_generator_given_by_the_caller_is_used() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     full = torch.zeros(7, 3)
     tensor = place(full, Cut((2, 2), axes=2), mesh)
@@ -101,10 +94,6 @@ def own_generator() -> None:
     assert torch.equal(torch.get_rng_state(), default)
 
 
-def test_a_generator_given_by_the_caller_is_used(ranks: RankGroup) -> None:
-    ranks.run(4, own_generator)
-
-
 def build() -> nn.Module:
     return nn.Sequential(
         nn.Linear(5, 7),
@@ -117,7 +106,8 @@ def build() -> nn.Module:
     )
 
 
-def reset_parameters() -> None:
+@on_ranks(4)
+def test_reset_parameters_of_torch_modules_draws_what_it_draws_unsharded() -> None:
     for cut in (Cut((2, 2), axes=1), Cut((2, 2), axes=2), Cut((2, 2), axes=0)):
         mesh = cut.mesh()
         whole, sharded = build(), build()
@@ -135,11 +125,8 @@ def reset_parameters() -> None:
             assert torch.equal(param.full_tensor(), reference), (cut, name)
 
 
-def test_reset_parameters_of_torch_modules_draws_what_it_draws_unsharded(ranks: RankGroup) -> None:
-    ranks.run(4, reset_parameters)
-
-
-def refused() -> None:
+@on_ranks(4)
+def test_initializers_that_need_the_whole_tensor_say_what_to_do() -> None:
     tensor = place(torch.ones(8, 3), Cut((4,)), init_device_mesh("cpu", (4,)))
     stack = place(torch.ones(3, 3, 3), Cut((4,)), init_device_mesh("cpu", (4,)))
     assert torch.equal(init.dirac_(stack).full_tensor(), init.dirac_(torch.empty(3, 3, 3)))
@@ -153,7 +140,3 @@ def refused() -> None:
     ):
         with pytest.raises(RuntimeError, match=r"set all by copy_\(\) of a whole tensor or before sharding"):
             fill()
-
-
-def test_initializers_that_need_the_whole_tensor_say_what_to_do(ranks: RankGroup) -> None:
-    ranks.run(4, refused)

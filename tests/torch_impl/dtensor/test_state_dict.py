@@ -21,8 +21,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import torch_impl
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Toy, assert_same_weights, batch, mse, sharded_toy, whole
+from tests.support.ranks import RankGroup, on_ranks
+from tests.support.torch_impl.toy import (
+    Toy,
+    assert_same_weights,
+    full_batch_loss,
+    local_loss,
+    sharded_toy,
+    whole,
+)
 from torch_impl.checkpoint import full_state_dict
 from torch_impl.dtensor.tensor import RowDTensor
 
@@ -35,7 +42,9 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def gathered(cpu_offload: bool) -> None:
+@pytest.mark.parametrize("cpu_offload", [False, True])
+@on_ranks(3)
+def test_full_state_dicts_hold_the_whole_values(cpu_offload: bool) -> None:
     model, reference = sharded_toy(), Toy()
     optimizer, expected = trained(model), trained(reference)
     options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
@@ -52,12 +61,10 @@ def gathered(cpu_offload: bool) -> None:
             torch.testing.assert_close(moments[name][key], value, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.fast_cases("True")
 @pytest.mark.parametrize("cpu_offload", [False, True])
-def test_full_state_dicts_hold_the_whole_values(ranks: RankGroup, cpu_offload: bool) -> None:
-    ranks.run(3, gathered, cpu_offload)
-
-
-def sharded_round_trip(cpu_offload: bool) -> None:
+@on_ranks(3)
+def test_sharded_state_dicts_load_what_they_saved(cpu_offload: bool) -> None:
     model = sharded_toy()
     optimizer = trained(model)
     options = StateDictOptions(cpu_offload=cpu_offload)
@@ -77,13 +84,11 @@ def sharded_round_trip(cpu_offload: bool) -> None:
     torch.testing.assert_close(other(torch.arange(4)), model(torch.arange(4)))
 
 
-@pytest.mark.fast_cases("True")
-@pytest.mark.parametrize("cpu_offload", [False, True])
-def test_sharded_state_dicts_load_what_they_saved(ranks: RankGroup, cpu_offload: bool) -> None:
-    ranks.run(3, sharded_round_trip, cpu_offload)
-
-
-def whole_round_trip(broadcast: bool, strategy: str) -> None:
+@pytest.mark.fast_cases("True-no_shard")
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+@pytest.mark.parametrize("broadcast", [False, True])
+@on_ranks(3)
+def test_whole_state_dicts_load(broadcast: bool, strategy: str) -> None:
     """From one process's state to a sharded model and on by one step."""
     model, reference = sharded_toy(strategy=strategy), Toy(seed=5)
     expected = trained(reference)
@@ -104,14 +109,11 @@ def whole_round_trip(broadcast: bool, strategy: str) -> None:
     assert_same_weights(model, reference)
 
 
-@pytest.mark.fast_cases("True-no_shard")
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
 @pytest.mark.parametrize("broadcast", [False, True])
-def test_whole_state_dicts_load(ranks: RankGroup, broadcast: bool, strategy: str) -> None:
-    ranks.run(3, whole_round_trip, broadcast, strategy)
-
-
-def whole_onto_meta(broadcast: bool, strategy: str) -> None:
+@on_ranks(3)
+def test_a_model_on_the_meta_device_gets_memory_and_values(broadcast: bool, strategy: str) -> None:
     reference = Toy(seed=5)
     with torch.device("meta"):
         model = sharded_toy(strategy=strategy)
@@ -125,15 +127,6 @@ def whole_onto_meta(broadcast: bool, strategy: str) -> None:
         one(torch.arange(4)).sum().backward()
         its.step()
     assert_same_weights(model, reference)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_a_model_on_the_meta_device_gets_memory_and_values(
-    ranks: RankGroup, broadcast: bool, strategy: str
-) -> None:
-    ranks.run(3, whole_onto_meta, broadcast, strategy)
 
 
 def own_rows_twice() -> None:
@@ -157,7 +150,9 @@ def test_a_broadcast_onto_meta_makes_no_rows_beside_those_of_the_units(ranks: Ra
     ranks.run(2, own_rows_twice)
 
 
-def part_onto_meta(broadcast: bool) -> None:
+@pytest.mark.parametrize("broadcast", [False, True])
+@on_ranks(2)
+def test_a_load_that_could_leave_weights_without_values_is_refused(broadcast: bool) -> None:
     weights = Toy().state_dict() if dist.get_rank() == 0 or not broadcast else {}
     with torch.device("meta"):
         model = sharded_toy()
@@ -170,11 +165,6 @@ def part_onto_meta(broadcast: bool) -> None:
     assert all(param.is_meta for param in model.parameters())
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_a_load_that_could_leave_weights_without_values_is_refused(ranks: RankGroup, broadcast: bool) -> None:
-    ranks.run(2, part_onto_meta, broadcast)
-
-
 class Counted(nn.Module):
     """Its only buffers are a number that is saved and one that is not."""
 
@@ -185,7 +175,9 @@ class Counted(nn.Module):
         self.register_buffer("scratch", torch.tensor(1.0), persistent=False)
 
 
-def a_number_onto_meta(everywhere: bool) -> None:
+@pytest.mark.parametrize("everywhere", [True, False])
+@on_ranks(2)
+def test_a_buffer_without_dimensions_that_is_alone_on_the_meta_device_is_loaded(everywhere: bool) -> None:
     rank = dist.get_rank()
     with torch.device("meta" if everywhere or rank else "cpu"):
         model = Counted(seed=1)
@@ -194,13 +186,6 @@ def a_number_onto_meta(everywhere: bool) -> None:
     set_model_state_dict(model, Counted(seed=2).state_dict() if rank == 0 else {}, options=options)
     assert (model.count.device.type, model.count.item()) == ("cpu", 6)
     assert model.scratch.is_meta == (everywhere or rank > 0)
-
-
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_a_buffer_without_dimensions_that_is_alone_on_the_meta_device_is_loaded(
-    ranks: RankGroup, everywhere: bool
-) -> None:
-    ranks.run(2, a_number_onto_meta, everywhere)
 
 
 class Buffered(nn.Module):
@@ -216,39 +201,6 @@ class Buffered(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(self.embed(tokens)).relu()).squeeze(-1)
-
-
-def from_the_first_rank(theirs: bool, elsewhere: str, empty: bool, strategy: str | None) -> None:
-    """As verl loads: the first rank has the weights; others are ``elsewhere``, without values or with other ones."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    with torch.device("cpu" if rank == 0 else elsewhere):
-        model = Buffered(seed=rank)
-    weights = {name: value.clone() for name, value in model.state_dict().items()} if rank == 0 else {}
-    fully_shard = fsdp.fully_shard if theirs else torch_impl.fully_shard
-    options = {} if strategy is None else {"strategy": strategy}
-    for layer in (model.embed, model.head):
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-    if empty:
-        model = model.to("cpu") if rank == 0 else model.to_empty(device="cpu")
-    whole_from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=whole_from_first)
-    reference = Buffered(seed=0)
-    for name, value in reference.state_dict().items():
-        mine = model.state_dict()[name]
-        assert torch.equal(mine.full_tensor() if isinstance(mine, DTensor) else mine, value), name
-    # The statistics of a batch would be those of each rank's own.
-    model.eval(), reference.eval()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    expected = torch.optim.AdamW(reference.parameters(), lr=0.1)
-    for step in range(2):
-        tokens, targets = batch(step, world, 1)
-        optimizer.zero_grad(), expected.zero_grad()
-        mse(model, tokens[rank], targets[rank]).backward()
-        mse(reference, tokens, targets).backward()
-        optimizer.step(), expected.step()
-    for param, want in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.full_tensor().detach(), want.detach(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.fast_cases(
@@ -270,13 +222,44 @@ def from_the_first_rank(theirs: bool, elsewhere: str, empty: bool, strategy: str
         (False, "meta", False, "optim"),
     ],
 )
+@on_ranks(3)
 def test_the_first_ranks_weights_are_loaded_on_all_ranks(
-    ranks: RankGroup, theirs: bool, elsewhere: str, empty: bool, strategy: str | None
+    theirs: bool, elsewhere: str, empty: bool, strategy: str | None
 ) -> None:
-    ranks.run(3, from_the_first_rank, theirs, elsewhere, empty, strategy)
+    """As verl loads: the first rank has the weights; others are ``elsewhere``, without values or with other ones."""
+    rank = dist.get_rank()
+    with torch.device("cpu" if rank == 0 else elsewhere):
+        model = Buffered(seed=rank)
+    weights = {name: value.clone() for name, value in model.state_dict().items()} if rank == 0 else {}
+    fully_shard = fsdp.fully_shard if theirs else torch_impl.fully_shard
+    options = {} if strategy is None else {"strategy": strategy}
+    for layer in (model.embed, model.head):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    if empty:
+        model = model.to("cpu") if rank == 0 else model.to_empty(device="cpu")
+    whole_from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=whole_from_first)
+    reference = Buffered(seed=0)
+    for name, value in reference.state_dict().items():
+        mine = model.state_dict()[name]
+        assert torch.equal(mine.full_tensor() if isinstance(mine, DTensor) else mine, value), name
+    # The statistics of a batch would be those of each rank's own.
+    model.eval(), reference.eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    expected = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad(), expected.zero_grad()
+        local_loss(model, step).backward()
+        full_batch_loss(reference, step).backward()
+        optimizer.step(), expected.step()
+    for param, want in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor().detach(), want.detach(), rtol=1e-4, atol=1e-6)
 
 
-def never_loaded(empty: bool) -> None:
+@pytest.mark.parametrize("empty", [False, True])
+@on_ranks(3)
+def test_ranks_that_differ_and_load_nothing_are_refused_on_all_ranks(empty: bool) -> None:
     rank = dist.get_rank()
     with torch.device("cpu" if rank == 0 else "meta"):
         model = sharded_toy()
@@ -303,12 +286,8 @@ def never_loaded(empty: bool) -> None:
     model(torch.arange(4)).sum().backward()
 
 
-@pytest.mark.parametrize("empty", [False, True])
-def test_ranks_that_differ_and_load_nothing_are_refused_on_all_ranks(ranks: RankGroup, empty: bool) -> None:
-    ranks.run(3, never_loaded, empty)
-
-
-def whole_of_another_shape() -> None:
+@on_ranks(3)
+def test_whole_tensors_of_another_shape_are_refused_on_all_ranks() -> None:
     model = sharded_toy()
     weights = {name: torch.zeros(2, 2) for name in model.state_dict()}
     before = {name: whole(value) for name, value in model.state_dict().items()}
@@ -320,11 +299,8 @@ def whole_of_another_shape() -> None:
     assert all(torch.equal(whole(value), before[name]) for name, value in model.state_dict().items())
 
 
-def test_whole_tensors_of_another_shape_are_refused_on_all_ranks(ranks: RankGroup) -> None:
-    ranks.run(3, whole_of_another_shape)
-
-
-def others_tensors() -> None:
+@on_ranks(3)
+def test_torchs_own_tensors_load_as_before() -> None:
     """Torch's own sharded tensors in the same process are loaded as before."""
     linear = fsdp.fully_shard(nn.Linear(3, 5))
     weights = {"weight": torch.arange(15.0).view(5, 3), "bias": torch.ones(5)}
@@ -333,7 +309,3 @@ def others_tensors() -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         set_model_state_dict(linear, dict(weights), options=options)
         assert torch.equal(linear.weight.full_tensor(), weights["weight"])
-
-
-def test_torchs_own_tensors_load_as_before(ranks: RankGroup) -> None:
-    ranks.run(3, others_tensors)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import torch_impl
 from bridge.core.sharding.layout.rows import local_shape, rows_of
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import Toy, sharded_toy, whole
 from torch_impl.dtensor.local import local_boxes, local_of, local_pieces, row_bounds_of, row_range_of
 from torch_impl.dtensor.tensor import RowDTensor, RowShard, make_dtensor, make_partial
@@ -54,7 +54,8 @@ def all_cuts(mesh: DeviceMesh, seed: int = 0) -> list[tuple[torch.Tensor, RowDTe
     return pairs + [(whole, cut(whole, None, mesh)) for whole in full]
 
 
-def structure() -> None:
+@on_ranks(3)
+def test_boxes_cover_each_element_once_and_full_tensor_is_bitwise_right() -> None:
     mesh = init_device_mesh("cpu", (3,))
     for (shape, bounds), (full, tensor) in zip(CUTS, all_cuts(mesh), strict=False):
         assert tensor.shape == full.shape
@@ -73,11 +74,8 @@ def structure() -> None:
             )
 
 
-def test_boxes_cover_each_element_once_and_full_tensor_is_bitwise_right(ranks: RankGroup) -> None:
-    ranks.run(3, structure)
-
-
-def parameter_life() -> None:
+@on_ranks(3)
+def test_copies_of_all_kinds_keep_type_placement_and_values() -> None:
     mesh = init_device_mesh("cpu", (3,))
     for full, tensor in all_cuts(mesh):
         for same in (
@@ -97,11 +95,8 @@ def parameter_life() -> None:
         assert local_of(nn.Parameter(tensor)) is local_of(tensor)
 
 
-def test_copies_of_all_kinds_keep_type_placement_and_values(ranks: RankGroup) -> None:
-    ranks.run(3, parameter_life)
-
-
-def operators() -> None:
+@on_ranks(3)
+def test_elementwise_operators_and_whole_reductions_are_right() -> None:
     mesh = init_device_mesh("cpu", (3,))
     for (full, tensor), (full2, other) in zip(all_cuts(mesh), all_cuts(mesh, seed=1), strict=True):
         for result, want in (
@@ -140,11 +135,8 @@ def operators() -> None:
                 torch.testing.assert_close(result, want)
 
 
-def test_elementwise_operators_and_whole_reductions_are_right(ranks: RankGroup) -> None:
-    ranks.run(3, operators)
-
-
-def undefined_reductions() -> None:
+@on_ranks(3)
+def test_reductions_that_torch_does_not_define_are_refused() -> None:
     mesh = init_device_mesh("cpu", (3,))
     for full, bounds in ((torch.zeros(0, 3), (0, 0, 0, 0)), (torch.arange(3), (0, 1, 1, 3))):
         for reduce in (torch.max, torch.min) if full.numel() == 0 else (torch.mean,):
@@ -153,7 +145,9 @@ def undefined_reductions() -> None:
                     reduce(tensor)
 
 
-def equality(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+@on_ranks(3)
+def test_tensors_are_equal_on_all_ranks_or_on_none(strategy: str) -> None:
     same = sharded_toy(strategy=strategy)
     for row in (None, 0, 8):
         changed = Toy()
@@ -169,16 +163,8 @@ def equality(strategy: str) -> None:
         torch.equal(same.embed.weight, Toy().embed.weight)
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
-def test_tensors_are_equal_on_all_ranks_or_on_none(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(3, equality, strategy)
-
-
-def test_reductions_that_torch_does_not_define_are_refused(ranks: RankGroup) -> None:
-    ranks.run(3, undefined_reductions)
-
-
-def refused() -> None:
+@on_ranks(3)
+def test_what_depends_on_the_cut_raises() -> None:
     mesh = init_device_mesh("cpu", (3,))
     full, tensor = all_cuts(mesh)[0]
     elsewhere = cut(full, (0, 1, 2, 7), mesh)
@@ -217,11 +203,8 @@ def refused() -> None:
         make_dtensor(torch.zeros(9, 3), mesh, (7, 3), (0, 4, 4, 7))
 
 
-def test_what_depends_on_the_cut_raises(ranks: RankGroup) -> None:
-    ranks.run(3, refused)
-
-
-def optimizers() -> None:
+@on_ranks(3)
+def test_element_wise_torch_optimizers_and_gradient_clipping_work() -> None:
     mesh = init_device_mesh("cpu", (3,))
     for kind, options in (
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -263,11 +246,9 @@ def optimizers() -> None:
             assert all(local_of(p)._version > v for p, v in zip(sharded, versions, strict=True))
 
 
-def test_element_wise_torch_optimizers_and_gradient_clipping_work(ranks: RankGroup) -> None:
-    ranks.run(3, optimizers)
-
-
-def half_precision(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@on_ranks(3)
+def test_reductions_of_half_precision_round_once_as_those_of_a_whole_tensor(dtype: torch.dtype) -> None:
     mesh = init_device_mesh("cpu", (3,))
     # Sums of squares and sums leave the range of float16, and bfloat16 cannot count to 900.
     for full in (torch.full((900,), 200.0), torch.arange(900.0) / 2 + 1, torch.full((900,), 1.0)):
@@ -295,14 +276,8 @@ def half_precision(dtype: torch.dtype) -> None:
     assert plain.grad.count_nonzero() == 900
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_reductions_of_half_precision_round_once_as_those_of_a_whole_tensor(
-    ranks: RankGroup, dtype: torch.dtype
-) -> None:
-    ranks.run(3, half_precision, dtype)
-
-
-def norms_of_ranks() -> None:
+@on_ranks(3)
+def test_the_norms_of_ranks_are_combined_with_one_rounding() -> None:
     mesh = init_device_mesh("cpu", (3,))
     generator = torch.Generator().manual_seed(7)
     for _ in range(50):
@@ -312,11 +287,9 @@ def norms_of_ranks() -> None:
             assert torch.linalg.vector_norm(cut(full, (0, 1, 2, 3), mesh), order) == want.float()
 
 
-def test_the_norms_of_ranks_are_combined_with_one_rounding(ranks: RankGroup) -> None:
-    ranks.run(3, norms_of_ranks)
-
-
-def not_a_number(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(3)
+def test_a_nan_on_any_rank_is_the_result_on_all(dtype: torch.dtype) -> None:
     mesh = init_device_mesh("cpu", (3,))
     for row in (0, 1, 2, 6):
         full = values((7, 3)).to(dtype)
@@ -341,12 +314,8 @@ def not_a_number(dtype: torch.dtype) -> None:
                 nn.utils.clip_grad_norm_([param], 1.0, norm_type=order, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_nan_on_any_rank_is_the_result_on_all(ranks: RankGroup, dtype: torch.dtype) -> None:
-    ranks.run(3, not_a_number, dtype)
-
-
-def local_gradient() -> None:
+@on_ranks(3)
+def test_gradients_flow_back_through_to_local() -> None:
     mesh = init_device_mesh("cpu", (3,))
     for full, tensor in all_cuts(mesh):
         param = nn.Parameter(tensor)
@@ -355,7 +324,8 @@ def local_gradient() -> None:
         torch.testing.assert_close(whole(param.grad), 2 * full)
 
 
-def expanded_and_shared_local_gradients() -> None:
+@on_ranks(3)
+def test_expanded_and_shared_gradients_of_local_rows_become_the_parameters_own() -> None:
     mesh = init_device_mesh("cpu", (3,))
     for kind, options in (
         (torch_impl.MainWeightAdamW, {}),
@@ -379,14 +349,6 @@ def expanded_and_shared_local_gradients() -> None:
     before = whole(first.grad)
     second.grad.zero_()
     assert torch.equal(whole(first.grad), before)
-
-
-def test_expanded_and_shared_gradients_of_local_rows_become_the_parameters_own(ranks: RankGroup) -> None:
-    ranks.run(3, expanded_and_shared_local_gradients)
-
-
-def test_gradients_flow_back_through_to_local(ranks: RankGroup) -> None:
-    ranks.run(3, local_gradient)
 
 
 def plain_dcp_save(path: str) -> None:
@@ -432,7 +394,8 @@ def test_placements_compare_by_their_bounds() -> None:
     assert pickle.loads(pickle.dumps(RowShard((0, 1, 3)))) == RowShard((0, 1, 3))
 
 
-def backward_through_a_whole_tensor() -> None:
+@on_ranks(2)
+def test_a_backward_through_a_whole_tensor_is_refused() -> None:
     model = sharded_toy()
     weight = model.head.weight
     tensor = weight.full_tensor()
@@ -448,11 +411,8 @@ def backward_through_a_whole_tensor() -> None:
     assert not torch_impl.full_tensor(weight).requires_grad
 
 
-def test_a_backward_through_a_whole_tensor_is_refused(ranks: RankGroup) -> None:
-    ranks.run(2, backward_through_a_whole_tensor)
-
-
-def whole_tensors_of_shown_weights() -> None:
+@on_ranks(2)
+def test_whole_tensors_of_weights_that_are_shown_whole_are_refused_with_the_way_out() -> None:
     model = sharded_toy(reshard_after_forward=False)
     wanted = Toy().head.weight.detach()
     model(torch.arange(4))
@@ -466,7 +426,3 @@ def whole_tensors_of_shown_weights() -> None:
     assert torch.equal(torch_impl.full_tensor(model.head.weight), wanted)
     with pytest.raises(TypeError, match=r"full_tensor: expected a sharded parameter .*, got a plain Linear;"):
         torch_impl.full_tensor(model.head)
-
-
-def test_whole_tensors_of_weights_that_are_shown_whole_are_refused_with_the_way_out(ranks: RankGroup) -> None:
-    ranks.run(2, whole_tensors_of_shown_weights)

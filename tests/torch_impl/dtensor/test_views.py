@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing import assert_close
 
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.dtensor_cuts import CUTS, FEW, Cut, placed
 from tests.support.torch_impl.toy import sharded_toy, whole
 from torch_impl.dtensor.local import local_of
@@ -128,7 +128,9 @@ def tensors(cuts: list[Cut], few: bool) -> Iterator[tuple[Cut, torch.Tensor, Row
             yield cut, full, tensor
 
 
-def views(few: bool) -> None:
+@FEW
+@on_ranks(4)
+def test_views_that_keep_rows_are_those_of_whole_tensors_and_share_memory(few: bool) -> None:
     for cut, full, tensor in tensors(PLAIN, few):
         for name, (dims, view) in VIEWS.items():
             if full.ndim not in dims:
@@ -157,13 +159,8 @@ def views(few: bool) -> None:
 
 
 @FEW
-def test_views_that_keep_rows_are_those_of_whole_tensors_and_share_memory(
-    ranks: RankGroup, few: bool
-) -> None:
-    ranks.run(4, views, few)
-
-
-def made_values(few: bool) -> None:
+@on_ranks(4)
+def test_reductions_along_a_dimension_and_new_tensors_are_those_of_whole_tensors(few: bool) -> None:
     for cut, full, tensor in tensors(PLAIN, few):
         for name, (dims, compute) in VALUES.items():
             if full.ndim in dims:
@@ -181,13 +178,6 @@ def made_values(few: bool) -> None:
                     equal_nan=True,
                     msg=lambda found, text=text: f"{text}: {found}",
                 )
-
-
-@FEW
-def test_reductions_along_a_dimension_and_new_tensors_are_those_of_whole_tensors(
-    ranks: RankGroup, few: bool
-) -> None:
-    ranks.run(4, made_values, few)
 
 
 def refused() -> set[str]:
@@ -241,7 +231,8 @@ def test_what_torchs_own_sharded_tensors_answer_has_the_same_values(ranks: RankG
     assert {"slice", "chunk", "mean(0)", "new_zeros", "view(-1)"} <= set(answered[0])
 
 
-def views_of_parameters() -> None:
+@on_ranks(3)
+def test_a_write_to_a_view_of_a_parameter_is_seen_by_the_next_forward() -> None:
     """Views of a model's parameters change the next forward; their gradients reach the parameter."""
     model = sharded_toy()
     # A forward with gradients would leave the root's weights whole for its backward.
@@ -254,10 +245,6 @@ def views_of_parameters() -> None:
     param = nn.Parameter(model.embed.weight.detach().clone())
     (param.view(-1) * 3).to_local().sum().backward()
     assert torch.equal(whole(param.grad), torch.full((9, 5), 3.0))
-
-
-def test_a_write_to_a_view_of_a_parameter_is_seen_by_the_next_forward(ranks: RankGroup) -> None:
-    ranks.run(3, views_of_parameters)
 
 
 IN_PLACE: dict[str, Callable[[Any], Any]] = {
@@ -279,7 +266,9 @@ IN_PLACE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def written_in_place(few: bool) -> None:
+@FEW
+@on_ranks(4)
+def test_operators_that_write_elements_are_those_of_whole_tensors(few: bool) -> None:
     for cut, full, tensor in tensors(PLAIN, few):
         for name, write in IN_PLACE.items():
             made, wanted = tensor.clone(), full.clone()
@@ -295,8 +284,3 @@ def written_in_place(few: bool) -> None:
                 msg=lambda found, text=text: f"{text}: {found}",
             )
             assert local_of(made)._version > version, name
-
-
-@FEW
-def test_operators_that_write_elements_are_those_of_whole_tensors(ranks: RankGroup, few: bool) -> None:
-    ranks.run(4, written_in_place, few)

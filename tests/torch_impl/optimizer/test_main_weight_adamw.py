@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import torch_impl
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy, whole
+from tests.support.ranks import RankGroup, on_ranks
+from tests.support.torch_impl.toy import Toy, local_loss, sharded_toy, whole
 from torch_impl.dtensor.local import local_of
 from torch_impl.dtensor.tensor import RowDTensor
 
@@ -118,7 +117,8 @@ def test_parameter_groups_schedules_and_missing_gradients_act_as_in_torch(ranks:
     ranks.run(3, groups_and_schedules)
 
 
-def inert_state() -> None:
+@on_ranks(3)
+def test_creating_state_changes_no_weight_and_keeps_existing_state() -> None:
     model = sharded_toy()
     model.blocks[0].gain.requires_grad_(False)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.1, weight_decay=0.5)
@@ -140,17 +140,14 @@ def inert_state() -> None:
     assert optimizer.state[model.head.weight]["exp_avg"] is first
 
 
-def test_creating_state_changes_no_weight_and_keeps_existing_state(ranks: RankGroup) -> None:
-    ranks.run(3, inert_state)
-
-
-def resumed(how: str) -> None:
-    world, rank = dist.get_world_size(), dist.get_rank()
+@pytest.mark.fast_cases("state_dict")
+@pytest.mark.parametrize("how", ["state_dict", "get_optimizer_state_dict"])
+@on_ranks(3)
+def test_a_loaded_state_goes_on_bit_for_bit(how: str) -> None:
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
-            tokens, targets = batch(step, world, 1)
-            mse(model, tokens[rank], targets[rank]).backward()
+            local_loss(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -180,13 +177,8 @@ def resumed(how: str) -> None:
         assert torch.equal(whole(param), whole(want))
 
 
-@pytest.mark.fast_cases("state_dict")
-@pytest.mark.parametrize("how", ["state_dict", "get_optimizer_state_dict"])
-def test_a_loaded_state_goes_on_bit_for_bit(ranks: RankGroup, how: str) -> None:
-    ranks.run(3, resumed, how)
-
-
-def wrongly_placed_state() -> None:
+@on_ranks(2)
+def test_state_of_another_layout_is_refused() -> None:
     rows = torch_impl.MainWeightAdamW(sharded_toy().parameters())
     rows.init_state()
     other = torch_impl.MainWeightAdamW(sharded_toy(granularity="tensor").parameters())
@@ -194,11 +186,8 @@ def wrongly_placed_state() -> None:
         other.load_state_dict(rows.state_dict())
 
 
-def test_state_of_another_layout_is_refused(ranks: RankGroup) -> None:
-    ranks.run(2, wrongly_placed_state)
-
-
-def wrong_gradients() -> None:
+@on_ranks(2)
+def test_a_gradient_placed_otherwise_than_its_parameter_is_refused() -> None:
     model = sharded_toy()
     optimizer = torch_impl.MainWeightAdamW(model.parameters())
     set_gradients(model, 0)
@@ -207,10 +196,6 @@ def wrong_gradients() -> None:
         ValueError, match=r"gradient of parameter .head.weight. of shape \(1, 5\): expected placements"
     ):
         optimizer.step()
-
-
-def test_a_gradient_placed_otherwise_than_its_parameter_is_refused(ranks: RankGroup) -> None:
-    ranks.run(2, wrong_gradients)
 
 
 @pytest.mark.parametrize(

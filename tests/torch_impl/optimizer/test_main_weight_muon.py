@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bridge.core.sharding.layout.matrices import balanced, rounds, rows_by_shard
 from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy, whole
+from tests.support.torch_impl.toy import Toy, full_batch_loss, local_loss, sharded_toy, whole
 from tests.torch_impl.optimizer.test_moment_dtypes import random_gradients
 from tests.torch_impl.runtime.test_two_axes import spelled_out
 from torch_impl import MainWeightMuon, count_collectives, load_checkpoint, save_checkpoint
@@ -148,14 +148,12 @@ def test_small_rounds_and_offload_change_nothing_but_the_calls(ranks: RankGroup)
 
 def trained(name: str) -> list[torch.Tensor]:
     """Other data on every rank, against the full batch in one process."""
-    world, rank = dist.get_world_size(), dist.get_rank()
     model, reference = placed(name), Toy()
     optimizer = MainWeightMuon(model.parameters(), **OPTIONS)
     expected = Reference(reference, **OPTIONS)
     for step in range(3):
-        tokens, targets = batch(step, world, 1)
-        mse(model, tokens[rank], targets[rank]).backward()
-        mse(reference, tokens, targets).backward()
+        local_loss(model, step).backward()
+        full_batch_loss(reference, step).backward()
         optimizer.step()
         expected.step()
         optimizer.zero_grad()
@@ -188,9 +186,8 @@ def continued(path: str, dtype: torch.dtype, name: str, saves: bool) -> list[tor
     for step in range(3, 5):
         random_gradients(model, step)
         optimizer.step()
-    tokens, targets = batch(0, dist.get_world_size(), 1)
     with torch.no_grad():
-        assert torch.isfinite(mse(model, tokens, targets))
+        assert torch.isfinite(full_batch_loss(model))
     return [whole(param) for param in model.parameters() if param.ndim >= 2]
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy, whole
+from tests.support.torch_impl.toy import Toy, full_batch_loss, sharded_toy, whole
 from tests.torch_impl.optimizer.test_moment_dtypes import random_gradients
 from torch_impl import MainWeightSGD, load_checkpoint, save_checkpoint
 from torch_impl.dtensor.local import local_of
@@ -145,9 +144,8 @@ def continued(path: str, dtype: torch.dtype, strategy: str, saves: bool) -> list
     for step in range(3, 5):
         random_gradients(model, step)
         optimizer.step()
-    tokens, targets = batch(0, dist.get_world_size(), 1)
     with torch.no_grad():
-        loss = mse(model, tokens, targets)
+        loss = full_batch_loss(model)
     return [loss, *(whole(param) for param in model.parameters())]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy
 from tests.torch_impl.optimizer.test_main_weight_adamw import OPTIONS, set_gradients
 from torch_impl import MainWeightAdamW
@@ -36,7 +36,8 @@ def with_gradients(params: list[nn.Parameter], step: int) -> None:
         param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
 
 
-def l2_on_rows() -> None:
+@on_ranks(2)
+def test_without_adam_w_mode_it_is_fused_adam_bit_for_bit() -> None:
     model = sharded_toy()
     rows = [nn.Parameter(local_of(param).detach().clone()) for param in model.parameters()]
     optimizer = MainWeightAdamW(model.parameters(), adam_w_mode=False, **OPTIONS)
@@ -51,10 +52,6 @@ def l2_on_rows() -> None:
             assert torch.equal(local_of(param), row)
             for key in ("exp_avg", "exp_avg_sq"):
                 assert torch.equal(local_of(optimizer.state[param][key]), expected.state[row][key])
-
-
-def test_without_adam_w_mode_it_is_fused_adam_bit_for_bit(ranks: RankGroup) -> None:
-    ranks.run(2, l2_on_rows)
 
 
 @pytest.mark.parametrize(

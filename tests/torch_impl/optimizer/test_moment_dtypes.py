@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import nn
@@ -17,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
 from bridge.core.formats import CheckpointError
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy
+from tests.support.ranks import RankGroup, on_ranks
+from tests.support.torch_impl.toy import Toy, local_loss, sharded_toy
 from torch_impl import MainWeightAdamW, MixedPrecisionPolicy, full_tensor, load_checkpoint, save_checkpoint
 from torch_impl.dtensor.local import local_of, row_range_of
 from torch_impl.dtensor.tensor import RowDTensor, wrap_like
@@ -48,10 +47,8 @@ def sharded(
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> float:
-    world, rank = dist.get_world_size(), dist.get_rank()
     for step in steps:
-        tokens, targets = batch(step, world, 1)
-        loss = mse(model, tokens[rank], targets[rank])
+        loss = local_loss(model, step)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -336,7 +333,11 @@ def load_only(path: str) -> dict[str, torch.Tensor]:
     return whole_state(model, optimizer)
 
 
-def state_dict_round_trip(how: str, dtype: torch.dtype) -> None:
+@pytest.mark.each_value
+@pytest.mark.parametrize("how", ["state_dict", "get_optimizer_state_dict"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8])
+@on_ranks(3)
+def test_a_loaded_state_keeps_its_dtypes_and_goes_on_bit_for_bit(how: str, dtype: torch.dtype) -> None:
     model, optimizer = sharded(dtype)
     train(model, optimizer, range(3))
     other, loaded = sharded(dtype)
@@ -355,15 +356,6 @@ def state_dict_round_trip(how: str, dtype: torch.dtype) -> None:
     train(other, loaded, range(3, 5))
     for param, want in zip(other.parameters(), model.parameters(), strict=True):
         assert same_bits(local_of(param).detach(), local_of(want).detach())
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("how", ["state_dict", "get_optimizer_state_dict"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8])
-def test_a_loaded_state_keeps_its_dtypes_and_goes_on_bit_for_bit(
-    ranks: RankGroup, how: str, dtype: torch.dtype
-) -> None:
-    ranks.run(3, state_dict_round_trip, how, dtype)
 
 
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16, FLOAT8, WIDE_FLOAT8])
@@ -443,7 +435,8 @@ def test_a_checkpoint_with_moments_of_other_dtypes_is_refused_with_a_hint(tmp_pa
             load_checkpoint(tmp_path / "a", *run(**kinds))
 
 
-def half_gradients() -> None:
+@on_ranks(3)
+def test_gradients_in_half_precision_update_as_if_they_had_been_cast() -> None:
     policy = MixedPrecisionPolicy(grad_dtype=torch.bfloat16)
     model, optimizer = sharded(torch.float32, mp_policy=policy)
     other, its_optimizer = sharded(torch.float32)
@@ -457,10 +450,6 @@ def half_gradients() -> None:
     for param, want in zip(model.parameters(), other.parameters(), strict=True):
         assert local_of(param).dtype == torch.float32
         assert same_bits(local_of(param).detach(), local_of(want).detach())
-
-
-def test_gradients_in_half_precision_update_as_if_they_had_been_cast(ranks: RankGroup) -> None:
-    ranks.run(3, half_gradients)
 
 
 def stock_adamw_on_half_gradients(fused: bool) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.toy import Toy, sharded_toy, whole
 from tests.torch_impl.optimizer.test_main_weight_adamw import OPTIONS, gradients, set_gradients
 from torch_impl import MainWeightAdamW
@@ -144,7 +144,8 @@ def test_load_hooks_see_the_true_state_before_and_after() -> None:
     assert seen == [torch.bfloat16] * 4
 
 
-def state_before_a_step() -> None:
+@on_ranks(2)
+def test_the_state_before_any_step_loads_without_touching_a_weight() -> None:
     model = sharded_toy()
     optimizer = MainWeightAdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     assert optimizer.state_dict()["state"] == {}
@@ -157,10 +158,6 @@ def state_before_a_step() -> None:
         assert torch.equal(whole(param), want)
         assert fresh.state[param]["step"].item() == 0
     assert fresh.param_groups[0]["lr"] == 0.1
-
-
-def test_the_state_before_any_step_loads_without_touching_a_weight(ranks: RankGroup) -> None:
-    ranks.run(2, state_before_a_step)
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
@@ -237,7 +234,8 @@ def test_sparse_gradients_and_complex_parameters_are_refused() -> None:
         MainWeightAdamW([complex_]).step()
 
 
-def one_bad_gradient() -> None:
+@on_ranks(2)
+def test_a_step_that_is_refused_updates_no_group() -> None:
     model = sharded_toy()
     optimizer = MainWeightAdamW(
         [{"params": list(model.blocks.parameters())}, {"params": list(model.head.parameters())}]
@@ -254,11 +252,9 @@ def one_bad_gradient() -> None:
     assert optimizer.state[model.head.weight]["step"].item() == 1
 
 
-def test_a_step_that_is_refused_updates_no_group(ranks: RankGroup) -> None:
-    ranks.run(2, one_bad_gradient)
-
-
-def collected_too_early(when: str) -> None:
+@pytest.mark.parametrize("when", ["built before", "trained before", "collected before"])
+@on_ranks(2)
+def test_parameters_collected_before_sharding_are_refused_by_name(when: str) -> None:
     model = Toy()
     early = list(model.named_parameters())
     message = r"parameter 'embed.weight' was collected before fully_shard took it into a Toy unit"
@@ -289,8 +285,3 @@ def collected_too_early(when: str) -> None:
     for param, value in zip(model.parameters(), gradients(0), strict=True):
         param.grad = torch.zeros_like(param).copy_(value)
     optimizer.step()
-
-
-@pytest.mark.parametrize("when", ["built before", "trained before", "collected before"])
-def test_parameters_collected_before_sharding_are_refused_by_name(ranks: RankGroup, when: str) -> None:
-    ranks.run(2, collected_too_early, when)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.toy import assert_same_weights, counted, rank_inputs, seeded, whole
 
 WORLD = 4
@@ -47,7 +47,10 @@ def sharded(shape: tuple[int, ...], strategy: str, granularity: str = "tensor") 
     return torch_impl.fully_shard(seeded(Model), mesh=mesh, strategy=strategy, granularity=granularity)
 
 
-def trained(shape: tuple[int, ...], strategy: str) -> None:
+@pytest.mark.fast_cases("shape0-no_shard", "shape3-optim_grads_params")
+@pytest.mark.parametrize(("shape", "strategy"), STRATEGIES)
+@on_ranks(WORLD)
+def test_whole_matrices_train_as_on_one_device(shape: tuple[int, ...], strategy: str) -> None:
     model, reference = sharded(shape, strategy), seeded(Model)
     if strategy != "no_shard":
         sizes = [param.to_local().numel() for param in model.parameters()]
@@ -76,15 +79,9 @@ def trained(shape: tuple[int, ...], strategy: str) -> None:
     assert_same_weights(model, reference)
 
 
-@pytest.mark.fast_cases("shape0-no_shard", "shape3-optim_grads_params")
-@pytest.mark.parametrize(("shape", "strategy"), STRATEGIES)
-def test_whole_matrices_train_as_on_one_device(
-    ranks: RankGroup, shape: tuple[int, ...], strategy: str
-) -> None:
-    ranks.run(WORLD, trained, shape, strategy)
-
-
-def refused(granularity: str) -> None:
+@on_ranks(WORLD)
+def test_matrices_that_are_cut_are_refused() -> None:
+    granularity = "row"
     model = sharded((4,), "optim_grads_params", granularity)
     optimizer = torch.optim.Muon(model.parameters(), **OPTIONS)
     model(rank_inputs()[dist.get_rank()]).sum().backward()
@@ -92,11 +89,8 @@ def refused(granularity: str) -> None:
         optimizer.step()
 
 
-def test_matrices_that_are_cut_are_refused(ranks: RankGroup) -> None:
-    ranks.run(WORLD, refused, "row")
-
-
-def products() -> None:
+@on_ranks(WORLD)
+def test_products_and_transposes_of_whole_matrices() -> None:
     model, reference = sharded((4,), "optim_grads_params"), seeded(Model)
     for name, param in model.named_parameters():
         want = reference.get_parameter(name)
@@ -125,11 +119,8 @@ def products() -> None:
     torch.testing.assert_close(model(x), reference(x))
 
 
-def test_products_and_transposes_of_whole_matrices(ranks: RankGroup) -> None:
-    ranks.run(WORLD, products)
-
-
-def other_operands() -> None:
+@on_ranks(WORLD)
+def test_products_with_other_tensors_are_refused() -> None:
     """Matrices on different ranks or meshes, plain ones, and vectors have no product here."""
     model = sharded((4,), "optim_grads_params")
     first, second = model.layers[1].weight, model.layers[2].weight
@@ -147,11 +138,8 @@ def other_operands() -> None:
             product()
 
 
-def test_products_with_other_tensors_are_refused(ranks: RankGroup) -> None:
-    ranks.run(WORLD, other_operands)
-
-
-def clipped() -> None:
+@on_ranks(WORLD)
+def test_norms_answer_full_tensor() -> None:
     """Norms answer ``full_tensor()``, over several meshes and with plain gradients among them."""
     model, plain = sharded((4,), "optim_grads_params"), nn.Linear(3, 1)
     # The last one's norms are sums over two ranks, not over all four.
@@ -173,7 +161,3 @@ def clipped() -> None:
     nn.utils.clip_grad_norm_(params, 0.1)
     now = [whole(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in params]
     assert nn.utils.get_total_norm(now).item() == pytest.approx(0.1, rel=1e-4)
-
-
-def test_norms_answer_full_tensor(ranks: RankGroup) -> None:
-    ranks.run(WORLD, clipped)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.cut_decoder import (
     CONFIG,
     EXACT,
@@ -27,19 +27,6 @@ from torch_impl.dtensor.local import local_of
 WORLD = 4
 
 
-def trains(mesh: dict[str, int | str], microbatches: int, fused: bool, options: dict[str, Any]) -> None:
-    model, reference = cut_decoder(mesh, **options), decoder()
-    if fused:
-        optimizer: torch.optim.Optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    data = WORLD // int(mesh["tp"])
-    assert_trains_like_one_process(model, reference, [optimizer, expected], range(3), data, microbatches)
-    w13 = model.layers[0].mlp.w13.weight
-    assert local_of(w13).numel() < w13.numel() / int(mesh["tp"]) + 1
-
-
 @pytest.mark.fast_cases("mesh0-1-False-options0", "mesh3-2-True-options3")
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "fused", "options"),
@@ -51,10 +38,20 @@ def trains(mesh: dict[str, int | str], microbatches: int, fused: bool, options: 
         ({"dp": 1, "tp": 4}, 1, True, {}),
     ],
 )
+@on_ranks(WORLD)
 def test_losses_norms_and_weights_are_those_of_one_process(
-    ranks: RankGroup, mesh: dict[str, int | str], microbatches: int, fused: bool, options: dict[str, Any]
+    mesh: dict[str, int | str], microbatches: int, fused: bool, options: dict[str, Any]
 ) -> None:
-    ranks.run(WORLD, trains, mesh, microbatches, fused, options)
+    model, reference = cut_decoder(mesh, **options), decoder()
+    if fused:
+        optimizer: torch.optim.Optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    data = WORLD // int(mesh["tp"])
+    assert_trains_like_one_process(model, reference, [optimizer, expected], range(3), data, microbatches)
+    w13 = model.layers[0].mlp.w13.weight
+    assert local_of(w13).numel() < w13.numel() / int(mesh["tp"]) + 1
 
 
 def gradients() -> dict[str, torch.Tensor]:

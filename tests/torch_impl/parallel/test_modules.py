@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.torch_version import TorchVersion
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import seeded, whole
 from torch_impl import ParallelPolicy, PolicyError, PrecisionPolicy, ShardingPolicy, UnitPolicy
 from torch_impl.dtensor.local import local_of
@@ -243,7 +243,8 @@ def test_the_output_of_a_cut_module_that_would_get_a_part_of_its_gradient_is_ref
         assert "the whole output of another cut module" in message
 
 
-def unfrozen_later() -> None:
+@on_ranks(WORLD)
+def test_a_whole_parameter_that_is_unfrozen_later_gets_its_whole_gradient() -> None:
     model, reference = GatedInside().double(), GatedInside().double()
     reference.load_state_dict(model.state_dict())
     for param in (*model.parameters(), *reference.parameters()):
@@ -259,11 +260,8 @@ def unfrozen_later() -> None:
         torch.testing.assert_close(whole(param.grad), other.grad, **EXACT)
 
 
-def test_a_whole_parameter_that_is_unfrozen_later_gets_its_whole_gradient(ranks: RankGroup) -> None:
-    ranks.run(WORLD, unfrozen_later)
-
-
-def by_torch() -> None:
+@on_ranks(WORLD)
+def test_a_model_cut_by_torch_needs_no_entries() -> None:
     """A model that torch's own tensor parallelism has cut: the policy needs no entries."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, reference = net(), net()
@@ -273,10 +271,6 @@ def by_torch() -> None:
     reference(tokens(0)).square().mean().backward()
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(param.grad), other.grad, **EXACT)
-
-
-def test_a_model_cut_by_torch_needs_no_entries(ranks: RankGroup) -> None:
-    ranks.run(WORLD, by_torch)
 
 
 def calls_outside() -> str:
@@ -386,7 +380,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[ParallelPolicy], str]] = 
 }
 
 
-def refusals() -> None:
+@on_ranks(WORLD)
+def test_what_cannot_be_cut_is_refused_by_name_before_anything_is_changed() -> None:
     for name, (build, entries, message) in REFUSED.items():
         model = build().double()
         with pytest.raises(PolicyError) as caught:
@@ -403,7 +398,3 @@ def refusals() -> None:
         PolicyError, match=r"\[mesh\]: expected axes of 4 devices in all, got dp = 4 x tp = 2"
     ):
         policy(*CASES["sequential"], dp=4, tp=2).apply(net())
-
-
-def test_what_cannot_be_cut_is_refused_by_name_before_anything_is_changed(ranks: RankGroup) -> None:
-    ranks.run(WORLD, refusals)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import on_ranks
 from torch_impl import ShardingPolicy
 
 pytest.importorskip("transformers")
@@ -57,7 +57,10 @@ def built(kind: str) -> torch.nn.Module:
     return model
 
 
-def trains(kind: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+@on_ranks(4)
+def test_gradients_are_those_of_one_process(kind: str) -> None:
     model, reference = built(kind), built(kind)
     ShardingPolicy.parse(POLICY).apply(model)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, reference)]
@@ -75,9 +78,3 @@ def trains(kind: str) -> None:
         for one in optimizers:
             one.step()
             one.zero_grad()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
-def test_gradients_are_those_of_one_process(ranks: RankGroup, kind: str) -> None:
-    ranks.run(4, trains, kind)

@@ -11,13 +11,13 @@ from torch import nn
 
 import torch_impl
 from bridge.core.sharding import ShardingPolicy
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import assert_same_gradients, assert_same_weights, seeded
-from tests.torch_impl.runtime.test_buffers import Pair, data, one_step
+from tests.torch_impl.runtime.test_buffers import data, one_step, pair
 
 
-def sharded(align: Any, strategy: str = "optim_grads_params") -> Pair:
-    model = seeded(Pair)
+def sharded(align: Any, strategy: str = "optim_grads_params") -> nn.Sequential:
+    model = seeded(pair)
     for unit in (model.first, model.second):
         torch_impl.fully_shard(unit, strategy=strategy, align=align)
         (group,) = unit._unit.groups
@@ -26,8 +26,21 @@ def sharded(align: Any, strategy: str = "optim_grads_params") -> Pair:
     return torch_impl.fully_shard(model, strategy=strategy, align=align)
 
 
-def train(align: Any, strategy: str) -> None:
-    model, reference = sharded(align, strategy), seeded(Pair)
+@pytest.mark.fast_cases("auto-2-no_shard", "128-2-optim_grads_params", "24-3-optim_grads_params")
+@pytest.mark.parametrize(
+    ("align", "world", "strategy"),
+    [
+        (128, 2, "optim_grads_params"),
+        (128, 3, "optim_grads"),
+        (128, 4, "optim"),
+        (24, 3, "optim_grads_params"),
+        ("auto", 4, "optim_grads_params"),
+        ("auto", 2, "no_shard"),
+    ],
+)
+@on_ranks("world")
+def test_training_equals_the_full_batch_on_one_process(align: Any, strategy: str) -> None:
+    model, reference = sharded(align, strategy), seeded(pair)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(3):
@@ -44,24 +57,6 @@ def train(align: Any, strategy: str) -> None:
         assert_same_weights(model, reference)
 
 
-@pytest.mark.fast_cases("auto-2-no_shard", "128-2-optim_grads_params", "24-3-optim_grads_params")
-@pytest.mark.parametrize(
-    ("align", "world", "strategy"),
-    [
-        (128, 2, "optim_grads_params"),
-        (128, 3, "optim_grads"),
-        (128, 4, "optim"),
-        (24, 3, "optim_grads_params"),
-        ("auto", 4, "optim_grads_params"),
-        ("auto", 2, "no_shard"),
-    ],
-)
-def test_training_equals_the_full_batch_on_one_process(
-    ranks: RankGroup, align: Any, world: int, strategy: str
-) -> None:
-    ranks.run(world, train, align, strategy)
-
-
 def save(align: Any, path: str) -> None:
     model = sharded(align)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2)
@@ -70,7 +65,7 @@ def save(align: Any, path: str) -> None:
 
 
 def load_and_go_on(align: Any, path: str) -> None:
-    model, reference = sharded(align), seeded(Pair)
+    model, reference = sharded(align), seeded(pair)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2)
     torch_impl.load_checkpoint(path, model, optimizer)
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.01)
@@ -96,15 +91,12 @@ def test_a_checkpoint_moves_between_alignments(
     ranks.run(loader, load_and_go_on, loaded, path)
 
 
-def refused() -> None:
+@on_ranks(2)
+def test_alignments_that_are_none_or_unlike_on_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match='align: expected an int >= 1 or "auto", got 0'):
         torch_impl.fully_shard(nn.Linear(3, 5), align=0)
     with pytest.raises(ValueError, match="align: rank 0 has 'auto', rank 1 has 128"):
         torch_impl.fully_shard(nn.Linear(3, 5), align=128 if dist.get_rank() else "auto")
-
-
-def test_alignments_that_are_none_or_unlike_on_ranks_are_refused(ranks: RankGroup) -> None:
-    ranks.run(2, refused)
 
 
 POLICY = """
@@ -121,13 +113,13 @@ match = ""
 
 
 def by_policy() -> list[tuple[int, tuple[int, ...]]]:
-    model = torch_impl.ShardingPolicy.parse(POLICY).apply(seeded(Pair))
+    model = torch_impl.ShardingPolicy.parse(POLICY).apply(seeded(pair))
     layouts = [unit._unit.groups[0].layout for unit in (model.first, model.second)]
     return [(layout.align, layout.shard_sizes) for layout in layouts]
 
 
 def test_a_policy_aligns_all_units_or_one(ranks: RankGroup) -> None:
-    shapes = {name: tuple(param.shape) for name, param in Pair().first.named_parameters()}
+    shapes = {name: tuple(param.shape) for name, param in pair().first.named_parameters()}
     expected = [(align, torch_impl.plan_layout(shapes, 3, align=align).shard_sizes) for align in (128, 16)]
     assert ranks.run(3, by_policy) == [expected] * 3
     policy = ShardingPolicy.parse(POLICY)

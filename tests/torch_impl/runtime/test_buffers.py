@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import (
     assert_at_rest,
     assert_same_gradients,
@@ -19,6 +19,7 @@ from tests.support.torch_impl.toy import (
     counted,
     seeded,
 )
+from tests.support.torch_impl.zoo import named
 from torch_impl.comm import collectives
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -45,18 +46,13 @@ class Wide(nn.Module):
         return x + self.gain * self.down(torch.tanh(self.mid(torch.tanh(self.up(x)))))
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Wide(), Wide()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
+def pair() -> nn.Sequential:
+    return named(first=Wide(), second=Wide())
 
 
-def sharded_pair(strategy: str, grain: str, **options: Any) -> Pair:
+def sharded_pair(strategy: str, grain: str, **options: Any) -> nn.Sequential:
     """Without alignment, for which small units have one buffer."""
-    model = seeded(Pair)
+    model = seeded(pair)
     options["align"] = 1
     granularity, buffers = GRAINS[grain]
     for unit in (model.first, model.second):
@@ -75,7 +71,7 @@ def data(step: int, microbatches: int) -> torch.Tensor:
 
 def train_steps(strategy: str, grain: str, compute: str) -> None:
     policy = torch_impl.MixedPrecisionPolicy(param_dtype=getattr(torch, compute), reduce_dtype=torch.float32)
-    model, reference = sharded_pair(strategy, grain, mp_policy=policy), seeded(Pair)
+    model, reference = sharded_pair(strategy, grain, mp_policy=policy), seeded(pair)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
     assert_same_weights(model, reference, rtol=0, atol=0)
@@ -215,7 +211,8 @@ def test_an_interrupted_reduction_of_two_buffers_leaves_no_open_operation(ranks:
     ranks.run(3, stop_between_reductions)
 
 
-def keep_unreduced() -> None:
+@on_ranks(3)
+def test_unreduced_sums_are_added_to_in_place() -> None:
     """Later microbatches add into the buffer of the first one: no second copy of the unreduced sums."""
     model = sharded_pair("optim_grads_params", "row")
     model.set_requires_gradient_sync(False)
@@ -225,10 +222,6 @@ def keep_unreduced() -> None:
         model(own).square().mean().backward()
         places.append([p.grad._local_tensor.data_ptr() for p in model.parameters()])
     assert places[0] == places[1] == places[2]
-
-
-def test_unreduced_sums_are_added_to_in_place(ranks: RankGroup) -> None:
-    ranks.run(3, keep_unreduced)
 
 
 def bytes_at_rest(grain: str) -> tuple[int, int]:
@@ -269,7 +262,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
 
 
 def load_run(strategy: str, grain: str, path: str) -> None:
-    model, reference = sharded_pair(strategy, grain), seeded(Pair)
+    model, reference = sharded_pair(strategy, grain), seeded(pair)
     for param in model.parameters():
         with torch.no_grad():
             param.zero_()
@@ -299,7 +292,8 @@ def test_a_checkpoint_moves_between_layouts(
     ranks.run(loader, load_run, "optim", loaded_as, path)
 
 
-def refuse_unknown_names() -> None:
+@on_ranks(2)
+def test_granularity_of_unknown_parameters_or_unlike_on_ranks_is_refused() -> None:
     model = seeded(Wide)
     wrong = {"up.weight": "row", "side.weight": "tensor"}
     with pytest.raises(ValueError, match=r"unit's parameters \(gain, up.weight, .*\), got 'side.weight'"):
@@ -314,10 +308,6 @@ def refuse_unknown_names() -> None:
     with pytest.raises(ValueError, match=r"granularity: rank 0 has .*, rank 1 has"):
         torch_impl.fully_shard(model, granularity=one)
     assert type(torch_impl.fully_shard(model)) is not Wide
-
-
-def test_granularity_of_unknown_parameters_or_unlike_on_ranks_is_refused(ranks: RankGroup) -> None:
-    ranks.run(2, refuse_unknown_names)
 
 
 def plan_unlike(module: nn.Module) -> None:

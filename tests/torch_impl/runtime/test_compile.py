@@ -8,15 +8,16 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import (
     Toy,
     assert_at_rest,
     assert_same_gradients,
     assert_same_weights,
-    batch,
-    mse,
+    full_batch_loss,
+    local_loss,
 )
+from tests.support.torch_impl.zoo import Headless
 
 
 def compiled_and_sharded(how: str, strategy: str, backend: object) -> torch.nn.Module:
@@ -37,19 +38,29 @@ def compiled_and_sharded(how: str, strategy: str, backend: object) -> torch.nn.M
     return torch_impl.fully_shard(model, strategy=strategy)
 
 
-def train(how: str, strategy: str) -> None:
+@pytest.mark.fast_cases("function before-optim_grads_params")
+@pytest.mark.parametrize(
+    ("how", "strategy"),
+    [
+        ("method before", "optim_grads_params"),
+        pytest.param("method after", "optim_grads_params", marks=pytest.mark.slow),
+        ("function before", "optim_grads_params"),
+        pytest.param("function after", "optim_grads_params", marks=pytest.mark.slow),
+        pytest.param("method before", "optim", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2)
+def test_compiled_blocks_train_as_uncompiled_ones(how: str, strategy: str) -> None:
     torch._dynamo.reset()
     # The default backend differs in how it generates code, not in what it is given.
     graphs = CompileCounterWithBackend("aot_eager")
     model, reference = compiled_and_sharded(how, strategy, graphs), Toy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = torch.optim.SGD(reference.parameters(), lr=0.1)
-    world, rank = dist.get_world_size(), dist.get_rank()
     compiled = []
     for step in range(3):
-        tokens, targets = batch(step, world, 1)
-        mse(model, tokens[rank], targets[rank]).backward()
-        mse(reference, tokens, targets).backward()
+        local_loss(model, step).backward()
+        full_batch_loss(reference, step).backward()
         names = {name.replace("_orig_mod.", ""): param for name, param in model.named_parameters()}
         assert list(names) == [name for name, _ in reference.named_parameters()]
         for (name, param), want in zip(names.items(), reference.parameters(), strict=True):
@@ -67,52 +78,21 @@ def train(how: str, strategy: str) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.fast_cases("function before-optim_grads_params")
-@pytest.mark.parametrize(
-    ("how", "strategy"),
-    [
-        ("method before", "optim_grads_params"),
-        pytest.param("method after", "optim_grads_params", marks=pytest.mark.slow),
-        ("function before", "optim_grads_params"),
-        pytest.param("function after", "optim_grads_params", marks=pytest.mark.slow),
-        pytest.param("method before", "optim", marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_blocks_train_as_uncompiled_ones(ranks: RankGroup, how: str, strategy: str) -> None:
-    ranks.run(2, train, how, strategy)
-
-
-def whole_model() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_whole_sharded_model_may_be_compiled() -> None:
     torch._dynamo.reset()
     model, reference = Toy(), Toy()
     for block in model.blocks:
         torch_impl.fully_shard(block)
     torch_impl.fully_shard(model)
     compiled = torch.compile(model, backend="aot_eager")
-    world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(2):
-        tokens, targets = batch(step, world, 1)
-        mse(compiled, tokens[rank], targets[rank]).backward()
-        mse(reference, tokens, targets).backward()
+        local_loss(compiled, step).backward()
+        full_batch_loss(reference, step).backward()
         assert_same_gradients(model, reference)
     assert_same_weights(model, reference)
     torch._dynamo.reset()
-
-
-@pytest.mark.slow
-def test_a_whole_sharded_model_may_be_compiled(ranks: RankGroup) -> None:
-    ranks.run(2, whole_model)
-
-
-class WithHead(torch.nn.Module):
-    """Its head is a layer of the root, whose weight a loss reads after the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.body(x))
 
 
 def head_loss(head: torch.nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -126,7 +106,7 @@ def train_by_head_weight(backend: str) -> int:
     trained = []
     for loss in (head_loss, torch.compile(head_loss, backend=graphs)):
         torch.manual_seed(0)
-        model = WithHead()
+        model = Headless(torch.nn.Linear(4, 4), torch.nn.Linear(4, 6))
         torch_impl.fully_shard(model.body)
         torch_impl.fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import assert_same_gradients, assert_same_weights, seeded, whole
+from tests.support.torch_impl.zoo import named
 from torch_impl.dtensor.local import local_of
 
 WORLD = 4
@@ -48,24 +49,16 @@ class Chained(Mlp):
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def stack() -> nn.Sequential:
+    return named(blocks=nn.Sequential(Mlp(), Mlp()), head=nn.Linear(WIDTH, 1))
 
 
 def inputs_of(replica: int, step: int) -> torch.Tensor:
     return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + replica))
 
 
-def tensor_parallel_stack(mesh: DeviceMesh, *data_axes: str, **options: Any) -> Stack:
-    model = seeded(Stack)
+def tensor_parallel_stack(mesh: DeviceMesh, *data_axes: str, **options: Any) -> nn.Sequential:
+    model = seeded(stack)
     assert mesh.mesh_dim_names is not None
     data, others = mesh[data_axes], mesh[mesh.mesh_dim_names[-1]]
     for block in model.blocks:
@@ -75,8 +68,8 @@ def tensor_parallel_stack(mesh: DeviceMesh, *data_axes: str, **options: Any) -> 
     return model
 
 
-def assert_trains_like_one_process(model: Stack, replica: int, replicas: int, fused: bool) -> None:
-    reference = seeded(Stack)
+def assert_trains_like_one_process(model: nn.Sequential, replica: int, replicas: int, fused: bool) -> None:
+    reference = seeded(stack)
     if fused:
         optimizer: torch.optim.Optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2)
     else:
@@ -114,7 +107,8 @@ def test_tensor_parallel_parameters_are_sharded_once_more(ranks: RankGroup, stra
         assert found == [rows, "Shard"]
 
 
-def sequence_parallel() -> None:
+@on_ranks(WORLD)
+def test_gradients_that_tensor_parallelism_left_unreduced_are_summed() -> None:
     """Each tensor-parallel rank normalizes its part of the sequence, so the norm's gradients are parts of a sum."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, reference = seeded(Chained), seeded(Chained)
@@ -132,20 +126,13 @@ def sequence_parallel() -> None:
         assert_same_gradients(model, reference, rtol=1e-4, atol=1e-6)
 
 
-def test_gradients_that_tensor_parallelism_left_unreduced_are_summed(ranks: RankGroup) -> None:
-    ranks.run(WORLD, sequence_parallel)
-
-
-def three_axes(strategy: str) -> None:
+@pytest.mark.fast_cases("hsdp")
+@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
+@on_ranks(WORLD)
+def test_two_data_parallel_axes_and_a_tensor_parallel_one(strategy: str) -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("outer", "dp", "model"))
     model = tensor_parallel_stack(mesh, "outer", "dp", strategy=strategy)
     assert_trains_like_one_process(model, mesh["outer"].get_local_rank(), 2, True)
-
-
-@pytest.mark.fast_cases("hsdp")
-@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
-def test_two_data_parallel_axes_and_a_tensor_parallel_one(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(WORLD, three_axes, strategy)
 
 
 def save_tensor_parallel(path: str, plain: str) -> None:
@@ -169,7 +156,7 @@ def save_tensor_parallel(path: str, plain: str) -> None:
 
 
 def load_on_data_parallel(path: str, plain: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    model = seeded(Stack)
+    model = seeded(stack)
     torch_impl.fully_shard(model)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.1)
     torch_impl.load_checkpoint(path, model, optimizer)
@@ -190,7 +177,7 @@ def test_checkpoints_move_between_tensor_parallel_and_data_parallel(ranks: RankG
     ours, plain = str(tmp_path / "ours"), str(tmp_path / "plain")
     ranks.run(WORLD, save_tensor_parallel, ours, plain)
     first, second = ranks.run(3, load_on_data_parallel, ours, plain)[0]
-    untrained = dict(seeded(Stack).named_parameters())
+    untrained = dict(seeded(stack).named_parameters())
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
         assert not torch.equal(value, untrained[name].detach()), name
@@ -274,7 +261,8 @@ class MixtureOfExperts(nn.Module):
         return self.experts(torch.stack([x, -x])).sum(0)
 
 
-def expert_parallel() -> None:
+@on_ranks(WORLD)
+def test_experts_on_a_mesh_of_their_own_get_the_mean_over_all_ranks() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
     held = mesh["ep"].get_local_rank()
     model = MixtureOfExperts(mesh["ep"].get_group(), held)
@@ -300,7 +288,3 @@ def expert_parallel() -> None:
     for ours, theirs in pairs:
         for got, want in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(whole(got), want.detach(), rtol=1e-5, atol=1e-7)
-
-
-def test_experts_on_a_mesh_of_their_own_get_the_mean_over_all_ranks(ranks: RankGroup) -> None:
-    ranks.run(WORLD, expert_parallel)

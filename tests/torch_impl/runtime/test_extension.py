@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_impl
 from bridge.core.formats import CheckpointError
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.extended import Bytes, Halved
 from tests.support.torch_impl.toy import whole
 from torch_impl.dtensor.local import local_of
@@ -113,7 +113,10 @@ def assert_trained_alike(model: nn.Module, reference: nn.Module) -> None:
         )
 
 
-def halves() -> None:
+@pytest.mark.fast_cases("2")
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks("world")
+def test_weights_gathered_by_their_own_say_train_as_with_fsdp2() -> None:
     reference = model_of("plain")
     trained(reference, everyone)
     frees: list[bool | None] = [True, False, None]
@@ -140,12 +143,6 @@ def halves() -> None:
         assert_trained_alike(model, reference)
 
 
-@pytest.mark.fast_cases("2")
-@pytest.mark.parametrize("world", [2, 4])
-def test_weights_gathered_by_their_own_say_train_as_with_fsdp2(ranks: RankGroup, world: int) -> None:
-    ranks.run(world, halves)
-
-
 @contextmanager
 def unpadded() -> Iterator[None]:
     """For rank processes, which serve other tests."""
@@ -156,7 +153,8 @@ def unpadded() -> Iterator[None]:
         Halved.pads = True
 
 
-def rows_without_padding() -> None:
+@on_ranks(4)
+def test_rows_that_the_class_does_not_pad_are_padded() -> None:
     reference = model_of("plain")
     trained(reference, everyone)
     with unpadded():
@@ -165,11 +163,8 @@ def rows_without_padding() -> None:
     assert_trained_alike(model, reference)
 
 
-def test_rows_that_the_class_does_not_pad_are_padded(ranks: RankGroup) -> None:
-    ranks.run(4, rows_without_padding)
-
-
-def programs() -> None:
+@on_ranks(4)
+def test_programs_of_all_kinds_use_such_weights() -> None:
     """Meta device, microbatches, two axes, CPU offload, optimizers of this package, evaluation first."""
     reference = model_of("plain")
     trained(reference, everyone)
@@ -233,11 +228,8 @@ def programs() -> None:
     assert report.main_weights - report.padding == sum(4 * one.numel() for one in held)
 
 
-def test_programs_of_all_kinds_use_such_weights(ranks: RankGroup) -> None:
-    ranks.run(4, programs)
-
-
-def stale() -> None:
+@on_ranks(2)
+def test_backwards_through_older_weights_raise() -> None:
     """A backward through older weights raises, also where the class hides its writes; unchanged ones may come again."""
     model = sharded("halved", torch_impl.fully_shard, reshard_after_forward=False)
     x = own(0).requires_grad_()
@@ -255,10 +247,6 @@ def stale() -> None:
         loss.backward()
 
 
-def test_backwards_through_older_weights_raise(ranks: RankGroup) -> None:
-    ranks.run(2, stale)
-
-
 class Adapted(nn.Module):
     """A frozen weight in bytes and a trained adapter, as in QLoRA."""
 
@@ -273,7 +261,9 @@ class Adapted(nn.Module):
         return F.linear(x, self.base.dequantize()) + self.up(self.down(x))
 
 
-def adapters(path: str) -> None:
+@on_ranks(2)
+def test_frozen_bytes_are_gathered_as_they_are(tmp_path: Path) -> None:
+    path = str(tmp_path / "refused")
     plain = Adapted(1)
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.02)
     before = plain.base.dequantize().clone()
@@ -326,10 +316,6 @@ def adapters(path: str) -> None:
         CheckpointError, match=r"base: a parameter of shape .* is a Bytes, which holds its values in"
     ):
         torch_impl.save_checkpoint(path, model)
-
-
-def test_frozen_bytes_are_gathered_as_they_are(ranks: RankGroup, tmp_path: Path) -> None:
-    ranks.run(2, adapters, str(tmp_path / "refused"))
 
 
 class Coded(Bytes):
@@ -389,7 +375,10 @@ class Quantized(nn.Module):
         return result
 
 
-def with_shared_codes(reshard: bool) -> None:
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_a_class_may_share_tensors_between_shards_and_whole_weights(reshard: bool) -> None:
+    """Freeing the whole weight changes no main weight, and what is changed counts."""
     plain = Quantized(1)
     model = nn.Sequential(torch_impl.fully_shard(Quantized(1), reshard_after_forward=reshard))
     torch_impl.fully_shard(model)
@@ -409,12 +398,6 @@ def with_shared_codes(reshard: bool) -> None:
             torch.testing.assert_close(
                 whole(model.get_parameter(f"0.{name}")), param.detach(), rtol=2e-4, atol=2e-6
             )
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_class_may_share_tensors_between_shards_and_whole_weights(ranks: RankGroup, reshard: bool) -> None:
-    """Freeing the whole weight changes no main weight, and what is changed counts."""
-    ranks.run(2, with_shared_codes, reshard)
 
 
 class Leaving(Bytes):
@@ -491,8 +474,10 @@ def test_a_class_of_two_tensors_stays_one_in_forward(ranks: RankGroup) -> None:
     ranks.run(2, two_tensors)
 
 
-def checkpoints(path: str) -> None:
+@on_ranks(2)
+def test_checkpoints_hold_the_values(tmp_path: Path) -> None:
     """A wrapper of its own values is saved and loaded as these."""
+    path = str(tmp_path / "checkpoint")
     model = sharded("halved", torch_impl.fully_shard)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.02)
     trained(model, own, build=lambda _: optimizer)
@@ -504,10 +489,6 @@ def checkpoints(path: str) -> None:
     for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(values_of(mine), values_of(theirs))
     assert trained(again, own, build=lambda _: other) == trained(model, own, build=lambda _: optimizer)
-
-
-def test_checkpoints_hold_the_values(ranks: RankGroup, tmp_path: Path) -> None:
-    ranks.run(2, checkpoints, str(tmp_path / "checkpoint"))
 
 
 def tensor_parallel() -> None:
@@ -593,7 +574,8 @@ class Forgetful(Halved):
         return Halved(out.values) if func is torch.ops.aten.new_zeros.default else out
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_by_name() -> None:
     values = torch.ones(4, 3)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
     unnamed = init_device_mesh("cpu", (1, 2))
@@ -647,7 +629,3 @@ def refusals() -> None:
         RuntimeError, match=r"weight: expected .* equal sizes on all ranks, .*\(4,\), 'torch.float32'"
     ):
         module(torch.ones(1, 3))
-
-
-def test_what_does_not_fit_is_refused_by_name(ranks: RankGroup) -> None:
-    ranks.run(2, refusals)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_impl
 from bridge.core.sharding import plan_layout, strategy_named
 from bridge.core.sharding.policy import float8
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.quantized import (
     EVEN_SHAPES,
     GATHERS,
@@ -264,7 +264,9 @@ def test_hfsdp_keeps_payload_and_gathers_the_outer_axis_once_a_step(ranks: RankG
             assert counts["all_reduce"] == ((4, 16) if gather == "float8_e4m3fn" else (0, 0))
 
 
-def not_finite(gather: str) -> None:
+@pytest.mark.parametrize("gather", GATHERS)
+@on_ranks(2)
+def test_nan_and_infinity_stay_where_they_are(gather: str) -> None:
     model = sharded_toy(mp_policy=policy(gather))
     values = {name: whole(param) for name, param in model.named_parameters()}
     given = {"blocks.0.up.weight": torch.nan, "blocks.0.stack": torch.inf, "blocks.1.stack": -torch.inf}
@@ -279,11 +281,6 @@ def not_finite(gather: str) -> None:
             param.detach(), quantized(values[name], gather), rtol=0, atol=0, equal_nan=True
         )
         assert torch.equal(param.isfinite(), values[name].isfinite()), name
-
-
-@pytest.mark.parametrize("gather", GATHERS)
-def test_nan_and_infinity_stay_where_they_are(ranks: RankGroup, gather: str) -> None:
-    ranks.run(2, not_finite, gather)
 
 
 def refused(dtype: torch.dtype) -> str:
@@ -313,7 +310,8 @@ def test_what_cannot_be_quantized_is_refused(ranks: RankGroup) -> None:
     assert torch_impl.MixedPrecisionPolicy(gather_dtype="float8_e4m3fn").gather == "float8_e4m3fn"
 
 
-def mixed_kinds() -> None:
+@on_ranks(2)
+def test_integers_are_not_quantized() -> None:
     """Integers are never quantized, and keep their bits."""
     model = nn.Module()
     model.table = nn.Parameter(torch.arange(12, dtype=torch.int64).view(3, 4), requires_grad=False)
@@ -324,7 +322,3 @@ def mixed_kinds() -> None:
     model.unshard()
     assert torch.equal(model.table, torch.arange(12).view(3, 4))
     assert torch.equal(model.weight.detach(), quantized(weight, "mxfp8"))
-
-
-def test_integers_are_not_quantized(ranks: RankGroup) -> None:
-    ranks.run(2, mixed_kinds)

@@ -14,19 +14,15 @@ import torch_impl
 from tests.support.ranks import RankGroup
 from tests.support.torch_impl.quantized import policy, straight_through
 from tests.support.torch_impl.toy import assert_same_gradients
+from tests.support.torch_impl.zoo import named
 from torch_impl.runtime.gather import float8_products
 
 
-class Product(nn.Module):
+def product() -> nn.Sequential:
     """Two linear modules whose sizes fit the kernels, and one whose do not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.second, self.odd = nn.Linear(32, 48), nn.Linear(48, 16, bias=False), nn.Linear(16, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.odd(self.second(torch.tanh(self.first(x))))
+    torch.manual_seed(3)
+    linears = nn.Linear(32, 48), nn.Linear(48, 16, bias=False), nn.Linear(16, 5)
+    return named(first=linears[0], tanh=nn.Tanh(), second=linears[1], odd=linears[2])
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -50,14 +46,14 @@ class Emulated(torch.autograd.Function):
         return rounded(grad, torch.float8_e5m2) @ rounded(weight, torch.float8_e4m3fn), grad.t() @ x
 
 
-def emulate(model: Product, x: torch.Tensor) -> torch.Tensor:
+def emulate(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     hidden = torch.tanh(Emulated.apply(x, model.first.weight) + model.first.bias)
     return model.odd(Emulated.apply(hidden, model.second.weight))
 
 
 def multiplies(unit_of_linears: bool) -> list[int]:
     chosen = policy("float8_e4m3fn", float8_products=True)
-    model, reference = Product(), Product()
+    model, reference = product(), product()
     for linear in (model.first, model.second) if unit_of_linears else ():
         torch_impl.fully_shard(linear, mp_policy=chosen)
     torch_impl.fully_shard(model, mp_policy=chosen)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.quantized import GATHERS, policy, quantized, straight_through
 from tests.support.torch_impl.toy import (
     Toy,
@@ -212,7 +212,9 @@ match = ""
     ranks.run(2, by_policy, text, gather)
 
 
-def from_meta(gather: str) -> None:
+@pytest.mark.parametrize("gather", GATHERS)
+@on_ranks(2)
+def test_weights_that_come_from_the_meta_device(gather: str) -> None:
     with torch.device("meta"):
         model = Toy()
     for unit in (*model.blocks, model):
@@ -224,11 +226,6 @@ def from_meta(gather: str) -> None:
     mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
     straight_through(reference, gather, lambda one: mse(one, tokens, targets))
     assert_same_gradients(model, reference, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("gather", GATHERS)
-def test_weights_that_come_from_the_meta_device(ranks: RankGroup, gather: str) -> None:
-    ranks.run(2, from_meta, gather)
 
 
 CUT = """[mesh]
@@ -256,7 +253,10 @@ match = ""
 """
 
 
-def cut_over_a_model_axis(gather: str) -> None:
+@pytest.mark.fast_cases("float8_e4m3fn")
+@pytest.mark.parametrize("gather", GATHERS)
+@on_ranks(4)
+def test_weights_cut_over_a_model_axis_are_quantized_as_whole_ones(gather: str) -> None:
     # Halves of rows are whole blocks.
     config = DecoderConfig(
         vocab_size=61, d_model=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=128
@@ -288,9 +288,3 @@ def cut_over_a_model_axis(gather: str) -> None:
     next_token_loss(model(mine[:, :-1]), mine[:, 1:]).backward()
     straight_through(reference, gather, lambda one: next_token_loss(one(tokens[:, :-1]), tokens[:, 1:]))
     assert_same_gradients(model, reference, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.fast_cases("float8_e4m3fn")
-@pytest.mark.parametrize("gather", GATHERS)
-def test_weights_cut_over_a_model_axis_are_quantized_as_whole_ones(ranks: RankGroup, gather: str) -> None:
-    ranks.run(4, cut_over_a_model_axis, gather)

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import torch_impl
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy
+from tests.support.ranks import RankGroup, on_ranks
+from tests.support.torch_impl.toy import Toy, batch, local_loss, mse, sharded_toy
 from torch_impl.comm.streams import CpuStreams, Step
 from torch_impl.dtensor.local import local_of
 from torch_impl.runtime.gradients.gradient import GroupGradient
@@ -151,7 +151,8 @@ def test_the_twin_for_the_cpu_gives_the_same_bits(ranks: RankGroup) -> None:
     ranks.run(2, same_bits, "optim_grads_params", "last", False, (2,), {})
 
 
-def kept_apart() -> None:
+@on_ranks(1)
+def test_weights_on_the_device_are_copies_also_where_nothing_is_sharded() -> None:
     model = sharded_toy(strategy="no_shard", **OFFLOAD)
     tokens, targets = batch(0, 1, 1)
     mse(model, tokens, targets).backward()
@@ -169,20 +170,16 @@ def kept_apart() -> None:
     torch.testing.assert_close(after, before + 1)
 
 
-def test_weights_on_the_device_are_copies_also_where_nothing_is_sharded(ranks: RankGroup) -> None:
-    ranks.run(1, kept_apart)
-
-
-def measured() -> None:
+@on_ranks(2)
+def test_a_memory_report_tells_the_host_from_the_device() -> None:
     model = sharded_toy(**HALF, **OFFLOAD)
     plain = sharded_toy(**HALF)
     optimizers = [
         torch_impl.MainWeightAdamW(model.parameters()),
         torch_impl.MainWeightAdamW(plain.parameters(), offload_fraction=1.0),
     ]
-    tokens, targets = batch(0, dist.get_world_size(), 1)
     for one, optimizer in zip((model, plain), optimizers, strict=True):
-        mse(one, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+        local_loss(one).backward()
         optimizer.step()
     mine, other = (m.memory_report(o) for m, o in zip((model, plain), optimizers, strict=True))
     groups = [unit.groups[0] for unit in {module._unit for module in (*model.blocks, model)}]
@@ -198,10 +195,6 @@ def measured() -> None:
     assert mine.host == 4 * shards + gradients + 8 * own
     assert f"in host memory      {mine.host:>16,} B" in str(mine)
     assert "in host memory" not in str(plain.memory_report())
-
-
-def test_a_memory_report_tells_the_host_from_the_device(ranks: RankGroup) -> None:
-    ranks.run(2, measured)
 
 
 def collected_elsewhere(accumulate: str) -> list[int]:
@@ -244,7 +237,8 @@ def test_gradients_are_collected_on_the_device_and_wait_on_the_host(ranks: RankG
     assert ranks.run(2, collected_elsewhere, "no_sync") == [[3, 3], [3, 3]]
 
 
-def from_meta() -> None:
+@on_ranks(2)
+def test_weights_from_the_meta_device_get_their_memory_on_the_host() -> None:
     with torch.device("meta"):
         model = Toy()
     for block in model.blocks:
@@ -255,11 +249,9 @@ def from_meta() -> None:
     assert trained(model, "sync") == trained(sharded_toy(), "sync")
 
 
-def test_weights_from_the_meta_device_get_their_memory_on_the_host(ranks: RankGroup) -> None:
-    ranks.run(2, from_meta)
-
-
-def exchanged(folder: str) -> None:
+@on_ranks(2)
+def test_checkpoints_are_those_of_no_offload(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     for name, first, second in (("in", OFFLOAD, {}), ("out", {}, OFFLOAD)):
         model = sharded_toy(**first)
         trained(model, "sync")
@@ -274,15 +266,8 @@ def exchanged(folder: str) -> None:
         assert trained(other, "last") == trained(model, "last")
 
 
-def test_checkpoints_are_those_of_no_offload(ranks: RankGroup, tmp_path: Path) -> None:
-    ranks.run(2, exchanged, str(tmp_path))
-
-
-def refused() -> None:
+@on_ranks(1)
+def test_moves_are_refused() -> None:
     model = sharded_toy(**OFFLOAD)
     with pytest.raises(TypeError, match="a sharded parameter stays"):
         model.to("meta")
-
-
-def test_moves_are_refused(ranks: RankGroup) -> None:
-    ranks.run(1, refused)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import (
     assert_at_rest,
     assert_same_weights,
@@ -121,7 +121,9 @@ def test_a_loss_may_use_the_output_layers_weights_as_with_fsdp2(ranks: RankGroup
             ranks.run(2, beside_fsdp2, parts, options)
 
 
-def head_alone(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks(2)
+def test_gradients_of_shown_weights_alone_are_reduced(strategy: str) -> None:
     """A head that is trained on what a model has computed: no output of the model has a backward."""
     model, reference = sharded(strategy=strategy), seeded(Model)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, reference)]
@@ -144,11 +146,6 @@ def head_alone(strategy: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_same_weights(model, reference)
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_gradients_of_shown_weights_alone_are_reduced(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(2, head_alone, strategy)
 
 
 def registered(api: ModuleType | Any, options: dict[str, Any]) -> list[list[str]]:
@@ -176,7 +173,9 @@ def test_what_is_registered_when_is_as_with_fsdp2(ranks: RankGroup, options: dic
         assert ours == theirs
 
 
-def fused_training(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@on_ranks(3)
+def test_fused_losses_train_as_on_one_process(strategy: str) -> None:
     model, reference = sharded(strategy=strategy), seeded(Model)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2)
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
@@ -196,13 +195,10 @@ def fused_training(strategy: str) -> None:
     assert_same_weights(model, reference)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-def test_fused_losses_train_as_on_one_process(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(3, fused_training, strategy)
-
-
-def between(path: str) -> None:
+@on_ranks(2)
+def test_what_programs_do_before_the_backward(tmp_path: Any) -> None:
     """What programs do between a forward and its backward, or after a forward without one."""
+    path = str(tmp_path / "saved")
     x = rank_inputs()[dist.get_rank()]
     model = sharded(inner=False)
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=1e-2)
@@ -265,10 +261,6 @@ def between(path: str) -> None:
     assert_at_rest(model)
 
 
-def test_what_programs_do_before_the_backward(ranks: RankGroup, tmp_path: Any) -> None:
-    ranks.run(2, between, str(tmp_path / "saved"))
-
-
 def loaded(module: nn.Module) -> nn.Module:
     stream = io.BytesIO()
     torch.save(module, stream)
@@ -288,7 +280,9 @@ def replaced(model: Model, how: str) -> None:
         model.output.load_state_dict({"weight": torch.zeros(7, 5)}, assign=True)
 
 
-def read_while_shown(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks(2)
+def test_what_reads_a_module_between_forward_and_backward(strategy: str) -> None:
     x = rank_inputs()[dist.get_rank()]
     model = sharded(strategy=strategy)
     loss = fused(model, x)
@@ -325,11 +319,6 @@ def read_while_shown(strategy: str) -> None:
             model(x)
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_what_reads_a_module_between_forward_and_backward(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(2, read_while_shown, strategy)
-
-
 class Box:
     """What no search for tensors looks into."""
 
@@ -348,7 +337,9 @@ class Odd(nn.Module):
         return Box(x @ self.weight.t()) if hidden else self.weight
 
 
-def without_an_end(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks(2)
+def test_weights_that_no_backward_would_hide_are_not_kept(strategy: str) -> None:
     everyone = rank_inputs()
     x = everyone[dist.get_rank()]
     for hidden in (True, False):
@@ -380,12 +371,8 @@ def without_an_end(strategy: str) -> None:
     assert seen == [[]]
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_weights_that_no_backward_would_hide_are_not_kept(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(2, without_an_end, strategy)
-
-
-def evaluated() -> None:
+@on_ranks(2)
+def test_evaluation() -> None:
     """Without gradients the root reshards by default, and keeps plain weights if it is told not to reshard."""
     x = rank_inputs()[dist.get_rank()]
     for option, kept in ((None, False), (True, False), (False, True)):
@@ -397,7 +384,3 @@ def evaluated() -> None:
         loss = model(x).sum()
         loss.backward()
         assert_at_rest(model)
-
-
-def test_evaluation(ranks: RankGroup) -> None:
-    ranks.run(2, evaluated)

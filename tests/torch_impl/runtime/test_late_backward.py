@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import rank_inputs, seeded, whole
 
 
@@ -222,7 +222,8 @@ def refused(run: Callable[[], Any], *words: str) -> None:
         assert word in text, text
 
 
-def too_late() -> None:
+@on_ranks(2)
+def test_a_backward_that_comes_too_late_is_refused_by_name() -> None:
     x = rank_inputs()[dist.get_rank()].double().view(2, 2, 5)
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -266,11 +267,8 @@ def too_late() -> None:
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
-def test_a_backward_that_comes_too_late_is_refused_by_name(ranks: RankGroup) -> None:
-    ranks.run(2, too_late)
-
-
-def by_parameters() -> None:
+@on_ranks(2)
+def test_gradients_of_parameters_have_no_graph() -> None:
     x = rank_inputs()[dist.get_rank()].double().view(2, 2, 5)
     model = sharded()
     params = list(model.parameters())
@@ -292,7 +290,3 @@ def by_parameters() -> None:
         model.zero_grad()
     model(x).mean().backward()
     assert all(isinstance(param.grad, DTensor) for param in model.parameters())
-
-
-def test_gradients_of_parameters_have_no_graph(ranks: RankGroup) -> None:
-    ranks.run(2, by_parameters)

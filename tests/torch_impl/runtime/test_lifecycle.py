@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import (
     Block,
     Toy,
@@ -24,6 +24,8 @@ from tests.support.torch_impl.toy import (
     assert_same_weights,
     batch,
     counted,
+    full_batch_loss,
+    local_loss,
     mse,
     sharded_toy,
     whole,
@@ -113,38 +115,33 @@ class FailInBackward(torch.autograd.Function):
         raise Fault
 
 
-def exceptions_then_retry(strategy: str) -> None:
+@pytest.mark.fast_cases("optim", "optim_grads_params")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(WORLD)
+def test_a_forward_that_raised_can_be_tried_again(strategy: str) -> None:
     model, reference = Failing(), Toy()
     for block in model.blocks:
         torch_impl.fully_shard(block, strategy=strategy)
     torch_impl.fully_shard(model, strategy=strategy)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
-    mse(reference, tokens, targets).backward()
+    full_batch_loss(reference).backward()
     for fail_at in (0, 1, 2):
         model.fail_at = fail_at
         with pytest.raises((Fault, RuntimeError)):
-            mse(model, tokens[rank], targets[rank])
+            local_loss(model)
         assert_at_rest(model)
         model.fail_at = None
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model).backward()
         assert_same_gradients(model, reference)
         assert_at_rest(model)
         model.zero_grad()
 
 
-@pytest.mark.fast_cases("optim", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_forward_that_raised_can_be_tried_again(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(WORLD, exceptions_then_retry, strategy)
-
-
-def backward_raises(strategy: str) -> None:
+@on_ranks(WORLD)
+def test_a_backward_that_raised_leaves_later_ones_right(strategy: str) -> None:
     model, reference = sharded_toy(strategy=strategy), Toy()
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
-    mse(reference, tokens, targets).backward()
-    kept = mse(model, tokens[rank], targets[rank])
+    full_batch_loss(reference).backward()
+    kept = local_loss(model)
     x = model.blocks[0](torch.ones(2, 5, requires_grad=True))
     with pytest.raises(Fault):
         loss_of(model.blocks[1](FailInBackward.apply(x))).backward()
@@ -152,17 +149,14 @@ def backward_raises(strategy: str) -> None:
     kept.backward()
     assert_same_gradients(model, reference)
     model.zero_grad()
-    mse(model, tokens[rank], targets[rank]).backward()
+    local_loss(model).backward()
     assert_same_gradients(model, reference)
     assert_at_rest(model)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_backward_that_raised_leaves_later_ones_right(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(WORLD, backward_raises, strategy)
-
-
-def interleaved(strategy: str) -> None:
+@on_ranks(WORLD)
+def test_evaluation_and_forwards_in_advance_do_not_disturb_microbatches(strategy: str) -> None:
     model, reference = sharded_toy(strategy=strategy), Toy()
     world, rank = dist.get_world_size(), dist.get_rank()
     tokens, targets = batch(0, world, 2)
@@ -187,13 +181,6 @@ def interleaved(strategy: str) -> None:
     assert_at_rest(model)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_evaluation_and_forwards_in_advance_do_not_disturb_microbatches(
-    ranks: RankGroup, strategy: str
-) -> None:
-    ranks.run(WORLD, interleaved, strategy)
-
-
 class Recomputed(Toy):
     reentrant = False
 
@@ -204,28 +191,23 @@ class Recomputed(Toy):
         return checkpoint(self.head, x, use_reentrant=self.reentrant).squeeze(-1)
 
 
-def recompute(strategy: str, reentrant: bool) -> None:
+@pytest.mark.each_value
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(WORLD)
+def test_activation_checkpointing_of_both_kinds_gives_the_same_gradients(
+    strategy: str, reentrant: bool
+) -> None:
     model, reference = Recomputed(), Toy()
     model.reentrant = reentrant
     for block in model.blocks:
         torch_impl.fully_shard(block, strategy=strategy)
     torch_impl.fully_shard(model, strategy=strategy)
-    world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(2):
-        tokens, targets = batch(step, world, 1)
-        mse(reference, tokens, targets).backward()
-        mse(model, tokens[rank], targets[rank]).backward()
+        full_batch_loss(reference, step).backward()
+        local_loss(model, step).backward()
         assert_same_gradients(model, reference)
         assert_at_rest(model)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_of_both_kinds_gives_the_same_gradients(
-    ranks: RankGroup, strategy: str, reentrant: bool
-) -> None:
-    ranks.run(WORLD, recompute, strategy, reentrant)
 
 
 class Adapted(nn.Module):
@@ -243,7 +225,10 @@ class Adapted(nn.Module):
         return x + torch.tanh(self.base(x)) + self.b(self.a(x))
 
 
-def frozen(strategy: str) -> None:
+@pytest.mark.fast_cases("no_shard", "optim_grads_params")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(WORLD)
+def test_frozen_parameters_get_no_gradient_whenever_they_were_frozen(strategy: str) -> None:
     torch.manual_seed(4)
     model = nn.Sequential(Adapted(), Adapted(), nn.Linear(5, 5).requires_grad_(False), Adapted())
     reference = copy.deepcopy(model)
@@ -272,12 +257,6 @@ def frozen(strategy: str) -> None:
         assert_at_rest(model)
 
 
-@pytest.mark.fast_cases("no_shard", "optim_grads_params")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_frozen_parameters_get_no_gradient_whenever_they_were_frozen(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(WORLD, frozen, strategy)
-
-
 class Tied(Toy):
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +271,9 @@ class Tied(Toy):
         return self.output(x)[:, 0]
 
 
-def tied(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@on_ranks(WORLD)
+def test_a_tie_inside_a_unit_is_one_parameter(strategy: str) -> None:
     model, reference = Tied(), Tied()
     for block in model.blocks:
         torch_impl.fully_shard(block, strategy=strategy)
@@ -301,21 +282,14 @@ def tied(strategy: str) -> None:
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()]
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.01)
     expected = torch.optim.AdamW(reference.parameters(), lr=0.01)
-    world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(3):
-        tokens, targets = batch(step, world, 1)
-        mse(reference, tokens, targets).backward()
-        mse(model, tokens[rank], targets[rank]).backward()
+        full_batch_loss(reference, step).backward()
+        local_loss(model, step).backward()
         assert_same_gradients(model, reference)
         for one in (optimizer, expected):
             one.step()
             one.zero_grad()
         assert_same_weights(model, reference)
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_a_tie_inside_a_unit_is_one_parameter(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(WORLD, tied, strategy)
 
 
 class Untouched(Block):
@@ -410,7 +384,9 @@ def test_inputs_and_outputs_may_be_structured_opaque_or_changed_in_place(
     ranks.run(2, structured, strategy)
 
 
-def recurrent(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@on_ranks(WORLD)
+def test_modules_that_cache_their_weights_use_the_gathered_ones(strategy: str) -> None:
     torch.manual_seed(0)
     model = nn.LSTM(5, 3, batch_first=True)
     reference = copy.deepcopy(model)
@@ -426,16 +402,10 @@ def recurrent(strategy: str) -> None:
             one.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_modules_that_cache_their_weights_use_the_gathered_ones(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(WORLD, recurrent, strategy)
-
-
 def train_and_delete(strategy: str) -> list[weakref.ref[object]]:
     model = sharded_toy(strategy=strategy)
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
-    mse(model, tokens[dist.get_rank()], targets[dist.get_rank()])
+    local_loss(model).backward()
+    local_loss(model)
     units = [m._unit for m in model.modules() if isinstance(m, torch_impl.FSDPModule)]
     kept: list[object] = [
         b.flat for u in units for g in u.groups for b in (g.weights.main, g.weights.compute)
@@ -444,7 +414,10 @@ def train_and_delete(strategy: str) -> list[weakref.ref[object]]:
     return [weakref.ref(one) for one in (*kept, *units)]
 
 
-def deletion(strategy: str) -> None:
+@pytest.mark.fast_cases("optim", "optim_grads_params")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_deleted_model_frees_its_memory_without_the_garbage_collector(strategy: str) -> None:
     # The first model of a process group meets an exception inside torch whose traceback keeps our frames.
     train_and_delete(strategy)
     gc.collect()
@@ -460,18 +433,12 @@ def deletion(strategy: str) -> None:
         gc.enable()
 
 
-@pytest.mark.fast_cases("optim", "optim_grads_params")
+@pytest.mark.fast_cases("no_shard", "optim_grads_params")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_deleted_model_frees_its_memory_without_the_garbage_collector(
-    ranks: RankGroup, strategy: str
-) -> None:
-    ranks.run(2, deletion, strategy)
-
-
-def graph_that_outlives_its_model(strategy: str) -> None:
+@on_ranks(2)
+def test_a_graph_does_not_keep_a_deleted_model_alive(strategy: str) -> None:
     model = sharded_toy(strategy=strategy)
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    loss = mse(model, tokens[dist.get_rank()], targets[dist.get_rank()])
+    loss = local_loss(model)
     units = [weakref.ref(m._unit) for m in model.modules() if isinstance(m, torch_impl.FSDPModule)]
     gc.collect()
     gc.disable()
@@ -483,13 +450,8 @@ def graph_that_outlives_its_model(strategy: str) -> None:
         gc.enable()
 
 
-@pytest.mark.fast_cases("no_shard", "optim_grads_params")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_graph_does_not_keep_a_deleted_model_alive(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(2, graph_that_outlives_its_model, strategy)
-
-
-def parents_without_parameters() -> None:
+@on_ranks(2)
+def test_a_parent_without_parameters_of_its_own_trains() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Tanh(), nn.Sequential(Block(), nn.Tanh()))
     reference = copy.deepcopy(model)
@@ -500,10 +462,6 @@ def parents_without_parameters() -> None:
     loss_of(model(mine)).backward()
     loss_of(reference(everyone)).backward()
     assert_same_gradients(model, reference)
-
-
-def test_a_parent_without_parameters_of_its_own_trains(ranks: RankGroup) -> None:
-    ranks.run(2, parents_without_parameters)
 
 
 def marked_microbatches(strategy: str, microbatches: int) -> tuple[int, dict[str, int], dict[str, int]]:
@@ -547,13 +505,11 @@ def test_collectives_per_step_are_exactly_those_of_the_strategy(ranks: RankGroup
 
 def keeping_weights_after_forward() -> list[int]:
     model = sharded_toy(reshard_after_forward=False)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
     gathers = []
     for keep in (True, False):
         model.set_reshard_after_forward(not keep)
         with counted() as counts:
-            mse(model, tokens[rank], targets[rank]).backward()
+            local_loss(model).backward()
         assert_at_rest(model)
         gathers.append(counts["all_gather"])
     return gathers
@@ -563,7 +519,8 @@ def test_weights_kept_after_forward_are_gathered_once(ranks: RankGroup) -> None:
     assert ranks.run(2, keeping_weights_after_forward) == [[3, 6], [3, 6]]
 
 
-def manual_unshard() -> None:
+@on_ranks(2)
+def test_unshard_shows_whole_weights_until_reshard_and_state_dicts_stay_sharded() -> None:
     model, reference = sharded_toy(), Toy()
     model.unshard()
     assert torch.equal(model.head.weight, reference.head.weight)
@@ -574,10 +531,6 @@ def manual_unshard() -> None:
     model.reshard()
     assert_at_rest(model)
     assert torch.equal(whole(model.head.weight), reference.head.weight.detach())
-
-
-def test_unshard_shows_whole_weights_until_reshard_and_state_dicts_stay_sharded(ranks: RankGroup) -> None:
-    ranks.run(2, manual_unshard)
 
 
 def parallel_calls(strategy: str) -> list[int]:

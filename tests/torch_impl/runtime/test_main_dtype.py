@@ -17,8 +17,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import torch_impl
 from bridge.core.formats import CheckpointError, open_checkpoint
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy, whole
+from tests.support.ranks import RankGroup, on_ranks
+from tests.support.torch_impl.toy import (
+    Toy,
+    batch,
+    full_batch_loss,
+    local_loss,
+    mse,
+    seeded,
+    sharded_toy,
+    whole,
+)
+from tests.support.torch_impl.zoo import named
 from torch_impl import (
     MainWeightAdamW,
     MainWeightMuon,
@@ -42,11 +52,9 @@ def narrow(main: torch.dtype = HALF) -> MixedPrecisionPolicy:
 
 def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(5)) -> list[float]:
     """Of this rank's data; each step with clipping."""
-    world, rank = dist.get_world_size(), dist.get_rank()
     found = []
     for step in steps:
-        tokens, targets = batch(step, world, 1)
-        loss = mse(model, tokens[rank], targets[rank])
+        loss = local_loss(model, step)
         loss.backward()
         found.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
@@ -75,7 +83,10 @@ class Stack(nn.Module):
         return self.head(x).squeeze(-1)
 
 
-def as_stock_fsdp2() -> None:
+@pytest.mark.fast_cases("2")
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks("world")
+def test_given_dtypes_train_bit_for_bit_as_in_stock_fsdp2() -> None:
     mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
     for shard, policy in (
         (torch_impl.fully_shard, KEPT),
@@ -95,59 +106,28 @@ def as_stock_fsdp2() -> None:
     assert not torch.equal(weights[0], Stack().to(HALF).embed.weight)
 
 
-@pytest.mark.fast_cases("2")
-@pytest.mark.parametrize("world", [2, 3])
-def test_given_dtypes_train_bit_for_bit_as_in_stock_fsdp2(ranks: RankGroup, world: int) -> None:
-    ranks.run(world, as_stock_fsdp2)
-
-
-class Floats(nn.Module):
+def floats() -> nn.Sequential:
     """Takes floats; ``frozen`` is a unit that is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(4)
-            self.frozen, self.head = nn.Linear(5, 7).requires_grad_(False), nn.Linear(7, 1)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.head(self.frozen(rows).tanh())
+    return seeded(
+        lambda: named(frozen=nn.Linear(5, 7).requires_grad_(False), tanh=nn.Tanh(), head=nn.Linear(7, 1)), 4
+    )
 
 
-def float32_inputs(main: torch.dtype) -> None:
+@pytest.mark.parametrize("main", [HALF, torch.float16])
+@on_ranks(2)
+def test_inputs_are_cast_to_main_weights_of_two_bytes(main: torch.dtype) -> None:
     rows = torch.randn(dist.get_world_size(), 5, generator=torch.Generator().manual_seed(6))
-    model = Floats()
+    model = floats()
     for part in (model.frozen, model):
         torch_impl.fully_shard(part, mp_policy=MixedPrecisionPolicy(main_dtype=main))
     found = model(rows[dist.get_rank()])
     assert found.dtype == main
-    assert torch.equal(found, Floats().to(main)(rows.to(main))[dist.get_rank()])
+    assert torch.equal(found, floats().to(main)(rows.to(main))[dist.get_rank()])
     left = torch_impl.fully_shard(
-        Floats(), mp_policy=MixedPrecisionPolicy(main_dtype=main, cast_forward_inputs=False)
+        floats(), mp_policy=MixedPrecisionPolicy(main_dtype=main, cast_forward_inputs=False)
     )
     with pytest.raises(RuntimeError, match="same dtype"):
         left(rows)
-
-
-@pytest.mark.parametrize("main", [HALF, torch.float16])
-def test_inputs_are_cast_to_main_weights_of_two_bytes(ranks: RankGroup, main: torch.dtype) -> None:
-    ranks.run(2, float32_inputs, main)
-
-
-def main_weights(given: torch.dtype, main: torch.dtype | None, names: tuple[str, ...]) -> None:
-    for strategy in STRATEGIES:
-        model = sharded_toy(strategy=strategy, dtype=given, mp_policy=MixedPrecisionPolicy(main_dtype=main))
-        groups = [group for unit in torch_impl.layout_report(model).units for group in unit.groups]
-        for one in groups:
-            assert (one.main_dtype, one.compute_dtype, one.reduce_dtype, one.grad_dtype) == names
-        main_dtype = getattr(torch, names[0])
-        expected = Toy().to(given).to(main_dtype)
-        for param, want in zip(model.parameters(), expected.parameters(), strict=True):
-            assert param.dtype == main_dtype
-            assert torch.equal(whole(param), want.detach())
-        padded = sum(one.padded_numel for one in groups)
-        shards = 1 if strategy == "no_shard" else dist.get_world_size()
-        assert model.memory_report().main_weights == padded // shards * main_dtype.itemsize
 
 
 @pytest.mark.parametrize(
@@ -161,10 +141,23 @@ def main_weights(given: torch.dtype, main: torch.dtype | None, names: tuple[str,
         (torch.float64, torch.float32, ("float64",) * 4),
     ],
 )
+@on_ranks(2)
 def test_main_weights_have_the_chosen_dtype_and_take_its_bytes(
-    ranks: RankGroup, given: torch.dtype, main: torch.dtype | None, names: tuple[str, ...]
+    given: torch.dtype, main: torch.dtype | None, names: tuple[str, ...]
 ) -> None:
-    ranks.run(2, main_weights, given, main, names)
+    for strategy in STRATEGIES:
+        model = sharded_toy(strategy=strategy, dtype=given, mp_policy=MixedPrecisionPolicy(main_dtype=main))
+        groups = [group for unit in torch_impl.layout_report(model).units for group in unit.groups]
+        for one in groups:
+            assert (one.main_dtype, one.compute_dtype, one.reduce_dtype, one.grad_dtype) == names
+        main_dtype = getattr(torch, names[0])
+        expected = Toy().to(given).to(main_dtype)
+        for param, want in zip(model.parameters(), expected.parameters(), strict=True):
+            assert param.dtype == main_dtype
+            assert torch.equal(whole(param), want.detach())
+        padded = sum(one.padded_numel for one in groups)
+        shards = 1 if strategy == "no_shard" else dist.get_world_size()
+        assert model.memory_report().main_weights == padded // shards * main_dtype.itemsize
 
 
 def full_batch_reference(make: Callable[[Any], torch.optim.Optimizer], main: torch.dtype, steps: int) -> Toy:
@@ -187,13 +180,23 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def against_full_batch(name: str, strategy: str, main: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "strategy", "main"),
+    [
+        *(("adamw", strategy, HALF) for strategy in STRATEGIES),
+        ("adamw", "optim_grads_params", torch.float16),
+        ("sgd", "optim", HALF),
+        ("muon", "optim_grads_params", HALF),
+    ],
+)
+@on_ranks(3)
+def test_half_precision_main_weights_train_as_on_the_full_batch(
+    name: str, strategy: str, main: torch.dtype
+) -> None:
     model = sharded_toy(strategy=strategy, mp_policy=narrow(main))
     optimizer = OPTIMIZERS[name](model.parameters())
-    world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(4):
-        tokens, targets = batch(step, world, 1)
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model, step).backward()
         assert all(local_of(param.grad).dtype == torch.float32 for param in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
@@ -206,21 +209,6 @@ def against_full_batch(name: str, strategy: str, main: torch.dtype) -> None:
         moments = [value for key, value in optimizer.state[param].items() if key != "step"]
         assert moments
         assert all(moment.dtype == torch.float32 for moment in moments)
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy", "main"),
-    [
-        *(("adamw", strategy, HALF) for strategy in STRATEGIES),
-        ("adamw", "optim_grads_params", torch.float16),
-        ("sgd", "optim", HALF),
-        ("muon", "optim_grads_params", HALF),
-    ],
-)
-def test_half_precision_main_weights_train_as_on_the_full_batch(
-    ranks: RankGroup, name: str, strategy: str, main: torch.dtype
-) -> None:
-    ranks.run(3, against_full_batch, name, strategy, main)
 
 
 def test_matrices_in_bfloat16_are_updated_by_muon_in_float32_and_rounded_once() -> None:
@@ -278,7 +266,9 @@ def sharded_lora(edit: Callable[[Lora], Any] = lambda _: None, **options: Any) -
     return model
 
 
-def lora_at_rest(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_frozen_bfloat16_weights_take_two_bytes_an_element(strategy: str) -> None:
     model = sharded_lora(strategy=strategy)
     optimizer = MainWeightAdamW(model.parameters(), lr=1e-2)
     given = {name: param.detach() for name, param in Lora().named_parameters() if not param.requires_grad}
@@ -300,35 +290,23 @@ def lora_at_rest(strategy: str) -> None:
             assert param.grad is None
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_frozen_bfloat16_weights_take_two_bytes_an_element(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(2, lora_at_rest, strategy)
-
-
-def lora_against_full_batch(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@on_ranks(3)
+def test_adapters_of_a_frozen_bfloat16_model_train_as_on_the_full_batch(strategy: str) -> None:
     # All compute in float32, so that the reference differs by the order of sums alone.
     model = sharded_lora(strategy=strategy, mp_policy=MixedPrecisionPolicy(torch.float32))
     optimizer = MainWeightAdamW(model.parameters(), lr=1e-2)
     reference = Lora().float()
     expected = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2)
-    world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(3):
-        tokens, targets = batch(step, world, 1)
-        mse(model, tokens[rank], targets[rank]).backward()
-        mse(reference, tokens, targets).backward()
+        local_loss(model, step).backward()
+        full_batch_loss(reference, step).backward()
         for one in (optimizer, expected):
             one.step()
             one.zero_grad()
     for param, want in zip(model.parameters(), reference.parameters(), strict=True):
         assert param.dtype == (torch.float32 if want.requires_grad else HALF)
         torch.testing.assert_close(whole(param).float(), want.detach(), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_adapters_of_a_frozen_bfloat16_model_train_as_on_the_full_batch(
-    ranks: RankGroup, strategy: str
-) -> None:
-    ranks.run(3, lora_against_full_batch, strategy)
 
 
 def saved(path: str) -> list[float]:
@@ -418,7 +396,9 @@ def test_bfloat16_main_weights_are_saved_so_and_go_on_with_the_same_bits(
     ranks.run(2, narrow_checkpoint, str(tmp_path / "a"))
 
 
-def unfrozen_later(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@on_ranks(2)
+def test_a_half_precision_parameter_that_is_unfrozen_later_is_refused_by_name(strategy: str) -> None:
     model = sharded_lora(strategy=strategy)
     tokens, targets = (one[dist.get_rank()] for one in batch(0, dist.get_world_size(), 1))
     before = mse(model, tokens, targets).item()
@@ -443,14 +423,8 @@ def unfrozen_later(strategy: str) -> None:
         assert whole(weight.grad).any()
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_a_half_precision_parameter_that_is_unfrozen_later_is_refused_by_name(
-    ranks: RankGroup, strategy: str
-) -> None:
-    ranks.run(2, unfrozen_later, strategy)
-
-
-def from_the_meta_device() -> None:
+@on_ranks(2)
+def test_frozen_weights_come_from_the_meta_device_in_their_dtype() -> None:
     with torch.device("meta"):
         model = Lora()
     for part in (*model.layers, model):
@@ -466,11 +440,8 @@ def from_the_meta_device() -> None:
     assert model.memory_report() == expected.memory_report()
 
 
-def test_frozen_weights_come_from_the_meta_device_in_their_dtype(ranks: RankGroup) -> None:
-    ranks.run(2, from_the_meta_device)
-
-
-def in_host_memory() -> None:
+@on_ranks(2)
+def test_weights_in_host_memory_train_with_the_same_bits() -> None:
     for make in (sharded_lora, lambda **options: sharded_toy(mp_policy=narrow(), **options)):
         found = []
         for options in ({}, {"offload_policy": CPUOffloadPolicy()}):
@@ -484,11 +455,10 @@ def in_host_memory() -> None:
         )
 
 
-def test_weights_in_host_memory_train_with_the_same_bits(ranks: RankGroup) -> None:
-    ranks.run(2, in_host_memory)
-
-
-def quantized_from_half(gather: str) -> None:
+@pytest.mark.fast_cases("mxfp8")
+@pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
+@on_ranks(2)
+def test_frozen_bfloat16_weights_are_quantized_as_their_float32_copies(gather: str) -> None:
     policy = MixedPrecisionPolicy(HALF, torch.float32, gather_dtype=gather)
     found = []
     for edit in (lambda _: None, Lora.float):
@@ -499,13 +469,8 @@ def quantized_from_half(gather: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.fast_cases("mxfp8")
-@pytest.mark.parametrize("gather", ["mxfp8", "float8_e4m3fn"])
-def test_frozen_bfloat16_weights_are_quantized_as_their_float32_copies(ranks: RankGroup, gather: str) -> None:
-    ranks.run(2, quantized_from_half, gather)
-
-
-def refused_beside_others() -> None:
+@on_ranks(1)
+def test_what_needs_float32_main_weights_refuses_others() -> None:
     with pytest.raises(ValueError, match=r"main_dtype: expected torch.float32 .* got torch.bfloat16"):
         MixedPrecisionPolicy(gather_dtype="mxfp8", main_dtype=HALF)
     given = MixedPrecisionPolicy(gather_dtype="mxfp8", main_dtype=None)
@@ -518,17 +483,14 @@ def refused_beside_others() -> None:
             torch_impl.fully_shard(nn.Linear(3, 5).to(HALF), strategy="optim", mp_policy=policy)
 
 
-def test_what_needs_float32_main_weights_refuses_others(ranks: RankGroup) -> None:
-    ranks.run(1, refused_beside_others)
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, "bfloat16"])
 def test_what_is_no_dtype_of_main_weights_is_refused(dtype: Any) -> None:
     with pytest.raises(ValueError, match=r"MixedPrecisionPolicy.main_dtype: expected a "):
         MixedPrecisionPolicy(main_dtype=dtype)
 
 
-def frozen_beside_remainders() -> None:
+@on_ranks(2)
+def test_frozen_bfloat16_weights_have_no_remainders() -> None:
     policy = MixedPrecisionPolicy(HALF, torch.float32, store_param_remainders=True)
     model = sharded_lora(strategy="optim", mp_policy=policy)
     plain = sharded_lora(strategy="optim")
@@ -545,11 +507,8 @@ def frozen_beside_remainders() -> None:
     assert all(one.weights.main.flat.dtype == HALF and not one.dtypes.remainders for one in frozen)
 
 
-def test_frozen_bfloat16_weights_have_no_remainders(ranks: RankGroup) -> None:
-    ranks.run(2, frozen_beside_remainders)
-
-
-def by_policy() -> None:
+@on_ranks(2)
+def test_a_policy_file_chooses_the_main_weights_dtype() -> None:
     text = '[precision]\nmain = "{}"\ncompute = "float32"\n[[unit]]\nmatch = ""\n'
     for main, given, expected in (
         ("bfloat16", torch.float32, HALF),
@@ -568,7 +527,3 @@ def by_policy() -> None:
         torch_impl.PolicyError, match=r"expected torch.bfloat16 main weights, got embed.weight in"
     ):
         torch_impl.ShardingPolicy.parse(text.format("bfloat16"), "f").apply(Toy().double())
-
-
-def test_a_policy_file_chooses_the_main_weights_dtype(ranks: RankGroup) -> None:
-    ranks.run(2, by_policy)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import assert_at_rest, assert_same_gradients, rank_inputs, seeded, whole
+from tests.support.torch_impl.zoo import named
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 SEEN: list[tuple[str, bool]] = []
@@ -56,21 +57,14 @@ class Layer(nn.Module):
         return x
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def three_layers() -> nn.Sequential:
+    return named(layers=nn.Sequential(*(Layer() for _ in range(3))))
 
 
 def fused_training(
     strategy: str, placeholder: bool, calls: int, reduce: torch.dtype | None
 ) -> list[tuple[str, bool]]:
-    model, reference = seeded(Layers), seeded(Layers)
+    model, reference = seeded(three_layers), seeded(three_layers)
     policy = torch_impl.MixedPrecisionPolicy(reduce_dtype=reduce)
     for layer in model.layers:
         layer.fused, layer.placeholder, layer.calls = True, placeholder, calls
@@ -121,8 +115,9 @@ def test_directly_written_gradients_are_scaled_before_a_reduction_in_half_precis
     assert {dtype for dtype, _ in seen} == {"torch.float16"}
 
 
-def unused() -> None:
-    model = seeded(Layers)
+@on_ranks(2)
+def test_parameters_whose_gradients_come_by_autograd_or_not_at_all_are_as_without() -> None:
+    model = seeded(three_layers)
     for layer in model.layers:
         torch_impl.fully_shard(layer)
     torch_impl.fully_shard(model)
@@ -132,7 +127,3 @@ def unused() -> None:
     model(rank_inputs()[dist.get_rank()]).sum().backward()
     assert [param.grad is None for param in model.layers[1].parameters()] == [True, True]
     assert whole(model.layers[0].weight.grad).abs().sum() > 0
-
-
-def test_parameters_whose_gradients_come_by_autograd_or_not_at_all_are_as_without(ranks: RankGroup) -> None:
-    ranks.run(2, unused)

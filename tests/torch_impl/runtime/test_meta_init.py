@@ -14,8 +14,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import distribute_tensor
 
 import torch_impl
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Toy, assert_at_rest, assert_same_weights, batch, mse, whole
+from tests.support.ranks import on_ranks
+from tests.support.torch_impl.toy import (
+    Toy,
+    assert_at_rest,
+    assert_same_weights,
+    batch,
+    local_loss,
+    mse,
+    whole,
+)
+from tests.support.torch_impl.zoo import Adapted
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 PLACED = [
@@ -79,7 +88,11 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, full_batch: bool) 
         optimizer.zero_grad()
 
 
-def same_as_one_process(shape: tuple[int, ...], strategy: str) -> None:
+@pytest.mark.parametrize(("world", "shape", "strategy"), PLACED)
+@on_ranks("world")
+def test_all_ranks_get_the_weights_of_a_single_process_bit_for_bit(
+    shape: tuple[int, ...], strategy: str
+) -> None:
     reference = Net()
     torch.manual_seed(7)
     reference.init_weights()
@@ -115,14 +128,8 @@ def same_as_one_process(shape: tuple[int, ...], strategy: str) -> None:
     assert_at_rest(model)
 
 
-@pytest.mark.parametrize(("world", "shape", "strategy"), PLACED)
-def test_all_ranks_get_the_weights_of_a_single_process_bit_for_bit(
-    ranks: RankGroup, world: int, shape: tuple[int, ...], strategy: str
-) -> None:
-    ranks.run(world, same_as_one_process, shape, strategy)
-
-
-def loaded() -> None:
+@on_ranks(2)
+def test_a_state_dict_may_be_loaded_instead() -> None:
     reference = Net()
     reference.init_weights()
     for value in (*reference.parameters(), *reference.buffers()):
@@ -135,11 +142,8 @@ def loaded() -> None:
     torch.testing.assert_close(model(tokens.view(-1)), reference(tokens.view(-1)))
 
 
-def test_a_state_dict_may_be_loaded_instead(ranks: RankGroup) -> None:
-    ranks.run(2, loaded)
-
-
-def misuse() -> None:
+@on_ranks(2)
+def test_wrong_use_of_the_meta_device_is_named() -> None:
     model = sharded(on_meta())
     tokens, _ = batch(0, 1, 1)
     for attempt in (lambda: model(tokens.view(-1)), lambda: model.layers[1].unshard()):
@@ -165,11 +169,8 @@ def misuse() -> None:
         assert torch.equal(whole(param), value)
 
 
-def test_wrong_use_of_the_meta_device_is_named(ranks: RankGroup) -> None:
-    ranks.run(2, misuse)
-
-
-def inside_another_module() -> None:
+@on_ranks(2)
+def test_sharded_modules_below_a_plain_one_are_materialized() -> None:
     with torch.device("meta"):
         outer = nn.Sequential(nn.Linear(9, 6, bias=False), nn.Linear(6, 6), nn.Linear(6, 2))
     ignored = outer[2].bias
@@ -185,11 +186,8 @@ def inside_another_module() -> None:
     assert torch.equal(outer(torch.ones(1, 9)), torch.full((1, 2), 9.0 * 6 * 6))
 
 
-def test_sharded_modules_below_a_plain_one_are_materialized(ranks: RankGroup) -> None:
-    ranks.run(2, inside_another_module)
-
-
-def freed() -> None:
+@on_ranks(1)
+def test_a_materialized_model_is_freed_with_its_last_reference() -> None:
     gc.collect()
     model = sharded(on_meta())
     model.to_empty(device="cpu")
@@ -204,20 +202,9 @@ def freed() -> None:
         gc.enable()
 
 
-def test_a_materialized_model_is_freed_with_its_last_reference(ranks: RankGroup) -> None:
-    ranks.run(1, freed)
-
-
-class Adapted(nn.Module):
+def adapted() -> Adapted:
     """A frozen base and adapters beside it: two groups of one unit, of plain modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(5, 7).requires_grad_(False)
-        self.down, self.up = nn.Linear(5, 2, bias=False), nn.Linear(2, 7, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
+    return Adapted(nn.Linear(5, 7), 5, 7)
 
 
 def initialized(model: Adapted, *names: str) -> None:
@@ -239,11 +226,27 @@ def part(model: nn.Module, like: nn.Module, *names: str) -> dict[str, torch.Tens
     }
 
 
-def one_after_the_other(way: str, options: dict[str, object]) -> None:
-    reference = Adapted()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "optim_grads_params"},
+        {"strategy": "optim"},
+        {"strategy": "no_shard"},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    ],
+    ids=["optim_grads_params", "optim", "no_shard", "offloaded"],
+)
+@pytest.mark.parametrize(
+    "way", ["modules", "adapters, then a load", "a load, then another", "adapters, then all", "whole"]
+)
+@on_ranks(2)
+def test_modules_inside_a_unit_may_get_memory_one_after_the_other(
+    way: str, options: dict[str, object]
+) -> None:
+    reference = adapted()
     initialized(reference, "base", "down", "up")
     with torch.device("meta"):
-        model = Adapted()
+        model = adapted()
     torch_impl.fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     x = torch.ones(1, 5)
@@ -285,26 +288,8 @@ def one_after_the_other(way: str, options: dict[str, object]) -> None:
     assert_at_rest(model)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": "optim_grads_params"},
-        {"strategy": "optim"},
-        {"strategy": "no_shard"},
-        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    ],
-    ids=["optim_grads_params", "optim", "no_shard", "offloaded"],
-)
-@pytest.mark.parametrize(
-    "way", ["modules", "adapters, then a load", "a load, then another", "adapters, then all", "whole"]
-)
-def test_modules_inside_a_unit_may_get_memory_one_after_the_other(
-    ranks: RankGroup, way: str, options: dict[str, object]
-) -> None:
-    ranks.run(2, one_after_the_other, way, options)
-
-
-def set_before_memory() -> None:
+@on_ranks(2)
+def test_what_is_set_before_to_empty_stays_set() -> None:
     """Every setter that has a value, on a model without memory; torchtitan calls some of them then."""
     scaled, plain = sharded(on_meta()), sharded(on_meta())
     for module in (scaled, *scaled.layers):
@@ -318,26 +303,22 @@ def set_before_memory() -> None:
         model.to_empty(device="cpu")
         torch.manual_seed(7)
         model.init_weights()
-    tokens, targets = batch(0, dist.get_world_size(), 1)
     for model in (scaled, plain):
-        mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+        local_loss(model).backward()
     assert scaled._unit.groups[0].weights.compute.allocated
     with pytest.raises(RuntimeError, match="Partial"):
         whole(scaled.norm.weight.grad)
     scaled.zero_grad()
     scaled.set_requires_gradient_sync(True)
-    mse(scaled, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+    local_loss(scaled).backward()
     for ours, mean in zip(scaled.parameters(), plain.parameters(), strict=True):
         assert (ours.grad is None) == (mean.grad is None)
         if mean.grad is not None:
             torch.testing.assert_close(whole(ours.grad), whole(mean.grad) * dist.get_world_size())
 
 
-def test_what_is_set_before_to_empty_stays_set(ranks: RankGroup) -> None:
-    ranks.run(2, set_before_memory)
-
-
-def optimizer_before_memory() -> None:
+@on_ranks(2)
+def test_an_optimizer_built_before_to_empty_trains_the_model() -> None:
     reference = Net()
     torch.manual_seed(7)
     reference.init_weights()
@@ -349,7 +330,3 @@ def optimizer_before_memory() -> None:
     steps(model, optimizer, full_batch=False)
     steps(reference, torch.optim.AdamW(reference.parameters(), lr=0.05, weight_decay=0.01), full_batch=True)
     assert_same_weights(model, reference)
-
-
-def test_an_optimizer_built_before_to_empty_trains_the_model(ranks: RankGroup) -> None:
-    ranks.run(2, optimizer_before_memory)

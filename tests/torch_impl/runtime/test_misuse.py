@@ -14,13 +14,23 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Block, Toy, batch, mse, sharded_toy, whole
+from tests.support.ranks import RankGroup, on_ranks
+from tests.support.torch_impl.toy import (
+    Block,
+    Toy,
+    batch,
+    full_batch_loss,
+    local_loss,
+    mse,
+    sharded_toy,
+    whole,
+)
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
-def wrong_arguments() -> None:
+@on_ranks(1)
+def test_wrong_arguments_are_named_and_change_nothing() -> None:
     already = torch_impl.fully_shard(Block())
     with_own_unit = Block()
     with_own_unit._unit = 3
@@ -76,10 +86,6 @@ def wrong_arguments() -> None:
                 module(torch.ones(1, 5))
 
 
-def test_wrong_arguments_are_named_and_change_nothing(ranks: RankGroup) -> None:
-    ranks.run(1, wrong_arguments)
-
-
 def test_sharding_without_a_process_group_says_what_to_call() -> None:
     with pytest.raises(ValueError, match="init_process_group"):
         torch_impl.fully_shard(Block())
@@ -133,7 +139,8 @@ def test_ranks_that_differ_all_get_the_first_difference(ranks: RankGroup) -> Non
             assert re.search(message, text), (case, text)
 
 
-def copies_and_conversions() -> None:
+@on_ranks(2)
+def test_copies_pickles_and_conversions_are_refused() -> None:
     model = nn.Sequential(sharded_toy(), nn.BatchNorm1d(3))
     for attempt in (copy.deepcopy, copy.copy, pickle.dumps):
         target = model[0] if attempt is copy.copy else model
@@ -147,11 +154,8 @@ def copies_and_conversions() -> None:
         assert torch.equal(whole(param), value)
 
 
-def test_copies_pickles_and_conversions_are_refused(ranks: RankGroup) -> None:
-    ranks.run(2, copies_and_conversions)
-
-
-def converted_inside() -> None:
+@on_ranks(2)
+def test_converting_a_module_inside_a_unit_is_noticed() -> None:
     for convert in (lambda layer: layer.double(), lambda layer: layer.to_empty(device="cpu")):
         model = sharded_toy()
         convert(model.head)
@@ -165,11 +169,8 @@ def converted_inside() -> None:
         model(torch.arange(4)).sum().backward()
 
 
-def test_converting_a_module_inside_a_unit_is_noticed(ranks: RankGroup) -> None:
-    ranks.run(2, converted_inside)
-
-
-def replaced_parameters() -> None:
+@on_ranks(2)
+def test_replacing_a_sharded_parameter_is_noticed() -> None:
     model = sharded_toy()
     tokens, _ = batch(0, 2, 1)
     with pytest.raises(RuntimeError, match=r"cannot rebind .data"):
@@ -180,11 +181,8 @@ def replaced_parameters() -> None:
             model(tokens[0].view(-1))
 
 
-def test_replacing_a_sharded_parameter_is_noticed(ranks: RankGroup) -> None:
-    ranks.run(2, replaced_parameters)
-
-
-def tie_across_units() -> None:
+@on_ranks(1)
+def test_a_tie_across_units_is_refused() -> None:
     model = Toy()
     model.tied = nn.Linear(5, 7)
     model.tied.weight = model.blocks[0].up.weight
@@ -194,16 +192,12 @@ def tie_across_units() -> None:
     assert type(model) is Toy
 
 
-def test_a_tie_across_units_is_refused(ranks: RankGroup) -> None:
-    ranks.run(1, tie_across_units)
-
-
-def unreduced_gradients(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_unreduced_gradients_cannot_be_read_and_zero_grad_drops_them(strategy: str) -> None:
     model = sharded_toy(strategy=strategy)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
     model.set_requires_gradient_sync(False)
-    mse(model, tokens[rank], targets[rank]).backward()
+    local_loss(model).backward()
     with pytest.raises(RuntimeError, match="not reduced over the ranks: run the last backward"):
         torch_impl.MainWeightAdamW(model.parameters()).step()
     with pytest.raises(RuntimeError, match=r"without reducing it|one shape and placement"):
@@ -217,32 +211,25 @@ def unreduced_gradients(strategy: str) -> None:
         model.zero_grad(set_to_none=set_to_none)
         model.set_requires_gradient_sync(True)
         reference.zero_grad()
-        mse(reference, tokens, targets).backward()
-        mse(model, tokens[rank], targets[rank]).backward()
+        full_batch_loss(reference).backward()
+        local_loss(model).backward()
         for param, want in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(whole(param.grad), want.grad)
         model.zero_grad()
         model.set_requires_gradient_sync(False)
-        mse(model, tokens[rank], targets[rank]).backward()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_unreduced_gradients_cannot_be_read_and_zero_grad_drops_them(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(2, unreduced_gradients, strategy)
+        local_loss(model).backward()
 
 
 def zeroed_by_an_optimizer(strategy: str, options: dict[str, bool]) -> None:
     model, reference = sharded_toy(strategy=strategy), Toy()
     optimizer = torch.optim.AdamW(model.parameters(), **options)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tokens, targets = batch(0, world, 1)
     model.set_requires_gradient_sync(False)
-    mse(model, tokens[rank], targets[rank]).backward()
+    local_loss(model).backward()
     optimizer.zero_grad(set_to_none=False)
-    mse(model, tokens[rank], targets[rank]).backward()
+    local_loss(model).backward()
     model.set_requires_gradient_sync(True)
-    mse(model, tokens[rank], targets[rank]).backward()
-    mse(reference, tokens, targets).backward()
+    local_loss(model).backward()
+    full_batch_loss(reference).backward()
     for param, want in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(param.grad), 2 * want.grad)
 
@@ -284,7 +271,13 @@ def replace_unreduced_gradients(module: nn.Module, how: str) -> None:
         module.uses_b = how == "dropped"
 
 
-def unreduced_gradients_set_by_hand(strategy: str, how: str) -> None:
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    "how", ["copied", "all copied", "zeroed", "last zeroed", "reduced", "dropped", "dropped and unused"]
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(3)
+def test_unreduced_gradients_may_be_copied_replaced_or_dropped(strategy: str, how: str) -> None:
     model, reference = torch_impl.fully_shard(Sums(), strategy=strategy), Sums()
     world, rank = dist.get_world_size(), dist.get_rank()
     inputs = torch.randn(3, world, 4, generator=torch.Generator().manual_seed(3))
@@ -304,18 +297,8 @@ def unreduced_gradients_set_by_hand(strategy: str, how: str) -> None:
             torch.testing.assert_close(whole(param.grad), want.grad)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize(
-    "how", ["copied", "all copied", "zeroed", "last zeroed", "reduced", "dropped", "dropped and unused"]
-)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_unreduced_gradients_may_be_copied_replaced_or_dropped(
-    ranks: RankGroup, strategy: str, how: str
-) -> None:
-    ranks.run(3, unreduced_gradients_set_by_hand, strategy, how)
-
-
-def no_sync_that_raises() -> None:
+@on_ranks(1)
+def test_no_sync_is_restored_on_an_error() -> None:
     model = sharded_toy(strategy="optim")
     with pytest.raises(KeyError), model.no_sync():
         raise KeyError
@@ -324,11 +307,8 @@ def no_sync_that_raises() -> None:
     )
 
 
-def test_no_sync_is_restored_on_an_error(ranks: RankGroup) -> None:
-    ranks.run(1, no_sync_that_raises)
-
-
-def ignored_parameters() -> None:
+@on_ranks(2)
+def test_ignored_parameters_stay_plain() -> None:
     model = Block()
     ignored = [model.stack]
     torch_impl.fully_shard(model, ignored_params=ignored)
@@ -339,11 +319,8 @@ def ignored_parameters() -> None:
     assert isinstance(model.up.weight.grad, torch_impl.dtensor.tensor.RowDTensor)
 
 
-def test_ignored_parameters_stay_plain(ranks: RankGroup) -> None:
-    ranks.run(2, ignored_parameters)
-
-
-def outer_before_inner() -> None:
+@on_ranks(1)
+def test_sharding_an_outer_module_first_is_named() -> None:
     model = Toy()
     torch_impl.fully_shard(model)
     with pytest.raises(
@@ -355,16 +332,13 @@ def outer_before_inner() -> None:
     mse(model, tokens, targets).backward()
 
 
-def test_sharding_an_outer_module_first_is_named(ranks: RankGroup) -> None:
-    ranks.run(1, outer_before_inner)
-
-
 class Final(nn.Linear):
     def __init_subclass__(cls) -> None:
         raise TypeError("Final is final")
 
 
-def failing_late() -> None:
+@on_ranks(1)
+def test_a_class_that_cannot_be_extended_stays_as_it_was() -> None:
     module = Final(5, 3)
     params = list(module.parameters())
     with pytest.raises(TypeError, match="Final is final"):
@@ -379,11 +353,8 @@ def failing_late() -> None:
     assert outer._unit.groups[0].names == ["0.weight", "0.bias"]
 
 
-def test_a_class_that_cannot_be_extended_stays_as_it_was(ranks: RankGroup) -> None:
-    ranks.run(1, failing_late)
-
-
-def hooks_on_given_parameters() -> None:
+@on_ranks(1)
+def test_hooks_on_the_given_parameters_are_warned_of() -> None:
     model = Block()
     model.up.bias.register_hook(lambda grad: grad)
     with pytest.warns(
@@ -400,11 +371,8 @@ def hooks_on_given_parameters() -> None:
         torch_impl.fully_shard(Block())
 
 
-def test_hooks_on_the_given_parameters_are_warned_of(ranks: RankGroup) -> None:
-    ranks.run(1, hooks_on_given_parameters)
-
-
-def names_and_attributes() -> None:
+@on_ranks(2)
+def test_names_and_attributes_are_those_of_the_unsharded_module() -> None:
     model, reference = Toy(), Toy()
     model.blocks[0].stack.role = "expert"
     for module in (model, reference):
@@ -429,17 +397,10 @@ def names_and_attributes() -> None:
     assert repr(model).replace("FSDP", "") == repr(reference)
 
 
-def test_names_and_attributes_are_those_of_the_unsharded_module(ranks: RankGroup) -> None:
-    ranks.run(2, names_and_attributes)
-
-
-def assigned_parameter() -> None:
+@on_ranks(1)
+def test_assigning_a_parameter_is_noticed() -> None:
     model = sharded_toy()
     model.head.bias = nn.Parameter(torch.zeros(1))
     tokens, _ = batch(0, 1, 1)
     with pytest.raises(RuntimeError, match=r"parameter 'head.bias' was replaced after fully_shard"):
         model(tokens.view(-1))
-
-
-def test_assigning_a_parameter_is_noticed(ranks: RankGroup) -> None:
-    ranks.run(1, assigned_parameter)

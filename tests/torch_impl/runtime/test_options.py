@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_impl
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Toy, assert_at_rest, batch, counted, mse, sharded_toy, whole
+from tests.support.ranks import RankGroup, on_ranks
+from tests.support.torch_impl.toy import Toy, assert_at_rest, counted, local_loss, sharded_toy, whole
 from torch_impl.dtensor.local import is_partial
 
 WORLD = 2
@@ -104,10 +104,9 @@ def setters() -> None:
 def unreduced_root() -> list[bool]:
     """Which units' gradients are reduced when only the root was told not to."""
     model = sharded_toy()
-    tokens, targets = batch(0, dist.get_world_size(), 1)
     model.set_requires_gradient_sync(False, recurse=False)
     with counted() as counts:
-        mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+        local_loss(model).backward()
     assert counts["reduce_scatter"] == 2
     return [not is_partial(p.grad) for p in (model.head.weight, model.blocks[1].gain)]
 
@@ -117,7 +116,8 @@ def test_setters_reach_the_units_below_unless_told_not_to(ranks: RankGroup) -> N
     assert ranks.run(WORLD, unreduced_root) == [[False, True]] * WORLD
 
 
-def asynchronous_unshard() -> None:
+@on_ranks(2)
+def test_an_asynchronous_unshard_shows_the_weights_when_it_is_waited_for() -> None:
     model = sharded_toy()
     with counted() as counts:
         handle = model.unshard(async_op=True)
@@ -129,10 +129,6 @@ def asynchronous_unshard() -> None:
     assert counts["all_gather"] == 1
     model.reshard()
     assert_at_rest(model)
-
-
-def test_an_asynchronous_unshard_shows_the_weights_when_it_is_waited_for(ranks: RankGroup) -> None:
-    ranks.run(2, asynchronous_unshard)
 
 
 def bounds_of(options: dict[str, object]) -> tuple[int, ...]:
@@ -149,7 +145,8 @@ def test_shards_are_cut_between_blocks_of_the_rows_asked_for(ranks: RankGroup) -
         assert ranks.run(3, bounds_of, options) == [expected] * 3
 
 
-def conversions() -> None:
+@on_ranks(1)
+def test_conversions_reach_buffers_and_ignored_parameters() -> None:
     model = Scale().double()
     model.offset = model.offset.float()
     model.extra = nn.Parameter(torch.ones(3))
@@ -163,10 +160,6 @@ def conversions() -> None:
     with pytest.raises(TypeError, match=r"stays torch.float64 on cpu, got a conversion to torch.float32"):
         model.to(torch.float32)
     assert (extra.dtype, model.offset.dtype) == (torch.float64, torch.float64)
-
-
-def test_conversions_reach_buffers_and_ignored_parameters(ranks: RankGroup) -> None:
-    ranks.run(1, conversions)
 
 
 class Watch(torch.autograd.Function):

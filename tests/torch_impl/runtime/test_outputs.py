@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import assert_at_rest, assert_same_gradients, rank_inputs, seeded, whole
 from torch_impl.dtensor.tensor import RowDTensor
 
@@ -45,7 +45,10 @@ class Wrapped:
     rows: torch.Tensor
 
 
-def returned_weights(strategy: str, keep: bool) -> None:
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(WORLD)
+def test_a_unit_may_return_its_weights(strategy: str, keep: bool) -> None:
     model = torch_impl.fully_shard(Positions(), strategy=strategy, reshard_after_forward=not keep)
     table = torch.arange(20.0).view(4, 5)
     scale = dist.get_rank() + 1.0
@@ -71,12 +74,6 @@ def returned_weights(strategy: str, keep: bool) -> None:
         model("whole")
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_unit_may_return_its_weights(ranks: RankGroup, strategy: str, keep: bool) -> None:
-    ranks.run(WORLD, returned_weights, strategy, keep)
-
-
 class Wraps(nn.Module):
     """Returns subclasses of tensors, of its weights or of others."""
 
@@ -96,7 +93,9 @@ class Wraps(nn.Module):
         return DTensor.from_local(local, init_device_mesh("cpu", (dist.get_world_size(),)), [Replicate()])
 
 
-def returned_subclasses(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(WORLD)
+def test_a_unit_may_return_tensor_subclasses(strategy: str) -> None:
     model = torch_impl.fully_shard(Wraps(), strategy=strategy, reshard_after_forward=True)
     x = rank_inputs()[dist.get_rank()][:, :4]
     table = torch.arange(20.0).view(4, 5)
@@ -109,11 +108,6 @@ def returned_subclasses(strategy: str) -> None:
     assert torch.equal(model("distributed", x).to_local(), x)
     assert torch.equal(model("distributed weight", x).to_local(), table)
     assert_at_rest(model)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_unit_may_return_tensor_subclasses(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(WORLD, returned_subclasses, strategy)
 
 
 class Outer(nn.Module):
@@ -130,7 +124,10 @@ class Outer(nn.Module):
         return output * 2 if computes else output
 
 
-def passed_on_outputs(strategy: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["as it is", "in place"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(3)
+def test_a_unit_may_return_an_inner_units_output_on_some_ranks(strategy: str, how: str) -> None:
     model, reference = seeded(Outer), seeded(Outer)
     torch_impl.fully_shard(model.inner, strategy=strategy)
     torch_impl.fully_shard(model, strategy=strategy)
@@ -143,14 +140,6 @@ def passed_on_outputs(strategy: str, how: str) -> None:
             (reference(*call).square().mean() / len(inputs)).backward()
         assert_same_gradients(model, reference)
         assert_at_rest(model)
-
-
-@pytest.mark.parametrize("how", ["as it is", "in place"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_unit_may_return_an_inner_units_output_on_some_ranks(
-    ranks: RankGroup, strategy: str, how: str
-) -> None:
-    ranks.run(3, passed_on_outputs, strategy, how)
 
 
 class Residual(nn.Module):
@@ -198,7 +187,8 @@ class Held:
     """Lives as long as the graph that it was put into."""
 
 
-def dropped_graphs() -> None:
+@on_ranks(1)
+def test_a_dropped_graph_frees_its_activations_without_the_garbage_collector() -> None:
     unit, nested = torch_impl.fully_shard(seeded(Residual)), seeded(Outer)
     torch_impl.fully_shard(nested.inner)
     torch_impl.fully_shard(nested)
@@ -241,7 +231,8 @@ class Shift(nn.Module):
         return x + self.shift
 
 
-def input_memory() -> None:
+@on_ranks(1)
+def test_inputs_that_backward_does_not_need_are_not_kept() -> None:
     unit = torch_impl.fully_shard(Shift())
     x = torch.ones(2, 5, requires_grad=True) * 2
     held = weakref.ref(x)
@@ -249,11 +240,3 @@ def input_memory() -> None:
     del x
     assert held() is None
     output.sum().backward()
-
-
-def test_inputs_that_backward_does_not_need_are_not_kept(ranks: RankGroup) -> None:
-    ranks.run(1, input_memory)
-
-
-def test_a_dropped_graph_frees_its_activations_without_the_garbage_collector(ranks: RankGroup) -> None:
-    ranks.run(1, dropped_graphs)

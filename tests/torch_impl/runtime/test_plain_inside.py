@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.toy import (
     assert_at_rest,
     assert_same_gradients,
@@ -18,6 +18,7 @@ from tests.support.torch_impl.toy import (
     rank_inputs,
     seeded,
 )
+from tests.support.torch_impl.zoo import named
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -51,18 +52,15 @@ class Views(nn.Module):
         return x[:, 1:6] @ columns.t()[2:].reshape(5, 5) * self.weight.view(-1)[3:8]
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = Views(), Views()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x))
+def two() -> nn.Sequential:
+    return named(a=Views(), b=Views())
 
 
-def trained(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_parameters_are_plain_and_views_of_them_outlive_the_free_after_forward(strategy: str) -> None:
     # In float32 elements that cancel would round otherwise on some processors.
-    model, reference = seeded(Two).double(), seeded(Two).double()
+    model, reference = seeded(two).double(), seeded(two).double()
     inputs = [rows.double() for rows in rank_inputs()]
     for child in (model.a, model.b):
         torch_impl.fully_shard(child, strategy=strategy)
@@ -80,10 +78,3 @@ def trained(strategy: str) -> None:
             optimizer.step()
     assert_same_weights(model, reference)
     assert model.a.seen == model.b.seen == [nn.Parameter] * 4
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parameters_are_plain_and_views_of_them_outlive_the_free_after_forward(
-    ranks: RankGroup, strategy: str
-) -> None:
-    ranks.run(2, trained, strategy)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.pool_programs import (
     BLOCKS,
     STEPS,
@@ -256,7 +256,8 @@ def peak_of(pool: bool) -> list[int]:
     return seen
 
 
-def compare_peaks() -> None:
+@on_ranks(WORLD)
+def test_the_peak_of_live_buffers_is_not_above_that_without_a_pool() -> None:
     pooled, alone = peak_of(True), peak_of(False)
     assert len(pooled) == len(alone) == 5 * BLOCKS + 1
     forward = 3 * BLOCKS
@@ -266,11 +267,8 @@ def compare_peaks() -> None:
     assert pooled[forward - 1] == alone[forward - 1]
 
 
-def test_the_peak_of_live_buffers_is_not_above_that_without_a_pool(ranks: RankGroup) -> None:
-    ranks.run(WORLD, compare_peaks)
-
-
-def delete_model() -> None:
+@on_ranks(WORLD)
+def test_a_deleted_model_frees_its_slots_without_the_garbage_collector() -> None:
     gc.collect()
     gc.disable()
     try:
@@ -285,11 +283,8 @@ def delete_model() -> None:
         gc.enable()
 
 
-def test_a_deleted_model_frees_its_slots_without_the_garbage_collector(ranks: RankGroup) -> None:
-    ranks.run(WORLD, delete_model)
-
-
-def follow_new_program() -> None:
+@on_ranks(WORLD)
+def test_a_program_that_changed_for_good_is_planned_anew() -> None:
     model, optimizer = warmed_up()
     planned = model.buffer_plan()
     for step in range(8):
@@ -307,11 +302,8 @@ def follow_new_program() -> None:
     assert slots_in_use(model) >= 3
 
 
-def test_a_program_that_changed_for_good_is_planned_anew(ranks: RankGroup) -> None:
-    ranks.run(WORLD, follow_new_program)
-
-
-def alternate() -> None:
+@on_ranks(WORLD)
+def test_a_program_that_alternates_between_steps_keeps_its_plan() -> None:
     model, optimizer = warmed_up()
     plans = []
     for step in range(8):
@@ -323,7 +315,3 @@ def alternate() -> None:
         "root",
         *(f"blocks.{k}" for k in range(BLOCKS)),
     }
-
-
-def test_a_program_that_alternates_between_steps_keeps_its_plan(ranks: RankGroup) -> None:
-    ranks.run(WORLD, alternate)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.support.ranks import RankError, RankGroup
+from tests.support.ranks import RankError, RankGroup, on_ranks
 from tests.support.torch_impl.toy import (
     Toy,
     assert_at_rest,
@@ -62,21 +62,16 @@ def train(strategy: str, prefetch: int) -> list[torch.Tensor]:
     return found
 
 
-def train_with_both(strategy: str) -> None:
-    serial, ahead = train(strategy, 0), train(strategy, 1)
-    assert len(serial) == 2 * STEPS * len(list(Toy().parameters()))
-    for one, other in zip(serial, ahead, strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.fast_cases("optim_grads-3")
 @pytest.mark.parametrize(
     ("strategy", "world"), [("optim_grads_params", 2), ("optim_grads", 3), ("hsdp", 4), ("hfsdp", 4)]
 )
-def test_gradients_and_weights_are_the_same_bits_with_and_without(
-    ranks: RankGroup, strategy: str, world: int
-) -> None:
-    ranks.run(world, train_with_both, strategy)
+@on_ranks("world")
+def test_gradients_and_weights_are_the_same_bits_with_and_without(strategy: str) -> None:
+    serial, ahead = train(strategy, 0), train(strategy, 1)
+    assert len(serial) == 2 * STEPS * len(list(Toy().parameters()))
+    for one, other in zip(serial, ahead, strict=True):
+        assert torch.equal(one, other)
 
 
 @contextmanager
@@ -220,16 +215,13 @@ def test_ranks_must_agree(ranks: RankGroup) -> None:
         ranks.run(WORLD, disagreeing)
 
 
-def refused() -> None:
+@on_ranks(1)
+def test_other_values_are_refused() -> None:
     for value in (2, -1, True, 1.0, "1"):
         with pytest.raises(ValueError, match=r"prefetch: expected 0, 1 or None \(the default\), got"):
             torch_impl.fully_shard(Toy(), prefetch=value)
     with pytest.raises(PolicyError, match=r"\[mesh\] prefetch: expected 0 or 1, got True"):
         ShardingPolicy((UnitPolicy(""),), prefetch=True)
-
-
-def test_other_values_are_refused(ranks: RankGroup) -> None:
-    ranks.run(1, refused)
 
 
 def by_policy(prefetch: int | None) -> list[str]:

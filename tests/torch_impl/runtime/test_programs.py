@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import (
     assert_at_rest,
     assert_same_gradients,
@@ -22,6 +21,7 @@ from tests.support.torch_impl.toy import (
     seeded,
     whole,
 )
+from tests.support.torch_impl.zoo import Chain
 from torch_impl.comm import collectives
 
 WORLD = 2
@@ -39,7 +39,10 @@ class Scores(nn.Module):
         return torch.cat([unit(x) for unit in self.units], dim=1)
 
 
-def load_in_place(path: str, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(WORLD)
+def test_a_plain_dcp_load_into_live_weights_is_seen_by_all_ranks(tmp_path: Path, strategy: str) -> None:
+    path = str(tmp_path / "checkpoint")
     model, reference = seeded(Scores), seeded(Scores)
     for unit in model.units:
         torch_impl.fully_shard(unit, strategy=strategy)
@@ -52,13 +55,6 @@ def load_in_place(path: str, strategy: str) -> None:
     assert not torch.allclose(model(mine), reference(mine))
     dcp.load({"model": model.state_dict()}, checkpoint_id=path)
     torch.testing.assert_close(model(mine), reference(mine))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_plain_dcp_load_into_live_weights_is_seen_by_all_ranks(
-    ranks: RankGroup, tmp_path: Path, strategy: str
-) -> None:
-    ranks.run(WORLD, load_in_place, str(tmp_path / "checkpoint"), strategy)
 
 
 def assert_same_two_steps(
@@ -100,7 +96,9 @@ class Twice(nn.Module):
         return x
 
 
-def different_calls(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(WORLD)
+def test_ranks_may_use_different_parameters_in_each_call_of_a_unit(strategy: str) -> None:
     model, reference = seeded(Twice), seeded(Twice)
     for branch in model.branches:
         torch_impl.fully_shard(branch, strategy=strategy)
@@ -112,11 +110,6 @@ def different_calls(strategy: str) -> None:
             branch.rank = rank
 
     assert_same_two_steps(model, reference, [x.requires_grad_() for x in rank_inputs()], act_as)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_may_use_different_parameters_in_each_call_of_a_unit(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(WORLD, different_calls, strategy)
 
 
 class Join(nn.Module):
@@ -152,7 +145,9 @@ class Skips(nn.Module):
 USED = {0: ((0, 1, 2), (0, 2), (0, 1, 2)), 1: ((0,), (0, 1, 2), (0, 1)), 2: ((0, 1), (0,), (0, 2))}
 
 
-def different_inputs(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(3, timeout=60)
+def test_ranks_may_use_different_inputs_of_a_unit(strategy: str) -> None:
     model, reference = seeded(Skips), seeded(Skips)
     for join, used in zip(model.joins, USED[dist.get_rank()], strict=True):
         torch_impl.fully_shard(join, strategy=strategy)
@@ -164,11 +159,6 @@ def different_inputs(strategy: str) -> None:
             join.used = used
 
     assert_same_two_steps(model, reference, rank_inputs(), act_as)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_may_use_different_inputs_of_a_unit(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(3, different_inputs, strategy, timeout=60)
 
 
 class Stopped(nn.Module):
@@ -198,7 +188,10 @@ class Stop(nn.Module):
         return x
 
 
-def keyboard_interrupts(strategy: str, where: str) -> None:
+@pytest.mark.parametrize("where", ["submodule", "root"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(WORLD)
+def test_a_forward_stopped_by_the_keyboard_can_be_tried_again(strategy: str, where: str) -> None:
     model, reference = seeded(Stopped), seeded(Stopped)
     torch_impl.fully_shard(model.first, strategy=strategy)
     torch_impl.fully_shard(model, strategy=strategy)
@@ -224,16 +217,9 @@ def keyboard_interrupts(strategy: str, where: str) -> None:
             torch.testing.assert_close(whole(param), want.detach())
 
 
-@pytest.mark.parametrize("where", ["submodule", "root"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_forward_stopped_by_the_keyboard_can_be_tried_again(
-    ranks: RankGroup, strategy: str, where: str
-) -> None:
-    ranks.run(WORLD, keyboard_interrupts, strategy, where)
-
-
-def interrupted_gathers() -> None:
-    model = torch_impl.fully_shard(seeded(Segments))
+@on_ranks(WORLD)
+def test_weights_of_an_interrupted_gather_are_not_used() -> None:
+    model = torch_impl.fully_shard(seeded(segments_of_linears))
     mine = rank_inputs()[dist.get_rank()]
     with torch.no_grad():
         expected = model(mine)
@@ -254,23 +240,13 @@ def interrupted(outputs: Sequence[torch.Tensor], *_: object, **__: object) -> No
     raise KeyboardInterrupt
 
 
-def test_weights_of_an_interrupted_gather_are_not_used(ranks: RankGroup) -> None:
-    ranks.run(WORLD, interrupted_gathers)
-
-
-class Segments(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(checkpoint(block, x, use_reentrant=True))
-        return x
+def segments_of_linears() -> Chain:
+    return Chain(*(nn.Linear(5, 5) for _ in range(4)), between=torch.tanh, recompute=True)
 
 
 def segments() -> dict[str, int]:
-    model, reference = torch_impl.fully_shard(seeded(Segments), reshard_after_forward=True), seeded(Segments)
+    model, reference = seeded(segments_of_linears), seeded(segments_of_linears)
+    torch_impl.fully_shard(model, reshard_after_forward=True)
     inputs = rank_inputs()
     with counted() as counts:
         model(inputs[dist.get_rank()].clone().requires_grad_(True)).square().mean().backward()
@@ -285,7 +261,9 @@ def test_recomputed_segments_inside_a_unit_are_reduced_once(ranks: RankGroup) ->
         assert counts == {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 0}
 
 
-def hooks(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(WORLD)
+def test_hooks_for_accumulated_gradients_run_with_the_reduced_gradient(strategy: str) -> None:
     model, reference = torch_impl.fully_shard(seeded(Scores), strategy=strategy), seeded(Scores)
     seen: list[torch.Tensor] = []
     for param in model.parameters():
@@ -296,13 +274,6 @@ def hooks(strategy: str) -> None:
         (reference(part).square().mean() / len(inputs)).backward()
     for found, param in zip(seen, reference.parameters(), strict=True):
         torch.testing.assert_close(found, param.grad)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_hooks_for_accumulated_gradients_run_with_the_reduced_gradient(
-    ranks: RankGroup, strategy: str
-) -> None:
-    ranks.run(WORLD, hooks, strategy)
 
 
 class Caching(nn.Module):
@@ -319,7 +290,8 @@ class Caching(nn.Module):
         return y
 
 
-def caches() -> None:
+@on_ranks(1)
+def test_a_module_can_write_into_the_containers_it_is_given() -> None:
     policy = torch_impl.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for model in (torch_impl.fully_shard(Caching()), torch_impl.fully_shard(Caching(), mp_policy=policy)):
         for needs_grad in (False, True):
@@ -328,7 +300,3 @@ def caches() -> None:
             model(torch.randn(2, 5, requires_grad=needs_grad), cache=cache, kept=kept).sum().backward()
             assert list(cache) == ["key"]
             assert len(kept) == 1
-
-
-def test_a_module_can_write_into_the_containers_it_is_given(ranks: RankGroup) -> None:
-    ranks.run(1, caches)

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.pool_programs import WORLD, Stop, Tower, data, loss_of, others, stopping
 from tests.support.torch_impl.toy import assert_at_rest, assert_same_gradients, seeded
 
@@ -24,7 +24,9 @@ def raise_in_backward(model: Tower) -> None:
         loss_of(model, data(1)[dist.get_rank(), 0], stopping).backward()
 
 
-def zero_after_kept_gradients(to_none: bool) -> None:
+@pytest.mark.parametrize("to_none", [True, False])
+@on_ranks(WORLD)
+def test_zero_grad_of_the_model_drops_gradients_kept_before_a_backward_that_raised(to_none: bool) -> None:
     model, reference = sharded(), seeded(Tower)
     model.set_requires_gradient_sync(False)
     loss_of(model, data(0)[dist.get_rank(), 0]).backward()
@@ -38,21 +40,11 @@ def zero_after_kept_gradients(to_none: bool) -> None:
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_zero_grad_of_the_model_drops_gradients_kept_before_a_backward_that_raised(
-    ranks: RankGroup, to_none: bool
-) -> None:
-    ranks.run(WORLD, zero_after_kept_gradients, to_none)
-
-
-def train_others() -> None:
+@on_ranks(WORLD)
+def test_weights_that_a_raised_backward_used_are_freed_at_once() -> None:
     model = sharded()
     raise_in_backward(model)
     # No forward and no zero_grad is needed for that.
     assert_at_rest(model)
     loss_of(model, data(2)[dist.get_rank(), 0], others).backward()
     assert_at_rest(model)
-
-
-def test_weights_that_a_raised_backward_used_are_freed_at_once(ranks: RankGroup) -> None:
-    ranks.run(WORLD, train_others)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.ranks import RankGroup
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.random_programs import Player, Program, draw
 from tests.support.torch_impl.toy import assert_same_weights
 
@@ -12,7 +12,11 @@ from tests.support.torch_impl.toy import assert_same_weights
 SEEDS = [range(6), *(pytest.param(range(k, k + 9), marks=pytest.mark.slow) for k in range(6, 60, 9))]
 
 
-def compare(seeds: range) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+@on_ranks("world")
+def test_random_programs_equal_plain_replicas(seeds: range) -> None:
     for seed in seeds:
         program = draw(seed)
         try:
@@ -28,10 +32,3 @@ def compare_steps(program: Program) -> None:
             getattr(one, name)(*args)
         if name == "step":
             assert_same_weights(player.model, plain.model, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seeds", SEEDS, ids=str)
-def test_random_programs_equal_plain_replicas(ranks: RankGroup, seeds: range, world: int) -> None:
-    ranks.run(world, compare, seeds)

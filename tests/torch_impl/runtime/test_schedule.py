@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import (
     assert_at_rest,
     assert_same_gradients,
@@ -166,18 +166,6 @@ def test_nothing_is_gathered_beside_the_first_unit_of_a_backward_where_gloo_woul
     assert ranks.run(WORLD, beginning_of_backward, False) == [["gather 3", "head"]] * WORLD
 
 
-def departing(orders: list[tuple[int, ...]]) -> None:
-    model, reference = sharded_chain(), seeded(Chain)
-    for order in orders:
-        model.order = reference.order = order
-        step(model, reference)
-        for shorter in (order, order[:1]):
-            model.order = shorter
-            with torch.no_grad():
-                model(rank_inputs()[0])
-            assert_at_rest(model)
-
-
 @pytest.mark.parametrize(
     "orders",
     [
@@ -187,10 +175,19 @@ def departing(orders: list[tuple[int, ...]]) -> None:
         [(), (0, 1, 2, 3), ()],
     ],
 )
+@on_ranks(WORLD)
 def test_programs_that_depart_from_the_record_train_alike_and_leave_nothing_behind(
-    ranks: RankGroup, orders: list[tuple[int, ...]]
+    orders: list[tuple[int, ...]],
 ) -> None:
-    ranks.run(WORLD, departing, orders)
+    model, reference = sharded_chain(), seeded(Chain)
+    for order in orders:
+        model.order = reference.order = order
+        step(model, reference)
+        for shorter in (order, order[:1]):
+            model.order = shorter
+            with torch.no_grad():
+                model(rank_inputs()[0])
+            assert_at_rest(model)
 
 
 def explicit() -> list[str]:
@@ -266,7 +263,9 @@ class Detour(Chain):
         return self.layers[0](x).detach() + self.layers[1](x)
 
 
-def recomputed_in_vain(reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [True, False])
+@on_ranks(WORLD)
+def test_weights_that_were_gathered_for_a_recomputation_without_a_backward_are_freed(reentrant: bool) -> None:
     model, reference = seeded(Detour), seeded(Detour)
     for layer in model.layers:
         torch_impl.fully_shard(layer)
@@ -279,13 +278,6 @@ def recomputed_in_vain(reentrant: bool) -> None:
         for part in inputs:
             (reference(part.clone().requires_grad_()).square().mean() / len(inputs)).backward()
         assert_same_gradients(model, reference)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_weights_that_were_gathered_for_a_recomputation_without_a_backward_are_freed(
-    ranks: RankGroup, reentrant: bool
-) -> None:
-    ranks.run(WORLD, recomputed_in_vain, reentrant)
 
 
 class Breaks(torch.autograd.Function):
@@ -302,7 +294,8 @@ class Breaks(torch.autograd.Function):
         return grads[0]
 
 
-def interrupted() -> None:
+@on_ranks(WORLD)
+def test_a_backward_that_raised_leaves_no_reduction_and_no_prefetched_weights() -> None:
     model, reference = sharded_chain(), seeded(Chain)
     step(model, reference)
     for where in (1, 2):
@@ -322,11 +315,8 @@ def interrupted() -> None:
         step(model, reference)
 
 
-def test_a_backward_that_raised_leaves_no_reduction_and_no_prefetched_weights(ranks: RankGroup) -> None:
-    ranks.run(WORLD, interrupted)
-
-
-def edited_meanwhile() -> None:
+@on_ranks(WORLD)
+def test_weights_that_change_after_they_were_prefetched_are_gathered_again() -> None:
     """Weights of a unit that is being gathered ahead change before it runs."""
     model, reference = sharded_chain(), seeded(Chain)
     step(model, reference)
@@ -344,11 +334,8 @@ def edited_meanwhile() -> None:
     torch.testing.assert_close(got, reference(mine))
 
 
-def test_weights_that_change_after_they_were_prefetched_are_gathered_again(ranks: RankGroup) -> None:
-    ranks.run(WORLD, edited_meanwhile)
-
-
-def separate_roots() -> None:
+@on_ranks(WORLD)
+def test_a_root_may_become_an_inner_unit() -> None:
     """A sharded module inside a plain one is a root, until an outer unit takes over."""
     last = [nn.Linear(1, 1), nn.Linear(1, 1)]
     for one in last:
@@ -369,10 +356,6 @@ def separate_roots() -> None:
         assert_at_rest(outer)
         for one in (outer, reference):
             one.zero_grad()
-
-
-def test_a_root_may_become_an_inner_unit(ranks: RankGroup) -> None:
-    ranks.run(WORLD, separate_roots)
 
 
 def count_gathers_under_way() -> None:

@@ -14,23 +14,17 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.toy import whole
+from tests.support.torch_impl.zoo import named
 from torch_impl.dtensor.local import is_partial
 
 MOMENTS = ("on the meta device", "with memory", "with values", "between microbatches", "between steps")
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
-        self.head = nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def net() -> nn.Sequential:
+    blocks = (nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+    return named(blocks=nn.Sequential(*blocks), head=nn.Linear(6, 1))
 
 
 @dataclass(frozen=True)
@@ -40,14 +34,14 @@ class Setter:
     ``gradient``: by what gradients are multiplied. ``refused``: the call raises, at every moment.
     """
 
-    call: Callable[[Net], object]
+    call: Callable[[nn.Sequential], object]
     effect: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     gradient: float = 1.0
     refused: bool = False
 
 
-def on_each(name: str, *args: Any) -> Callable[[Net], object]:
+def on_each(name: str, *args: Any) -> Callable[[nn.Sequential], object]:
     """For setters that reach one module only."""
     return lambda model: [getattr(one, name)(*args) for one in (*model.blocks, model)]
 
@@ -115,17 +109,17 @@ SETTERS: dict[str, Setter] = {
 }
 
 
-def microbatch(model: Net, step: int) -> None:
+def microbatch(model: nn.Sequential, step: int) -> None:
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
     model(torch.randn(4, 6, generator=generator)).square().mean().backward()
 
 
 def life(
     fully_shard: Callable[..., Any], setter: Setter | None, moment: str, options: dict[str, Any]
-) -> tuple[Net, dict[str, torch.Tensor], dict[str, Any]]:
+) -> tuple[nn.Sequential, dict[str, torch.Tensor], dict[str, Any]]:
     """The model after a step of two microbatches and one more microbatch, its gradients then, and what was observed."""
     with torch.device("meta"):
-        model = Net()
+        model = net()
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -144,7 +138,7 @@ def life(
     now("with memory")
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        weights = Net().state_dict()
+        weights = net().state_dict()
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
     now("with values")
     microbatch(model, 0)
@@ -162,7 +156,7 @@ def life(
     return model, {name: param.grad for name, param in model.named_parameters()}, seen
 
 
-def observe(model: Net, seen: dict[str, Any]) -> None:
+def observe(model: nn.Sequential, seen: dict[str, Any]) -> None:
     """Have hooks write what is there during each microbatch, over what was there during the one before."""
     first, second = model.blocks
     unsharded = second._unit.groups[0].unsharded[0]
@@ -186,7 +180,7 @@ def observe(model: Net, seen: dict[str, Any]) -> None:
     model.register_forward_hook(after_forward)
 
 
-def summary(model: Net, grads: dict[str, torch.Tensor], seen: dict[str, Any]) -> dict[str, Any]:
+def summary(model: nn.Sequential, grads: dict[str, torch.Tensor], seen: dict[str, Any]) -> dict[str, Any]:
     return {
         **seen,
         "partial": is_partial(grads["head.weight"]),
@@ -195,7 +189,17 @@ def summary(model: Net, grads: dict[str, torch.Tensor], seen: dict[str, Any]) ->
     }
 
 
-def every_setter(name: str) -> None:
+@pytest.mark.filterwarnings("ignore:set_reduce_scatter_divide_factor is deprecated")
+@pytest.mark.parametrize(
+    "name",
+    [
+        # The others are there for programs that call them, and change nothing.
+        pytest.param(name, marks=() if one.effect or one.gradient != 1 else pytest.mark.slow)
+        for name, one in SETTERS.items()
+    ],
+)
+@on_ranks(2)
+def test_what_is_set_holds_from_the_next_microbatch_on(name: str) -> None:
     setter = SETTERS[name]
     unset = life(torch_impl.fully_shard, None, "", setter.options)
     plain, wanted = summary(*unset), {key: whole(grad) for key, grad in unset[1].items()}
@@ -216,29 +220,18 @@ def every_setter(name: str) -> None:
             )
 
 
-@pytest.mark.filterwarnings("ignore:set_reduce_scatter_divide_factor is deprecated")
-@pytest.mark.parametrize(
-    "name",
-    [
-        # The others are there for programs that call them, and change nothing.
-        pytest.param(name, marks=() if one.effect or one.gradient != 1 else pytest.mark.slow)
-        for name, one in SETTERS.items()
-    ],
-)
-def test_what_is_set_holds_from_the_next_microbatch_on(ranks: RankGroup, name: str) -> None:
-    ranks.run(2, every_setter, name)
-
-
 def test_no_setter_is_left_out() -> None:
     assert {name.split()[0] for name in SETTERS} == {
         name for name in dir(torch_impl.FSDPModule) if name.startswith("set_")
     }
 
 
-def beside_torch(factor: float) -> None:
+@on_ranks(2)
+def test_gradients_are_divided_as_fsdp2_divides_them_at_every_moment() -> None:
     """FSDP2 divides at the same moments by the same factor; on gloo it needs sums for that."""
+    factor = 1.0
 
-    def divide(model: Net) -> None:
+    def divide(model: nn.Sequential) -> None:
         for one in (*model.blocks, model):
             one.set_force_sum_reduction_for_comms(True)
             one.set_gradient_divide_factor(factor)
@@ -252,7 +245,3 @@ def beside_torch(factor: float) -> None:
             torch.testing.assert_close(
                 ours.full_tensor(), found[1][key].full_tensor(), msg=f"{moment}: {key}"
             )
-
-
-def test_gradients_are_divided_as_fsdp2_divides_them_at_every_moment(ranks: RankGroup) -> None:
-    ranks.run(2, beside_torch, 1.0)

@@ -16,28 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_impl
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Block, Toy, batch, mse, sharded_toy, whole
+from tests.support.ranks import RankGroup, on_ranks
+from tests.support.torch_impl.toy import Block, Toy, batch, mse, seeded, sharded_toy, whole
+from tests.support.torch_impl.zoo import Experts
 from torch_impl.comm.mesh import DataParallelMesh
 from torch_impl.dtensor.local import local_of, own_part
 
 EXPERTS, WIDTH = 4, 6
 
 
-class Experts(nn.Module):
-    """A dense layer, then experts of which a rank computes those that it has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            self.dense = nn.Linear(5, WIDTH)
-            self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, 7))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        experts = self.experts
-        own = experts.to_local() if isinstance(experts, DTensor) else experts
-        return torch.einsum("bi,eio->beo", torch.tanh(self.dense(x)), own).tanh()
+def expert_model() -> Experts:
+    return seeded(lambda: Experts(5, WIDTH, 7, experts=EXPERTS), 3)
 
 
 def inputs(step: int) -> list[torch.Tensor]:
@@ -53,7 +42,7 @@ def mesh_info(mesh: DeviceMesh) -> Any:
 
 def expert_parallel(shard: Callable[..., Any], result: Callable[..., Any], root: DeviceMesh) -> Experts:
     """As torchtitan: experts are cut over "ep" and sharded over "efsdp", everything else over all ranks."""
-    model = Experts()
+    model = expert_model()
     part = model.experts.detach().chunk(2)[root.get_local_rank("ep")].clone()
     model.experts = nn.Parameter(DTensor.from_local(part, root["ep"], [Shard(0)], run_check=False))
 
@@ -79,7 +68,7 @@ def trained(model: Experts, steps: int) -> list[float]:
 
 def reference(steps: int) -> tuple[Experts, list[list[float]]]:
     """One process: dense gradients are the mean over four ranks, those of half the experts over two."""
-    model = Experts()
+    model = expert_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
     for step in range(steps):
@@ -186,7 +175,8 @@ def backward_of_all(reference: Routed, step: int, routes: Sequence[str]) -> None
             param.grad.mul_(2)
 
 
-def used_by_some() -> None:
+@on_ranks(4)
+def test_experts_that_some_ranks_use_get_gradients_on_the_ranks_of_their_mesh() -> None:
     """Flags of parameters are summed over the mesh of their own group: the two ranks with the same experts."""
     model, reference, rank = routed(), Routed(), dist.get_rank()
     for step, routes in enumerate((["a", "a", "ab", "ab"], ["ac", "ac", "a", "a"], ["b"] * 4)):
@@ -203,11 +193,8 @@ def used_by_some() -> None:
         reference.zero_grad()
 
 
-def test_experts_that_some_ranks_use_get_gradients_on_the_ranks_of_their_mesh(ranks: RankGroup) -> None:
-    ranks.run(4, used_by_some)
-
-
-def used_by_ranks_of_one_part() -> None:
+@on_ranks(4)
+def test_experts_that_no_rank_of_their_mesh_uses_have_no_gradient() -> None:
     """What one rank uses of its experts is used on the rank that has the same ones, and nowhere else."""
     model, reference, rank = routed(), Routed(), dist.get_rank()
     for step, user in enumerate((0, 3, 2)):
@@ -225,10 +212,6 @@ def used_by_ranks_of_one_part() -> None:
                 torch.testing.assert_close(local_of(param.grad), wanted, msg=name)
         model.zero_grad()
         reference.zero_grad()
-
-
-def test_experts_that_no_rank_of_their_mesh_uses_have_no_gradient(ranks: RankGroup) -> None:
-    ranks.run(4, used_by_ranks_of_one_part)
 
 
 def hybrid() -> None:

@@ -15,25 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_impl
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.toy import Toy, batch, mse, sharded_toy, whole
+from tests.support.ranks import RankGroup, on_ranks
+from tests.support.torch_impl.toy import Toy, batch, mse, seeded, sharded_toy, whole
+from tests.support.torch_impl.zoo import named
 
 Dims = torch_impl.DataParallelMeshDims
 INPUTS, HIDDEN = 5, 6
 
 
-class Mlp(nn.Module):
+def mlp() -> nn.Sequential:
     """Of DTensors, if its parameters are; inputs and outputs are plain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(2)
-            self.up = nn.Linear(INPUTS, HIDDEN)
-            self.down = nn.Linear(HIDDEN, INPUTS)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x)))
+    return seeded(
+        lambda: named(up=nn.Linear(INPUTS, HIDDEN), tanh=nn.Tanh(), down=nn.Linear(HIDDEN, INPUTS)), 2
+    )
 
 
 def inputs(step: int) -> torch.Tensor:
@@ -43,8 +37,8 @@ def inputs(step: int) -> torch.Tensor:
 
 def trained(
     shard: Callable[..., Any], dims: Any, mesh: DeviceMesh, tp: bool, steps: int = 2
-) -> tuple[list[float], Mlp]:
-    model = Mlp()
+) -> tuple[list[float], nn.Sequential]:
+    model = mlp()
     on = [Replicate()] * mesh.ndim
     for name, param in list(model.named_parameters()):
         placed = list(on)
@@ -79,8 +73,8 @@ def trained(
     return losses, model
 
 
-def reference(steps: int = 2) -> Mlp:
-    model = Mlp()
+def reference(steps: int = 2) -> nn.Sequential:
+    model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
@@ -89,7 +83,8 @@ def reference(steps: int = 2) -> Mlp:
     return model
 
 
-def on_all_axes() -> None:
+@on_ranks(4)
+def test_parameters_on_all_axes_stay_so_in_forward() -> None:
     expected = dict(reference().named_parameters())
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     with_tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -112,7 +107,7 @@ def on_all_axes() -> None:
             torch.testing.assert_close(losses, theirs)
             for name, param in stock.named_parameters():
                 torch.testing.assert_close(param.full_tensor(), expected[name].detach(), rtol=1e-4, atol=1e-6)
-    model = Mlp()
+    model = mlp()
     cut = torch.distributed.tensor.distribute_tensor(model.up.weight.detach(), mesh, [Shard(0), Replicate()])
     model.up.weight = nn.Parameter(cut)
     with pytest.raises(
@@ -121,11 +116,8 @@ def on_all_axes() -> None:
         torch_impl.fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(("dp", "cp")))
 
 
-def test_parameters_on_all_axes_stay_so_in_forward(ranks: RankGroup) -> None:
-    ranks.run(4, on_all_axes)
-
-
-def joined() -> None:
+@on_ranks(4)
+def test_several_axes_are_one() -> None:
     """Plain parameters; on three axes the outer one replicates and the two others are one."""
     cases = [
         (
@@ -155,10 +147,6 @@ def joined() -> None:
             torch.testing.assert_close(whole(param), plain.get_parameter(name).detach(), rtol=1e-4, atol=1e-6)
 
 
-def test_several_axes_are_one(ranks: RankGroup) -> None:
-    ranks.run(4, joined)
-
-
 def replicas() -> None:
     """As torchft: each replica group shards by itself, and hooks average over the groups."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "dp"))
@@ -173,8 +161,8 @@ def replicas() -> None:
         if hasattr(module, "set_all_reduce_hook"):
             module.set_all_reduce_hook(average)
 
-    def trained_with(shard: Callable[..., Any]) -> Mlp:
-        model = Mlp()
+    def trained_with(shard: Callable[..., Any]) -> nn.Sequential:
+        model = mlp()
         for unit in (model.up, model.down, model):
             shard(unit, mesh=mesh["dp"])
         model.apply(hooked)

@@ -10,13 +10,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import on_ranks
 from tests.support.torch_impl.toy import Toy
 
 KINDS = ("AdamW", "SGD", "Adafactor", "RMSprop", "NAdam")
 
 
-def stock_optimizers_built_before_sharding() -> None:
+@on_ranks(2)
+def test_a_stock_optimizer_built_before_sharding_raises_and_does_not_train_nothing() -> None:
     model = Toy()
     optimizers = [getattr(torch.optim, kind)(model.parameters()) for kind in KINDS]
     early = list(model.parameters())
@@ -38,7 +39,8 @@ class Tagged(nn.Parameter):
     """A subclass, as libraries use for what they know about a parameter."""
 
 
-def parameters_of_other_classes() -> None:
+@on_ranks(2)
+def test_parameters_of_other_classes_raise_as_well() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
     model[1].weight = Tagged(model[1].weight.detach())
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
@@ -51,11 +53,3 @@ def parameters_of_other_classes() -> None:
         assert isinstance(param, nn.Parameter)
     assert isinstance(tagged, Tagged)
     assert isinstance(tensor_parallel, DTensor)
-
-
-def test_parameters_of_other_classes_raise_as_well(ranks: RankGroup) -> None:
-    ranks.run(2, parameters_of_other_classes)
-
-
-def test_a_stock_optimizer_built_before_sharding_raises_and_does_not_train_nothing(ranks: RankGroup) -> None:
-    ranks.run(2, stock_optimizers_built_before_sharding)

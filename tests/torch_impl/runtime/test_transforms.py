@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
+from tests.support.torch_impl.zoo import Chain
 
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 
@@ -32,19 +33,9 @@ class Layer(nn.Module):
         return x + torch.sin(self.up(self.norm(x))) @ self.mixing
 
 
-class Field(nn.Module):
+def field() -> Chain:
     """The last layer is linear: its backward reads weights and no activations."""
-
-    def __init__(self, recompute: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer(), nn.Linear(5, 5)])
-        self.output = nn.Linear(5, 3)
-        self.recompute = recompute
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
-        return self.output(x)
+    return Chain(Layer(), Layer(), nn.Linear(5, 5), output=nn.Linear(5, 3))
 
 
 def points(rank: int, step: int, offset: int = 0) -> torch.Tensor:
@@ -274,17 +265,21 @@ def trained(model: nn.Module, loss_of: Loss, ranks: Sequence[int], steps: int) -
 
 
 def exact(
-    loss_of: Loss, options: dict[str, Any], inner: bool, build: type[nn.Module] = Field, steps: int = 2
+    loss_of: Loss,
+    options: dict[str, Any],
+    inner: bool,
+    build: Callable[..., nn.Module] = field,
+    steps: int = 2,
 ) -> None:
-    world, model = dist.get_world_size(), made(Field)
+    world, model = dist.get_world_size(), made(field)
     options = dict(options)
     recompute, keep = options.pop("recompute", False), options.pop("keep_after_backward", False)
-    model.recompute = recompute
-    model = model if build is Field else build(model)
-    expected_model = made(Field)
-    expected_model.recompute = recompute
+    model.recompute = False if recompute else None
+    model = model if build is field else build(model)
+    expected_model = made(field)
+    expected_model.recompute = False if recompute else None
     expected = trained(
-        expected_model if build is Field else build(expected_model), loss_of, range(world), steps
+        expected_model if build is field else build(expected_model), loss_of, range(world), steps
     )
     if "mesh" in options:
         options["mesh"] = init_device_mesh("cpu", options["mesh"])
@@ -322,7 +317,7 @@ def test_a_forward_on_batched_tangents(ranks: RankGroup) -> None:
 @pytest.mark.parametrize("loss_of", [third_derivative, now_and_then])
 def test_units_do_not_share_memory_in_derivatives_of_derivatives(ranks: RankGroup, loss_of: Loss) -> None:
     # After some steps that were alike, units would use memory by turns.
-    ranks.run(2, exact, loss_of, {"prefetch": 0}, True, Field, 6)
+    ranks.run(2, exact, loss_of, {"prefetch": 0}, True, field, 6)
 
 
 def test_a_penalty_over_recomputed_units(ranks: RankGroup) -> None:
@@ -346,8 +341,9 @@ def test_derivatives_with_all_strategies_and_worlds(ranks: RankGroup, loss_of: L
         ranks.run(4, exact, loss_of, {"strategy": strategy, "mesh": (2, 2)}, True)
 
 
-def recorded() -> None:
-    model = made(Field)
+@on_ranks(2)
+def test_what_would_run_without_the_weights_is_refused_by_name() -> None:
+    model = made(field)
     for layer in model.layers:
         torch_impl.fully_shard(layer)
     torch_impl.fully_shard(model)
@@ -355,7 +351,3 @@ def recorded() -> None:
         torch.func.linearize(model, points(dist.get_rank(), 0))
     energy(model, points(dist.get_rank(), 0)).backward()
     assert all(whole(param.grad).isfinite().all() for param in model.parameters())
-
-
-def test_what_would_run_without_the_weights_is_refused_by_name(ranks: RankGroup) -> None:
-    ranks.run(2, recorded)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import (
     Toy,
     assert_at_rest,
@@ -112,8 +112,11 @@ def test_named_strategies_train_on_any_mesh_of_two_axes(
     ranks.run(WORLD, train, {"strategy": strategy}, shape, 2, True, steps)
 
 
-def mixed(microbatches: int) -> None:
+@pytest.mark.slow
+@on_ranks(WORLD)
+def test_units_may_differ_and_microbatches_be_marked_in_any_way() -> None:
     """A strategy for each unit, and marks that change from step to step."""
+    microbatches = 4
     mesh = mesh_of(2, 2)
     model, reference = Toy(3), Toy(3)
     for block, strategy in zip(model.blocks, ("hfsdp", "hsdp", "optim"), strict=True):
@@ -131,11 +134,6 @@ def mixed(microbatches: int) -> None:
         assert_same_gradients(model, reference, rtol=1e-4, atol=1e-6)
         model.zero_grad()
         reference.zero_grad()
-
-
-@pytest.mark.slow
-def test_units_may_differ_and_microbatches_be_marked_in_any_way(ranks: RankGroup) -> None:
-    ranks.run(WORLD, mixed, 4)
 
 
 def waiting_gradients(strategy: str) -> tuple[str, str]:
@@ -248,7 +246,8 @@ def test_bytes_at_rest_are_those_of_the_placements(
         }
 
 
-def shard_order() -> None:
+@on_ranks(WORLD)
+def test_shards_of_both_axes_lie_in_the_order_in_which_the_outer_axis_gathers_them() -> None:
     mesh = DataParallelMesh(mesh_of(2, 2))
     outer, inner = divmod(dist.get_rank(), 2)
     assert (mesh.shards(0), mesh.shards(1), mesh.shards(2)) == (1, 2, 4)
@@ -260,10 +259,6 @@ def shard_order() -> None:
         patch.setattr(mesh_module, "_ordered_meshes", {})
         with pytest.raises(ValueError, match="number the mesh in ascending order"):
             DataParallelMesh(mesh.mesh)
-
-
-def test_shards_of_both_axes_lie_in_the_order_in_which_the_outer_axis_gathers_them(ranks: RankGroup) -> None:
-    ranks.run(WORLD, shard_order)
 
 
 def checkpoint_of(path: str, strategy: str, shape: tuple[int, ...], save: bool) -> list[float]:
@@ -311,7 +306,8 @@ def test_checkpoints_move_between_meshes(ranks: RankGroup, tmp_path: Any, saver:
     assert saved[0] != saved[1]
 
 
-def misfits() -> None:
+@on_ranks(WORLD)
+def test_strategies_that_do_not_fit_the_mesh_are_refused() -> None:
     two, one = mesh_of(2, 2), init_device_mesh("cpu", (4,))
     for options, reason in (
         ({"mesh": one, "strategy": "hsdp"}, "expected a mesh of two axes"),
@@ -325,7 +321,3 @@ def misfits() -> None:
             torch_impl.fully_shard(module, **options)
         assert type(module) is nn.Linear
     assert whole(torch_impl.fully_shard(nn.Linear(3, 3), mesh=two).weight).shape == (3, 3)
-
-
-def test_strategies_that_do_not_fit_the_mesh_are_refused(ranks: RankGroup) -> None:
-    ranks.run(WORLD, misfits)

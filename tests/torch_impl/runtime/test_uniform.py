@@ -12,26 +12,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import counted
+from tests.support.torch_impl.zoo import named
 from torch_impl.dtensor.local import local_of
 
 
-class Layers(nn.Module):
+def layers() -> nn.Sequential:
     """The last layer has one row: of several ranks, all but one hold no row of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 1, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.first(x)))
+    return named(first=nn.Linear(6, 6), tanh=nn.Tanh(), last=nn.Linear(6, 1, bias=False))
 
 
-def sharded(strategy: str, keep_after: str | None = None) -> Layers:
+def sharded(strategy: str, keep_after: str | None = None) -> nn.Sequential:
     """``keep_after``: "forward" or "backward", after which weights stay although the strategy shards them."""
     torch.manual_seed(0)
-    model, mesh = Layers(), None
+    model, mesh = layers(), None
     if strategy in ("hsdp", "hfsdp"):
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "inner"))
     for module in (model.first, model.last, model):
@@ -65,7 +60,7 @@ def trained(
     """Steps of an optimizer that works on own rows, those for which ``updates`` says so."""
     model = sharded(strategy, keep_after)
     torch.manual_seed(0)
-    reference = Layers()
+    reference = layers()
     world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(3):
         model(data(step, rank)).square().mean().backward()
@@ -235,17 +230,14 @@ def test_groups_may_have_gradients_on_some_ranks_only(ranks: RankGroup, uses: st
     ranks.run(2, routed, strategy, USES[uses], 1, timeout=60)
 
 
-def penalized() -> None:
+@on_ranks(2)
+def test_gradients_of_inputs_alone_reduce_nothing() -> None:
     """Gradients of inputs alone reduce nothing."""
     model = sharded("optim_grads_params")
     x = data(0, dist.get_rank()).requires_grad_()
     with counted() as counts:
         torch.autograd.grad(model(x).sum(), x)
     assert counts.get("reduce_scatter", 0) == 0
-
-
-def test_gradients_of_inputs_alone_reduce_nothing(ranks: RankGroup) -> None:
-    ranks.run(2, penalized)
 
 
 def order_of_two_groups(prefetch: int) -> list[str]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import assert_same_weights, counted, seeded, whole
 
 WORLD = 4
@@ -135,18 +135,23 @@ def test_gradients_are_there_where_any_rank_used_a_parameter(
     ranks.run(WORLD, trained, shape, strategy, mark, mark == "set_is_last_backward")
 
 
-def trained_offloaded(strategy: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
+@on_ranks(WORLD)
+def test_also_with_main_weights_on_the_host(strategy: str) -> None:
     policy = torch_impl.CPUOffloadPolicy()
     trained((2, 2), strategy, "set_is_last_backward", False, offload_policy=policy)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
-def test_also_with_main_weights_on_the_host(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(WORLD, trained_offloaded, strategy)
-
-
-def low(reduce: torch.dtype, shape: tuple[int, ...], strategy: str) -> None:
+@pytest.mark.parametrize("reduce", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("shape", "strategy"), [((4,), "optim_grads_params"), ((2, 2), "hsdp"), ((4,), "no_shard")]
+)
+@on_ranks(WORLD)
+def test_flags_survive_low_precision_and_divisors(
+    reduce: torch.dtype, shape: tuple[int, ...], strategy: str
+) -> None:
     """Gradients that vanish by their divisor still are gradients; those that nobody computed are none."""
     policy = torch_impl.MixedPrecisionPolicy(reduce_dtype=reduce)
     options = {"mesh": mesh_of(shape), "strategy": strategy, "mp_policy": policy}
@@ -162,22 +167,14 @@ def low(reduce: torch.dtype, shape: tuple[int, ...], strategy: str) -> None:
             one.zero_grad()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reduce", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("shape", "strategy"), [((4,), "optim_grads_params"), ((2, 2), "hsdp"), ((4,), "no_shard")]
-)
-def test_flags_survive_low_precision_and_divisors(
-    ranks: RankGroup, reduce: torch.dtype, shape: tuple[int, ...], strategy: str
-) -> None:
-    ranks.run(WORLD, low, reduce, shape, strategy)
-
-
 def noted(calls: list[str], name: str, _: torch.Tensor) -> None:
     calls.append(name)
 
 
-def beside_fsdp2(set_to_none: bool) -> None:
+@pytest.mark.fast_cases("True")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_weights_and_hooks_are_those_of_fsdp2(set_to_none: bool) -> None:
     """The same program with FSDP2, in which ranks use the same parameters."""
     found = []
     for api in (fsdp, torch_impl):
@@ -206,12 +203,6 @@ def beside_fsdp2(set_to_none: bool) -> None:
         for name, value in after.items():
             torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-7)
     assert bool(found[0][1][0]) == bool(found[0][1][1]) == set_to_none
-
-
-@pytest.mark.fast_cases("True")
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_weights_and_hooks_are_those_of_fsdp2(ranks: RankGroup, set_to_none: bool) -> None:
-    ranks.run(2, beside_fsdp2, set_to_none)
 
 
 def collectives_and_bytes(strategy: str, shape: tuple[int, ...]) -> list[dict[str, int]]:
@@ -261,7 +252,8 @@ class Fused(nn.Module):
         return x
 
 
-def main_gradients() -> None:
+@on_ranks(2)
+def test_also_where_kernels_write_gradients() -> None:
     model, reference = torch_impl.fully_shard(seeded(Fused)), seeded(Fused)
     model.set_main_gradients(True)
     everyone = inputs(0, 1)[0]
@@ -278,11 +270,8 @@ def main_gradients() -> None:
         reference.zero_grad()
 
 
-def test_also_where_kernels_write_gradients(ranks: RankGroup) -> None:
-    ranks.run(2, main_gradients)
-
-
-def tensor_parallel() -> None:
+@on_ranks(WORLD)
+def test_also_beside_tensor_parallelism() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     reference = seeded(Model)
     model = copy.deepcopy(reference)
@@ -301,12 +290,10 @@ def tensor_parallel() -> None:
         reference.zero_grad()
 
 
-def test_also_beside_tensor_parallelism(ranks: RankGroup) -> None:
-    ranks.run(WORLD, tensor_parallel)
-
-
-def saved_and_loaded(path: str) -> None:
+@on_ranks(2)
+def test_checkpoints_without_moments_of_what_was_never_used(tmp_path: Any) -> None:
     """A parameter that was never used has no moments, and a run goes on from its checkpoint as without a break."""
+    path = str(tmp_path / "saved")
     model, again, reference = sharded(), sharded(), seeded(Model)
     optimizers = [torch_impl.MainWeightAdamW(one.parameters(), lr=1e-2) for one in (model, again)]
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
@@ -323,7 +310,3 @@ def saved_and_loaded(path: str) -> None:
             one.zero_grad()
     for one in (model, again):
         assert_same_weights(one, reference)
-
-
-def test_checkpoints_without_moments_of_what_was_never_used(ranks: RankGroup, tmp_path: Any) -> None:
-    ranks.run(2, saved_and_loaded, str(tmp_path / "saved"))

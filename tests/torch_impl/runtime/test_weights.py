@@ -13,13 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_impl
-from tests.support.ranks import RankGroup
+from tests.support.ranks import RankGroup, on_ranks
 from tests.support.torch_impl.toy import (
     Block,
     Toy,
     assert_same_gradients,
     assert_same_weights,
     batch,
+    local_loss,
     mse,
     sharded_toy,
     whole,
@@ -142,25 +143,23 @@ def test_backward_through_weights_that_were_replaced_is_an_error(ranks: RankGrou
     ranks.run(2, backward_through_older_weights, strategy)
 
 
-def main_weights_of(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@on_ranks(2)
+def test_main_weights_are_the_given_values_not_a_rounded_copy(dtype: torch.dtype) -> None:
     for strategy in STRATEGIES:
         model, reference = sharded_toy(strategy=strategy, dtype=dtype, mp_policy=BFLOAT16), Toy().to(dtype)
         main = torch.float64 if dtype == torch.float64 else torch.float32
         for param, given in zip(model.parameters(), reference.parameters(), strict=True):
             assert param.dtype == main
             assert torch.equal(whole(param), given.to(main))
-        tokens, targets = batch(0, dist.get_world_size(), 1)
-        loss = mse(model, tokens[dist.get_rank()], targets[dist.get_rank()])
+        loss = local_loss(model)
         loss.backward()
         assert all(param.grad.dtype == main for param in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_main_weights_are_the_given_values_not_a_rounded_copy(ranks: RankGroup, dtype: torch.dtype) -> None:
-    ranks.run(2, main_weights_of, dtype)
-
-
-def double_precision(strategy: str) -> None:
+@on_ranks(WORLD)
+def test_float64_parameters_train_in_float64() -> None:
+    strategy = "optim_grads_params"
     model, reference = sharded_toy(strategy=strategy, dtype=torch.float64), Toy().double()
     optimizer = torch_impl.MainWeightAdamW(model.parameters(), lr=0.1)
     expected = torch.optim.AdamW(reference.parameters(), lr=0.1)
@@ -175,10 +174,6 @@ def double_precision(strategy: str) -> None:
     assert_same_weights(model, reference, rtol=1e-7, atol=1e-8)
 
 
-def test_float64_parameters_train_in_float64(ranks: RankGroup) -> None:
-    ranks.run(WORLD, double_precision, "optim_grads_params")
-
-
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +186,9 @@ class Mixed(nn.Module):
         return self.high(self.low(x.bfloat16()).float()) * self.table.sum() + self.none.sum()
 
 
-def mixed_dtypes(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(WORLD)
+def test_a_unit_may_hold_several_dtypes_empty_and_integer_parameters(strategy: str) -> None:
     torch.manual_seed(0)
     model, reference = Mixed(), Mixed()
     reference.load_state_dict(model.state_dict())
@@ -205,11 +202,6 @@ def mixed_dtypes(strategy: str) -> None:
     model(x[dist.get_rank()]).mean().backward()
     reference(x).mean().backward()
     assert_same_gradients(model, reference.float(), rtol=2e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_unit_may_hold_several_dtypes_empty_and_integer_parameters(ranks: RankGroup, strategy: str) -> None:
-    ranks.run(WORLD, mixed_dtypes, strategy)
 
 
 def reduced_in(reduce: torch.dtype, grad: torch.dtype | None) -> tuple[float, torch.dtype]:
@@ -271,7 +263,7 @@ def assert_live_bytes(expected: int, before: dict[int, torch.UntypedStorage]) ->
 
 
 def bytes_at_rest(strategy: str, low: bool) -> None:
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     before = live_storages()
     model = sharded_toy(
@@ -295,8 +287,7 @@ def bytes_at_rest(strategy: str, low: bool) -> None:
         assert_live_bytes(report.total + steps, before)
 
     def backward(step: int) -> None:
-        tokens, targets = batch(step, world, 1)
-        mse(model, tokens[rank], targets[rank]).backward()
+        local_loss(model, step).backward()
 
     kept = {"no_shard": c * padded if low else 0, "optim_grads_params": 0}.get(strategy, c * padded)
     # With a flag for each parameter, and of whole gradients for each shard.
@@ -317,7 +308,11 @@ def bytes_at_rest(strategy: str, low: bool) -> None:
     check(reduced, kept, 8 * rows)
 
 
-def bytes_at_rest_of(strategy: str, low: bool) -> None:
+@pytest.mark.fast_cases("optim_grads_params-False")
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(3)
+def test_bytes_at_rest_are_exactly_those_of_the_strategy(strategy: str, low: bool) -> None:
     # What is there before, a million objects of the frameworks, is not searched again and again.
     gc.collect()
     gc.freeze()
@@ -327,14 +322,8 @@ def bytes_at_rest_of(strategy: str, low: bool) -> None:
         gc.unfreeze()
 
 
-@pytest.mark.fast_cases("optim_grads_params-False")
-@pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bytes_at_rest_are_exactly_those_of_the_strategy(ranks: RankGroup, strategy: str, low: bool) -> None:
-    ranks.run(3, bytes_at_rest_of, strategy, low)
-
-
-def user_attributes() -> None:
+@on_ranks(1)
+def test_attributes_set_on_parameters_survive() -> None:
     model = Block()
     model.gain.learning_rate_scale = 3
     torch_impl.fully_shard(model)
@@ -343,25 +332,17 @@ def user_attributes() -> None:
     assert model.gain.learning_rate_scale == 3
 
 
-def test_attributes_set_on_parameters_survive(ranks: RankGroup) -> None:
-    ranks.run(1, user_attributes)
-
-
-def freed_between_forward_and_backward() -> None:
+@on_ranks(2)
+def test_a_block_is_freed_before_the_next_one_is_gathered() -> None:
     model = sharded_toy(blocks=3)
     seen: list[list[bool]] = []
     for block in model.blocks:
         block.register_forward_hook(
             lambda *_: seen.append([b._unit.groups[0].weights.compute.allocated for b in model.blocks])
         )
-    tokens, targets = batch(0, dist.get_world_size(), 1)
-    mse(model, tokens[dist.get_rank()], targets[dist.get_rank()]).backward()
+    local_loss(model).backward()
     # A user's hook runs after ours: all blocks are freed by then.
     assert seen == [[False, False, False]] * 3
-
-
-def test_a_block_is_freed_before_the_next_one_is_gathered(ranks: RankGroup) -> None:
-    ranks.run(2, freed_between_forward_and_backward)
 
 
 def one_row(kind: str) -> list[float]:

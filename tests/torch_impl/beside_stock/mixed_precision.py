@@ -13,21 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.engines import (
-    Case,
-    Engine,
-    agree,
-    name_of,
-    rows,
-    since,
-    slow,
-    squares,
-    until,
-    weights_are,
-    whole,
-)
-from tests.torch_impl.fsdp2_suite.models import MLP, Stack
+from tests.support.torch_impl.comparison import Program
+from tests.support.torch_impl.engines import Engine, rows, squares, weights_are, whole
+from tests.support.torch_impl.zoo import MLP, Stack
 
 # FSDP2 then reduces in the dtype in which parameters were given, where reduce_dtype is None.
 NEW = TorchVersion(torch.__version__) >= "2.15.0a0"
@@ -235,42 +223,27 @@ def forward_derivative(engine: Engine, reshard: bool) -> list[str]:
     return [str(out.dtype)]
 
 
-REDUCES_AS_GIVEN = "reduces in the dtype in which parameters were given"
-CASES: list[Any] = [
-    until("2.15", (trained, ("bf16", "none", True), 2), REDUCES_AS_GIVEN),
-    (trained, ("bf16", "fp32", True), 2),
-    (trained, ("none", "bf16", False), 2),
-    slow((trained, ("bf16", "fp32", False), 2)),
-    slow((trained, ("fp16", "fp32", True), 2)),
-    (accumulated, ("bf16", "fp32"), 2),
-    (accumulated, ("none", "bf16"), 2),
-    until("2.15", (accumulated, ("bf16", "none"), 2), REDUCES_AS_GIVEN, pytest.mark.slow),
-    (dtypes_in_forward, (True,), 2),
-    (dtypes_in_forward, (False,), 2),
-    (outputs, ("fp32",), 2),
-    slow((outputs, ("none",), 2)),
-    (norms_apart, ("bf16",), 2),
-    slow((norms_apart, ("fp16",), 2)),
-    (structured, (), 2),
-    (reduction_of_another_dtype, (), 2),
-    (as_given, (), 2),
-    *(
-        since("2.13", (forward_derivative, (reshard,), 2), "reads the storages that jvp's tensors lack")
-        for reshard in (True, False)
-    ),
+PROGRAMS = [
+    # FSDP2 from torch 2.15 on reduces in the dtype in which parameters were given.
+    Program(trained, ("bf16", "none", True), slow=True, below="2.15.0a0"),
+    Program(trained, ("bf16", "fp32", True), slow=True),
+    Program(trained, ("none", "bf16", False), slow=True),
+    Program(trained, ("bf16", "fp32", False), slow=True),
+    Program(trained, ("fp16", "fp32", True), slow=True),
+    Program(accumulated, ("bf16", "fp32"), slow=True),
+    Program(accumulated, ("none", "bf16")),
+    Program(accumulated, ("bf16", "none"), slow=True, below="2.15.0a0"),
+    Program(dtypes_in_forward, (True,)),
+    Program(dtypes_in_forward, (False,), slow=True),
+    Program(outputs, ("fp32",)),
+    Program(outputs, ("none",), slow=True),
+    Program(norms_apart, ("bf16",)),
+    Program(norms_apart, ("fp16",), slow=True),
+    Program(structured),
+    Program(reduction_of_another_dtype),
+    Program(as_given),
+    # FSDP2 before torch 2.13 reads the storages that jvp's tensors lack.
+    Program(forward_derivative, (True,), slow=True, torch="2.13.0a0"),
+    # FSDP2 before torch 2.13 reads the storages that jvp's tensors lack.
+    Program(forward_derivative, (False,), torch="2.13.0a0"),
 ]
-
-
-@pytest.mark.fast_cases(
-    "reduction_of_another_dtype-2",
-    "norms_apart-bf16-2",
-    "accumulated-none-bf16-2",
-    "forward_derivative-False-2",
-    "outputs-fp32-2",
-    "dtypes_in_forward-True-2",
-    "as_given-2",
-    "structured-2",
-)
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_mixed_precision(ranks: RankGroup, case: Case) -> None:
-    agree(ranks, case)

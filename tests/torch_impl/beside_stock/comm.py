@@ -5,27 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.engines import (
-    Case,
-    Engine,
-    agree,
-    backward_as_one,
-    counting,
-    gradients_are,
-    name_of,
-    rows,
-    slow,
-    squares,
-)
-from tests.torch_impl.fsdp2_suite.models import MLP, Stack
+from tests.support.torch_impl.comparison import Program
+from tests.support.torch_impl.engines import Engine, backward_as_one, counting, gradients_are, rows, squares
+from tests.support.torch_impl.zoo import MLP, Stack
 
 
 def counted_step(engine: Engine, model: Any) -> dict[str, dict[str, int]]:
@@ -185,44 +173,23 @@ def all_units_kept(engine: Engine, setter: str) -> dict[str, dict[str, int]]:
     return counted_step(engine, model)
 
 
-def own_collectives(engine: Engine) -> bool:
-    """What only FSDP2 has: collectives, buffers and groups of a program's own."""
-    model = engine.shard(MLP())
-    if engine.ours:
-        for name, value in (
-            ("set_custom_all_gather", None),
-            ("set_custom_reduce_scatter", None),
-            ("set_allocate_memory_from_process_group_for_comm", True),
-            ("set_unshard_in_backward", False),
-        ):
-            with pytest.raises(NotImplementedError, match=name):
-                getattr(model, name)(value)
-    return True
-
-
-CASES: list[Any] = [
-    (counts, (True, False), 2),
-    (counts, (False, False), 2),
-    (counts, (None, False), 2),
-    (counts, (True, True), 4),
-    (by_hand, (), 2),
-    (microbatches, (), 2),
-    (divide_factor, (1.0,), 2),
-    (divide_factor, (2.0,), 2),
-    (divide_factor, (5.0,), 2),
-    (unshard_ahead, (False,), 2),
-    (unshard_ahead, (True,), 2),
-    (unshard_before_any_forward, (), 2),
-    (unshard_nothing, (), 2),
-    (backward_after_unshard, (), 2),
-    (unit_of_several_unused, (), 2),
-    (all_units_kept, ("root",), 2),
-    (all_units_kept, ("all",), 2),
-    slow((all_units_kept, ("one",), 2)),
-    (own_collectives, (), 2),
+PROGRAMS = [
+    Program(counts, (True, False)),
+    Program(counts, (False, False)),
+    Program(counts, (None, False)),
+    Program(counts, (True, True), world=4),
+    Program(by_hand),
+    Program(microbatches),
+    Program(divide_factor, (1.0,)),
+    Program(divide_factor, (2.0,)),
+    Program(divide_factor, (5.0,)),
+    Program(unshard_ahead, (False,)),
+    Program(unshard_ahead, (True,)),
+    Program(unshard_before_any_forward),
+    Program(unshard_nothing),
+    Program(backward_after_unshard),
+    Program(unit_of_several_unused),
+    Program(all_units_kept, ("root",)),
+    Program(all_units_kept, ("all",)),
+    Program(all_units_kept, ("one",), slow=True),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_comm(ranks: RankGroup, case: Case) -> None:
-    agree(ranks, case)

@@ -20,22 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.engines import (
-    Case,
-    Engine,
-    agree,
-    name_of,
-    rows,
-    shared_folder,
-    slow,
-    squares,
-    weights_are,
-    whole,
-)
-from tests.torch_impl.fsdp2_suite.models import Stack, Tied
+from tests.support.torch_impl.comparison import Program
+from tests.support.torch_impl.engines import Engine, rows, shared_folder, squares, weights_are
+from tests.support.torch_impl.zoo import Stack, Tied
 
 
 def sharded(engine: Engine, model: Any, **options: Any) -> Any:
@@ -71,22 +60,6 @@ def round_trip(engine: Engine, offload: bool, replicas: bool) -> dict[str, list[
     return facts
 
 
-def assigned(engine: Engine) -> list[str]:
-    """``distribute_tensor`` cuts whole values as a parameter is cut; ``assign=True`` takes them."""
-    model, given = sharded(engine, Stack()), Stack()
-    own = dict(model.named_parameters())
-    placed = {
-        name: distribute_tensor(value, own[name].device_mesh, own[name].placements)
-        for name, value in given.state_dict().items()
-    }
-    model.load_state_dict(placed, assign=True)
-    weights_are(model, given)
-    loss = squares(model, rows(0))
-    torch.testing.assert_close(loss, squares(given, rows(0)))
-    loss.backward()
-    return [str(param.grad.dtype) for param in model.parameters()]
-
-
 def whole_state_dict(engine: Engine, broadcast: bool, tied: bool) -> list[bool]:
     """Whole values of the first rank, on the CPU, come back into another sharded model."""
     build = Tied if tied else Stack
@@ -109,21 +82,6 @@ def whole_state_dict(engine: Engine, broadcast: bool, tied: bool) -> list[bool]:
     )
     weights_are(other, reference)
     return [name in state for name in reference.state_dict()]
-
-
-def into_meta(engine: Engine) -> list[str]:
-    """A model that was sharded on the meta device gets the first rank's values, without ``to_empty``."""
-    given = Stack()
-    with torch.device("meta"):
-        model = sharded(engine, Stack())
-    set_model_state_dict(
-        model,
-        given.state_dict() if dist.get_rank() == 0 else {},
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-    )
-    weights_are(model, given)
-    torch.testing.assert_close(model(rows(0)), given(rows(0)))
-    return [param.device.type for param in model.parameters()]
 
 
 def checkpoint(engine: Engine, tied: bool) -> list[float]:
@@ -164,30 +122,6 @@ def checkpoint_in(folder: Path, engine: Engine, tied: bool) -> list[float]:
     found = [step(other, its, number) for number in (2, 3)]
     assert found == pytest.approx(wanted, rel=1e-6)
     return found
-
-
-def of_each_rank(engine: Engine) -> list[str]:
-    """What a rank saves by ``torch.save`` is what it loads, model and optimizer."""
-    with shared_folder() as folder:
-        return of_each_rank_in(folder, engine)
-
-
-def of_each_rank_in(folder: Path, engine: Engine) -> list[str]:
-    model = sharded(engine, Stack())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    squares(model, rows(0)).backward()
-    optimizer.step()
-    path = folder / f"rank-{dist.get_rank()}.pt"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-    wanted = [whole(param.detach()).clone() for param in model.parameters()]
-    squares(model, rows(1)).backward()
-    optimizer.step()
-    state = torch.load(path, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    for param, value in zip(model.parameters(), wanted, strict=True):
-        torch.testing.assert_close(whole(param.detach()), value)
-    return list(state["model"])
 
 
 def plain_values(engine: Engine) -> bool:
@@ -231,27 +165,16 @@ def tensor_parallel(engine: Engine) -> list[str]:
     return list(state)
 
 
-CASES: list[Any] = [
-    (round_trip, (False, False), 2),
-    (round_trip, (True, False), 2),
-    (round_trip, (False, True), 4),
-    (assigned, (), 2),
-    (whole_state_dict, (True, False), 2),
-    (whole_state_dict, (True, True), 2),
-    slow((whole_state_dict, (False, False), 2)),
-    (into_meta, (), 2),
-    (checkpoint, (False,), 2),
-    slow((checkpoint, (True,), 2)),
-    (of_each_rank, (), 2),
-    (plain_values, (), 2),
-    (extra_keys, (), 2),
-    slow((tensor_parallel, (), 4)),
+PROGRAMS = [
+    Program(round_trip, (False, False), slow=True),
+    Program(round_trip, (True, False)),
+    Program(round_trip, (False, True), world=4, slow=True),
+    Program(whole_state_dict, (True, False), slow=True),
+    Program(whole_state_dict, (True, True)),
+    Program(whole_state_dict, (False, False), slow=True),
+    Program(checkpoint, (False,), slow=True),
+    Program(checkpoint, (True,), slow=True),
+    Program(plain_values),
+    Program(extra_keys),
+    Program(tensor_parallel, world=4, slow=True),
 ]
-
-
-@pytest.mark.fast_cases(
-    "into_meta-2", "plain_values-2", "extra_keys-2", "whole_state_dict-True-True-2", "round_trip-True-False-2"
-)
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_state_dict(ranks: RankGroup, case: Case) -> None:
-    agree(ranks, case)

@@ -1,13 +1,9 @@
-"""A training script as users write them for ``torch.distributed.fsdp``, with the module to import from as an argument.
-
-Nothing else here knows which of the two libraries runs it.
-"""
+"""A training script as users write them for ``torch.distributed.fsdp``, which imports from either library."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.support.torch_impl.comparison import Program
+from tests.support.torch_impl.engines import Engine
 from tests.support.torch_impl.real_models import MODELS, STEPS, rank_batch
 from torch_impl.models import Decoder, DecoderConfig, next_token_loss
 
@@ -43,12 +41,39 @@ class Script:
     offload: bool = False
 
 
-def run(library: str, script: Script) -> list[tuple[float, float]]:
-    """Train ``STEPS`` steps with ``library``, "torch.distributed.fsdp" or "torch_impl".
+SCRIPTS = {
+    "plain": Script(),
+    "tied gpt2": Script("gpt2"),
+    "clipped mixtral": Script("mixtral", max_norm=0.5, foreach=False),
+    "offloaded": Script(microbatches=2, accumulate="no_sync", max_norm=0.5, offload=True),
+    "reduced in the last microbatch": Script("llama", microbatches=2, accumulate="no_sync", max_norm=0.5),
+    "last backward marked, weights kept": Script(
+        microbatches=3, accumulate="last", reshard_after_forward=False, set_to_none=False
+    ),
+    "llama": Script("llama"),
+    "t5": Script("t5"),
+    "vit": Script("vit"),
+    "clipped": Script(max_norm=0.5),
+    "weights kept after forward": Script("llama", reshard_after_forward=False),
+    "reduced in every microbatch": Script(microbatches=3, set_to_none=False),
+    "reduced in the last microbatch, weights kept": Script(
+        microbatches=3, accumulate="no_sync", reshard_after_forward=False
+    ),
+    "last backward marked": Script("llama", microbatches=2, accumulate="last"),
+    "bfloat16, float32 reduction": Script(param_dtype="bfloat16", reduce_dtype="float32"),
+    "bfloat16 reduction": Script(param_dtype="bfloat16"),
+    "bfloat16 llama, float32 reduction": Script("llama", "bfloat16", "float32", max_norm=0.5),
+    "bfloat16 llama, bfloat16 reduction": Script("llama", "bfloat16"),
+    "bfloat16 llama, offloaded": Script("llama", "bfloat16", "float32", offload=True),
+    "bfloat16 llama, microbatches": Script(
+        "llama", "bfloat16", "float32", microbatches=2, accumulate="no_sync"
+    ),
+}
 
-    Returns for each step the mean loss over the ranks and the norm of the gradient, 0 where it is not clipped.
-    """
-    fsdp = import_module(library)
+
+def script(engine: Engine, name: str) -> dict[str, list[float]]:
+    """The mean losses over the ranks of ``STEPS`` steps; in float32 the gradient's norms, 0 where not clipped."""
+    fsdp, script = engine.package, SCRIPTS[name]
     model, units = _model(script.model)
     policy = fsdp.MixedPrecisionPolicy(
         param_dtype=_dtype(script.param_dtype), reduce_dtype=_dtype(script.reduce_dtype)
@@ -64,7 +89,7 @@ def run(library: str, script: Script) -> list[tuple[float, float]]:
     assert isinstance(model, fsdp.FSDPModule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, foreach=script.foreach)
 
-    results = []
+    losses, norms = [], []
     for step in range(STEPS):
         mean_loss = torch.zeros(())
         for k in range(script.microbatches):
@@ -83,8 +108,10 @@ def run(library: str, script: Script) -> list[tuple[float, float]]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=script.set_to_none)
         dist.all_reduce(mean_loss)
-        results.append((mean_loss.item() / dist.get_world_size(), norm))
-    return results
+        losses.append(mean_loss.item() / dist.get_world_size())
+        norms.append(norm)
+    assert losses[0] - losses[-1] > 0.5, "nothing was learned"
+    return {"losses": losses} if script.param_dtype else {"losses": losses, "norms": norms}
 
 
 def _model(name: str) -> tuple[Any, Iterable[nn.Module]]:
@@ -106,3 +133,17 @@ def _loss(model: nn.Module, script: Script, index: int) -> Tensor:
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
+
+
+def _within(name: str) -> dict[str, float]:
+    # bfloat16 itself is 1e-3 to 7e-3 away from float32 here.
+    if SCRIPTS[name].param_dtype:
+        return {"losses": 1e-4 if SCRIPTS[name].reduce_dtype else 2e-3}
+    return {"losses": 1e-6, "norms": 1e-5}
+
+
+PROGRAMS = [
+    Program(script, (name,), world, slow=(name, world) != ("plain", 3), within=_within(name))
+    for world in (3, 2)
+    for name in SCRIPTS
+]

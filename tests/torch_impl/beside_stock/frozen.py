@@ -5,27 +5,21 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.ranks import RankGroup
+from tests.support.torch_impl.comparison import RETURNED, Design, Program
 from tests.support.torch_impl.engines import (
-    Case,
     Engine,
-    agree,
     backward_as_one,
     counting,
     gradients_are,
-    name_of,
-    on_both,
     rows,
-    slow,
     squares,
     train_as_one,
 )
-from tests.torch_impl.fsdp2_suite.models import MLP, Stack
+from tests.support.torch_impl.zoo import MLP, Stack
 
 
 def in_one_group(engine: Engine, biases: bool, reshard: bool) -> list[float]:
@@ -121,6 +115,7 @@ def counted(engine: Engine) -> dict[str, int]:
 
 
 def gathers_beside_the_first_of_a_backward(engine: Engine) -> int:
+    """On a CPU nothing is gathered ahead of a backward that never comes, see ``weights.schedule``."""
     model = nn.Sequential(MLP(), MLP(8, 6))
     model[0].requires_grad_(False)
     engine.shard_all(*model, model)
@@ -129,29 +124,21 @@ def gathers_beside_the_first_of_a_backward(engine: Engine) -> int:
     return calls["all_gather"]
 
 
-CASES: list[Any] = [
-    (in_one_group, (True, True), 2),
-    (in_one_group, (False, True), 2),
-    slow((in_one_group, (True, False), 2)),
-    slow((in_one_group, (False, False), 2)),
-    (whole_units, ("tft", True), 2),
-    (whole_units, ("fftf", True), 2),
-    slow((whole_units, ("ftft", False), 2)),
-    slow((whole_units, ("ft", True), 2)),
-    (several_forwards, (False,), 2),
-    (several_forwards, (True,), 2),
-    (toggled, (), 2),
-    (counted, (), 2),
+PROGRAMS = [
+    Program(in_one_group, (True, True), slow=True),
+    Program(in_one_group, (False, True)),
+    Program(in_one_group, (True, False), slow=True),
+    Program(in_one_group, (False, False), slow=True),
+    Program(whole_units, ("tft", True), slow=True),
+    Program(whole_units, ("fftf", True), slow=True),
+    Program(whole_units, ("ftft", False), slow=True),
+    Program(whole_units, ("ft", True), slow=True),
+    Program(several_forwards, (False,)),
+    Program(several_forwards, (True,), slow=True),
+    Program(toggled),
+    Program(counted),
+    Program(
+        gathers_beside_the_first_of_a_backward,
+        by_design={RETURNED: Design("FSDP2 gathers the frozen unit ahead, in vain", "^3$", "^4$")},
+    ),
 ]
-
-
-@pytest.mark.fast_cases("toggled-2", "several_forwards-False-2", "counted-2", "in_one_group-False-True-2")
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_frozen(ranks: RankGroup, case: Case) -> None:
-    agree(ranks, case)
-
-
-def test_on_a_cpu_nothing_is_gathered_beside_the_first_unit_of_a_backward(ranks: RankGroup) -> None:
-    """FSDP2 gathers the frozen unit ahead, in vain: a difference by design, see `weights.schedule`."""
-    for stock, ours in ranks.run(2, on_both, gathers_beside_the_first_of_a_backward, ()):
-        assert (stock, ours) == (4, 3)

@@ -1,4 +1,4 @@
-"""PyTorch's test_fully_shard_init.py: what is sharded, over which ranks, and from which values."""
+"""PyTorch's test_fully_shard_init.py and _state.py: what is sharded, over which ranks, and from which values."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.support.ranks import RankGroup
+from tests.support.torch_impl.comparison import Program
 from tests.support.torch_impl.engines import (
-    Case,
     Engine,
-    agree,
     backward_as_one,
     counting,
     gradients_are,
-    name_of,
     rows,
-    slow,
     squares,
     train_as_one,
     weights_are,
     whole,
 )
-from tests.torch_impl.fsdp2_suite.models import MLP, Stack, Tied
+from tests.support.torch_impl.zoo import MLP, Stack, Tied
 
 
 def sharded_names(model: nn.Module) -> list[str]:
@@ -299,33 +295,74 @@ def at_the_old_place(engine: Engine) -> bool:
     return True
 
 
-CASES: list[Any] = [
-    (meshes, (), 2),
-    (bad_arguments, (), 2),
-    (which_parameters, (), 2),
-    (one_unit_of_several, (), 2),
-    (shared_modules, (), 2),
-    (tie_across_units, (), 2),
-    (odd_parameters, ("scalar",), 2),
-    (odd_parameters, ("transposed",), 2),
-    (at_rest, (), 2),
-    (from_meta, (1,), 2),
-    slow((from_meta, (2,), 4)),
-    (still_on_meta, (), 2),
-    slow((replicas_may_differ, (), 4)),
-    (all_reduce_hook, (), 2),
-    (placements, (1,), 2),
-    (placements, (-1,), 2),
-    (bad_placements, (), 2),
-    (uneven_placement, (), 2),
-    (inner_unit_first, (), 2),
-    (swapped, (), 2),
-    (mixed_dtypes, (True,), 2),
-    (mixed_dtypes, (False,), 2),
-    (at_the_old_place, (), 2),
+def classes(engine: Engine) -> list[Any]:
+    """A sharded module is of its own class and of FSDPModule; modules below are what they were."""
+    model = Stack(1)
+    assert engine.shard(model) is model
+    again = engine.shard(Stack(1))
+    assert type(again) is type(model)
+    package = engine.package.FSDPModule
+    kinds = (type(model), package)
+    return [
+        isinstance(model, Stack),
+        isinstance(model, package),
+        isinstance(model.head, package),
+        issubclass(type(model), kinds),
+        type(model.blocks[0]) is MLP,
+        type(model).__name__.endswith("Stack"),
+    ]
+
+
+def twice(engine: Engine) -> bool:
+    """A module is sharded once."""
+    model = engine.shard(MLP())
+    with pytest.raises((AssertionError, ValueError, RuntimeError)):
+        engine.shard(model)
+    return True
+
+
+def without_forward(engine: Engine) -> bool:
+    """Containers that are never called have no forward to hook."""
+    for container in (nn.ModuleList([MLP()]), nn.ModuleDict({"one": MLP()})):
+        with pytest.raises(ValueError, match=type(container).__name__):
+            engine.shard(container)
+    return True
+
+
+def copied(engine: Engine) -> bool:
+    """A sharded module has no copy; its parts of parameters do."""
+    model = engine.shard(MLP())
+    with pytest.raises((AssertionError, TypeError)):
+        copy.deepcopy(model)
+    return True
+
+
+PROGRAMS = [
+    Program(meshes),
+    Program(bad_arguments),
+    Program(which_parameters),
+    Program(one_unit_of_several),
+    Program(shared_modules),
+    Program(tie_across_units),
+    Program(odd_parameters, ("scalar",)),
+    Program(odd_parameters, ("transposed",)),
+    Program(at_rest),
+    Program(from_meta, (1,)),
+    Program(from_meta, (2,), world=4, slow=True),
+    Program(still_on_meta),
+    Program(replicas_may_differ, world=4, slow=True),
+    Program(all_reduce_hook),
+    Program(placements, (1,)),
+    Program(placements, (-1,)),
+    Program(bad_placements),
+    Program(uneven_placement),
+    Program(inner_unit_first),
+    Program(swapped),
+    Program(mixed_dtypes, (True,)),
+    Program(mixed_dtypes, (False,)),
+    Program(at_the_old_place),
+    Program(classes),
+    Program(twice),
+    Program(without_forward),
+    Program(copied),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_init(ranks: RankGroup, case: Case) -> None:
-    agree(ranks, case)

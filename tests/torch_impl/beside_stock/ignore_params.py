@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.ranks import RankGroup
+from tests.support.torch_impl.comparison import Program
 from tests.support.torch_impl.engines import (
-    Case,
     Engine,
-    agree,
     backward_as_one,
     gradients_are,
-    name_of,
     rows,
     squares,
     weights_are,
 )
-from tests.torch_impl.fsdp2_suite.models import MLP
+from tests.support.torch_impl.zoo import MLP
 
 
 def replicated_around(engine: Engine) -> list[float]:
@@ -87,13 +82,8 @@ def whole_modules(engine: Engine) -> list[str]:
     return [str(out.dtype), *(str(value.dtype) for value in model.state_dict().values())]
 
 
-CASES: list[Any] = [
-    (replicated_around, (), 2),
-    (alone, (), 2),
-    (whole_modules, (), 2),
+PROGRAMS = [
+    Program(replicated_around),
+    Program(alone),
+    Program(whole_modules),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_ignore_params(ranks: RankGroup, case: Case) -> None:
-    agree(ranks, case)

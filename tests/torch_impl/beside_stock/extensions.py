@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.ranks import RankGroup
-from tests.support.torch_impl.engines import Case, Engine, agree, name_of, rows, slow, squares, whole
+from tests.support.torch_impl.comparison import Program
+from tests.support.torch_impl.engines import Engine, rows, squares, whole
 from tests.support.torch_impl.extended import Halved, Rounded
 
 
@@ -100,15 +99,10 @@ def patched_methods(engine: Engine) -> int:
     return 0
 
 
-CASES: list[Any] = [
-    (trained, (True, False), 2),
-    (trained, (False, False), 2),
-    slow((trained, (True, True), 4)),
-    (kept_class, (), 2),
-    (patched_methods, (), 2),
+PROGRAMS = [
+    Program(trained, (True, False)),
+    Program(trained, (False, False)),
+    Program(trained, (True, True), world=4, slow=True),
+    Program(kept_class),
+    Program(patched_methods),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_extensions(ranks: RankGroup, case: Case) -> None:
-    agree(ranks, case)

@@ -7,26 +7,20 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import nn
 
-from tests.support.ranks import RankGroup
+from tests.support.torch_impl.comparison import Program
 from tests.support.torch_impl.engines import (
-    Case,
     Engine,
-    agree,
     backward_as_one,
     gradients_are,
-    name_of,
     rows,
-    since,
-    slow,
     squares,
     train_as_one,
     weights_are,
 )
-from tests.torch_impl.fsdp2_suite.models import MLP, Stack, TwoParts
+from tests.support.torch_impl.zoo import MLP, Stack, TwoParts
 
 
 @dataclass
@@ -159,23 +153,16 @@ def optimizer_in_backward(engine: Engine) -> list[float]:
     return losses
 
 
-CASES: list[Any] = [
-    (unused_output, (True,), 2),
-    slow((unused_output, (False,), 2)),
-    (unused_module, (True,), 2),
-    (unused_module, (False,), 2),
-    (containers, ("dict", True), 2),
-    since("2.13", (containers, ("dataclass", True), 2), "does not look for outputs in dataclasses"),
-    (containers, ("namedtuple", False), 2),
-    slow((containers, ("list", True), 2)),
-    (hooks_of_gradients, (), 2),
-    (optimizer_in_backward, (), 2),
+PROGRAMS = [
+    Program(unused_output, (True,), slow=True),
+    Program(unused_output, (False,), slow=True),
+    Program(unused_module, (True,)),
+    Program(unused_module, (False,)),
+    Program(containers, ("dict", True), slow=True),
+    # FSDP2 before torch 2.13 does not look for outputs in dataclasses.
+    Program(containers, ("dataclass", True), slow=True, torch="2.13.0a0"),
+    Program(containers, ("namedtuple", False), slow=True),
+    Program(containers, ("list", True), slow=True),
+    Program(hooks_of_gradients),
+    Program(optimizer_in_backward),
 ]
-
-
-@pytest.mark.fast_cases(
-    "unused_module-True-2", "hooks_of_gradients-2", "unused_module-False-2", "optimizer_in_backward-2"
-)
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_autograd(ranks: RankGroup, case: Case) -> None:
-    agree(ranks, case)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
@@ -15,22 +14,18 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from tests.support.ranks import RankGroup
+from tests.support.torch_impl.comparison import Program
 from tests.support.torch_impl.engines import (
-    Case,
     Engine,
-    agree,
     backward_as_one,
     gradients_are,
-    name_of,
     rows,
-    slow,
     squares,
     train_as_one,
     weights_are,
     whole,
 )
-from tests.torch_impl.fsdp2_suite.models import MLP, Stack
+from tests.support.torch_impl.zoo import MLP, Stack
 
 
 def offloaded(engine: Engine, model: Any, **options: Any) -> Any:
@@ -142,17 +137,11 @@ def no_policy(engine: Engine) -> bool:
     return True
 
 
-CASES: list[Any] = [
-    (where, (), 2),
-    (clipped, (), 2),
-    (low_precision, (), 2),
-    (reference_model, (), 2),
-    slow((frozen_part, (), 2)),
-    (no_policy, (), 2),
+PROGRAMS = [
+    Program(where),
+    Program(clipped, slow=True),
+    Program(low_precision, slow=True),
+    Program(reference_model),
+    Program(frozen_part, slow=True),
+    Program(no_policy),
 ]
-
-
-@pytest.mark.fast_cases("no_policy-2", "reference_model-2", "where-2")
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_offload(ranks: RankGroup, case: Case) -> None:
-    agree(ranks, case)

@@ -12,21 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.ranks import RankGroup
+from tests.support.torch_impl.comparison import Program
 from tests.support.torch_impl.engines import (
-    Case,
     Engine,
-    agree,
     backward_as_one,
     gradients_are,
-    name_of,
     rows,
-    slow,
     squares,
     weights_are,
     whole,
 )
-from tests.torch_impl.fsdp2_suite.models import Stack, Tied
+from tests.support.torch_impl.zoo import Stack, Tied
 
 
 def clipped(engine: Engine, kind: float, foreach: bool | None, replicas: bool, tied: bool) -> list[float]:
@@ -77,19 +73,13 @@ def not_finite(engine: Engine) -> list[float]:
     return [float(total.isfinite().item())]
 
 
-CASES: list[Any] = [
-    (clipped, (2.0, None, False, False), 2),
-    (clipped, (1.0, False, False, False), 2),
-    (clipped, (math.inf, True, False, False), 2),
-    (clipped, (2.0, True, False, True), 2),
-    (clipped, (2.0, None, True, False), 4),
-    slow((clipped, (1.0, True, True, False), 4)),
-    slow((clipped, (math.inf, False, False, True), 2)),
-    (not_finite, (), 2),
+PROGRAMS = [
+    Program(clipped, (2.0, None, False, False), slow=True),
+    Program(clipped, (1.0, False, False, False), slow=True),
+    Program(clipped, (math.inf, True, False, False), slow=True),
+    Program(clipped, (2.0, True, False, True)),
+    Program(clipped, (2.0, None, True, False), world=4, slow=True),
+    Program(clipped, (1.0, True, True, False), world=4, slow=True),
+    Program(clipped, (math.inf, False, False, True), slow=True),
+    Program(not_finite),
 ]
-
-
-@pytest.mark.fast_cases("not_finite-2", "clipped-2.0-True-False-True-2")
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_clip_grad_norm(ranks: RankGroup, case: Case) -> None:
-    agree(ranks, case)
