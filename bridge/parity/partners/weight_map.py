@@ -41,10 +41,8 @@ class WeightMap:
     """Two models' parameters through a mapping. Names are those of the models, with whatever root they have.
 
     ``edges``: pairs of keys that hold the same elements or parts of them. ``torch_only``, ``jax_only``: parameters that
-    the mapping relates to nothing on the other side. ``torch_buffers``, ``jax_buffers``: which names are those of
-    buffers, which the mapping need not know. ``dropped``: buffers that it drops.
-
-    Raises MappingError where the mapping does not fit both models.
+    the mapping relates to nothing. ``torch_buffers``, ``jax_buffers``: names of buffers, which the mapping need not
+    know. ``dropped``: buffers that it drops. MappingError where the mapping does not fit both models.
     """
 
     mapping: MappingTable
