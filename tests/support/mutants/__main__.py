@@ -95,7 +95,9 @@ def results(
         stored = map(json.loads, kept.read_text().splitlines())
         before = {json.dumps(entry["mutant"]): Outcome(**entry["outcome"]) for entry in stored}
     end = time.monotonic() + chosen.seconds
-    with copied() as copy, Tests(copy, Record.load(chosen.folder / "reached.json"), chosen.budget) as tests:
+    record = Record.load(chosen.folder / "reached.json")
+    mutants = [mutant for _, mutant in drawn]
+    with copied() as copy, Tests(copy, record, chosen.budget, mutants) as tests:
         for room, mutant in drawn:
             key = json.dumps(asdict(mutant))
             if (mutant.path, mutant.before, mutant.after) in known_as_equivalent:

@@ -97,10 +97,14 @@ def _collect(
 
 @dataclass
 class Record:
-    """``seconds``: CPU time of each test that passed. ``tests``: those that reach ``path:function``."""
+    """``seconds``: CPU time of each test that passed. ``tests``: those that reach ``path:function``.
+
+    ``imported``: functions that run while the tests are imported.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     tests: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    imported: set[str] = field(default_factory=set)
 
     @classmethod
     def load(cls, path: Path) -> Record:
@@ -108,6 +112,7 @@ class Record:
         if path.exists():
             stored: dict[str, Any] = json.loads(path.read_text())
             record.seconds = stored["seconds"]
+            record.imported = set(stored.get("imported", []))
             order = list(record.seconds)
             for function, numbers in stored["tests"].items():
                 record.tests[function] = {order[number] for number in numbers}
@@ -116,7 +121,9 @@ class Record:
     def save(self, path: Path) -> None:
         number = {test: place for place, test in enumerate(self.seconds)}
         tests = {name: sorted(number[test] for test in tests) for name, tests in self.tests.items()}
-        path.write_text(json.dumps({"seconds": self.seconds, "tests": tests}))
+        path.write_text(
+            json.dumps({"seconds": self.seconds, "tests": tests, "imported": sorted(self.imported)})
+        )
 
     def add_run(self, root: Path) -> int:
         """Take what a run in the instrumented copy ``root`` wrote; returns the number of tests."""
@@ -132,8 +139,9 @@ class Record:
         for tests in self.tests.values():
             tests.difference_update(order)
         for number, function in _ROW.iter_unpack((root / "reached.rows").read_bytes()):
-            # Number 0 is before the first test: what is imported.
-            if number and order[number - 1] in self.seconds:
+            if not number:
+                self.imported.add(names[function])
+            elif order[number - 1] in self.seconds:
                 self.tests[names[function]].add(order[number - 1])
         return len(order)
 
@@ -181,13 +189,19 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _passed = _passed and report.passed
 
 
-def by_promise(record: Record, tests: Iterable[str], breadth: dict[str, int]) -> list[str]:
-    """Tests in an order in which a fault is probably seen soon: those first that do little else, of each file one."""
+def by_promise(record: Record, path: str, tests: Iterable[str], breadth: dict[str, int]) -> list[str]:
+    """Tests in an order in which a fault in ``path`` is probably seen soon.
+
+    Those first that reach little else for their costs; of each file one, then the next, and several of files that are
+    named like the mutated one.
+    """
     keys = {test: (breadth[test] + 20) * (record.seconds[test] + 0.05) for test in tests}
-    turn: dict[str, int] = defaultdict(int)
+    stem = Path(path).stem
+    turns: dict[str, int] = defaultdict(int)
     ranked = []
     for test in sorted(keys, key=lambda test: (keys[test], test)):
         file = test.partition("::")[0]
-        ranked.append((turn[file], keys[test], test))
-        turn[file] += 1
+        alike = stem in Path(file).stem
+        ranked.append((turns[file] // 8 if alike else turns[file] + 1, keys[test], test))
+        turns[file] += 1
     return [test for _, _, test in sorted(ranked)]

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,17 @@ from types import TracebackType
 
 from tests.support.mutants.edits import Mutant
 from tests.support.mutants.reached import Record, by_promise
+from tests.support.mutants.zygote import NOT_LIVE
 from tests.support.processes import importing_from
 
 ROOT = Path(__file__).parents[3]
 _EVERY = ["-m", "slow or not slow", "--hypothesis-profile", "all"]
+_OPTIONS = [
+    *("-x", "-q", "--no-header", "--tb=no", "--timeout", "90"),
+    *("-p", "no:cacheprovider", "-p", "no:xdist"),
+]
 # CPU seconds of the record: of what is tried first, then, and at last.
-_STAGES = (4.0, 20.0, 1e9)
+_STAGES = (2.0, 8.0, 30.0, 1e9)
 
 
 @contextmanager
@@ -54,19 +59,24 @@ class Outcome:
 class Tests:
     """The tests of a copy of the checkout; a context manager, which ends the processes it started."""
 
-    def __init__(self, root: Path, record: Record, budget: float) -> None:
+    def __init__(self, root: Path, record: Record, budget: float, mutants: Iterable[Mutant]) -> None:
         self._root, self._record, self._budget = root, record, budget
         self._breadth = record.breadth()
         self._sound: set[str] = set()
         self._edits = 0
+        tests = set().union(*(record.tests.get(mutant.reach, set()) for mutant in mutants))
+        files = sorted({test.partition("::")[0] for test in tests})
         self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.mutants.zygote"],
+            [sys.executable, "-m", "tests.support.mutants.zygote", *files],
             cwd=root,
             env=importing_from(root),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+
+        assert self._zygote.stdout is not None
+        assert self._zygote.stdout.readline() == "ready\n"
 
     def __enter__(self) -> Tests:
         return self
@@ -83,7 +93,7 @@ class Tests:
 
     def outcome(self, mutant: Mutant, every: bool) -> Outcome:
         reaching = self._record.tests.get(mutant.reach, set())
-        ranked = by_promise(self._record, reaching, self._breadth)
+        ranked = by_promise(self._record, mutant.path, reaching, self._breadth)
         slow = sorted({test.partition("::")[0] for test in reaching or self._record.of_file(mutant.path)})
         if not ranked and not (every and slow):
             return Outcome("not reached")
@@ -129,7 +139,7 @@ class Tests:
         """The first test that fails with the mutant, and passes without it; else nothing."""
         tests = [argument for argument in arguments if argument.startswith("tests/")]
         limit = 120 + 8 * sum(self._record.seconds.get(test, 30) for test in tests)
-        code, output = self._pytest(arguments, limit)
+        code, output = self._pytest(arguments, limit, mutant)
         if code == 0 or code == 5:
             return ""
         if code is None:
@@ -141,7 +151,7 @@ class Tests:
             source = (self._root / mutant.path).read_text()
             (self._root / mutant.path).write_text((ROOT / mutant.path).read_text())
             marks = ["-m", "slow or not slow"]
-            code, output = self._pytest([*marks, *suspects], limit)
+            code, output = self._pytest([*marks, *suspects], limit, None)
             (self._root / mutant.path).write_text(source)
             if code != 0:
                 print(f"fails without a mutant, is left out: {suspects[0]}", flush=True)
@@ -153,23 +163,27 @@ class Tests:
             self._sound.add(suspects[0])
         return by
 
-    def _pytest(self, arguments: list[str], limit: float) -> tuple[int | None, str]:
-        options = [
-            "-x",
-            "-q",
-            "--no-header",
-            "--tb=no",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "--timeout",
-            "90",
-        ]
-        job = {"arguments": [*options, *arguments], "limit": limit}
-        assert self._zygote.stdin is not None
-        assert self._zygote.stdout is not None
-        self._zygote.stdin.write(json.dumps(job) + "\n")
-        self._zygote.stdin.flush()
-        answer = json.loads(self._zygote.stdout.readline())
-        return answer["code"], answer["output"]
+    def _pytest(self, arguments: list[str], limit: float, mutant: Mutant | None) -> tuple[int | None, str]:
+        """The exit status of pytest, None where it was ended after ``limit`` seconds, and the end of what it said."""
+        arguments = [*_OPTIONS, *arguments]
+        if mutant is None or mutant.reach not in self._record.imported:
+            job = {"arguments": arguments, "limit": limit}
+            job["mutant"] = None if mutant is None else (mutant.path, mutant.function)
+            assert self._zygote.stdin is not None
+            assert self._zygote.stdout is not None
+            self._zygote.stdin.write(json.dumps(job) + "\n")
+            self._zygote.stdin.flush()
+            answer = json.loads(self._zygote.stdout.readline())
+            if answer["code"] != NOT_LIVE:
+                return answer["code"], answer["output"]
+        command = [sys.executable, "-m", "pytest", *arguments]
+        environment = importing_from(self._root)
+        with tempfile.TemporaryFile() as said:
+            try:
+                code = subprocess.run(
+                    command, cwd=self._root, env=environment, stdout=said, stderr=said, timeout=limit
+                ).returncode
+            except subprocess.TimeoutExpired:
+                return None, ""
+            said.seek(0)
+            return code, said.read().decode(errors="replace")[-4000:]

@@ -1,8 +1,9 @@
-"""A process that has imported the frameworks once, and forks a pytest for each run that it is asked for.
+"""A process that has imported frameworks, product and tests once, and forks a pytest for each run.
 
-Nothing of the product is imported before the fork, so that each run sees the files as they are then. Run in a copy of
-the checkout: a line of JSON in, ``{"arguments": [...], "limit": seconds}``, a line out, ``{"code": ..., "output":
-...}``; code None: the run was ended after its limit.
+Run in a copy of the checkout, with the test files that will be asked for. Its first line out, ``ready``, says that all
+is imported, so that files may change. Then a line of JSON in, ``{"arguments": [...], "limit": seconds, "mutant": [path,
+function] or null}``, and a line out, ``{"code": ..., "output": ...}``. Code None: the run was ended after its limit.
+Code ``NOT_LIVE``: the mutant needs a process that has not imported the product.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -23,25 +26,37 @@ from typing import Any
 import pytest
 
 import tests.conftest  # noqa: F401  # the environment that the frameworks are imported in
-from tests.support.ranks import PRELOADED
+from tests.support import ranks
+from tests.support.mutants.live import replace_code
 
-_FRAMEWORKS = [
-    *PRELOADED,
-    "jax",
-    "optax",
-    "flax.linen",
-    "flax.nnx",
-    "orbax.checkpoint",
-    "hypothesis",
-    "safetensors",
-]
+NOT_LIVE = 99
+_SERVE = ranks._serve
 
 
-def _start_rank_server() -> set[int]:
+def _import_all(files: Sequence[str]) -> None:
+    """The tests, as pytest imports them, and what they import."""
+    pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "", *files])
+    if "jax" in sys.modules:
+        bridge = importlib.import_module("jax._src.xla_bridge")
+        # Its threads would be lost in a fork.
+        assert not bridge.backends_are_initialized(), "a test uses JAX where it is imported"
+
+
+def _start_rank_server(files: Sequence[str]) -> set[int]:
     """The server that forks rank processes, and the processes beside it, for all runs."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
+    torch_tests = [file for file in files if file.startswith("tests/torch_impl/")]
+    modules = [file.removesuffix(".py").replace("/", ".") for file in torch_tests]
+    preloaded = [*ranks.PRELOADED, "torch_impl", *modules]
+    multiprocessing.set_forkserver_preload(preloaded)
     forkserver.ensure_running()
     return set(_descendants())
+
+
+def _serve(mutant: tuple[str, str] | None, *arguments: Any) -> None:
+    """A rank process."""
+    if mutant is not None:
+        replace_code(Path.cwd(), *mutant)
+    _SERVE(*arguments)
 
 
 def _descendants() -> list[int]:
@@ -58,26 +73,29 @@ def _descendants() -> list[int]:
     return below
 
 
-def _run(arguments: list[str], output: int) -> int:
+def _run(arguments: list[str], mutant: tuple[str, str] | None, output: int) -> int:
     os.setpgid(0, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    if mutant is not None and not replace_code(Path.cwd(), *mutant):
+        return NOT_LIVE
     # The server is the parent's child, which this process cannot wait for.
     vars(forkserver._forkserver)["ensure_running"] = lambda: None
+    vars(ranks)["_serve"] = partial(_serve, mutant)
     return int(pytest.main(arguments))
 
 
-def answer(arguments: list[str], limit: float, servers: set[int]) -> dict[str, Any]:
+def answer(job: dict[str, Any], servers: set[int]) -> dict[str, Any]:
     with tempfile.TemporaryFile() as output:
         child = os.fork()
         if not child:
             code = 3
             try:
-                code = _run(arguments, output.fileno())
+                code = _run(job["arguments"], job["mutant"], output.fileno())
             finally:
                 sys.stdout.flush()
                 os._exit(code)
-        deadline, status = time.monotonic() + limit, None
+        deadline, status = time.monotonic() + job["limit"], None
         while status is None and time.monotonic() < deadline:
             done, ended = os.waitpid(child, os.WNOHANG)
             status = ended if done else None
@@ -96,12 +114,19 @@ def answer(arguments: list[str], limit: float, servers: set[int]) -> dict[str, A
 
 
 def main() -> None:
-    servers = _start_rank_server()
-    for name in _FRAMEWORKS:
-        importlib.import_module(name)
+    answers = os.fdopen(os.dup(1), "w")
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    files = sys.argv[1:]
+    _import_all(files)
+    # What rank processes say goes where the server's words go.
+    stderr = os.dup(2)
+    os.dup2(silence, 2)
+    servers = _start_rank_server(files)
+    os.dup2(stderr, 2)
+    print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        job = json.loads(line)
-        print(json.dumps(answer(job["arguments"], job["limit"], servers)), flush=True)
+        print(json.dumps(answer(json.loads(line), servers)), file=answers, flush=True)
 
 
 if __name__ == "__main__":
