@@ -6,8 +6,19 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
+from typing import Any
+
+from tests.support import ranks
 
 _OPTIMIZED = 0x1  # of functions, not of modules and classes
+_SERVE = ranks._serve
+
+
+def serve(mutant: tuple[str, str] | None, *arguments: Any) -> None:
+    """A rank process, with a mutant."""
+    if mutant is not None:
+        replace_code(Path.cwd(), *mutant)
+    _SERVE(*arguments)
 
 
 def replace_code(root: Path, path: str, function: str) -> bool:

@@ -27,10 +27,9 @@ import pytest
 
 import tests.conftest  # noqa: F401  # the environment that the frameworks are imported in
 from tests.support import ranks
-from tests.support.mutants.live import replace_code
+from tests.support.mutants.live import replace_code, serve
 
 NOT_LIVE = 99
-_SERVE = ranks._serve
 
 
 def _import_all(files: Sequence[str]) -> None:
@@ -46,17 +45,13 @@ def _start_rank_server(files: Sequence[str]) -> set[int]:
     """The server that forks rank processes, and the processes beside it, for all runs."""
     torch_tests = [file for file in files if file.startswith("tests/torch_impl/")]
     modules = [file.removesuffix(".py").replace("/", ".") for file in torch_tests]
-    preloaded = [*ranks.PRELOADED, "torch_impl", *modules]
-    multiprocessing.set_forkserver_preload(preloaded)
-    forkserver.ensure_running()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*ranks.PRELOADED, "torch_impl", *modules])
+    # It serves when it has imported all: a mutant may not be in the files before.
+    first = context.Process(target=os.getpid)
+    first.start()
+    first.join()
     return set(_descendants())
-
-
-def _serve(mutant: tuple[str, str] | None, *arguments: Any) -> None:
-    """A rank process."""
-    if mutant is not None:
-        replace_code(Path.cwd(), *mutant)
-    _SERVE(*arguments)
 
 
 def _descendants() -> list[int]:
@@ -81,7 +76,7 @@ def _run(arguments: list[str], mutant: tuple[str, str] | None, output: int) -> i
         return NOT_LIVE
     # The server is the parent's child, which this process cannot wait for.
     vars(forkserver._forkserver)["ensure_running"] = lambda: None
-    vars(ranks)["_serve"] = partial(_serve, mutant)
+    vars(ranks)["_serve"] = partial(serve, mutant)
     return int(pytest.main(arguments))
 
 

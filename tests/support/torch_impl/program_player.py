@@ -204,9 +204,11 @@ class Player:
 
     def save_and_load(self) -> None:
         """To disk; the weights are changed before they are loaded."""
-        # SGD without momentum has no state; with momentum it has none to save before its first step.
-        stateless = "momentum" in self._optimizer.defaults and not self._optimizer.defaults["momentum"]
-        if not self._sharded or not (stateless or self._optimizer.state):
+        # Momenta that there are not yet cannot be saved; plain SGD has none, and AdamW's are made.
+        partial = self._optimizer.defaults.get("momentum") and len(self._optimizer.state) < len(
+            [*self.model.parameters()]
+        )
+        if not self._sharded or partial:
             return
         with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext() as folder:
             folders = [folder]
