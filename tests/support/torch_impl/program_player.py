@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -70,10 +71,15 @@ class Player:
 
     def _shard(self, program: Program) -> None:
         modules: dict[str, Any] = dict(self.model.named_modules())
+        mesh, strategy = None, program.strategy
+        if dist.get_world_size() == 4:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+            strategy = program.on_two_axes
         for unit in program.units:
             torch_impl.fully_shard(
                 modules[unit],
-                strategy=program.strategy,
+                mesh=mesh,
+                strategy=strategy,
                 reshard_after_forward=program.reshard_after_forward,
                 prefetch=program.ahead,
                 offload_policy=CPUOffloadPolicy() if program.offload else None,

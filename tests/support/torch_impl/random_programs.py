@@ -19,6 +19,7 @@ BLOCKS = 4
 WORDS = 11
 PLACES = [*(f"blocks.{k}.inner" for k in range(BLOCKS)), *(f"blocks.{k}" for k in range(BLOCKS))]
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "optim_grads_params")
+TWO_AXES = ("hsdp", "hfsdp", "hfsdp", "optim", "no_shard")
 WHATS = (
     "plain",
     "plain",
@@ -69,7 +70,8 @@ class Program:
     """``prefetch``: unit, direction, units; "" is the root. ``ops``: names of ``Player``'s methods, with arguments.
 
     ``ahead``: the ``prefetch`` of ``fully_shard``. ``offload``: main weights and gradients lie in the host's memory.
-    ``transfers``: when what is communicated arrives, see ``late_transfers``.
+    ``transfers``: when what is communicated arrives, see ``late_transfers``. ``on_two_axes``: the strategy on four ranks,
+    two by two.
     """
 
     strategy: str
@@ -82,6 +84,7 @@ class Program:
     offload: bool
     optimizer: str
     transfers: str
+    on_two_axes: str
 
 
 class Stop(Exception):
@@ -229,4 +232,5 @@ def draw(seed: int) -> Program:
         rng.random() < 0.3,
         rng.choice(OPTIMIZERS),
         rng.choice(TRANSFERS),
+        rng.choice(TWO_AXES),
     )

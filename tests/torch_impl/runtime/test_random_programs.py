@@ -17,7 +17,7 @@ SECONDS = 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
 def test_random_programs_equal_plain_replicas(ranks: RankGroup, seeds: range, world: int) -> None:
     ranks.run(world, compare, seeds)
@@ -27,6 +27,6 @@ def test_new_programs_equal_plain_replicas(ranks: RankGroup) -> None:
     """Programs that no run had before; ``TWINSHARD_SEED=N`` begins with the program of seed N."""
     end = time.monotonic() + SECONDS
     for seed in itertools.count(int(os.environ["TWINSHARD_SEED"])):
-        ranks.run(2 + seed % 2, compare, range(seed, seed + 1), timeout=120)
+        ranks.run(2 + seed % 3, compare, range(seed, seed + 1), timeout=120)
         if time.monotonic() > end:
             break
