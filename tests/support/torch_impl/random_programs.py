@@ -70,8 +70,8 @@ class Program:
     """``prefetch``: unit, direction, units; "" is the root. ``ops``: names of ``Player``'s methods, with arguments.
 
     ``ahead``: the ``prefetch`` of ``fully_shard``. ``offload``: main weights and gradients lie in the host's memory.
-    ``transfers``: when what is communicated arrives, see ``late_transfers``. ``on_two_axes``: the strategy on four ranks,
-    two by two.
+    ``transfers``: when what is communicated arrives, see ``late_transfers``. ``on_two_axes``: the strategy of four
+    ranks, two by two.
     """
 
     strategy: str
