@@ -5,6 +5,9 @@ that reach a mutated function look for the fault in a copy of the checkout: thos
 the slow tests of the same files. The seed is printed; the same seed draws the same mutants of the same code. Results
 are kept in ``--folder``, so that a run that was ended goes on where it was.
 
+A mutant is undecided where ``--budget`` ended before all tests that reach it had run; undecided ones, like those that
+survived, count as not killed, and equivalent ones (``equivalent.toml``) do not count.
+
     python -m tests.support.mutants --record tests/torch_impl tests/sharding
 
 runs tests of the fast tier once and notes which functions each reaches; what is recorded of other tests stays.
@@ -115,14 +118,22 @@ def results(
 
 
 def table(found: list[tuple[str, Mutant, Outcome]]) -> str:
-    columns = ("killed", "killed by slow tests", "survived", "not reached", "equivalent", "not run")
+    columns = (
+        "killed",
+        "killed by slow tests",
+        "survived",
+        "undecided",
+        "not reached",
+        "equivalent",
+        "not run",
+    )
     rooms = list(dict.fromkeys(room for room, _, _ in found))
     counts = Counter((room, outcome.said) for room, _, outcome in found)
     rows = [("room", "drawn", *columns, "fast", "all")]
     for room in [*rooms, "all rooms"]:
         members = rooms if room == "all rooms" else [room]
         by = [sum(counts[member, column] for member in members) for column in columns]
-        judged = sum(by) - by[4] - by[5]
+        judged = sum(by) - by[-2] - by[-1]
         shares = [f"{100 * killed / judged:.0f} %" if judged else "" for killed in (by[0], by[0] + by[1])]
         rows.append((room, str(sum(by)), *map(str, by), *shares))
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
@@ -154,7 +165,7 @@ def main() -> int:
     print(f"seed {chosen.seed}", flush=True)
     drawn = draw(chosen.seed, chosen.count, tuple(chosen.rooms) or ROOMS)
     found = list(results(chosen, drawn))
-    for said in ("survived", "not reached"):
+    for said in ("survived", "undecided", "not reached"):
         for _, mutant, outcome in found:
             if outcome.said == said:
                 print(f"\n{said} {outcome.tests} {mutant}")

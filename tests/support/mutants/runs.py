@@ -49,7 +49,7 @@ def copied() -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``said``: killed, survived, or not reached. ``by``: the first test that failed. ``tests``: "run of reaching"."""
+    """``said``: a column of the table. ``by``: the first test that failed. ``tests``: how many ran, of how many."""
 
     said: str
     by: str = ""
@@ -105,7 +105,8 @@ class Tests:
                 tried += len(stage)
             if every and slow and (by := self._killer(mutant, [*_EVERY, "-m", "slow", *slow])):
                 return Outcome("killed by slow tests", by)
-        return Outcome("survived" if ranked else "not reached", "", f"{tried} of {len(ranked)}")
+        said = "not reached" if not ranked else "survived" if tried == len(ranked) else "undecided"
+        return Outcome(said, "", f"{tried} of {len(ranked)}")
 
     def _stages(self, ranked: Sequence[str]) -> Iterator[list[str]]:
         spent, stage, stages = 0.0, list[str](), iter(_STAGES)
