@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from collections.abc import Generator, Iterator
 
 # Barriers carry the meaning of the strategies; by default the CPU compiler deletes them: see simulate_devices in
@@ -17,6 +18,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Workers of pytest-xdist inherit it.
+os.environ.setdefault("TWINSHARD_SEED", str(random.randrange(10**6)))
 
 # Processes that tests start compile for themselves: only this one leaves out what cannot be loaded back right.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
@@ -49,6 +53,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "not slow":
         compiler_effort.save_effort()
+
+
+def pytest_report_header() -> str:
+    seed = os.environ["TWINSHARD_SEED"]
+    return f"new random programs: seed {seed} (TWINSHARD_SEED={seed} repeats them)"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,7 +1,7 @@
-"""Random training programs over units of every kind, run sharded and, as the reference, on plain replicas.
+"""Random training programs over units of every kind: what they consist of, and how a seed draws them.
 
-A program is drawn from a seed: which modules are units and with what options, then operations like those in ``Player``.
-Its text alone repeats a failure.
+Drawn is which modules are units and with what options, then operations, which are methods of ``Player``. A program's
+text alone repeats a failure.
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
-
-import torch_impl
 
 BLOCKS = 4
 WORDS = 11
 PLACES = [*(f"blocks.{k}.inner" for k in range(BLOCKS)), *(f"blocks.{k}" for k in range(BLOCKS))]
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "optim_grads_params")
+TWO_AXES = ("hsdp", "hfsdp", "hfsdp", "optim", "no_shard")
 WHATS = (
     "plain",
     "plain",
@@ -40,6 +36,21 @@ SYNC = {
     "not last": (True, False, True),
     "not last, not reduced": (True, False, False),
 }
+OPTIMIZERS = ("sgd", "momentum", "adamw")
+TRANSFERS = ("as they come", "as they come", "late collectives", "late lanes")
+BACKWARDS = ("train", "train", "two", "two apart", "two in reverse", "twice")
+BETWEEN = (
+    *BACKWARDS,
+    "evaluate",
+    "infer",
+    "forward_raises",
+    "backward_raises",
+    "write",
+    "load",
+    "unshard",
+    "reshard_after_forward",
+    "training",
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,8 @@ class Program:
     """``prefetch``: unit, direction, units; "" is the root. ``ops``: names of ``Player``'s methods, with arguments.
 
     ``ahead``: the ``prefetch`` of ``fully_shard``. ``offload``: main weights and gradients lie in the host's memory.
+    ``transfers``: when what is communicated arrives, see ``late_transfers``. ``on_two_axes``: the strategy of four
+    ranks, two by two.
     """
 
     strategy: str
@@ -69,6 +82,9 @@ class Program:
     ops: tuple[tuple[Any, ...], ...]
     ahead: int
     offload: bool
+    optimizer: str
+    transfers: str
+    on_two_axes: str
 
 
 class Stop(Exception):
@@ -142,127 +158,79 @@ class Net(nn.Module):
         return out["x"] if isinstance(out, dict) else out
 
 
+class _Draw:
+    """What one seed draws. Routes are drawn again and again: prefetching and the pool go by what was before."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.units = (*(place for place in PLACES if self.rng.random() < 0.5), "")
+        self._routes: list[Route] = []
+
+    def route(self) -> Route:
+        rng = self.rng
+        if len(self._routes) < 3 or rng.random() < 0.2:
+            calls = (
+                Call(rng.randrange(BLOCKS), rng.choice(WHATS), rng.choice(RECOMPUTED))
+                for _ in range(rng.randint(1, 5))
+            )
+            self._routes.append(tuple(calls))
+        return rng.choice(self._routes)
+
+    def operations(self, name: str) -> list[tuple[Any, ...]]:
+        """An operation, and what must come before it."""
+        rng = self.rng
+        if name in BACKWARDS:
+            routes = [self.route() for _ in range(2 if name.startswith("two") else 1)]
+            return [("sync", rng.choice(tuple(SYNC))), (name.replace(" ", "_"), *routes)]
+        arguments: dict[str, Callable[[], tuple[Any, ...]]] = {
+            "write": lambda: (rng.randrange(100), rng.choice(("mul", "copy", "foreach"))),
+            "load": lambda: (rng.randrange(100),),
+            "unshard": lambda: (rng.choice(self.units), rng.random() < 0.5),
+            "reshard_after_forward": lambda: (rng.random() < 0.5,),
+            "training": lambda: (rng.random() < 0.5,),
+        }
+        return [(name, *arguments.get(name, lambda: (self.route(),))())]
+
+    def step(self) -> list[tuple[Any, ...]]:
+        """The last backward before a step, the step, and what is done with weights and gradients after it."""
+        rng = self.rng
+        operations: list[tuple[Any, ...]] = [("sync", "all"), ("train", self.route())]
+        if rng.random() < 0.3:
+            operations.append(("clip", rng.choice((0.1, 10.0))))
+        cleared = rng.choice(("to none", "to none", "to zero", "of the model", "kept"))
+        operations.append(("skip_step",) if rng.random() < 0.1 else ("step", cleared))
+        if cleared != "kept" and rng.random() < 0.3:
+            operations.append(("freeze", rng.randrange(BLOCKS), rng.random() < 0.7))
+        if rng.random() < 0.3:
+            operations.append((rng.choice(("remember", "recall", "save_and_load")),))
+        return operations
+
+
 def draw(seed: int) -> Program:
     """The program of a seed."""
-    rng = random.Random(seed)
-    units = (*(place for place in PLACES if rng.random() < 0.5), "")
+    drawn = _Draw(seed)
+    rng, units = drawn.rng, drawn.units
     prefetch = tuple(
         (unit, direction, tuple(rng.sample(units, min(2, len(units)))))
         for unit in units
         for direction in ("forward", "backward")
         if rng.random() < 0.25
     )
-    known: list[Route] = []
-
-    def route() -> Route:
-        # The same ones again and again: prefetching and the pool go by what was before.
-        if len(known) < 3 or rng.random() < 0.2:
-            length = rng.randint(1, 5)
-            known.append(
-                tuple(
-                    Call(rng.randrange(BLOCKS), rng.choice(WHATS), rng.choice(RECOMPUTED))
-                    for _ in range(length)
-                )
-            )
-        return rng.choice(known)
-
-    ops: list[tuple[Any, ...]] = []
-    for _ in range(rng.randint(3, 5)):
+    operations: list[tuple[Any, ...]] = []
+    for _ in range(rng.randint(3, 6)):
         for _ in range(rng.randint(1, 4)):
-            kind = rng.choice(("train", "train", "two", "evaluate", "forward_raises", "backward_raises"))
-            if kind in ("train", "two"):
-                ops.append(("sync", rng.choice(tuple(SYNC))))
-            ops.append((kind, route(), route()) if kind == "two" else (kind, route()))
-        ops += [("sync", "all"), ("train", route()), ("step", rng.random() < 0.5)]
-        if rng.random() < 0.3:
-            ops.append(("freeze", rng.randrange(BLOCKS), rng.random() < 0.7))
+            operations += drawn.operations(rng.choice(BETWEEN))
+        operations += drawn.step()
     return Program(
         rng.choice(STRATEGIES),
         rng.choice((None, True, False)),
         rng.random() < 0.7,
         units,
         prefetch,
-        tuple(ops),
+        tuple(operations),
         rng.choice((0, 1)),
         rng.random() < 0.3,
+        rng.choice(OPTIMIZERS),
+        rng.choice(TRANSFERS),
+        rng.choice(TWO_AXES),
     )
-
-
-class Player:
-    """Runs a program's operations on one model; ``program`` is None for the plain replica."""
-
-    def __init__(self, program: Program | None) -> None:
-        self._sharded = program is not None
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            self.model = Net().double()
-        if program is not None:
-            self._shard(program)
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self._random = torch.Generator().manual_seed(100 + dist.get_rank())
-
-    def _shard(self, program: Program) -> None:
-        modules: dict[str, Any] = dict(self.model.named_modules())
-        for unit in program.units:
-            torch_impl.fully_shard(
-                modules[unit],
-                strategy=program.strategy,
-                reshard_after_forward=program.reshard_after_forward,
-                prefetch=program.ahead,
-                offload_policy=CPUOffloadPolicy() if program.offload else None,
-            )
-        self.model.set_buffer_pool(program.pool)
-        for unit, direction, others in program.prefetch:
-            set_list = getattr(modules[unit], f"set_modules_to_{direction}_prefetch")
-            set_list([modules[other] for other in others])
-
-    def _loss(self, route: Route, between: Callable[[int, Any], Any] = lambda place, x: x) -> torch.Tensor:
-        tokens = torch.randint(0, WORDS, (3,), generator=self._random)
-        return nn.functional.cross_entropy(self.model(tokens, route, between), tokens)
-
-    def sync(self, which: str) -> None:
-        if self._sharded:
-            synced, last, reduced = SYNC[which]
-            self.model.set_requires_gradient_sync(synced)
-            self.model.set_is_last_backward(last)
-            self.model.set_requires_all_reduce(reduced)
-
-    def train(self, route: Route) -> None:
-        self._loss(route).backward()
-
-    def two(self, first: Route, second: Route) -> None:
-        """One backward of two forwards."""
-        (self._loss(first) + self._loss(second)).backward()
-
-    def evaluate(self, route: Route) -> None:
-        with torch.no_grad():
-            self._loss(route)
-
-    def forward_raises(self, route: Route) -> None:
-        def stop(place: int, x: torch.Tensor) -> torch.Tensor:
-            if place == len(route) - 1:
-                raise Stop
-            return x
-
-        with pytest.raises(Stop):
-            self._loss(route, stop)
-
-    def backward_raises(self, route: Route) -> None:
-        def stop(place: int, x: torch.Tensor) -> torch.Tensor:
-            return RaisesInBackward.apply(x) if place == len(route) // 2 else x
-
-        with pytest.raises(Stop):
-            self._loss(route, stop).backward()
-        self._optimizer.zero_grad()
-
-    def step(self, to_none: bool) -> None:
-        if not self._sharded:
-            for param in self.model.parameters():
-                if param.grad is not None:
-                    dist.all_reduce(param.grad)
-                    param.grad /= dist.get_world_size()
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=to_none)
-
-    def freeze(self, block: int, frozen: bool) -> None:
-        self.model.blocks[block].requires_grad_(not frozen)

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import time
+
 import pytest
 
-from tests.support.ranks import on_ranks
-from tests.support.torch_impl.random_programs import Player, Program, draw
-from tests.support.torch_impl.toy import assert_same_weights
+from tests.support.ranks import RankGroup
+from tests.support.torch_impl.program_player import compare
 
 # In one job of the ranks: a program takes a second, and on a busy machine ten.
 SEEDS = [range(6), *(pytest.param(range(k, k + 9), marks=pytest.mark.slow) for k in range(6, 60, 9))]
+SECONDS = 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
-@on_ranks("world")
-def test_random_programs_equal_plain_replicas(seeds: range) -> None:
-    for seed in seeds:
-        program = draw(seed)
-        try:
-            compare_steps(program)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {program}") from error
+def test_random_programs_equal_plain_replicas(ranks: RankGroup, seeds: range, world: int) -> None:
+    ranks.run(world, compare, seeds)
 
 
-def compare_steps(program: Program) -> None:
-    player, plain = Player(program), Player(None)
-    for name, *args in program.ops:
-        for one in (player, plain):
-            getattr(one, name)(*args)
-        if name == "step":
-            assert_same_weights(player.model, plain.model, rtol=1e-9, atol=1e-12)
+def test_new_programs_equal_plain_replicas(ranks: RankGroup) -> None:
+    """Programs that no run had before; ``TWINSHARD_SEED=N`` begins with the program of seed N."""
+    end = time.monotonic() + SECONDS
+    for seed in itertools.count(int(os.environ["TWINSHARD_SEED"])):
+        ranks.run(2 + seed % 3, compare, range(seed, seed + 1), timeout=120)
+        if time.monotonic() > end:
+            break

@@ -1,0 +1,58 @@
+"""Puts a mutant into functions that are imported already, so that a run of tests need not import the product again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+from tests.support import ranks
+
+_OPTIMIZED = 0x1  # of functions, not of modules and classes
+_SERVE = ranks._serve
+
+
+def serve(mutant: tuple[str, str] | None, *arguments: Any) -> None:
+    """A rank process, with a mutant."""
+    if mutant is not None:
+        replace_code(Path.cwd(), *mutant)
+    _SERVE(*arguments)
+
+
+def replace_code(root: Path, path: str, function: str) -> bool:
+    """Give the outermost function around ``function`` the code that its file has now.
+
+    False where that changes nothing, or cannot be done: defaults and decorators are no code of a function.
+    """
+    file = root / path
+    module = compile(file.read_text(), str(file), "exec", dont_inherit=True)
+    codes = list(_outermost(module, function.split(".")))
+    gc.unfreeze()
+    changed = 0
+    for live in [one for one in gc.get_objects() if isinstance(one, FunctionType)]:
+        old = live.__code__
+        for code in codes:
+            # A property's functions have one name; what an edit inserts moves the later ones by a line.
+            moved = code.co_firstlineno - old.co_firstlineno
+            if (
+                old.co_filename == code.co_filename
+                and old.co_qualname == code.co_qualname
+                and moved in (0, 1)
+            ):
+                if old.co_freevars != code.co_freevars:
+                    return False
+                changed += old != code
+                live.__code__ = code
+                break
+    return changed > 0
+
+
+def _outermost(code: CodeType, names: list[str]) -> Iterator[CodeType]:
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType) and inner.co_name == names[0]:
+            if inner.co_flags & _OPTIMIZED:
+                yield inner
+            elif len(names) > 1:
+                yield from _outermost(inner, names[1:])

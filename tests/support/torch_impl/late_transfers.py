@@ -1,0 +1,105 @@
+"""Transfers that end only when they are waited for, and write what they give no sooner than then.
+
+gloo often ends a collective before the program looks: a program that forgets to wait then reads the right values, and
+one that reuses memory too early spoils nothing. Here neither is possible, in two ways:
+
+``late_collectives``
+    A collective that is begun asynchronously fills what it will write with NaN, and does its work in ``wait``.
+``late_lanes``
+    All steps of a transfer, copies from and to the host's memory included, run when the transfer is finished. The
+    schedule is that of CUDA, where collectives work on no copies.
+
+Ranks that wait in different orders hang, as they do with NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from torch_impl.comm import collectives
+from torch_impl.comm.streams import CpuStreams
+
+
+class _Late:
+    """Work that ``wait`` does, once."""
+
+    only_waits = False
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run: Callable[[], object] | None = run
+
+    def wait(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run()
+
+    finish = wait
+
+
+def _spoil(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    """Fill ``outputs`` with NaN, but what is an input too."""
+    kept = [(tensor, tensor.clone()) for tensor in inputs]
+    for output in outputs:
+        # Bytes of ones are NaN in every float dtype but float8_e8m0fnu, where they are, too.
+        output.view(torch.uint8).fill_(255)
+    for tensor, values in kept:
+        tensor.copy_(values)
+
+
+@contextmanager
+def late_collectives() -> Iterator[None]:
+    """Asynchronous collectives of all units on this rank do their work in ``wait``."""
+    gather, scatter, reduce = collectives.all_gather, collectives.reduce_scatter, collectives.all_reduce
+
+    def late(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(outputs: Any, inputs: Any, group: Any, async_op: bool = False) -> Any:
+            if not async_op:
+                return collective(outputs, inputs, group)
+            # Of the same memory, but without a count of changes: the runtime counts those that it makes.
+            outputs, inputs = [one.data for one in outputs], [one.data for one in inputs]
+            _spoil(outputs, inputs)
+            return _Late(lambda: collective(outputs, inputs, group))
+
+        return begin
+
+    def late_reduce(values: Any, group: Any, *operation: Any, async_op: bool = False, **named: Any) -> Any:
+        *operation, async_op = operation if len(operation) == 2 else (*operation, async_op)
+        if not async_op:
+            return reduce(values, group, *operation, **named)
+        return _Late(lambda: reduce(values.data, group, *operation, **named))
+
+    collectives.all_gather, collectives.reduce_scatter = late(gather), late(scatter)
+    collectives.all_reduce = late_reduce
+    try:
+        yield
+    finally:
+        collectives.all_gather, collectives.reduce_scatter = gather, scatter
+        collectives.all_reduce = reduce
+
+
+@contextmanager
+def late_lanes() -> Iterator[None]:
+    """Transfers of all units on this rank run when they are finished."""
+    start, copies = CpuStreams.start, CpuStreams.copies
+
+    def begin(streams: CpuStreams, steps: Sequence[tuple[str, Callable[[bool], Any]]]) -> _Late:
+        steps = list(steps)
+        inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+        def run() -> None:
+            # As if the steps had run when they were started, only later.
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                for _, step in steps:
+                    step(False)
+
+        return _Late(run)
+
+    CpuStreams.start, CpuStreams.copies = begin, False  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        CpuStreams.start, CpuStreams.copies = start, copies  # type: ignore[method-assign]
