@@ -1,4 +1,4 @@
-"""The `twinshard parity` command: see ``bridge.parity.pair`` for what runs."""
+"""The `twinshard parity` command: see ``bridge.parity`` for what runs."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _HOMES = {
     "capture_torch": "bridge.parity.compare.captured",
     "compare_traces": "bridge.parity.compare.captured",
     "parity": "bridge.parity.compare.parity",
-    "tap": "bridge.parity.recorded.tap",
+    "tap": "bridge.parity.recorded.recording",
     "write_report": "bridge.parity.compare.run",
 }
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bridge", "jax_impl", "torch_impl")
+_DOTTED = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.[a-z_0-9]+)+")
 
 
 @functools.cache
@@ -65,11 +67,27 @@ def _home(module: str, name: str) -> str:
 
 def _part_of_a_runtime(call: ast.Call) -> Iterator[str]:
     """Modules that ``bridge.planning.models.runtimes.part`` imports."""
+    return (name for name in _parts_of_runtimes(call) if name in files())
+
+
+def _parts_of_runtimes(call: ast.Call) -> Iterator[str]:
     if isinstance(call.func, ast.Name) and call.func.id == "part" and len(call.args) == 2:
         runtime, name = (arg.value if isinstance(arg, ast.Constant) else None for arg in call.args)
         for package in [f"{runtime}_impl"] if runtime else ["jax_impl", "torch_impl"]:
-            if f"{package}.{name}" in files():
-                yield f"{package}.{name}"
+            yield f"{package}.{name}"
+
+
+def missing_modules(module: str) -> list[str]:
+    """Modules of the product that text of ``module`` names, alone or before one attribute, and that do not exist."""
+    named: list[str] = []
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
+            home, _, attribute = node.value.rpartition(".")
+            if home not in files() or not re.search(rf"\b{attribute}\b", files()[home].read_text("utf-8")):
+                named.append(node.value)
+        elif isinstance(node, ast.Call):
+            named += _parts_of_runtimes(node)
+    return [name for name in named if name not in files()]
 
 
 def rooms() -> list[str]:

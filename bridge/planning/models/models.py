@@ -184,7 +184,7 @@ def nnx_shapes(
     """
     nnx = framework("flax.nnx")
     try:
-        lengths = part("jax", "modules.stack_lengths").stack_lengths(
+        lengths = part("jax", "modules.stack").stack_lengths(
             model, [path.replace(".", "/") for path in stacked]
         )
     except ValueError as error:
