@@ -59,6 +59,23 @@ def test_links_to_files_lead_to_files(document: str) -> None:
     assert [file for file in files if not (path.parent / file).exists()] == []
 
 
+def test_the_changelog_has_three_headings_a_release_and_short_lines() -> None:
+    first, *releases = re.split(
+        r"^## ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    assert first == "# Changelog\n\n"
+    for release in releases:
+        title, *sections = re.split(r"^### ", release, flags=re.MULTILINE)
+        assert re.fullmatch(r"\d+\.\d+\.\d+ \((unreleased|\d{4}-\d\d-\d\d)\)\n\n", title)
+        headings = [section.partition("\n")[0] for section in sections]
+        assert headings == [name for name in ("Added", "Changed", "Fixed") if name in headings]
+        for section in sections:
+            entries = [line for line in section.splitlines()[1:] if line]
+            assert [line for line in entries if not line.startswith("- ")] == []
+            assert [line for line in entries if len(line.split()) - 1 > 25] == []
+            assert len(entries) == len(set(entries)) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_wheel_works_in_an_environment_that_has_nothing_else(tmp_path: Path) -> None:
