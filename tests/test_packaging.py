@@ -35,10 +35,15 @@ def test_the_notebooks_extra_has_what_the_notebooks_import() -> None:
     assert all(package in extra for module, package in needed.items() if module in imported)
 
 
-def test_the_readme_has_no_links_that_a_package_index_would_break() -> None:
+def test_the_readme_links_to_its_headings_to_files_and_by_https() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     links = re.findall(r"(?<!!)\[[^\]]*\]\(([^)]+)\)", readme)
-    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    headings = {
+        f"#{title.lower().replace(' ', '-')}" for title in re.findall(r"^#+ (.+)$", readme, re.MULTILINE)
+    }
+    assert [link for link in links if link.startswith("#") and link not in headings] == []
+    elsewhere = [link for link in links if ":" in link or link.startswith("/")]
+    assert [link for link in elsewhere if not link.startswith("https://")] == []
 
 
 DOCUMENTS = [
