@@ -10,6 +10,8 @@ Imports inside of functions, for type checking and by name count: a reader has t
 from __future__ import annotations
 
 import ast
+import os
+import re
 import subprocess
 
 import pytest
@@ -185,3 +187,51 @@ def test_the_top_level_holds_what_the_layout_names() -> None:
         ".gitignore",
     }
     assert found <= folders | files | {"constraints.txt", "constraints-lowest.txt"}
+
+
+# The links that a newcomer clicks, from README.md on, and a text of the last file that answers the question.
+QUESTIONS = {
+    "where is a shard boundary decided": (
+        ["docs/code.md", "bridge/core/sharding/layout/planner.py"],
+        "def plan_layout(",
+    ),
+    "who frees full weights in torch": (
+        ["docs/code.md", "torch_impl/runtime/memory/compute_buffer.py"],
+        "Release the memory of the whole weights",
+    ),
+    "who frees full weights in JAX": (
+        ["docs/code.md", "jax_impl/runtime/unit/order.py"],
+        "Nothing here frees memory: XLA does",
+    ),
+    "what is on disk": (
+        ["docs/code.md", "bridge/core/formats/README.md"],
+        "Which file of a checkpoint holds what",
+    ),
+    "how to add a model family": (
+        ["docs/code.md", "bridge/core/mapping/README.md"],
+        "A mapping is a TOML table of rules",
+    ),
+    "how to add a mesh axis": (
+        ["docs/code.md", "bridge/core/sharding/policy/mesh_axes.py"],
+        "MODEL_AXES = (",
+    ),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_newcomer_clicks_from_the_readme_to_the_answer(question: str) -> None:
+    clicks, answer = QUESTIONS[question]
+    assert len(clicks) <= 3
+    for page, target in zip(["README.md", *clicks], clicks, strict=False):
+        links = re.findall(r"\]\(([^)\s#]+)", (ROOT / page).read_text(encoding="utf-8"))
+        folder = os.path.dirname(page)
+        assert target in {os.path.normpath(os.path.join(folder, link)) for link in links}, page
+    assert answer in (ROOT / clicks[-1]).read_text(encoding="utf-8")
+
+
+def test_the_glossary_is_in_order_and_each_word_has_its_file() -> None:
+    lines = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines()
+    entries = [line for line in lines if line.startswith("- ")]
+    words = [line.split("**")[1] for line in entries]
+    assert words == sorted(set(words))
+    assert [line for line in entries if "](../" not in line] == []

@@ -35,10 +35,15 @@ def test_the_notebooks_extra_has_what_the_notebooks_import() -> None:
     assert all(package in extra for module, package in needed.items() if module in imported)
 
 
-def test_the_readme_has_no_links_that_a_package_index_would_break() -> None:
+def test_the_readme_links_to_its_headings_to_files_and_by_https() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     links = re.findall(r"(?<!!)\[[^\]]*\]\(([^)]+)\)", readme)
-    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    headings = {
+        f"#{title.lower().replace(' ', '-')}" for title in re.findall(r"^#+ (.+)$", readme, re.MULTILINE)
+    }
+    assert [link for link in links if link.startswith("#") and link not in headings] == []
+    elsewhere = [link for link in links if ":" in link or link.startswith("/")]
+    assert [link for link in elsewhere if not link.startswith("https://")] == []
 
 
 DOCUMENTS = [
@@ -57,6 +62,23 @@ def test_links_to_files_lead_to_files(document: str) -> None:
     links = re.findall(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)", path.read_text(encoding="utf-8"))
     files = [link.partition("#")[0] for link in links if not link.startswith(("https://", "http://", "#"))]
     assert [file for file in files if not (path.parent / file).exists()] == []
+
+
+def test_the_changelog_has_three_headings_a_release_and_short_lines() -> None:
+    first, *releases = re.split(
+        r"^## ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    assert first == "# Changelog\n\n"
+    for release in releases:
+        title, *sections = re.split(r"^### ", release, flags=re.MULTILINE)
+        assert re.fullmatch(r"\d+\.\d+\.\d+ \((unreleased|\d{4}-\d\d-\d\d)\)\n\n", title)
+        headings = [section.partition("\n")[0] for section in sections]
+        assert headings == [name for name in ("Added", "Changed", "Fixed") if name in headings]
+        for section in sections:
+            entries = [line for line in section.splitlines()[1:] if line]
+            assert [line for line in entries if not line.startswith("- ")] == []
+            assert [line for line in entries if len(line.split()) - 1 > 25] == []
+            assert len(entries) == len(set(entries)) > 0
 
 
 @pytest.mark.slow

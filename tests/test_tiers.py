@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +80,41 @@ def test_each_slow_file_is_in_one_share_and_shares_are_alike() -> None:
     sizes = [sum(counts[file] for file in counts if found[file] == share) for share in range(5)]
     assert max(sizes) - min(sizes) <= 2
     assert found == shares_of(dict(reversed(counts.items())), 5)
+
+
+SLOW_TESTS = """
+import pytest
+
+def test_without_a_limit(): pass
+
+@pytest.mark.timeout(20)
+def test_short(): pass
+
+@pytest.mark.timeout(timeout=600)
+def test_long(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("minutes", "passed", "said"),
+    [
+        ("9", 2, ["1 slow tests of this share were left out: their time limit is above the minutes left"]),
+        ("0", 0, ["3 slow tests of this share were not begun: the slow share's minutes are over"]),
+    ],
+)
+def test_slow_tests_that_could_outlast_the_minutes_are_not_begun(
+    tmp_path: Path, minutes: str, passed: int, said: list[str]
+) -> None:
+    (tmp_path / "test_slow.py").write_text(SLOW_TESTS, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    options = ["-q", "-p", "no:cacheprovider", "-p", "tests.support.slow_share", "--slow-share", "1"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "--slow-minutes", minutes],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [line for line in run.stdout.splitlines() if "of this share" in line] == said
+    assert (f"{passed} passed" in run.stdout) == (passed > 0)

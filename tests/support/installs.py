@@ -1,16 +1,17 @@
 """Whether what the Makefile installs can be installed from nothing: ``python -m tests.support.installs [WORDS]``.
 
-pip resolves each installation anew (``--dry-run --ignore-installed``) and installs nothing. WORDS choose those whose
-names have one of them. pip downloads the metadata of packages and no wheels but those without separate metadata: each
-line tells the seconds that its installation took.
+uv resolves each installation for the Python of its end, and installs nothing. WORDS choose those whose names have one
+of them. Each line tells the seconds that its installation took. The script fetches uv where uv is not on the path.
 
-The newest ends of both frameworks need the newest Python, whose own pip must resolve them: they are skipped where
-that Python is not found.
+pip itself takes minutes for each installation, since pip downloads whole wheels where an index has no metadata files.
+uv reads the metadata from the ends of wheels, and so needs seconds.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,12 +29,20 @@ EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text
 ]["optional-dependencies"]
 
 
+LIMIT_S = 300
+"""Seconds after which an installation counts as failed: uv took 0 to 80 on two busy cores."""
+
+
 class Install(NamedTuple):
-    """One call of ``pip install`` of the Makefile or of ``versions.py``; end: whose interpreter resolves it."""
+    """One call of ``pip install`` of the Makefile or of ``versions.py``.
+
+    end: of the versions, whose Python it is for. requirements: as pip takes them. options: of the resolution.
+    """
 
     name: str
     end: str
-    arguments: tuple[str, ...]
+    requirements: tuple[str, ...]
+    options: tuple[str, ...] = ()
 
 
 def installs(scratch: Path) -> Iterator[Install]:
@@ -42,63 +51,76 @@ def installs(scratch: Path) -> Iterator[Install]:
     scratch: folder for the constraints that the Makefile derives for torchtune.
     """
     pinned = ("-c", "constraints.txt")
-    yield Install("make relay, make test", "low", (*pinned, ".[all,dev]"))
-    yield Install("make test-programs", "low", (*pinned, ".[programs]"))
+    yield Install("make relay, make test", "low", (".[all,dev]",), pinned)
+    yield Install("make test-programs", "low", (".[programs]",), pinned)
     looser = scratch / "constraints.txt"
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
     looser.write_text("".join(line for line in lines if not line.startswith("antlr4")), encoding="utf-8")
     for extra in ("torchtune", "program-sources"):
-        yield Install(f"make test-programs: {extra}", "low", ("--no-deps", "-c", str(looser), *EXTRAS[extra]))
-    compilers = EXTRAS["gpu-compiler"] + EXTRAS["tpu-compiler"]
-    yield Install("make compilers", "low", ("--no-deps", *pinned, *compilers))
+        options = ("--no-deps", "-c", str(looser))
+        yield Install(f"make test-programs: {extra}", "low", tuple(EXTRAS[extra]), options)
+    compilers = (*EXTRAS["gpu-compiler"], *EXTRAS["tpu-compiler"])
+    yield Install("make compilers", "low", compilers, ("--no-deps", *pinned))
     for end in ("low", "new"):
-        yield Install(f"make test-versions: {end}", end, (*versions.INSTALL[end], ".[all,test]"))
+        constraints = tuple(versions.INSTALL[end]) if "-c" in versions.INSTALL[end] else ()
+        yield Install(f"make test-versions: {end}", end, (".[all,test]",), constraints)
         for extra in EXTRAS:
             # These two are read, not installed: they need packages that only GPUs can use.
-            no_deps = ("--no-deps", *EXTRAS[extra]) if extra in ("torchtune", "program-sources") else None
-            yield Install(f"extra {extra}: {end}", end, no_deps or (f".[{extra}]",))
+            if extra in ("torchtune", "program-sources"):
+                yield Install(f"extra {extra}: {end}", end, tuple(EXTRAS[extra]), ("--no-deps",))
+            else:
+                yield Install(f"extra {extra}: {end}", end, (f".[{extra}]",))
 
 
-def resolves(install: Install) -> str:
-    """The error of pip, or nothing."""
-    command = [
-        versions.interpreter(install.end),
-        "-m",
-        "pip",
-        "install",
-        "--dry-run",
-        "--ignore-installed",
-        "-q",
-    ]
+def fetch_uv(scratch: Path) -> str:
+    """The path of uv: the installed one, or one in ``scratch``."""
+    if installed := shutil.which("uv"):
+        return installed
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", str(scratch), "uv"], check=True)
+    return str(scratch / "bin" / "uv")
+
+
+def resolve(uv: str, install: Install) -> str:
+    """The error of uv, or nothing."""
+    command = [uv, "pip", "compile", "-q", "-", "--python-version", versions.PYTHONS[install.end]]
     # A user's or a machine's settings may hold packages back.
-    clean = {**os.environ, "PIP_CONFIG_FILE": os.devnull}
-    done = subprocess.run(
-        [*command, *install.arguments], cwd=ROOT, env=clean, capture_output=True, text=True, check=False
-    )
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_"))}
+    try:
+        done = subprocess.run(
+            [*command, *install.options],
+            cwd=ROOT,
+            env={**clean, "UV_NO_CONFIG": "1"},
+            input="\n".join(install.requirements),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer after {LIMIT_S} s"
     return "" if done.returncode == 0 else done.stderr
 
 
 def main(words: list[str]) -> int:
     """Resolve the installations one after the other; 1 when any fails."""
     failed = 0
-    with tempfile.TemporaryDirectory() as scratch:
-        for install in installs(Path(scratch)):
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        uv = fetch_uv(scratch)
+        for install in installs(scratch):
             if words and not any(word in install.name for word in words):
                 continue
             started = time.monotonic()
-            try:
-                error = resolves(install)
-            except SystemExit as missing:
-                print(f"skipped: {install.name}: {missing}", flush=True)
-                continue
+            error = resolve(uv, install)
             failed += bool(error)
-            seconds = time.monotonic() - started
-            print(
-                f"{'failed' if error else 'resolved'}: {install.name}, {seconds:.0f} s\n{error}".rstrip(),
-                flush=True,
-            )
+            result, seconds = "failed" if error else "resolved", time.monotonic() - started
+            print(f"{result}: {install.name}, {seconds:.0f} s\n{error}".rstrip(), flush=True)
     return bool(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m tests.support.installs", description=__doc__)
+    parser.add_argument(
+        "words", nargs="*", help="parts of names of installations; all installations without any"
+    )
+    sys.exit(main(parser.parse_args().words))

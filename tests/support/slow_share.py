@@ -2,6 +2,7 @@
 
 Where it runs for each commit, each slow test is run by one of five. A file's tests share compiled steps, so they stay
 together. Tests that would begin after ``--slow-minutes`` are skipped and counted: the share is never red by its length.
+So is a test whose own limit (``pytest.mark.timeout(N)``, N seconds) is above what is left of these minutes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 _BEGUN = time.monotonic()
 _OVER = "the slow share's minutes are over"
+_TOO_LONG = "their time limit is above the minutes left"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,15 +62,25 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"slow tests: share {turn(shares) + 1} of {shares}, by the number of commits"
 
 
+def _own_limit(item: pytest.Item) -> float:
+    """Seconds that the test's own mark gives it; 0 where it has no such mark."""
+    mark = item.get_closest_marker("timeout")
+    if mark is None:
+        return 0.0
+    return float(mark.args[0] if mark.args else mark.kwargs.get("timeout", 0.0))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if time.monotonic() - _BEGUN > 60 * item.config.getoption("--slow-minutes"):
+    left = 60 * item.config.getoption("--slow-minutes") - (time.monotonic() - _BEGUN)
+    if left < 0:
         pytest.skip(_OVER)
+    if _own_limit(item) > left:
+        pytest.skip(_TOO_LONG)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = [
-        report for report in terminalreporter.stats.get("skipped", []) if _OVER in str(report.longrepr)
-    ]
-    if skipped:
-        terminalreporter.write_line(f"{len(skipped)} slow tests of this share were not begun: {_OVER}")
+    skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    for words, reason in (("were not begun", _OVER), ("were left out", _TOO_LONG)):
+        if count := sum(reason in text for text in skipped):
+            terminalreporter.write_line(f"{count} slow tests of this share {words}: {reason}")
