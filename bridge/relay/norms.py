@@ -10,13 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from bridge.core.mapping.language.table import MappingTable
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 Norms = Mapping[str, Mapping[str, float]]
 """Euclidean norms of whole parameters, or of their moments: by kind (`KINDS`), then by name in torch's convention."""
@@ -121,33 +116,3 @@ def first_departure(
             ordered = sorted(beyond, key=lambda far: far.distance / far.allowed, reverse=True)
             return Departure(step, tuple(ordered))
     return None
-
-
-STATE = dict(zip(KINDS[1:], ("exp_avg", "exp_avg_sq"), strict=True))
-
-
-def state_norms(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, with_moments: bool = True
-) -> dict[str, dict[str, float]]:
-    """The norms of whole parameters and of their moments after a step, in float64. Collective.
-
-    ``with_moments``: not of those that are stored in low precision, which are too coarse to be compared.
-    """
-    named = dict(model.named_parameters())
-    kinds: dict[str, dict[str, torch.Tensor]] = {KINDS[0]: dict(named)}
-    if with_moments:
-        kinds |= {
-            norm_kind: {name: optimizer.state[parameter][key] for name, parameter in named.items()}
-            for norm_kind, key in STATE.items()
-        }
-    return {
-        norm_kind: {name: _norm(tensor.detach()) for name, tensor in tensors.items()}
-        for norm_kind, tensors in kinds.items()
-    }
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    # Here, not at the top: JAX's legs read this file, too, and must not import torch.
-    import torch
-
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))

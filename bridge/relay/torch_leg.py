@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from bridge.relay.corpus import Corpus, rank_slice
 from bridge.relay.job import Job, Metrics, main, resume_position, train_state, write_memory
-from bridge.relay.norms import state_norms
+from bridge.relay.torch_norms import state_norms
 from torch_impl import FSDPModule, MainWeightAdamW, ShardingPolicy, load_checkpoint, save_checkpoint
 from torch_impl.models.decoder import Decoder, DecoderConfig, next_token_loss
 from torch_impl.parallel.cuts import plan_cuts

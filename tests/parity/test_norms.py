@@ -21,10 +21,10 @@ from bridge.relay.norms import (
     distances,
     first_departure,
     in_torch_names,
-    state_norms,
     tolerances,
 )
 from bridge.relay.report import RelayReport
+from bridge.relay.torch_norms import state_norms
 from bridge.relay.torch_reference import build
 from jax_impl.models import decoder as jax_decoder
 from tests.parity.test_report import report

@@ -273,7 +273,7 @@ def test_units_at_several_levels(
     policy = in_levels(layers, parts, root).replace("[mesh]", f"[mesh]\nprefetch = {prefetch}")
     monkeypatch.setattr(ShardingPlan, "chained", False)
     plan = jax_impl.plan_sharding(
-        nnx.eval_shape(lambda: nested.Model(stacked=stacked)),
+        nnx.eval_shape(lambda: nested.model_of(stacked=stacked)),
         jax_impl.data_parallel_mesh({"axis0": 4}),
         policy=jax_impl.ShardingPolicy.parse(policy, "test"),
         **({"stacked": ["layers"]} if stacked else {}),

@@ -204,11 +204,14 @@ ROWS = (
     Row(
         "",
         (
+            "FSDPModule.finalize_backward",
             "FSDPModule.set_all_reduce_hook",
             "FSDPModule.set_allocate_memory_from_process_group_for_comm",
             "FSDPModule.set_custom_all_gather",
             "FSDPModule.set_custom_reduce_scatter",
             "FSDPModule.set_force_sum_reduction_for_comms",
+            "FSDPModule.set_keep_unsharded_storage",
+            "FSDPModule.set_manual_backward_finalization",
             "FSDPModule.set_post_optim_event",
             "FSDPModule.set_reduce_scatter_max_input_buffers",
             "FSDPModule.set_reduce_scatter_unused_params",

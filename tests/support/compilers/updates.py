@@ -90,7 +90,7 @@ def lowered_update(setting: Setting, plan: ShardingPlan) -> tuple[Any, list[int]
             (weights, opt_state),
             kinds,
         )
-        return step._updated(*given, gradients, loss)
+        return step._update_state(*given, gradients, loss)
 
     lowered = jax.jit(update, donate_argnums=(0, 1)).lower(state.weights, state.opt_state, gradients, loss)
     arguments = [kind == HOST for kind in jax.tree.leaves(kinds)]

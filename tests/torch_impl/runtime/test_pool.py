@@ -293,7 +293,7 @@ def test_a_program_that_changed_for_good_is_planned_anew() -> None:
         optimizer.zero_grad()
     plan = model.buffer_plan()
     assert plan != planned
-    assert {one.name for one in plan.lifetimes if one.kind == "weights"} == {
+    assert {one.name for one in plan.lifetimes if one.purpose == "weights"} == {
         "root",
         "blocks.0",
         "blocks.2",
@@ -311,7 +311,7 @@ def test_a_program_that_alternates_between_steps_keeps_its_plan() -> None:
         optimizer.step()
         plans.append(model.buffer_plan())
     assert all(plan is plans[5] for plan in plans[5:])
-    assert {one.name for one in plans[5].lifetimes if one.kind == "weights"} == {
+    assert {one.name for one in plans[5].lifetimes if one.purpose == "weights"} == {
         "root",
         *(f"blocks.{k}" for k in range(BLOCKS)),
     }

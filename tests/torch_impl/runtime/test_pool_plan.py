@@ -56,7 +56,7 @@ def test_a_plan_needs_no_more_memory_in_a_pass_than_buffers_of_their_own(step: A
     plan = plan_buffers(lifetimes, turn, duration)
     for (a, one), (b, other) in combinations(zip(lifetimes, plan.slots, strict=True), 2):
         if one is not None and one == other:
-            assert (a.kind, a.nbytes) == (b.kind, b.nbytes)
+            assert (a.purpose, a.nbytes) == (b.purpose, b.nbytes)
             assert all(x[1] <= y[0] or y[1] <= x[0] for x in a.spans for y in b.spans)
     alone = [(span, one.nbytes) for one in lifetimes for span in one.spans]
     pairs = list(zip(lifetimes, plan.slots, strict=True))

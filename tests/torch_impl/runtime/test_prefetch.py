@@ -194,7 +194,7 @@ def pooled(prefetch: int) -> dict[str, int]:
     weights = {
         slot
         for one, slot in zip(plan.lifetimes, plan.slots, strict=True)
-        if one.kind == "weights" and slot is not None
+        if one.purpose == "weights" and slot is not None
     }
     [nbytes] = {group.weights.compute.nbytes for layer in model.layers for group in layer._unit.groups}
     return {"slots": len(weights), "layers": sum(plan.slot_bytes[slot] for slot in weights) // nbytes}
