@@ -12,16 +12,13 @@ side has as numbers in names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from types import TracebackType
-from typing import Generic, Self, TypeVar
 
 import numpy as np
 
-from bridge.core.formats.tensors.base import Box, TensorInfo, TreePath, Wanted
+from bridge.core.formats.tensors.base import Box, TensorInfo
 from bridge.core.mapping import MappingError, MappingTable
 from bridge.core.mapping.language.entries import Entry, Rule
 from bridge.core.mapping.one_rule.apply import AppliedRule
@@ -29,6 +26,7 @@ from bridge.core.mapping.one_rule.instance import View
 from bridge.core.mapping.one_rule.sizes import known_sizes
 from bridge.core.mapping.states.source_tree import NameIndex, SourceTree, find
 from bridge.core.text import first_of
+from bridge.parity.partners.lazy_arrays import ArrayReader, LazyLeaves
 from bridge.parity.partners.rows import BUFFER
 from bridge.parity.recorded.recording import Leaves, Side
 
@@ -116,9 +114,35 @@ class WeightMap:
                 for other, other_name, others in right:
                     if any(others.get(index, value) != value for index, value in values.items()):
                         continue
+                    if self._torch_sources.get(other_name, {name}).isdisjoint({name}):
+                        continue
                     every = {**values, **others}
                     edges.add(((name, _along(entry, every)), (other_name, _along(other, every))))
         return frozenset(edges)
+
+    @cached_property
+    def _torch_sources(self) -> Mapping[str, frozenset[str]]:
+        """By JAX name, the torch names of which it has elements; empty if rules leave no choice, or sizes are open.
+
+        A rule with several tensors on both sides, such as query, key and value where another convention has them in
+        one, relates them all to each other.
+        """
+        between = [
+            (rule.entries(self.torch.convention.name), rule.entries(self.jax.convention.name))
+            for rule in self.mapping.rules
+        ]
+        if all(len(ours) < 2 or len(theirs) < 2 for ours, theirs in between):
+            return {}
+        leaves = {weight: _shape_of(info) for weight, info in self.torch.weights.items()}
+        try:
+            views = self._views(leaves, self.torch, self.jax.convention.name, 1)
+        except MappingError:
+            return {}
+        return {
+            self.jax_names[weight]: frozenset(self.torch_names[block.source] for block in view.blocks)
+            for weight, view in views.items()
+            if weight in self.jax_names
+        }
 
     @cached_property
     def torch_only(self) -> tuple[str, ...]:
@@ -197,22 +221,30 @@ class WeightMap:
                 continue
             gathered = [index for index in inputs[0].path.indices if index not in outputs[0].path.indices]
             groups: dict[tuple[int, ...], dict[str, np.ndarray]] = {}
+            # Of a rule's other tensors only the shapes are needed, and no part that has elements of them is made.
+            others: dict[tuple[int, ...], dict[str, np.ndarray]] = {}
             for entry in inputs:
                 for weight, array in by_weight.items():
                     values = entry.path.match(weight)
                     if values is not None:
                         key = tuple(values[index] for index in gathered)
-                        first = entry.path.format({**values, **dict.fromkeys(gathered, 0)})
-                        groups.setdefault(key, {})[first] = array
+                        at_first = {**values, **dict.fromkeys(gathered, 0)}
+                        groups.setdefault(key, {})[entry.path.format(at_first)] = array
+                        for mate in inputs:
+                            info = self.torch.weights.get(mate.path.format(values))
+                            if info is not None:
+                                others.setdefault(key, {})[mate.path.format(at_first)] = _shape_of(info)
             # A stack of one layer, of which the result is the part of that layer.
             for key, arrays in groups.items():
+                every = {**others.get(key, {}), **arrays}
                 try:
-                    made = self._translated(arrays, self.torch, target, gradients)
+                    views = self._views(every, self.torch, target, -1 if gradients else 1)
                 except MappingError:
                     continue
-                for weight, array in made.items():
-                    if weight in self.jax_names:
-                        parts[self.jax_names[weight], key] = array
+                reader = self._reader(every, self.torch)
+                for weight, view in views.items():
+                    if weight in self.jax_names and all(block.source in arrays for block in view.blocks):
+                        parts[self.jax_names[weight], key] = view.read(reader, Box.whole(view.shape))
         whole = {name for _, (name, numbers) in self.edges if numbers}
         everything = set(self.torch_names.values()) - self.torch_buffers
         for name in whole if everything <= set(leaves) else ():
@@ -240,8 +272,16 @@ class WeightMap:
     def _translated(
         self, leaves: Leaves, source: SourceTree, target: str, gradients: bool
     ) -> LazyLeaves[View]:
-        name = source.convention.name
-        reader = ArrayReader(leaves, source.convention.separator, f"the {name} parameters")
+        reader = self._reader(leaves, source)
+        views = self._views(leaves, source, target, -1 if gradients else 1)
+        return LazyLeaves(views, lambda view: view.read(reader, Box.whole(view.shape)))
+
+    def _reader(self, leaves: Leaves, source: SourceTree) -> ArrayReader:
+        return ArrayReader(leaves, source.convention.separator, f"the {source.convention.name} parameters")
+
+    def _views(self, leaves: Leaves, source: SourceTree, target: str, power: int) -> dict[str, View]:
+        """What all rules make of ``leaves``, by weight. ``power``: see ``AppliedRule``."""
+        name, reader = source.convention.name, self._reader(leaves, source)
         axes = known_sizes(reader, self.mapping)
         index = NameIndex(self.mapping.rules, name)
         members: dict[int, dict[str, str]] = {}
@@ -253,10 +293,9 @@ class WeightMap:
             if id(rule) not in members or not rule.entries(target):
                 continue
             own = {weight: reader.tensors[weight] for weight in members[id(rule)]}
-            power = -1 if gradients else 1
             applied = AppliedRule(rule, name, target, own, axes, power, weights=own)
             made |= {weight: view for weight, view, _ in applied.outputs()}
-        return LazyLeaves(made, lambda view: view.read(reader, Box.whole(view.shape)))
+        return made
 
 
 def found_in_model(
@@ -290,32 +329,9 @@ def found_in_model(
     return best
 
 
-Source = TypeVar("Source")
-
-
-class LazyLeaves(Mapping[str, np.ndarray], Generic[Source]):
-    """Arrays by name, each made by ``make`` from its source whenever it is asked for."""
-
-    def __init__(self, sources: Mapping[str, Source], make: Callable[[Source], np.ndarray]) -> None:
-        self._sources, self._make = sources, make
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._make(self._sources[name])
-
-    def __contains__(self, name: object) -> bool:
-        # ``Mapping`` would make the array to answer.
-        return name in self._sources
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
-
-    def __len__(self) -> int:
-        return len(self._sources)
-
-    def renamed(self, names: Mapping[str, str]) -> LazyLeaves[Source]:
-        """The arrays that ``names`` has, under their names there."""
-        sources = {names[name]: source for name, source in self._sources.items() if name in names}
-        return LazyLeaves(sources, self._make)
+def _shape_of(info: TensorInfo) -> np.ndarray:
+    """Zeros that stand for a tensor's shape and dtype, without its memory."""
+    return np.broadcast_to(np.zeros((), info.dtype), info.shape)
 
 
 def _order(parts: Sequence[np.ndarray], size: int) -> Order:
@@ -353,48 +369,3 @@ def _along(entry: Entry, values: Mapping[str, int]) -> tuple[int, ...]:
         return ()
     axes: Iterable[str] = dict.fromkeys(axis for axes in entry.expression.axis_sets() for axis in axes)
     return tuple(values[axis] for axis in axes if axis in values and axis not in entry.path.indices)
-
-
-class ArrayReader:
-    """A ``CheckpointReader`` over ``arrays`` by name. ``where`` stands for its path in errors."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray], separator: str, where: str) -> None:
-        self.format = "orbax" if separator == "/" else "dcp"
-        self.path: Path | str = where
-        self._arrays = arrays
-        self.tensors = {
-            name: TensorInfo(
-                name,
-                tuple(name.split("/")) if separator == "/" else (name,),
-                array.shape,
-                array.dtype,
-                (Box.whole(array.shape),),
-            )
-            for name, array in arrays.items()
-        }
-        self.objects: Mapping[str, object] = {}
-        self.object_paths: Mapping[str, TreePath] = {}
-
-    def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        box = Box.whole(self.tensors[name].shape) if box is None else box
-        return np.array(self._arrays[name][box.slices()], order="C")
-
-    def lend(self, name: str, box: Box, offset: int = 0) -> None:
-        return None
-
-    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
-        return [None] * len(wanted)
-
-    def files(self) -> list[Path]:
-        return []
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None

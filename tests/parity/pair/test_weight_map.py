@@ -128,3 +128,37 @@ def test_features_of_jax_have_the_numbers_that_they_have_in_torch() -> None:
     one = np.arange(24.0).reshape(4, 6)
     made = WeightMap.of(table, {"up.weight": one}, {"up/kernel": one.T})
     assert made.feature_orders("up.weight", (4, 6))[0] == (0, 3, 1, 4, 2, 5)
+
+
+# As where a third convention has query and key in one tensor.
+JOINT = table(
+    """
+[axes]
+d = 4
+kd = "d"
+
+[[rule]]
+torch = ["layers.{i}.q.weight : (g r d) m", "layers.{i}.k.weight : (g kd) m"]
+jax = ["layers/{i}/query : m (g r) interleaved(d)", "layers/{i}/key : m g kd"]
+"""
+)
+
+
+def test_tensors_of_one_rule_are_related_where_they_have_elements_of_each_other() -> None:
+    ours = {
+        f"layers.{i}.{name}.weight": RNG.standard_normal((rows, 6))
+        for i in range(2)
+        for name, rows in (("q", 16), ("k", 8))
+    }
+    theirs = {
+        f"layers/{i}/{name}": np.zeros((6, heads, 4))
+        for i in range(2)
+        for name, heads in (("query", 4), ("key", 2))
+    }
+    relation = WeightMap.of(JOINT, ours, theirs)
+    assert relation.sources == {
+        f"layers/{i}/{name}": (f"layers.{i}.{name[0]}.weight",) for i in range(2) for name in ("query", "key")
+    }
+    parts = relation.parts_to_jax({"layers.1.q.weight": ours["layers.1.q.weight"]})
+    assert parts.keys() == {("layers/1/query", ())}
+    assert np.array_equal(parts["layers/1/query", ()], relation.to_jax(ours)["layers/1/query"])

@@ -1,0 +1,84 @@
+"""Arrays in memory as a checkpoint, so that mappings translate weights without a file, and arrays made on access."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+import numpy as np
+
+from bridge.core.formats.tensors.base import Box, TensorInfo, TreePath, Wanted
+
+Source = TypeVar("Source")
+
+
+class LazyLeaves(Mapping[str, np.ndarray], Generic[Source]):
+    """Arrays by name, each made by ``make`` from its source whenever it is asked for."""
+
+    def __init__(self, sources: Mapping[str, Source], make: Callable[[Source], np.ndarray]) -> None:
+        self._sources, self._make = sources, make
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._make(self._sources[name])
+
+    def __contains__(self, name: object) -> bool:
+        # ``Mapping`` would make the array to answer.
+        return name in self._sources
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def renamed(self, names: Mapping[str, str]) -> LazyLeaves[Source]:
+        """The arrays that ``names`` has, under their names there."""
+        sources = {names[name]: source for name, source in self._sources.items() if name in names}
+        return LazyLeaves(sources, self._make)
+
+
+class ArrayReader:
+    """A ``CheckpointReader`` over ``arrays`` by name. ``where`` stands for its path in errors."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], separator: str, where: str) -> None:
+        self.format = "orbax" if separator == "/" else "dcp"
+        self.path: Path | str = where
+        self._arrays = arrays
+        self.tensors = {
+            name: TensorInfo(
+                name,
+                tuple(name.split("/")) if separator == "/" else (name,),
+                array.shape,
+                array.dtype,
+                (Box.whole(array.shape),),
+            )
+            for name, array in arrays.items()
+        }
+        self.objects: Mapping[str, object] = {}
+        self.object_paths: Mapping[str, TreePath] = {}
+
+    def read(self, name: str, box: Box | None = None) -> np.ndarray:
+        box = Box.whole(self.tensors[name].shape) if box is None else box
+        return np.array(self._arrays[name][box.slices()], order="C")
+
+    def lend(self, name: str, box: Box, offset: int = 0) -> None:
+        return None
+
+    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
+        return [None] * len(wanted)
+
+    def files(self) -> list[Path]:
+        return []
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
