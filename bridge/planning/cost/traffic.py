@@ -121,7 +121,7 @@ def amax_calls(group: GroupBuffers, layers: int = 1) -> Calls:
 
 def _reductions(group: GroupBuffers, runtime: str, microbatches: int) -> Calls:
     axes, calls = group.collectives, Counter[Collective]()
-    for axis in axes.reduced(last=True):
+    for axis in axes.reduced_last:
         summed = axis in axes.summed_once
         kind, level = ("all_reduce", group.strategy.optimizer) if summed else ("reduce_scatter", axis)
         times = microbatches if axis in axes.scattered else 1

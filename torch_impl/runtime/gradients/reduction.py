@@ -242,7 +242,7 @@ class GroupReduction:
         strategy, levels = self._group_spec.strategy, self._group_spec.levels
         transfers, steps = collectives_of(strategy, levels.axes), list[Step]()
         # All memory is allocated here: see ``streams``.
-        for axis in transfers.reduced(last=last):
+        for axis in transfers.reduced_last if last else transfers.scattered:
             lane = "reduce" if axis == 0 else "outer"
             # Earlier microbatches were reduced up to here; on axis 0 all were collected together.
             if axis == strategy.gradients and axis > 0:

@@ -80,6 +80,7 @@ class GroupWeights(ABC):
 
     def __init__(self, spec: GroupSpec, context: UnitContext) -> None:
         self._group_spec, self._context = spec, context
+        self._keeps_shard = keeps_shard(spec.strategy)
         # Weakly: buffers and remainders hold the callback, and a cycle would keep a deleted model's
         # memory until the garbage collector comes.
         self._finish = autograd.weakly(self.finish_gather)
@@ -173,7 +174,7 @@ class GroupWeights(ABC):
             return False
         spec = self._group_spec
         # Other ranks gather anyway, unless whole weights or resident shards are kept.
-        resident = self._kept_version is not None and keeps_shard(spec.strategy)
+        resident = self._kept_version is not None and self._keeps_shard
         if changed and not self._due and (kept or resident):
             self._require_change_everywhere()
         # Before the gather, not after: a rank that waits in a collective cannot be told anything.

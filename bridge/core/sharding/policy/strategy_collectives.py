@@ -35,23 +35,23 @@ class StrategyCollectives:
     scattered: range
     scattered_once: range
     summed_once: range
-
-    def reduced(self, *, last: bool) -> tuple[int, ...]:
-        """The axes over which a backward reduces gradients; ``last``: the last of a step."""
-        late = (*self.scattered_once, *self.summed_once) if last else ()
-        return (*self.scattered, *late)
+    reduced_last: tuple[int, ...]
+    """The axes over which the last backward of a step reduces gradients; others reduce over ``scattered``."""
 
 
 @cache  # Asked for in every backward.
 def collectives_of(strategy: Strategy, ndim: int) -> StrategyCollectives:
     """``ndim``: the number of data-parallel axes of the mesh."""
     parameters, gradients, optimizer = strategy.parameters, strategy.gradients, strategy.optimizer
+    scattered, scattered_once = range(gradients), range(gradients, optimizer)
+    summed_once = range(optimizer, ndim)
     return StrategyCollectives(
         gathered_once=range(optimizer - 1, parameters - 1, -1),
         gathered=range(parameters - 1, -1, -1),
-        scattered=range(gradients),
-        scattered_once=range(gradients, optimizer),
-        summed_once=range(optimizer, ndim),
+        scattered=scattered,
+        scattered_once=scattered_once,
+        summed_once=summed_once,
+        reduced_last=(*scattered, *scattered_once, *summed_once),
     )
 
 
