@@ -46,13 +46,10 @@ def test_the_readme_links_to_its_headings_to_files_and_by_https() -> None:
     assert [link for link in elsewhere if not link.startswith("https://")] == []
 
 
+ROOMS = ("bridge", "torch_impl", "jax_impl", "tests")
 DOCUMENTS = [
     *ROOT.glob("*.md"),
-    *(
-        path
-        for folder in ("docs", "bridge", "torch_impl", "jax_impl", "tests")
-        for path in (ROOT / folder).rglob("*.md")
-    ),
+    *(path for folder in ("docs", *ROOMS) for path in (ROOT / folder).rglob("*.md")),
 ]
 
 
@@ -62,6 +59,19 @@ def test_links_to_files_lead_to_files(document: str) -> None:
     links = re.findall(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)", path.read_text(encoding="utf-8"))
     files = [link.partition("#")[0] for link in links if not link.startswith(("https://", "http://", "#"))]
     assert [file for file in files if not (path.parent / file).exists()] == []
+
+
+def test_python_files_that_documents_name_exist() -> None:
+    """By a path or by its end. `capture.py` is a reader's own, and the changelog speaks of other days."""
+    paths = ["/" + str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    missing = {
+        (document.name, name)
+        for document in DOCUMENTS
+        if document.name != "CHANGELOG.md"
+        for name in re.findall(r"(?<![\w/.])(?:\w+/)*\w+\.py\b", document.read_text(encoding="utf-8"))
+        if name not in ("capture.py", "twinshard.py") and not any(path.endswith("/" + name) for path in paths)
+    }
+    assert not missing
 
 
 def test_the_changelog_has_three_headings_a_release_and_short_lines() -> None:
