@@ -51,8 +51,8 @@ class ConvertReport:
     NaN, without those of an earlier attempt. inexact: names of tensors that the mapping calculated, with rounding.
     verified: whether the source's checksums, where it has any, were compared. companions: files that went along, such
     as `config.json`. kept: those that a replaced checkpoint had, and the source has not. not_copied: why others did not
-    go along. conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: why files beside the source, which
-    look like weights, were not read. As a truth value it is `complete`.
+    go along. conventions, remarks: see `bridge.core.mapping.plan.plan`. left_alone: by name, files beside the source
+    that look like weights, each with the reason why it was not read. The report is true where `complete` is.
     """
 
     source: Path | str
@@ -84,17 +84,49 @@ class ConvertReport:
         return self.complete
 
 
-def went_along(
-    beside: Companions, destination: Path | str
+def report_of(
+    conversion: Conversion,
+    places: tuple[Path | str, Path | str],
+    *,
+    resumed: int,
+    overflowed: Mapping[str, int],
+    verified: bool,
+    started: float,
+) -> ConvertReport:
+    """The report of a conversion that is done. places: source, destination. started: by ``time.perf_counter``."""
+    source, destination = places
+    return ConvertReport(
+        source,
+        destination,
+        conversion.source_format,
+        conversion.format,
+        len(conversion.outputs),
+        len(conversion.objects),
+        conversion.nbytes,
+        resumed,
+        conversion.left_out,
+        overflowed,
+        conversion.inexact,
+        verified,
+        time.perf_counter() - started,
+        *_fates(conversion.companions, destination),
+        conventions=conversion.conventions,
+        remarks=conversion.remarks,
+        left_alone=conversion.left_alone,
+    )
+
+
+def _fates(
+    companions: Companions, destination: Path | str
 ) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, str]]:
-    """The last three fields of a report: the companions that were copied, kept, and left behind with the reason."""
-    alone = (
+    """The companions that were copied, those that were kept, and why the others were left behind."""
+    is_file = (
         format_by_name(destination) is not None if isinstance(destination, str) else not destination.is_dir()
     )
-    if not alone:
-        return tuple(beside.files), tuple(beside.kept), beside.refused
-    one_file = dict.fromkeys(beside.files, f"{destination} is one file, and its directory may be anybody's")
-    return (), (), {**beside.refused, **one_file}
+    if not is_file:
+        return tuple(companions.files), tuple(companions.kept), companions.refused
+    reason = f"{destination} is one file, and its directory may be anybody's"
+    return (), (), {**companions.refused, **dict.fromkeys(companions.files, reason)}
 
 
 def format_by_name(dst: str | os.PathLike[str]) -> Format | None:
@@ -277,12 +309,11 @@ def _convert(
         if isinstance(destination, Path):
             require_place(source, destination, replace)
             require_untouched(conversion.files, destination)
-        beside = conversion.companions
         attempt = Attempt(
             require_replaceable if replace else None,
             conversion_key(source, conversion, options.write_items),
             resume,
-            beside.place,
+            conversion.companions.place,
         )
         with (
             large_buffers_returned(),
@@ -294,24 +325,13 @@ def _convert(
             resumed = _write(reader, writer, conversion, workers, progress)
             # Inside of the block: leaving it by an error is what keeps the mixture from appearing.
             require_unchanged(conversion)
-        return ConvertReport(
-            source,
-            destination,
-            conversion.source_format,
-            conversion.format,
-            len(conversion.outputs),
-            len(conversion.objects),
-            conversion.nbytes,
-            resumed,
-            conversion.left_out,
-            {name: o.overflowed for name, o in conversion.outputs.items() if o.overflowed},
-            conversion.inexact,
-            options.verify,
-            time.perf_counter() - started,
-            *went_along(beside, destination),
-            conventions=conversion.conventions,
-            remarks=conversion.remarks,
-            left_alone=conversion.left_alone,
+        return report_of(
+            conversion,
+            (source, destination),
+            resumed=resumed,
+            overflowed={name: o.overflowed for name, o in conversion.outputs.items() if o.overflowed},
+            verified=options.verify,
+            started=started,
         )
 
 

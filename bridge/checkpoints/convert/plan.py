@@ -209,11 +209,11 @@ def _translation(
 
 
 def _companions(whole: CheckpointReader, unread: Mapping[str, str], options: ConvertOptions) -> Companions:
-    """The files that go along. unread: what is left alone beside the source, by name."""
-    beside = Companions.beside(companions_home(home_of(whole))) if options.companions else Companions()
+    """The files that go along. unread: files beside the source that are left alone, by name."""
+    companions = Companions.beside(companions_home(home_of(whole))) if options.companions else Companions()
     adapter = {ADAPTER_CONFIG: "the adapter that it describes is not read"}
     without = adapter if any(name.startswith(ADAPTER) for name in unread) else {}
-    return dataclasses.replace(beside, dequantized=options.dequantize).without(without)
+    return dataclasses.replace(companions, dequantized=options.dequantize).without(without)
 
 
 def conversion_key(

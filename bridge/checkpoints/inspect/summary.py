@@ -42,8 +42,9 @@ class Summary:
     objects whose value is not plain data.
 
     manifest: whether it has one of ours, by which `verify` can tell that nothing changed. key_types: by name, the
-    implementation of tensors that are typed PRNG keys; their dtype is that of the key data. left_alone: why files
-    beside it, which look like weights, were not read. object_paths: of `objects` by name.
+    implementation of tensors that are typed PRNG keys; their dtype is that of the key data. left_alone: by
+    name, files beside the checkpoint that look like weights, each with the reason why it was not read. object_paths: of
+    `objects` by name.
     """
 
     path: Path | str

@@ -19,10 +19,10 @@ from pathlib import Path
 from bridge.checkpoints.convert.conversion import (
     ConvertReport,
     naming,
+    report_of,
     require_place,
     require_space,
     require_untouched,
-    went_along,
 )
 from bridge.checkpoints.convert.engine import Copier, runs
 from bridge.checkpoints.convert.plan import (
@@ -187,24 +187,13 @@ def _whole(
         verified = verified and bool(note["verified"])
         for name, count in _counts(note["overflowed"]).items():
             overflowed[name] = overflowed.get(name, 0) + count
-    return ConvertReport(
-        source,
-        destination,
-        conversion.source_format,
-        conversion.format,
-        len(conversion.outputs),
-        len(conversion.objects),
-        conversion.nbytes,
-        conversion.nbytes - written,
-        conversion.left_out,
-        overflowed,
-        conversion.inexact,
-        verified,
-        time.perf_counter() - started,
-        *went_along(conversion.companions, destination),
-        conventions=conversion.conventions,
-        remarks=conversion.remarks,
-        left_alone=conversion.left_alone,
+    return report_of(
+        conversion,
+        (source, destination),
+        resumed=conversion.nbytes - written,
+        overflowed=overflowed,
+        verified=verified,
+        started=started,
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from bridge.core.formats.tensors.base import Box, TensorInfo, TreePath, Wanted
+from bridge.core.formats.tensors.wrapping import ClosedAtEnd
 
 Source = TypeVar("Source")
 
@@ -39,7 +39,7 @@ class LazyLeaves(Mapping[str, np.ndarray], Generic[Source]):
         return LazyLeaves(sources, self._make)
 
 
-class ArrayReader:
+class ArrayReader(ClosedAtEnd):
     """A ``CheckpointReader`` over ``arrays`` by name. ``where`` stands for its path in errors."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], separator: str, where: str) -> None:
@@ -74,11 +74,3 @@ class ArrayReader:
 
     def close(self) -> None:
         """Nothing to release."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None

@@ -226,7 +226,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     try:
         return deep_copy(value, memo)
     except (TypeError, RuntimeError, ValueError, NotImplementedError):
-        # What objects of a program raise here differs by object: locks, generators, handles, views of graphs.
+        # Objects choose the error themselves: locks and generators TypeError, tensors of a graph RuntimeError, ...
         return value
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Self
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from bridge.core.formats.tensors.base import Box, TensorInfo, TreePath, Wanted
+from bridge.core.formats.tensors.base import Box, TreePath
+from bridge.parity.partners.lazy_arrays import ArrayReader
 
 
-class MemoryReader:
-    """A ``CheckpointReader``. ``largest_read`` is the number of elements of the largest region read so far."""
+class MemoryReader(ArrayReader):
+    """A reader of ``format``. ``largest_read`` is the number of elements of the largest region read so far."""
 
     def __init__(
         self,
@@ -21,14 +20,11 @@ class MemoryReader:
         arrays: Mapping[str, np.ndarray],
         objects: Mapping[TreePath, object] | None = None,
     ) -> None:
-        self.format = format
-        self.path = Path("memory")
-        self.arrays = dict(arrays)
         separator = "." if format == "dcp" else "/"
-        self.tensors = {
-            name: TensorInfo(name, _path(name, format), array.shape, array.dtype, (Box.whole(array.shape),))
-            for name, array in arrays.items()
-        }
+        self.arrays = dict(arrays)
+        super().__init__(self.arrays, separator, "memory")
+        self.format = format
+        self.tensors = {name: replace(info, path=_path(name, format)) for name, info in self.tensors.items()}
         self.object_paths = {separator.join(map(str, path)): path for path in objects or {}}
         self.objects = {separator.join(map(str, path)): value for path, value in (objects or {}).items()}
         self.largest_read = 0
@@ -39,27 +35,7 @@ class MemoryReader:
         assert box.inside(self.tensors[name].shape)
         self.largest_read = max(self.largest_read, box.numel)
         self.reads += 1
-        return np.array(self.arrays[name][box.slices()], order="C")
-
-    def lend(self, name: str, box: Box, offset: int = 0) -> None:
-        return None
-
-    def read_into(self, wanted: Sequence[Wanted]) -> Sequence[None]:
-        return [None] * len(wanted)
-
-    def files(self) -> list[Path]:
-        return []
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
+        return super().read(name, box)
 
 
 def _path(name: str, format: str) -> TreePath:

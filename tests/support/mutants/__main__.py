@@ -20,6 +20,7 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections import Counter
@@ -152,7 +153,10 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="slow tests, too, where fast ones see nothing")
     parser.add_argument("--record", nargs="+", metavar="TEST", help="note what these tests reach")
     parser.add_argument(
-        "--folder", type=Path, default=Path("/tmp/twinshard-mutants"), help="record and results"
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "twinshard-mutants",
+        help="record and results",
     )
     parser.add_argument("--budget", type=float, default=90, help="CPU seconds of tests for a mutant")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after this time")

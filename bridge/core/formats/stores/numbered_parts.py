@@ -26,6 +26,7 @@ from bridge.core.formats.stores.store import FileSystem
 PAUSE: Final = 0.1
 _WAITING: Final = 8
 _FINAL: Final = (FileNotFoundError, PermissionError, FileExistsError, NotImplementedError)
+"""Errors of a write that another attempt does not change; a file system raises the last for what it cannot do."""
 
 Result = TypeVar("Result")
 

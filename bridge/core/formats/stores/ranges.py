@@ -31,7 +31,7 @@ READ_AHEAD: Final = 4
 ATTEMPTS: Final = 4
 _PAUSE: Final = 0.1
 _FINAL: Final = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError)
-"""Errors that another attempt does not change."""
+"""Errors of a read that another attempt does not change; a file system raises the last for what it cannot do."""
 
 
 class FileRanges:
