@@ -32,7 +32,7 @@ PLAIN_SECONDS = 10.0
 
 JSON_VERSION = 1
 """Of the documents of `--json`: it grows when a key is renamed, removed, or means something else; keys may be added."""
-_WIDTH = 80  # Of a pipe or file, which has none.
+_WIDTH = 80  # For a pipe or a file, which has no width.
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as of a program that the signal ends
 
 

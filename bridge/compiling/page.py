@@ -43,7 +43,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Block:
-    """What stands together in a section; of ``table`` the first ``left`` columns are words."""
+    """A part of a section. The first ``left`` columns of ``table`` are words."""
 
     heading: str = ""
     text: str = ""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SVG = "{http://www.w3.org/2000/svg}"
-# What a figure draws black, white and grey is the page's own ink, paper and rules, light or dark.
+# A figure's black, white and grey become the page's ink, paper and rules, which differ in the dark.
 _VARIABLES = {
     "#000000": "ink",
     "#ffffff": "paper",
@@ -84,7 +84,7 @@ def _make_inline(element: ElementTree.Element) -> None:
 
 
 def _with_own_ids(svg: str, caption: str) -> str:
-    """Ids that are referred to, apart from those of other charts of the page; no others."""
+    """The SVG with only the ids that it refers to, each with a prefix that no other chart of the page has."""
     own = hashlib.sha256(caption.encode()).hexdigest()[:8]
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', svg))
     svg = re.sub(r' id="([^"]*)"', lambda m: f' id="{own}-{m[1]}"' if m[1] in used else "", svg)

@@ -85,7 +85,7 @@ class _CpuTransfer:
         self._later = later
 
     def finish(self) -> None:
-        # gloo runs what was begun on threads of its own: until it is done the buffers are its.
+        # gloo's own threads run the collective, and use the buffers until it is done.
         if self._work is not None:
             self._work.wait()
         for _, step in self._later:

@@ -94,7 +94,7 @@ class Copier:
     ) -> None:
         self._reader, self._writer, self._work = reader, writer, work
         self._done, self._total, self._progress = done, total, progress
-        # For the generator of work, the counts and the first error; copying is outside of it.
+        # Guards the generator of work, the counts and the first error. Threads copy without the lock.
         self._lock = threading.Lock()
         self._stop = False
         self._error: BaseException | None = None

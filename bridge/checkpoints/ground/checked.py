@@ -242,8 +242,7 @@ class CheckedReader(WrappingReader):
         self._listed: dict[str, TensorInfo] = {}
         self._chunks = ChunkIndex()
         self._compared: set[tuple[str, int]] = set()
-        # For the set of chunks that were compared. Two threads may compare one chunk, which is only
-        # slow.
+        # Guards the set of compared chunks. Two threads may compare one chunk, which costs time only.
         self._lock = threading.Lock()
         self.objects = ReadWhenAsked(reader.object_paths, self._checked_object)
 

@@ -55,7 +55,7 @@ def attention_in_module(
         for torch, jax in _mixings(pair, inner, outputs, inner_inputs)
         if max(array.size for side in (torch, jax) for array in (*side.projected, side.mixed)) <= LARGEST
     ]
-    # The usual formulas refute a wrong size or order cheaply; the others try orders themselves.
+    # The usual formulas refute a wrong size or order cheaply. The other formulas try orders themselves.
     for usual, (torch, jax) in itertools.product((True, False), mixings):
         if torch.exchanged and not usual:
             continue

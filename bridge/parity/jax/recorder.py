@@ -29,7 +29,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Parameters = Mapping[str, Any]
 """By path."""
 LossOf = Callable[[Any], Any]
-"""Of a model that is called as the caller's own is."""
+"""The loss of a model, which the function calls as it would call the caller's own."""
 
 
 def argument_tree(arguments: Arguments) -> dict[str, Any]:

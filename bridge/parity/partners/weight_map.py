@@ -122,7 +122,7 @@ class WeightMap:
 
     @cached_property
     def _torch_sources(self) -> Mapping[str, frozenset[str]]:
-        """By JAX name, the torch names of which it has elements; empty if rules leave no choice, or sizes are open.
+        """The torch tensors whose elements a JAX tensor has, by name; empty if rules leave no choice or sizes are open.
 
         A rule with several tensors on both sides, such as query, key and value where another convention has them in
         one, relates them all to each other.
@@ -221,7 +221,7 @@ class WeightMap:
                 continue
             gathered = [index for index in inputs[0].path.indices if index not in outputs[0].path.indices]
             groups: dict[tuple[int, ...], dict[str, np.ndarray]] = {}
-            # Of a rule's other tensors only the shapes are needed, and no part that has elements of them is made.
+            # The rule needs the shapes of its other tensors. A part with elements of other tensors is left out.
             others: dict[tuple[int, ...], dict[str, np.ndarray]] = {}
             for entry in inputs:
                 for weight, array in by_weight.items():
@@ -280,7 +280,7 @@ class WeightMap:
         return ArrayReader(leaves, source.convention.separator, f"the {source.convention.name} parameters")
 
     def _views(self, leaves: Leaves, source: SourceTree, target: str, power: int) -> dict[str, View]:
-        """What all rules make of ``leaves``, by weight. ``power``: see ``AppliedRule``."""
+        """The tensors that the rules make of ``leaves``, by weight. ``power``: see ``AppliedRule``."""
         name, reader = source.convention.name, self._reader(leaves, source)
         axes = known_sizes(reader, self.mapping)
         index = NameIndex(self.mapping.rules, name)

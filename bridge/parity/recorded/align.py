@@ -28,7 +28,7 @@ _FEW = 16
 """Of fewer elements than these, some noise is twice as near by chance: they must be equal but for a part ``_EXACT``."""
 _EXACT = 1e-2
 _MOST_AXES = 5
-"""Of six axes there are 720 orders, each of which costs a pass over the array."""
+"""Six axes have 720 orders, and each order costs a pass over the array."""
 
 DOUBTS = "values alone chose", "layout not certain"
 """How a ``doubt`` begins."""

@@ -167,7 +167,7 @@ class Capture:
 
 
 class OneRecording:
-    """What a ``Side`` refuses whose model cannot run again as it is asked to. ``runs_once``: why."""
+    """The refusals of a ``Side`` whose model cannot run again. ``runs_once``: the reason."""
 
     runs_once = "a trace cannot run a module"
 

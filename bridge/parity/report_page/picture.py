@@ -56,7 +56,7 @@ def depth_figure(rows: Sequence[Row]) -> Figure:
 
 
 def tips_of(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """By the ``gid`` of the marks of a verdict, what each of them is."""
+    """The tooltip of each mark, by the ``gid`` of its verdict's marks."""
     tips: dict[str, list[str]] = {}
     for row in rows:
         numbers = f"error {number(row.error)}, floor {number(row.floor)}, ratio {times(row.ratio)}"

@@ -1,8 +1,8 @@
 """Outputs of partner modules, and which module a difference comes from.
 
 Each pair of calls is compared twice: as it happened, where a difference may come from above, and alone (see
-``rerun_module``). What differs alone was introduced by this module and nothing else: each fault is found, not only the
-first, and a module after a fault is acquitted.
+``rerun_module``). A module that differs in the rerun introduces a difference itself. So each fault is found, not only
+the first, and a module after a fault is acquitted.
 
 Torch may give every layer's attention a table (cosines and sines) that JAX computes elsewhere or in another shape. If
 the table is wrong, each attention differs when it runs alone, and none of them is to blame::
@@ -67,7 +67,7 @@ def compare_forward(runs: Runs, pairs: Sequence[CallPair]) -> Forward:
     index = {id(pair): number for number, pair in enumerate(pairs)}
     reruns: dict[int, ModuleRerun] = {}
     shifted: dict[int, str] = {}
-    # Inner modules first: what a module is acquitted of depends on those inside of it.
+    # Inner modules first: a fault of an inner module acquits the module around it.
     ordered = inner_first(runs, pairs)
     for pair in ordered:
         inner = children_of(pair, pairs, runs)
@@ -190,7 +190,7 @@ def blame_first_fault(rows: Sequence[Row], runs: Runs, pairs: Sequence[CallPair]
 
 
 def _fingerprint(pair: CallPair) -> str:
-    """Of the inputs without a twin, which a large model gives to hundreds of calls."""
+    """A digest of the inputs without a twin, which a large model gives to hundreds of calls."""
     digest = hashlib.sha256()
     for name in pair.without_twin:
         digest.update(pair.torch.inputs[name].tobytes())

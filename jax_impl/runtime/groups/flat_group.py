@@ -153,7 +153,7 @@ class FlatGroup(Levels):
 
         Raises ``ValueError`` as ``gather`` does, where the strategy keeps weights whole.
         """
-        # What is sharded was checked when it was gathered.
+        # ``gather`` has checked sharded weights.
         if not self.strategy.shard_parameters:
             self._check_layer(whole[0])
         return unpack(self.layout, whole[0])

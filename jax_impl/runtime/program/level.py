@@ -1,8 +1,8 @@
 """One level of a traced program: transfers and loops in their order, each told when it may start.
 
 ``pipeline.py`` says what for. A level is a program without the bodies of its loops, or one pass of
-a loop. Of a loop's body the first gather and the last reduction move. Its equations are evaluated
-in four parts::
+a loop. The first gather and the last reduction of a loop's body move. The body's equations are
+evaluated in four parts::
 
     early     slices and casts of what the loop is over    for the next pass, before its gather
     gather    the first one                                for the next pass
@@ -100,7 +100,7 @@ def _first_gather(equations: Sequence[Any], carried: set[Any]) -> tuple[list[Any
         if not wanted.isdisjoint(equation.outvars):
             wanted.update(operands(equation.invars))
             early.append(equation)
-    # What is evaluated once more must do nothing else: a callback would run twice a pass.
+    # Equations that are evaluated twice must have no effects: a callback would run twice a pass.
     if not wanted.isdisjoint(carried) or any(equation.effects for equation in early):
         return [], None
     return early[::-1], gather

@@ -170,7 +170,7 @@ def constants_of(program: ClosedJaxpr) -> list[Any]:
 
 
 def _run(program: ClosedJaxpr, args: Any) -> tuple[list[Any], list[bool]]:
-    # What runs is the program whose dependence is read, not a second trace of the function.
+    # Run the program whose dependence is read: a second trace of the function could differ.
     leaves = jaxpr_as_fun(program)(*jax.tree.leaves(args))
     return leaves, _outputs(program.jaxpr, [True] * len(program.jaxpr.invars))
 

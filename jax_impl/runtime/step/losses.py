@@ -1,5 +1,5 @@
-"""What a loss returns for a part of the batch, how the parts of a step come together, and by what
-they are divided.
+"""The results of a loss for one part of the batch, and how a step adds and divides the results of
+all parts.
 
 A part is what one call of the loss sees: the rows of one device in one microbatch, in the pjit
 engine those of all devices. A loss returns the mean over its part, or ``(sum, weight)``, such as

@@ -121,7 +121,7 @@ class QuantizedGather:
         return collectives.all_gather([output], [source], mesh.groups[axis], async_op)
 
     def _quantize_steps(self, main: torch.Tensor, piece: torch.Tensor, current: bool) -> list[Step]:
-        """What is to be done before ``piece`` holds the bytes of ``main``, if anything."""
+        """The steps after which ``piece`` holds the bytes of ``main``."""
         if self._blocks:
             return self._when_fetched(partial(self._quantize_blocks, main, piece))
         if current:

@@ -64,7 +64,7 @@ class GradientBuffer:
 
     @property
     def shares(self) -> bool:
-        # Of what a backend reduces in a copy, memory is free when the reduction has begun.
+        # A backend that reduces a copy leaves the gradient's memory free once the reduction has begun.
         return not self._context.schedule.streams.copies
 
     @property

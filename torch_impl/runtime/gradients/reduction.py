@@ -121,7 +121,7 @@ class GroupReduction:
         """The parameters that were used on any of the ranks that ``done`` has reduced over."""
         spec = self._group_spec
         trained = {index for index, param in enumerate(self._params) if param.requires_grad}
-        # To read flags waits for the device; of what this rank used it need not ask.
+        # Reading flags waits for the device. A rank that used all parameters needs no flags.
         if done.used >= trained:
             return done.used
         level = spec.strategy.optimizer if done.last else spec.strategy.gradients
@@ -238,7 +238,7 @@ class GroupReduction:
             view.view(-1, *local.shape[1:])[r0:r1].add_(local, alpha=share)
 
     def _steps(self, values: torch.Tensor, last: bool) -> tuple[list[Step], torch.Tensor]:
-        """What sums ``values``, of level 0, axis by axis, and where the sums will be."""
+        """The steps that sum ``values``, of level 0, axis by axis, and the tensor that holds the sums then."""
         strategy, levels = self._group_spec.strategy, self._group_spec.levels
         transfers, steps = collectives_of(strategy, levels.axes), list[Step]()
         # All memory is allocated here: see ``streams``.

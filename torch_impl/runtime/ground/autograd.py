@@ -1,4 +1,4 @@
-"""Where the runtime hooks into autograd. All use of torch's private engine calls is here.
+"""Hooks of the runtime in autograd. All use of torch's private engine calls is here.
 
 Callbacks hold no tensors, and of the graph only nodes before their own: a graph that is dropped
 frees its memory at once, without the garbage collector.
@@ -35,7 +35,7 @@ def current_backward() -> int | None:
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """Set the version counters that autograd compares with those of saved tensors."""
-    # Back to the version that graphs have saved: the contents are those of then, bit for bit.
+    # Back to the version that graphs have saved: the contents are the same again, bit for bit.
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 

@@ -19,7 +19,7 @@ from torch_impl.runtime.ground.tensor_parallel import TensorParallel
 
 @dataclass
 class Divisor:
-    """By what sums over the ranks are divided; a program may set another one between two steps."""
+    """The number that divides sums over the ranks. A program may set another number between two steps."""
 
     value: float
 

@@ -194,7 +194,7 @@ def _parse(data: bytes) -> tuple[dict[str, str], Done, int]:
     except ValueError:
         return {}, {}, 0
     done: Done = {}
-    # What follows the last line break is a line cut short by a kill: its chunk is written again.
+    # A kill cuts the last line short, which then has no line break: its chunk is written again.
     for line in body.split(b"\n")[:-1]:
         try:
             name, chunk, crc = json.loads(line)

@@ -4,7 +4,7 @@ Paths and names are those that DCP gives a state_dict (`torch.distributed.checkp
 mappings are gone into, and so are lists that hold tensors or mappings; keys are text. Tuples with tensors, which DCP
 keeps as one value, are gone into as well.
 
-Of a DTensor each rank's file has a part, which `Shard` cuts as `torch.chunk` does: ceil(size / ranks) rows, the last
+Each rank's file has a part of a DTensor. `Shard` cuts as `torch.chunk` does: ceil(size / ranks) rows, the last
 parts smaller or empty. Of mesh axes that cut one dimension the first cuts first; but `_StridedShard`, which FSDP2
 writes for a dimension that tensor parallelism has cut before, cuts what the axes after it leave.
 

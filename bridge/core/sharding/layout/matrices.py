@@ -47,7 +47,7 @@ def owner_of_all(rows: Sequence[int]) -> int | None:
 
 
 def cost(shape: tuple[int, int]) -> float:
-    """Of orthogonalizing a matrix, in proportion to the products of an iteration."""
+    """The cost of orthogonalizing a matrix, in proportion to the multiplications of an iteration."""
     short, long = sorted(shape)
     return float(short * short * (2 * long + short))
 
