@@ -41,7 +41,7 @@ def copied() -> Iterator[Path]:
     ).stdout
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         for name in filter(None, listed.decode().split("\0")):
-            if (ROOT / name).exists():
+            if (ROOT / name).is_file():
                 (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, Path(folder) / name)
         yield Path(folder)
