@@ -110,10 +110,13 @@ def materialize_state(optimizer: Optimizer) -> list[torch.Tensor]:
         init_state()
     elif isinstance(optimizer, torch.optim.Adam):
         _init_adam_state(optimizer)
+    elif _is_undamped_sgd(optimizer):
+        _init_momentum(optimizer)
     else:
         raise ValueError(
-            f"expected MainWeightAdamW, torch.optim.Adam or AdamW, or an optimizer that has made a step, got "
-            f"{type(optimizer).__name__} without state"
+            "expected MainWeightAdamW, torch.optim.Adam, AdamW, or SGD without dampening, or an optimizer that has "
+            f"made a step with a gradient for each parameter, got {type(optimizer).__name__} without state for "
+            f"{len(missing)} of {len(params)} parameters"
         )
     return missing
 
@@ -136,6 +139,22 @@ def _init_adam_state(optimizer: torch.optim.Adam) -> None:
             step = torch.zeros((), dtype=torch.float32, device=device)
             moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in keys}
             optimizer.state[parameter] = {"step": step, **moments}
+
+
+def _is_undamped_sgd(optimizer: Optimizer) -> bool:
+    # SGD's first step takes the whole gradient into the momentum, also with dampening, so zero momentum before a
+    # first step gives the same result only without dampening.
+    undamped = not any(group.get("dampening") for group in optimizer.param_groups)
+    return isinstance(optimizer, torch.optim.SGD) and undamped
+
+
+def _init_momentum(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if group["momentum"] and parameter.requires_grad and not optimizer.state.get(parameter):
+                optimizer.state[parameter] = {
+                    "momentum_buffer": torch.zeros_like(parameter, requires_grad=False)
+                }
 
 
 def drop_state(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:

@@ -373,6 +373,43 @@ def test_plain_sgd_has_no_state_and_continues(tmp_path):
         load_checkpoint(tmp_path / "a", other, _adamw(other))
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_sgd_momentum_that_some_parameters_lack_is_saved_as_zeros(tmp_path, steps, nesterov):
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=nesterov)
+
+    model, untouched = _decoder(1), _decoder(1)
+    optimizer, reference = sgd(model), sgd(untouched)
+    for run, its_optimizer in ((model, optimizer), (untouched, reference)):
+        run.layers[1].requires_grad_(False)  # no gradient in the steps before the save
+        for index in range(steps):
+            _step(run, its_optimizer, index)
+        run.layers[1].requires_grad_(True)
+    save_checkpoint(tmp_path / "a", model, optimizer)
+    resumed = _decoder(2)
+    resumed_optimizer = sgd(resumed)
+    load_checkpoint(tmp_path / "a", resumed, resumed_optimizer)
+    runs = ((untouched, reference), (model, optimizer), (resumed, resumed_optimizer))
+    for run, its_optimizer in runs:
+        for index in (5, 6):
+            _step(run, its_optimizer, index)
+        _assert_equal(_state(run, its_optimizer), _state(untouched, reference))
+
+
+def test_sgd_momentum_with_dampening_that_some_parameters_lack_is_refused(tmp_path):
+    model = _decoder(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    model.layers[1].requires_grad_(False)
+    _step(model, optimizer, 0)
+    model.layers[1].requires_grad_(True)
+    lacking, total = len(list(model.layers[1].parameters())), len(list(model.parameters()))
+    with pytest.raises(
+        ValueError, match=rf"a gradient for each .* SGD without state for {lacking} of {total}"
+    ):
+        save_checkpoint(tmp_path / "a", model, optimizer)
+
+
 def test_loading_what_is_not_there_or_no_directory_raises(tmp_path):
     model, optimizer = _trained(steps=0)
     (tmp_path / "file").write_text("")
