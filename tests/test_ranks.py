@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch", reason="the rank processes run torch")
@@ -34,3 +38,28 @@ def test_an_error_on_one_rank_fails_the_call_and_leaves_the_group_usable(ranks: 
     with pytest.raises(RankError, match=r"rank 2 of 3(.|\n)*only here"):
         ranks.run(3, fail_on_last_rank)
     assert ranks.run(2, sum_of_ranks) == [3.0, 3.0]
+
+
+def redistribute() -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    torch.nn.functional.layer_norm(rows.redistribute(mesh, [Replicate()]), (4,))
+
+
+def gloo_threads() -> int:
+    gc.collect()
+    names = [thread.joinpath("comm") for thread in Path("/proc/self/task").iterdir()]
+    return sum("gloo" in name.read_text() for name in names if name.exists())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads in /proc")
+def test_groups_of_earlier_calls_leave_no_threads(ranks: RankGroup) -> None:
+    expected = ranks.run(2, gloo_threads)
+    for _ in range(3):
+        ranks.run(2, redistribute)
+    assert ranks.run(2, gloo_threads) == expected
