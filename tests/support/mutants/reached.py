@@ -141,7 +141,8 @@ class Record:
         for number, function in _ROW.iter_unpack((root / "reached.rows").read_bytes()):
             if not number:
                 self.imported.add(names[function])
-            elif order[number - 1] in self.seconds:
+            # The test that was running when the process crashed is in no order.
+            elif number <= len(order) and order[number - 1] in self.seconds:
                 self.tests[names[function]].add(order[number - 1])
         return len(order)
 
